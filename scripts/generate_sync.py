@@ -57,20 +57,18 @@ WORDS = {
 
 SENTENCES = {
     "The asyncio client.": "The synchronous client.",
-    "The store's side of the asyncio client": "The store's side of the synchronous client",
+    "The asyncio client's methods": "The synchronous client's methods",
     "An asyncio client of": "A client of",
-    "Use a client within one event loop. Close it, or use\n    it in an async with-block.": (
-        "A client may be shared by threads, and needs no event loop; make it\n"
-        "    after any fork. Close it, or use it in a with-block."
-    ),
+    "Use a client within one event loop.": "Threads may share a client. Create it after any fork.",
+    "use it in an async with-block": "use it in a with-block",
     "Cancelling the task stops the request.": "An interrupt stops the request.",
-    "BatchCancelled: The task was cancelled. It holds": "BatchInterrupted: It was interrupted by Ctrl-C. It holds",
-    "Return the tokens of a generation as they are made.": "Start a generation and return its tokens as they are made.",
-    "The request starts when the stream is entered or first read. It is accepted then: its id is known, and its\n"
-    "        capture can be followed.": (
-        "The request is accepted when this returns: its id is known, and its capture can be followed.\n       "
+    "BatchCancelled: The task was cancelled. It holds": "BatchInterrupted: Ctrl-C interrupted the call. It holds",
+    "Return a stream of the tokens of a generation.": "Start a generation and return a stream of its tokens.",
+    "The request starts when the stream is entered or first read. From then on its ID is known and its capture can\n"
+    "        be followed.": (
+        "When this returns, the request is accepted, its ID is known and its capture can be followed.\n       "
     ),
-    "; known when the stream was entered or first read.": ".",
+    ", known once the stream has been entered or first read.": ".",
 }
 """What docstrings say of the asyncio client, and what is true of the synchronous one instead. Each must occur."""
 

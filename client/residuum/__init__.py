@@ -14,8 +14,8 @@ Example:
     ...     acts[12].shape
     (68, 576)
 
-Public names are imported when they are first used: `residuum.v1`, `residuum.wire` and `residuum.rpc`, which the
-services share, come without the client.
+Public names are imported when they are first used. So the services can import `residuum.v1`, `residuum.wire` and
+`residuum.rpc` without the client.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
 
-_HOMES = {
+_MODULES = {
     "Piece": "residuum.protocol.reading",
     "Sampling": "residuum.protocol.sampling",
     "Activations": "residuum.values.activations",
@@ -249,8 +249,8 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'residuum' has no attribute {name!r}")
     if name == "directions":
-        return importlib.import_module("residuum.directions")  # which puts it where it is looked for next time
-    value = getattr(importlib.import_module(_HOMES.get(name, "residuum.exceptions")), name)
+        return importlib.import_module("residuum.directions")  # the import also sets the attribute
+    value = getattr(importlib.import_module(_MODULES.get(name, "residuum.exceptions")), name)
     globals()[name] = value
     return value
 
@@ -265,4 +265,4 @@ def _version() -> str:
     try:
         return metadata.version("residuum")
     except metadata.PackageNotFoundError:
-        return "0+source"  # run from a checkout that was not installed
+        return "0+source"  # a checkout that is not installed

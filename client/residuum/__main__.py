@@ -1,4 +1,4 @@
-"""`python -m residuum`: the command, where it is not on the path."""
+"""`python -m residuum`: runs the command `residuum` where it is not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The asyncio client: the methods of `residuum.Client`, to be awaited."""
+"""The asyncio client, with the same methods as `residuum.Client`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from residuum._async.streams import AsyncStream
 
 __all__ = ["AsyncClient", "AsyncStream", "BatchCancelled"]
 
-for _shown in (AsyncClient, AsyncStream, BatchCancelled):  # as users import them
+for _shown in (AsyncClient, AsyncStream, BatchCancelled):  # show the module that users import
     _shown.__module__ = __name__

@@ -7,5 +7,5 @@ from residuum._sync.streams import Stream
 
 __all__ = ["Client", "Stream"]
 
-for _shown in (Client, Stream):  # as users import them
+for _shown in (Client, Stream):  # show the module that users import
     _shown.__module__ = __name__

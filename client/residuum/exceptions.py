@@ -21,7 +21,7 @@
     ├── NotUpdatable                    the request was not started with updatable=True
     ├── CaptureNotComplete              .manifest
     │   ├── OpenCapture                 rows are still coming
-    │   ├── IncompleteCapture           rows are missing for good; .missing says which
+    │   ├── IncompleteCapture           rows are missing and will not arrive; .missing says which
     │   │   └── StoreFullCapture        because the store was full; also a StoreFull
     │   └── AbortedCapture              the request was aborted
     ├── CaptureEnded                    the capture accepts no more rows
@@ -41,7 +41,7 @@
     ├── DeadlineExceeded (TimeoutError)
     ├── RequestAborted                  a client called abort
     ├── CallerStalled                   the stream was not read for too long, and the service ended it
-    ├── BatchFailed                     some prompts of generate_many; .replies, .errors
+    ├── BatchFailed                     some prompts of generate_many failed; .replies, .errors
     ├── ClientClosed
     └── ServerFault                     a bug of the server, or an answer that breaks the contract
 
@@ -162,7 +162,7 @@ class RequestExists(AlreadyExists):
 
 
 class CaptureExists(AlreadyExists):
-    """The store holds a capture with this ID. To replace or skip it, see `if_exists` of `Client.generate`."""
+    """The store holds a capture with this ID. To replace or skip it, use `if_exists` of `Client.generate`."""
 
 
 class NotUpdatable(ResiduumError):

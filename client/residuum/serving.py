@@ -1,6 +1,6 @@
-"""`residuum.serve`: both services on this machine, from Python. They are a distribution of their own, residuum-server.
+"""`residuum.serve`: starts both services on this machine, from Python.
 
-The client imports nothing of it: what is installed beside it says so by an entry point.
+The services are a separate distribution, residuum-server. The client loads it through entry points, not by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from residuum.client import Client
 from residuum.rpc.extras import install_server
 
 ENTRY_POINTS = "residuum.commands"
-"""The group by which other distributions bring what the client has no code for."""
+"""The entry points of commands that residuum-server implements."""
 
 
 @contextmanager
@@ -30,20 +30,20 @@ def serve(
 ) -> Iterator[Client]:
     """Start a store and an inference service on this machine, and stop both at the end of the block.
 
-    This is `residuum serve` for notebooks and scripts; it needs the distribution `residuum-server`.
+    This is `residuum serve` for notebooks and scripts. It needs the distribution `residuum-server`.
 
     Args:
         model: The model's folder, or its name on the Hugging Face hub.
-        data: The folder in which captures are kept, and both services' logs (default: `residuum-data`).
-        temporary: Delete captures at the end instead.
+        data: The folder for captures and both services' logs (default: `residuum-data`).
+        temporary: Delete the captures at the end.
         progress: Show on stderr how long the model has been loading.
-        settings: Further settings of the inference service, by name: `enforce_eager=True`, `max_model_len=1024`.
+        settings: Further settings of the inference service, such as `enforce_eager=True` or `max_model_len=1024`.
 
     Returns:
-        A context manager that gives a client, once both services are ready.
+        A context manager. It yields a client once both services are ready.
 
     Raises:
-        RuntimeError: `residuum-server` is not installed, or a service did not come up; the message has the end of its
+        RuntimeError: `residuum-server` is not installed, or a service did not start; the message has the end of its
             log.
 
     Example:
@@ -61,14 +61,14 @@ def serve(
 
 
 def installed_server(command: str = "serve") -> Any:
-    """Return the module of a command of the distribution residuum-server.
+    """Return the module of residuum-server that implements a command.
 
     Raises:
-        RuntimeError: It is not installed.
+        RuntimeError: residuum-server is not installed.
     """
     for entry in metadata.entry_points(group=ENTRY_POINTS, name=command):
         return entry.load()
-    raise RuntimeError(f"the services are not here: {install_server()}")
+    raise RuntimeError(f"the services are not installed: {install_server()}")
 
 
 def _flag(name: str, value: object) -> str:

@@ -54,8 +54,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 class ActivationBatch(NamedTuple):
     """A batch of rows with their origins. The first dimension of all tensors is the rows.
 
-    All tensors but `activations` and `labels` are int64. In an aligned batch, a row is a token with its rows at all
-    places; `sites` and `layers` are then those of the places.
+    All tensors except `activations` and `labels` are int64. In an aligned batch, a row is a token with its rows at all
+    places, and `sites` and `layers` are those of the places.
     """
 
     activations: torch.Tensor
@@ -65,9 +65,9 @@ class ActivationBatch(NamedTuple):
     sequences: torch.Tensor
     """Each row's sequence."""
     sites: torch.Tensor
-    """Each row's site, as an index into `residuum.torch.SITES`; if aligned, each place's, [places]."""
+    """Each row's site, as an index into `residuum.torch.SITES`; if aligned, the site of each place, [places]."""
     layers: torch.Tensor
-    """Each row's layer; if aligned, each place's, [places]."""
+    """Each row's layer; if aligned, the layer of each place, [places]."""
     positions: torch.Tensor
     """Each row's position, counted over prompt and reply."""
     token_ids: torch.Tensor
@@ -77,7 +77,7 @@ class ActivationBatch(NamedTuple):
 
 
 class ActivationDataset(IterableDataset[ActivationBatch]):
-    """Shuffled batches of rows from many captures. Each row comes once per epoch.
+    """Shuffled batches of rows from many captures. Each row occurs once per epoch.
 
     The dataset makes the batches itself, so pass `batch_size=None` to DataLoader. Each worker reads its own share of
     the captures, over its own connections. Each row is copied twice: into the shuffle buffer, and from there into its
@@ -87,10 +87,11 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
 
     Args:
         endpoint: The inference service, host:port; not used if `store` is given.
-        captures: The captures, as IDs or replies. None takes all captures that `prefix` and `where` select. They are
-            looked up once, here. Open ones are waited for, at most `timeout` seconds. Those that are not complete are
-            left out with a warning (LeftOutWarning), unless `allow_partial` is true. All must come from one model, have
-            the same encoding and reduction, and have the selected layers, sites and sequences.
+        captures: The captures, as IDs or replies. None means all captures that `prefix` and `where` select: the dataset
+            looks them up once, when it is created, and waits for open ones for up to `timeout` seconds. It leaves out
+            those that are not complete with a warning (LeftOutWarning), unless `allow_partial` is true. All captures
+            must come from one model, have the same encoding and reduction, and have the selected layers, sites and
+            sequences.
         prefix: The prefix of the captures' IDs; only with `captures=None`.
         where: A filter on the captures' labels, such as "split = train"; only with `captures=None`.
         aligned: Yield tokens instead of rows, each with its rows at all places (site, layer): `activations` is
@@ -98,10 +99,10 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             partial capture that lacks a row is left out. Then `batch_size` and `shuffle_buffer` count tokens, and each
             worker also keeps the selected rows of `concurrent_reads` whole captures in memory.
         batch_size: Rows in a batch; the last batch of each worker may have fewer.
-        shuffle_buffer: Rows from which each batch is drawn; each worker keeps as many in memory. With 0, rows come in
+        shuffle_buffer: Rows from which each batch is drawn. Each worker keeps this many in memory. With 0, rows come in
             the order in which they are read: `concurrent_reads` captures in turn, each in the store's order. With
             `concurrent_reads=1`, they come capture by capture.
-        layers: Read only these layers; like the next four, as for `Client.activations`.
+        layers: Read only these layers; this and the next four arguments are as for `Client.activations`.
         sites: Read only these sites.
         sequences: Read only these sequences.
         positions: Read only these positions.
@@ -111,11 +112,11 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             or bools. The labels are int64 if all are whole, otherwise float32.
         seed: The seed of the shuffling.
         drop_last: Drop batches that are not full.
-        rank: The index of this process among the `world_size` processes that train together. Each process reads other
-            captures.
+        rank: The index of this process among the `world_size` processes that train together. Each process reads
+            different captures.
         world_size: The number of processes that train together.
         concurrent_reads: Captures that a worker reads at once, so that the buffer mixes rows of several captures.
-        store: The store's address; like the next four, as for `Client`.
+        store: The store's address; this and the next four arguments are as for `Client`.
         timeout: Seconds that a call may take.
         token: The bearer token.
         tls: TLS settings.
@@ -208,8 +209,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def num_batches(self, num_workers: int = 0) -> int:
         """Return the number of batches of the current epoch in this process (`rank`).
 
-        Each worker has a last batch of its own. Which captures a worker reads, and so the number, may change from epoch
-        to epoch.
+        Each worker has a last batch of its own. The number may change from epoch to epoch, because each worker then
+        reads other captures.
 
         Args:
             num_workers: The workers of the DataLoader; 0 if there are none.
@@ -414,7 +415,7 @@ def _number(manifest: Manifest, label: str) -> float:
     value = manifest.labels[label]
     if isinstance(value, str):
         raise InvalidRequest(
-            f"The label {label!r} of {manifest.capture_id} is the text {value!r}, which a tensor cannot have. Give "
+            f"The label {label!r} of {manifest.capture_id} is the text {value!r}, but a tensor holds numbers. Give "
             "numbers with labels={id: number}.",
             reason="INVALID_FIELD",
         )

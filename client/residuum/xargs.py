@@ -1,4 +1,4 @@
-"""Asking a plain `vllm serve` for captures and steering, through the OpenAI API."""
+"""Requests captures and steering from a plain `vllm serve`, through the OpenAI API."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ def vllm_xargs(
     if_exists: IfExists = "fail",
     send_vectors: bool = True,
 ) -> dict[str, str | list[str]]:
-    """Return what goes into a request's `vllm_xargs`, for a `vllm serve` that carries the taps (docs/vllm-serve.md).
+    """Return the `vllm_xargs` of a request to a `vllm serve` with the taps; see docs/vllm-serve.md.
 
     Args:
-        capture: What is captured.
-        steer: How the request is steered.
-        request_id: What the capture is called. Default: the `id` of the answer. If a completion has several prompts,
-            the captures of the second and later ones are called `id` and "-1", "-2" and so on.
-        if_exists: What happens if a capture with this request_id exists: "fail", "replace" or "skip"; see
-            `Client.generate`.
-        send_vectors: Send the vectors along. A server that was sent them before knows them by their digests, until they
-            have to make room for others; without them it refuses the request with MISSING_VECTORS.
+        capture: What to capture.
+        steer: How to steer: one operation, or several in the order in which they apply.
+        request_id: The ID of the capture. Default: the `id` of the answer. If a completion has several prompts, "-1",
+            "-2" and so on are appended for the second and later ones.
+        if_exists: What to do if a capture with this ID exists: "fail", "replace" or "skip"; see `Client.generate`.
+        send_vectors: Send the vectors with the request. You may leave them out if the server already has them. It keeps
+            vectors until it needs the room for others. If it lacks one, it refuses the request with MISSING_VECTORS.
 
     Raises:
-        InvalidRequest: It asks for nothing, or for something that can never be meant so.
-        TypeError: `capture` is not a Capture, or `steer` holds something else than operations.
+        InvalidRequest: Neither `capture` nor `steer` is given, or an argument is invalid.
+        TypeError: `capture` is not a Capture, or `steer` contains something other than operations.
 
     Example:
         >>> answer = openai.OpenAI(base_url="http://localhost:8000/v1", api_key="none").chat.completions.create(

@@ -251,13 +251,13 @@ async def test_an_unknown_capture_is_reported(client):
 
 
 async def test_an_invalid_id_is_refused_by_the_client(client, peer):
-    with pytest.raises(residuum.InvalidRequest, match="cannot name a request"):
+    with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
         await client.activations("../etc")
     assert peer.calls == []
 
 
 async def test_a_long_invalid_id_is_not_echoed_whole(client):
-    with pytest.raises(residuum.InvalidRequest, match=r"'x{32}'… \(5000 characters\) cannot name a request") as caught:
+    with pytest.raises(residuum.InvalidRequest, match=r"'x{32}'… \(5000 characters\) is not a valid") as caught:
         await client.activations("x" * 5000)
     assert len(str(caught.value)) < 300
 

@@ -78,9 +78,9 @@ async def test_each_prompt_has_its_own_capture_and_steering(client, peer):
 @pytest.mark.parametrize(
     ("arguments", "field", "told"),
     [
-        ({"capture": [residuum.Capture()]}, "capture", "capture= has 1 items, and there are 2 prompts"),
-        ({"steer": [None]}, "steer", "steer= has 1 items, and there are 2 prompts"),
-        ({"steer": [[], None, []]}, "steer", "steer= has 3 items, and there are 2 prompts"),
+        ({"capture": [residuum.Capture()]}, "capture", "capture= has 1 items, but there are 2 prompts"),
+        ({"steer": [None]}, "steer", "steer= has 1 items, but there are 2 prompts"),
+        ({"steer": [[], None, []]}, "steer", "steer= has 3 items, but there are 2 prompts"),
     ],
 )
 async def test_captures_and_steering_must_be_as_many_as_prompts(client, peer, arguments, field, told):
@@ -263,10 +263,10 @@ async def test_a_prompt_that_captures_nothing_has_nothing_that_exists(client, pe
 @pytest.mark.parametrize(
     ("names", "error", "told"),
     [
-        (["x"], residuum.InvalidRequest, "2 prompts and 1 request_ids"),
+        (["x"], residuum.InvalidRequest, "2 prompts but 1 request_ids"),
         (["x", "x"], residuum.InvalidRequest, "'x' more than once"),
-        (["x", "a/b"], residuum.BatchFailed, "'a/b' cannot name a request"),
-        ("xy", TypeError, "a list with an id for each prompt"),
+        (["x", "a/b"], residuum.BatchFailed, "'a/b' is not a valid request ID"),
+        ("xy", TypeError, "a list with an ID for each prompt"),
     ],
 )
 async def test_bad_names_of_a_batch_are_refused(client, names, error, told):

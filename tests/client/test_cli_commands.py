@@ -137,7 +137,7 @@ def test_an_id_names_the_requests_of_a_file(cli, tmp_path, peer):
 @pytest.mark.parametrize(
     ("more", "advice"),
     [
-        (("--id", "job", "--capture", "1"), "give the same command with --if-exists skip"),
+        (("--id", "job", "--capture", "1"), "run the same command with --if-exists skip"),
         ((), "give --capture, --id JOB and --if-exists skip"),
     ],
 )

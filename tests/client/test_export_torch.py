@@ -353,9 +353,9 @@ def test_an_unknown_capture_is_reported_before_an_epoch(endpoint):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"layers": [1, 2, 4, 5]}, "The capture torch-0 has no layers 2, 5; it has 1, 4."),
-        ({"sites": ["resid_post", "mlp_out"]}, "has no sites mlp_out; it has"),
-        ({"sequences": [0, 2]}, "has no sequences 2; it has 0, 1."),
+        ({"layers": [1, 2, 4, 5]}, "The capture torch-0 has no layers 2, 5. It has 1, 4. Choose among these."),
+        ({"sites": ["resid_post", "mlp_out"]}, "has no sites mlp_out. It has"),
+        ({"sequences": [0, 2]}, "has no sequences 2. It has 0, 1."),
     ],
 )
 def test_a_missing_layer_or_site_is_reported_before_an_epoch(endpoint, choice, message):
@@ -391,7 +391,7 @@ def test_a_worker_reports_its_error(endpoint):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prefix": "nobody-"}, "no capture whose id begins with 'nobody-'"),
+        ({"prefix": "nobody-"}, "no capture whose ID starts with 'nobody-'"),
         ({"captures": []}, "no capture to read"),
         ({"captures": "torch-0"}, "as a list"),
         ({"captures": NAMES, "prefix": "torch-"}, "as a list"),

@@ -53,7 +53,7 @@ async def test_an_empty_prompt_is_refused(client, prompt, peer):
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [1, "b"], [True], [1.5], [[1]], None, 5, b"a", {"role": "user"}])
 async def test_a_prompt_of_the_wrong_type_is_refused(client, prompt):
-    with pytest.raises(TypeError, match="A prompt is"):
+    with pytest.raises(TypeError, match="A prompt must be"):
         await client.generate(prompt)
 
 
@@ -191,7 +191,7 @@ async def test_log_probabilities_that_contradict_themselves_are_reported():
     delta.logprobs.CopyFrom(inference_pb2.Logprobs(tokens=[-1.0], num_top=2, top_token_ids=[1], top=[-1.0]))
     builder = ReplyBuilder()
     builder.add(inference_pb2.GenerateResponse(started=inference_pb2.GenerationStarted(request_id="r")))
-    with pytest.raises(residuum.ServerFault, match="do not fit"):
+    with pytest.raises(residuum.ServerFault, match="inconsistent log-probabilities"):
         builder.add(inference_pb2.GenerateResponse(delta=delta))
 
 
@@ -252,7 +252,7 @@ async def test_a_message_over_the_limit_is_refused(client, peer):
 @pytest.mark.parametrize("name", ["", ".x", "-x", "a/b", "x" * 129, "ü"])
 async def test_invalid_request_ids_are_refused(client, name):
     if name:
-        with pytest.raises(residuum.InvalidRequest, match="cannot name a request"):
+        with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
             await client.generate("a", request_id=name)
     with pytest.raises(residuum.InvalidRequest):
         await client.abort(name)
@@ -297,9 +297,9 @@ async def test_a_registration_says_what_to_do_with_a_capture_that_exists(client,
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"if_exists": "overwrite"}, "'overwrite'; choose among fail, replace, skip"),
-        ({"if_exists": "skip", "request_id": "mine"}, "give request_id= and capture= too"),
-        ({"if_exists": "skip", "capture": residuum.Capture()}, "give request_id= and capture= too"),
+        ({"if_exists": "overwrite"}, "if_exists='overwrite' does not exist. Choose among fail, replace, skip"),
+        ({"if_exists": "skip", "request_id": "mine"}, "needs request_id= and capture=. Give both"),
+        ({"if_exists": "skip", "capture": residuum.Capture()}, "needs request_id= and capture=. Give both"),
     ],
 )
 async def test_if_exists_without_its_capture_is_refused(client, peer, given, told):

@@ -108,5 +108,5 @@ NO_TOKENS = st.none() | st.integers() | st.lists(st.integers() | st.dictionaries
 
 @given(st.text(min_size=1) | NO_TOKENS.map(lambda value: base64.urlsafe_b64encode(json.dumps(value).encode()).decode()))
 def test_foreign_page_tokens_are_refused_with_a_reason(token):
-    with pytest.raises(residuum.InvalidRequest, match="start from the first page"):
+    with pytest.raises(residuum.InvalidRequest, match="Start from the first page"):
         read_token(token)

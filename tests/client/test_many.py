@@ -166,9 +166,9 @@ async def test_unknown_captures_are_named(client, replies):
 
 
 async def test_what_is_no_id_is_refused(client):
-    with pytest.raises(residuum.InvalidRequest, match="cannot name a request"):
+    with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
         await client.activations(["a/b"])
-    with pytest.raises(TypeError, match="A request id is a text"):
+    with pytest.raises(TypeError, match="A request must be an ID"):
         await client.activations([3])
 
 
@@ -206,7 +206,7 @@ async def test_a_damaged_row_is_noticed(reader, flaky, replies):
     ("change", "message"),
     [
         (lambda parts: parts[:2], "ended the read before the capture"),
-        (lambda parts: parts[1:], "which was not next"),
+        (lambda parts: parts[1:], "out of order"),
         (lambda parts: [b"\xff\xff", *parts], "damaged message"),
     ],
 )
@@ -263,7 +263,7 @@ async def test_captures_without_a_row_are_listed(client, replies):
 
 
 async def test_rows_of_no_capture_are_refused(client, replies):
-    with pytest.raises(residuum.InvalidRequest, match="There is no capture whose id begins with 'none-'"):
+    with pytest.raises(residuum.InvalidRequest, match="There is no capture whose ID starts with 'none-'"):
         await client.rows(prefix="none-", layer=1)
     with pytest.raises(residuum.InvalidRequest, match="either captures="):
         await client.rows(replies, prefix="many-", layer=1)

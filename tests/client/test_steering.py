@@ -315,7 +315,7 @@ async def test_an_async_stream_changes_its_own_steering(peer, endpoint):
     peer.script.hold = threading.Event()
     async with residuum.AsyncClient(endpoint) as client:
         stream = client.stream("a bb", max_tokens=2, updatable=True)
-        with pytest.raises(residuum.ResiduumError, match="enter the stream first"):
+        with pytest.raises(residuum.ResiduumError, match="Enter it first"):
             await stream.update_steering(None)
         async with stream:
             await stream.__anext__()

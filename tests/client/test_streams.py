@@ -26,7 +26,7 @@ async def test_stream_async(endpoint, peer):
     async with residuum.AsyncClient(endpoint) as client:
         stream = client.stream("a bb", max_tokens=3)
         for name in ("request_id", "started", "reply"):
-            with pytest.raises(residuum.ResiduumError, match="enter the stream first"):
+            with pytest.raises(residuum.ResiduumError, match="Enter it first"):
                 getattr(stream, name)
         deltas = [delta async for delta in stream]
         assert [delta.token_ids for delta in deltas] == [(3,), (4,), (5,)]

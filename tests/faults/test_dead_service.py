@@ -71,7 +71,7 @@ def test_a_service_that_is_killed_during_a_reply(
             assert caught.value.request_id == "job"
             with pytest.raises(residuum.Unreachable) as again:
                 client.generate(PROMPT)
-            assert "has answered before, and is gone now" in str(again.value)
+            assert "has answered before, but does not answer now" in str(again.value)
             assert "TLS" not in str(again.value)
 
             with pytest.raises(residuum.CaptureExists, match="still running"):

@@ -82,11 +82,11 @@ def test_health_takes_no_token_and_so_none_is_sent(store, tmp_path, monkeypatch,
 
 
 REFUSALS = {
-    "another CA": ("server", "stranger", "not signed by a CA that is trusted here"),
-    "an expired certificate": ("expired", "authority", "has expired; it must be renewed there"),
+    "another CA": ("server", "stranger", "No CA that this client trusts has signed"),
+    "an expired certificate": ("expired", "authority", "has expired. The service"),
     "another name": ("elsewhere", "authority", "is for another name"),
     "no TLS at the server": (None, "authority", "does not speak TLS"),
-    "no TLS at the client": ("server", None, "perhaps it wants TLS"),
+    "no TLS at the client": ("server", None, "It may require TLS"),
 }
 
 

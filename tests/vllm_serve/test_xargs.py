@@ -53,7 +53,7 @@ def test_the_client_writes_only_types_that_vllm_accepts():
 def test_arguments_without_capture_or_steering_are_refused():
     with pytest.raises(residuum.InvalidRequest, match="capture=, steer= or both"):
         residuum.vllm_xargs()
-    with pytest.raises(residuum.InvalidRequest, match="cannot name"):
+    with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
         residuum.vllm_xargs(residuum.Capture(), request_id="a/b")
     with pytest.raises(TypeError, match="capture="):
         residuum.vllm_xargs("all")

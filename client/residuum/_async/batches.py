@@ -1,4 +1,4 @@
-"""Many generations at once, as tasks. `residuum._sync.batches` runs them in threads; both are written by hand."""
+"""Runs many generations at once, as tasks. `residuum._sync.batches` uses threads; both are written by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BatchCancelled(asyncio.CancelledError):
 async def run_batch(
     start: Callable[[int], AsyncStream], count: int, *, max_concurrency: int, progress: bool
 ) -> list[Reply]:
-    """Run one generation for each prompt, some at once; see `AsyncClient.generate_many`."""
+    """Return the replies of all prompts; see `AsyncClient.generate_many`."""
     results = BatchResults(count)
     try:
         async with aclosing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
@@ -47,7 +47,7 @@ async def run_batch(
 async def run_as_completed(
     start: Callable[[int], AsyncStream], count: int, *, max_concurrency: int, progress: bool
 ) -> AsyncGenerator[tuple[int, Reply], None]:
-    """Yield each reply when it is there; see `AsyncClient.generate_as_completed`."""
+    """Yield each reply when its generation ends; see `AsyncClient.generate_as_completed`."""
     results = BatchResults(count)
     async with aclosing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
         async for index in ends:
@@ -60,7 +60,7 @@ async def run_as_completed(
 async def _run(
     start: Callable[[int], AsyncStream], results: BatchResults, *, max_concurrency: int, progress: bool
 ) -> AsyncGenerator[int, None]:
-    """Run the generations, record how they end, and yield the index of each that has ended."""
+    """Run the generations, record their outcomes, and yield the index of each when it ends."""
     room = asyncio.Semaphore(check_concurrency(max_concurrency))
     ended: asyncio.Queue[int | Exception] = asyncio.Queue()
 
@@ -70,7 +70,7 @@ async def _run(
                 results.add(index, await _reply(start(index)))
         except ResiduumError as error:
             results.add(index, error)
-        except Exception as error:  # noqa: BLE001 - a mistake in the call, which the caller must see
+        except Exception as error:  # noqa: BLE001 - an error in the arguments, which the caller must see
             ended.put_nowait(error)
         ended.put_nowait(index)
 
@@ -84,7 +84,7 @@ async def _run(
                     raise item
                 advance(1)
                 yield item
-    finally:  # closed, cancelled, or a mistake in the call: stop what runs
+    finally:  # stop the running generations if this generator is closed or cancelled, or raises
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -46,30 +46,30 @@ if TYPE_CHECKING:
 
 
 class AsyncClient(AsyncCaptureClient):
-    """An asyncio client of one inference service and of the stores that its captures go to.
+    """An asyncio client of one inference service and of the stores that keep its captures.
 
-    Channels are opened when they are first used. Use a client within one event loop. Close it, or use
-    it in an async with-block.
+    Channels are opened when they are first used. Use a client within one event loop.
+    Close it, or use it in an async with-block.
 
     Args:
         endpoint: The inference service, host:port.
-        store: The store or stores; by default the inference service says where they are. Name them if its answer does
-            not work from here, as behind a tunnel: as host:port, or, of several, as name=host:port with the names that
-            the inference service calls them by (`client.info().stores`), so that each capture is looked for in its
-            own store first.
+        store: The store or stores. By default the client asks the inference service for their addresses. Give them here
+            if those addresses do not work from here, such as behind a tunnel: one store as host:port, several as
+            name=host:port with their names in `client.info().stores`. The names tell the client which store to ask
+            first for a capture.
         timeout: Seconds after which a call fails with DeadlineExceeded; None means never. Generations and reads have
-            no deadline but their own `timeout=`. A read without one waits this long for a store that this client has
-            never reached, and 5 minutes for one that it has (also if this is None).
-        token: The bearer token that both services ask for, or a path to the file that holds it, which is read again
-            when it changes; "" sends none. Default: RESIDUUM_TOKEN, or RESIDUUM_TOKEN_FILE.
-        tls: A `residuum.TLS`; True trusts public CAs; False speaks plain text. Default: RESIDUUM_TLS_CA,
+            a `timeout=` of their own, and no other deadline. A read without one waits this long for a store that this
+            client has never reached. For a store that it has reached, or with None here, it waits 5 minutes.
+        token: The bearer token for both services, or the path of a file that holds it. The file is read again when it
+            changes. "" sends no token. Default: RESIDUUM_TOKEN, or RESIDUUM_TOKEN_FILE.
+        tls: A `residuum.TLS`; True trusts public CAs; False uses plain text. Default: RESIDUUM_TLS_CA,
             RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1 for public CAs.
-        insecure: Let a token go to another machine in plain text. Default: RESIDUUM_INSECURE, or not.
-        tenant: The tenant whose captures are read, listed and deleted; only the tokens of admins may name one.
-            Default: the token's own tenant; lists for an admin then show all tenants.
+        insecure: Allow sending a token to another machine in plain text. Default: RESIDUUM_INSECURE, or False.
+        tenant: The tenant whose captures are read, listed and deleted. It requires an admin's token. Default: the
+            token's own tenant; an admin's lists then show all tenants.
 
     Raises:
-        BadCredentials: A file of these cannot be read, or the token would go to another machine in plain text.
+        BadCredentials: A token or TLS file cannot be read, or the token would be sent to another machine in plain text.
 
     Example:
         >>> async with residuum.AsyncClient("localhost:50051") as client:
@@ -107,39 +107,39 @@ class AsyncClient(AsyncCaptureClient):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
-        """Generate text, and return the whole reply.
+        """Generate text and return the whole reply.
 
-        Steering vectors that the server lacks are sent first, by themselves. Cancelling the task stops the request.
+        The client first sends the steering vectors that the server lacks. Cancelling the task stops the request.
 
         Args:
-            prompt: A text, a list of token ids, or a conversation as a list of {"role": ..., "content": ...}. If a
+            prompt: A text, a list of token IDs, or a conversation as a list of {"role": ..., "content": ...}. If a
                 conversation ends with a message of the assistant, the reply continues that message.
             capture: What to capture; None captures nothing.
-            steer: How to steer: one operation, or several that are applied in their order.
-            request_id: Your own name for the request and its capture; by default the server makes one.
-            registration: A request that `register` answered; then capture, steer, request_id and model are its own.
-            model: The model that you expect; another one is refused.
-            updatable: Let `update_steering` change the steering while the request generates. Its prompt is then always
-                computed: it shares no cache with other requests.
+            steer: How to steer: one operation, or several in the order in which they apply.
+            request_id: Your own ID for the request and its capture. By default the server makes one.
+            registration: The result of `register`, which has its own capture, steer, request_id and model.
+            model: The model that you expect. The server refuses the request if it serves another one.
+            updatable: Allow `update_steering` to change the steering while the request generates. The request then
+                shares no KV cache with other requests, so the model always computes its whole prompt.
             if_exists: What to do if a capture with this request_id exists. "fail" raises CaptureExists. "replace"
-                generates anew and replaces the capture, whatever it holds. "skip" returns what a complete capture of
-                the same request holds, without generating (`reply.skipped`), and replaces one that is not complete. A
-                capture of another request, or of one that is still running, is never skipped. The labels in `capture`
-                are part of the request. A capture holds no log-probabilities, so "skip" refuses `logprobs`.
-            timeout: Seconds that the generation may take; None means as long as it takes.
+                generates again and replaces the capture. "skip" requires a capture of the same request, including the
+                labels in `capture`. If it is complete, nothing is generated, and the reply is what the capture holds
+                (`reply.skipped`); otherwise it is replaced. A capture whose request is running is never replaced or
+                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`.
+            timeout: Seconds that the generation may take; None means no limit.
             **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
                 json_schema and others; see `residuum.Sampling`.
 
         Raises:
-            InvalidRequest: The request is not valid; the subclass and the message say why.
-            RequestExists: A request with this id is registered or running.
-            CaptureExists: A capture with this id exists, and if_exists does not allow to replace or skip it.
-            UnknownRequest: The registration was used up or has lapsed.
-            StoreUnreachable: A capture is asked for and the inference service cannot reach its store.
-            LimitReached: It uses more vectors than the server takes, or there was no room for them for too long.
-            RequestAborted: Somebody called `abort`.
+            InvalidRequest: The request is invalid; the subclass and the message say why.
+            RequestExists: A request with this ID is registered or running.
+            CaptureExists: A capture with this ID exists, and `if_exists` does not allow replacing or skipping it.
+            UnknownRequest: The registration was used or has expired.
+            StoreUnreachable: The request captures, and the inference service cannot reach its store.
+            LimitReached: The request uses more vectors than the server allows, or waited too long for room for them.
+            RequestAborted: A client called `abort`.
             Unreachable: Nothing answers at the endpoint.
-            DeadlineExceeded: The time is over; the request was stopped.
+            DeadlineExceeded: The generation took longer than `timeout` and was stopped.
 
         Example:
             >>> (await client.generate("The capital of France is", max_tokens=1)).text
@@ -170,10 +170,10 @@ class AsyncClient(AsyncCaptureClient):
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
-        """Return the tokens of a generation as they are made. The arguments are those of `generate`.
+        """Return a stream of the tokens of a generation. The arguments are those of `generate`.
 
-        The request starts when the stream is entered or first read. It is accepted then: its id is known, and its
-        capture can be followed. Closing or dropping the stream stops the request.
+        The request starts when the stream is entered or first read. From then on its ID is known and its capture can
+        be followed. Closing or dropping the stream stops the request.
 
         Example:
             >>> async with client.stream("Once upon a time", max_tokens=64) as stream:
@@ -207,30 +207,30 @@ class AsyncClient(AsyncCaptureClient):
         """Generate for many prompts at once.
 
         Args:
-            prompts: The prompts; see `generate`, as for all other arguments.
-            capture: What to capture of every prompt; or a list with one item for each prompt, a Capture or None.
-            steer: How to steer every prompt: an operation, or several that are applied in their order. For another
-                steering of each prompt, a list with one item for each: a list of its operations, or None.
-            request_ids: Your own names for the requests and their captures, one for each prompt; by default the server
+            prompts: The prompts; see `generate` for their forms.
+            capture: What to capture for every prompt; or a list with a Capture or None for each prompt.
+            steer: How to steer every prompt: one operation, or several in the order in which they apply. To steer the
+                prompts differently, give a list with one item for each prompt: a list of operations, or None.
+            request_ids: Your own IDs for the requests and their captures, one for each prompt. By default the server
                 makes them.
-            model: The model that you expect.
-            if_exists: What to do if a capture with a request's id exists, as for `generate`. With "skip", a job that
-                was killed can be run again with the same ids: it generates only what is not complete. A prompt whose
-                capture is None is always generated.
+            model: The model that you expect, as for `generate`.
+            if_exists: What to do if a capture with a request's ID exists, as for `generate`. With "skip", you can run
+                a job again after it was killed: with the same IDs, it generates only what is not complete. A prompt
+                whose capture is None is always generated.
             timeout: Seconds that each generation may take.
-            max_concurrency: How many run at once.
+            max_concurrency: How many generations run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
             **sampling: As for `generate`.
 
         Returns:
-            The replies in the order of the prompts. `generate_as_completed` yields each when it is there.
+            The replies in the order of the prompts. `generate_as_completed` yields each reply when it ends.
 
         Raises:
-            BatchFailed: Some prompts failed. It is raised when all others have ended, and holds their replies.
+            BatchFailed: Some prompts failed. It is raised after all other prompts have ended, and holds their replies.
             BatchCancelled: The task was cancelled. It holds the replies of the prompts that were done.
-            InvalidRequest: There is not one capture, one steering or one of the request_ids for each prompt, or two ids
-                are the same.
-            TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
+            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, or two IDs are
+                the same.
+            TypeError: `prompts` is a single prompt, or an argument belongs to a single request, such as request_id.
 
         Example:
             >>> replies = await client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
@@ -255,7 +255,7 @@ class AsyncClient(AsyncCaptureClient):
         progress: bool = True,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[tuple[int, Reply]]:
-        """Generate for many prompts at once, and yield each reply when it is there.
+        """Generate for many prompts at once, and yield each reply when its generation ends.
 
         The arguments are those of `generate_many`. Closing the generator stops the prompts that are running.
 
@@ -264,9 +264,9 @@ class AsyncClient(AsyncCaptureClient):
 
         Raises:
             BatchFailed: Some prompts failed. It is raised after the last reply, and holds all replies.
-            InvalidRequest: There is not one capture, one steering or one of the request_ids for each prompt, or two ids
-                are the same.
-            TypeError: The prompts are a single one, or an argument belongs to a single request, such as request_id.
+            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, or two IDs are
+                the same.
+            TypeError: `prompts` is a single prompt, or an argument belongs to a single request, such as request_id.
 
         Example:
             >>> async for index, reply in client.generate_as_completed(["One", "Two"], max_tokens=8):
@@ -286,16 +286,16 @@ class AsyncClient(AsyncCaptureClient):
         updatable: bool = False,
         if_exists: IfExists = "fail",
     ) -> Registration:
-        """Check a request in full before its prompt is known, and send the vectors that it needs.
+        """Check a request before its prompt is known, and send the vectors that it needs.
 
-        Registering the same again with the same id is harmless. A registration is used up by one `generate`, and
-        lapses if it is not used (10 minutes by default). With several stores it also settles, by its id, which of them
-        will have the capture: if that one goes away before `generate`, the request is refused until it is back, where
-        one without a registration would have gone to another.
+        One `generate` uses up the registration. An unused registration expires, by default after 10 minutes. You may
+        register the same request again with the same ID. With several stores, the registration's ID determines the
+        store of the capture. If that store is away at the time of `generate`, the request is refused until it is back;
+        a request without a registration would use another store.
 
         Raises:
-            InvalidRequest: The request is not valid; the subclass and the message say why.
-            RequestExists: The request id is registered with another spec, or its request is running.
+            InvalidRequest: The request is invalid; the subclass and the message say why.
+            RequestExists: The request ID is registered with another spec, or its request is running.
             LimitReached: Too many registrations are waiting.
 
         Example:
@@ -311,10 +311,10 @@ class AsyncClient(AsyncCaptureClient):
         return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
 
     async def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
-        """Send vectors, or those of Directions, that the server lacks. Calls that steer do this by themselves.
+        """Send vectors, or those of Directions, that the server lacks. Calls that steer also do this.
 
         Raises:
-            BadVector: The server refused one; the others are accepted.
+            BadVector: The server refused a vector; it accepted the others.
 
         Example:
             >>> (await client.put_vectors([joy])).sent, (await client.put_vectors([joy])).sent
@@ -324,7 +324,7 @@ class AsyncClient(AsyncCaptureClient):
         return vector_upload.put_result(given, await self._provide(given))
 
     async def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
-        """Return those of the vectors that the server lacks. It keeps the others for longer."""
+        """Return the vectors that the server lacks. Asking for the others prolongs the time that it keeps them."""
         given = vector_upload.vector_list(vectors)
         missing: set[bytes] = set()
         for request in vector_upload.find_requests(given):
@@ -341,15 +341,15 @@ class AsyncClient(AsyncCaptureClient):
 
         Args:
             request_id: The request, or its stream.
-            steer: What takes the place of its steering; None or [] switches it off.
+            steer: The new steering, which replaces the current one; None or [] stops steering.
 
         Returns:
-            Of each sequence the first position that is steered so; the manifest's `steering_changes` keep it.
+            The first position with the new steering, for each sequence. The manifest's `steering_changes` record it.
 
         Raises:
-            UnknownRequest: No such request is generating.
-            NotUpdatable: It was not started as updatable.
-            InvalidRequest: The steering is not valid; the subclass and the message say why.
+            UnknownRequest: No request with this ID is generating.
+            NotUpdatable: The request was not started with `updatable=True`.
+            InvalidRequest: The steering is invalid; the subclass and the message say why.
             LimitReached: There is no room for more vectors, or the steering was changed too often.
 
         Example:
@@ -363,23 +363,25 @@ class AsyncClient(AsyncCaptureClient):
         try:
             answer = await self._update(plan)
         except exc.MissingVectors:
-            self._ledger.forget(plan.vectors)  # the server dropped them, or was started anew
+            self._ledger.forget(plan.vectors)  # the server dropped them, or restarted
             await self._provide(plan.vectors)
             answer = await self._update(plan)
         return tuple(answer.first_positions)
 
     async def abort(self, request_id: RequestLike) -> None:
-        """Stop a running request, or drop a registration. Its capture ends aborted. An ended request stays as it is.
+        """Stop a running request, whose capture then ends aborted, or drop a registration.
+
+        If the request has ended, this changes nothing.
 
         Raises:
-            UnknownRequest: There is no such request.
+            UnknownRequest: The request does not exist.
         """
         name = check_id(request_id)
         request = inference_pb2.AbortRequest(request_id=name)
         await self._call(self.endpoint, self._inference.Abort, request, request_id=name)
 
     async def health(self) -> Health:
-        """Return whether each service is ready. A service that is not raises no error.
+        """Return whether each service is ready. This raises no error for a service that is not.
 
         Example:
             >>> (await client.health()).ok
@@ -388,12 +390,12 @@ class AsyncClient(AsyncCaptureClient):
         try:
             stores: Sequence[str] = await self.store_endpoints()
         except exc.ResiduumError:
-            stores = ()  # what the inference service lacks shows in its own status
+            stores = ()  # the inference service's own status shows the problem
         inference = await self._status(self.endpoint)
         return Health(inference, {endpoint: await self._status(endpoint) for endpoint in stores})
 
     async def close(self) -> None:
-        """Close the channels. Running streams are stopped; the client cannot be used afterwards."""
+        """Close the channels and stop running streams. The client cannot be used afterwards."""
         for channel in self._channels.drain():
             await channel.close()
 
@@ -411,7 +413,7 @@ class AsyncClient(AsyncCaptureClient):
     def _starter(
         self, plan: BatchPlan, *, model: str | None, timeout: float | None, **sampling: Unpack[Sampling]
     ) -> Callable[[int], AsyncStream]:
-        """Return the function that starts the generation of the prompt with an index."""
+        """Return a function that starts the generation for the prompt with a given index."""
 
         def start(index: int) -> AsyncStream:
             return self.stream(
@@ -427,14 +429,14 @@ class AsyncClient(AsyncCaptureClient):
         return await self._call(self.endpoint, self._inference.UpdateSteering, plan.request, request_id=name)
 
     async def _start(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
-        """Start a generation, and wait until the request is accepted."""
+        """Start a generation and wait until the request is accepted."""
         await self._provide(plan.vectors)
         try:
             call, builder = await self._generate(plan, timeout)
         except exc.MissingVectors:
             if not plan.vectors:
-                raise  # a registration of another client, whose vectors this one does not have
-            self._ledger.forget(plan.vectors)  # the server dropped them, or was started anew
+                raise  # another client made the registration, and this one does not have its vectors
+            self._ledger.forget(plan.vectors)  # the server dropped them, or restarted
             await self._provide(plan.vectors)
             call, builder = await self._generate(plan, timeout)
         self._stores.note(builder.started.capture)
@@ -447,7 +449,7 @@ class AsyncClient(AsyncCaptureClient):
         return call, builder
 
     async def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
-        """Make sure that the server has these vectors; return those that were sent."""
+        """Send the vectors that the server lacks, and return them."""
         unknown = self._ledger.unknown(vectors)
         if not unknown:
             return []
@@ -462,7 +464,7 @@ class AsyncClient(AsyncCaptureClient):
             vector_upload.check_results(part, answer)
 
     async def _status(self, endpoint: str) -> str:
-        # No serializers: bytes go in and come out.
+        # Without serializers, the request and the answer are bytes.
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channels.get(endpoint).unary_unary(health.CHECK)
         try:
             return health.status_of_answer(await self._call(endpoint, check, health.REQUEST))

@@ -1,4 +1,4 @@
-"""Waiting in an event loop. `residuum._sync.io` has the same names for threads; both are written by hand."""
+"""Waits in an event loop. `residuum._sync.io` has the same functions for threads; both are written by hand."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ async def read_event(call: Call) -> inference_pb2.GenerateResponse | None:
     """Return the next event of a generation; None at its end.
 
     Raises:
-        grpc.RpcError: The call has failed.
+        grpc.RpcError: The call failed.
     """
     response = await call.read()
     return response if isinstance(response, inference_pb2.GenerateResponse) else None
 
 
 async def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
-    """Write an export in a thread. Cancelling the task stops the thread, and waits for that."""
+    """Write an export in a thread. If the task is cancelled, stop the thread and wait until it has stopped."""
     writing = asyncio.ensure_future(asyncio.to_thread(job.write, acts, place, touch))
     try:
         return await asyncio.shield(writing)
     except asyncio.CancelledError:
         job.stop()
-        await asyncio.wait([writing])  # before the place that it writes in is removed
+        await asyncio.wait([writing])  # because the caller removes the folder that the thread writes to
         raise

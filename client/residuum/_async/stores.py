@@ -38,7 +38,7 @@ _Answer = TypeVar("_Answer")
 
 
 class AsyncStoreClient:
-    """The connections, the search for a capture's store, and the reads; the base of `AsyncCaptureClient`."""
+    """The connections, the search for a capture's store, and the reads; the base class of `AsyncCaptureClient`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AsyncStoreClient:
         self._timeout = timeout
         self._stores = StoreDirectory(store)
         self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
-        """What it connects with, to the inference service and to the stores."""
+        """The credentials for the inference service and the stores."""
         check_channel(self.credentials, self.endpoint)
         self._channels: Channels[grpc.aio.Channel] = Channels(opener(open_aio_channel, self.credentials))
 
@@ -64,7 +64,7 @@ class AsyncStoreClient:
         """Return the served model and the server's limits.
 
         Args:
-            check_store: Have it ask its stores whether they answer; see `ModelInfo.store_reachable`.
+            check_store: Make the inference service check that its stores answer; see `ModelInfo.store_reachable`.
 
         Raises:
             NotServing: The model is still loading.
@@ -81,7 +81,7 @@ class AsyncStoreClient:
         """Return the addresses of the stores: those given to the client, otherwise those from the inference service.
 
         Raises:
-            NoStore: It names none.
+            NoStore: The inference service has no store.
         """
         return tuple(store.endpoint for store in await self._refreshed_stores())
 
@@ -96,20 +96,20 @@ class AsyncStoreClient:
         return self._stores.stores or await self._refreshed_stores()
 
     async def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
-        """Return the stores, with those that were added since they were last asked for."""
+        """Return the stores, including those that the inference service has added since the last call."""
         known = self._stores.stores
         if self._stores.is_named:
             return known
         try:
-            told = (await self.info()).stores
+            advertised = (await self.info()).stores
         except exc.ResiduumError:
             if known:
                 return known  # without an inference service, stores can still be read
             raise
-        return self._stores.learn(itertools.starmap(StoreAddress, told.items()), self.endpoint)
+        return self._stores.learn(itertools.starmap(StoreAddress, advertised.items()), self.endpoint)
 
     async def _ask_holder(self, capture_id: str, ask: Callable[[str], Awaitable[_Answer]]) -> _Answer:
-        """Ask the store that holds a capture; `ask` is given its endpoint."""
+        """Return the answer of the store that holds a capture. `ask` takes the store's endpoint."""
         endpoint = await self._find(capture_id)
         try:
             return await ask(endpoint)
@@ -119,18 +119,18 @@ class AsyncStoreClient:
         return await ask(await self._find(capture_id))
 
     async def _may_be_elsewhere(self, capture_id: str) -> bool:
-        """Tell whether to look for a capture that is not where it was thought to be: there are other stores."""
+        """Forget the store of a capture that was not there, and tell whether there are other stores to search."""
         self._stores.forget(capture_id)
         return len(await self._refreshed_stores()) > 1
 
     async def _find(self, capture_id: str) -> str:
-        """Return the endpoint of the store that holds a capture; the only store is not asked."""
+        """Return the endpoint of the store that holds a capture. If there is only one store, it is not asked."""
         await self._known_stores()
         store = self._stores.known(capture_id)
         return (store or await self._search(capture_id)).endpoint
 
     async def _search(self, capture_id: str) -> StoreAddress:
-        """Ask store by store for a capture, and in the end those that were added meanwhile."""
+        """Ask the known stores for a capture one by one, and then the stores that were added since."""
         search, request = Search(capture_id), get_request(capture_id, 0.0)
         for stores in (self._known_stores, self._refreshed_stores):
             for store in search.order(await stores()):
@@ -154,7 +154,7 @@ class AsyncStoreClient:
         extra: float = 0.0,
         **facts: str,
     ) -> _Answer:
-        """Make a unary call with the client's deadline and `extra` seconds on top of it."""
+        """Make a unary call with the client's timeout plus `extra` seconds."""
         for_tenant(request, self._tenant)
         try:
             answer = await method(request, timeout=None if self._timeout is None else self._timeout + extra)
@@ -165,7 +165,7 @@ class AsyncStoreClient:
         return answer
 
     async def _read(self, reading: Reading, timeout: float | None) -> AsyncIterator[bytes]:
-        """Yield the messages of a read; begin again if the connection breaks. Rows that come twice do no harm."""
+        """Yield the messages of a read. If the connection breaks, read again; `reading` ignores repeated rows."""
         capture_id, moved = reading.request.capture_id, False
         await self._known_stores()
         deadline = Deadline(timeout)
@@ -196,21 +196,21 @@ class AsyncStoreClient:
             await io.sleep(delay)
 
     def _as_own(self, error: grpc.RpcError | exc.ResiduumError, endpoint: str, **facts: str) -> exc.ResiduumError:
-        """Return this package's exception for what ended a read."""
+        """Return the exception of this package for an error that ended a read."""
         if isinstance(error, exc.ResiduumError):
             return error
         has_answered = self._channels.has_answered(endpoint)
         return from_rpc_error(error, endpoint, has_answered=has_answered, **facts)
 
     def _patience(self, failure: exc.ResiduumError) -> float:
-        """Return for how many seconds a read without a timeout waits for the store that is away."""
+        """Return how many seconds a read without a timeout waits for a store that is away."""
         endpoint = failure.endpoint if isinstance(failure, exc.Unreachable) else ""
         if self._timeout is None or not endpoint or self._channels.has_answered(endpoint):
             return LONGEST_OUTAGE_SECONDS
         return self._timeout
 
     def _reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadChunksRequest, bytes]:
-        # No deserializer: rows are copied from the message's own bytes to where they belong.
+        # Without a deserializer, rows are copied straight from the message's bytes to their place.
         return self._channels.get(endpoint, "reads").unary_stream(
             READ_CHUNKS,
             request_serializer=store_pb2.ReadChunksRequest.SerializeToString,
@@ -220,10 +220,10 @@ class AsyncStoreClient:
     async def _read_many(
         self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None
     ) -> AsyncIterator[Activations]:
-        """Yield the activations of captures, store by store; those of one store in the order of `capture_ids`.
+        """Yield the activations of captures, store by store, and of one store in the order of `capture_ids`.
 
         Raises:
-            UnknownCapture: Some captures are in no store; the message names them.
+            UnknownCapture: No store holds some of the captures; the message names them.
         """
         deadline, searched = Deadline(timeout), set[str]()
         is_only = len(await self._known_stores()) == 1
@@ -235,18 +235,18 @@ class AsyncStoreClient:
             is_guess = not all(map(self._stores.known, names))
             try:
                 async for data in self._read_portion(reading, endpoint, deadline, is_guess=is_guess):
-                    is_guess = False  # the store has the others: it names those that it lacks first
+                    is_guess = False  # a store first names the captures that it lacks, so it has the others
                     for acts in reading.add(data):
                         yield acts
                     missed |= reading.take_unknown()
-                    if missed and is_only:  # there is no other store, so fail before the rows are read
+                    if missed and is_only:  # no other store can have them, so fail before reading the rows
                         is_only = len(await self._refreshed_stores()) == 1
                         if is_only:
                             raise not_found(list(missed.values()), len(capture_ids))
             except exc.Unavailable as failure:
                 if not is_guess:
                     raise
-                # A capture may be in another store, because its own was away when it was opened.
+                # If the likely store was away when the capture was opened, another store has it.
                 missed |= dict.fromkeys(reading.left, failure)
             if missed and not waiting:
                 waiting.extend(await self._elsewhere(missed, searched, len(capture_ids), deadline))
@@ -255,20 +255,20 @@ class AsyncStoreClient:
     async def _elsewhere(
         self, missed: Mapping[str, exc.ResiduumError], searched: set[str], total: int, deadline: Deadline
     ) -> Iterable[tuple[str, Sequence[str]]]:
-        """Search all stores for captures that are not where they were thought to be.
+        """Search all stores for captures that their likely stores do not have.
 
         Args:
-            missed: The captures, and what their likely store said.
-            searched: The captures that were searched for before. These are added.
-            total: How many captures are being read.
-            deadline: When the read must be over.
+            missed: The captures, and the failures of their likely stores.
+            searched: The captures of earlier searches. `missed` is added to them.
+            total: The number of captures being read.
+            deadline: The deadline of the read.
 
         Returns:
             The captures by their store's endpoint.
 
         Raises:
-            UnknownCapture: No store has some of them.
-            Unavailable: They cannot be searched for, or their store cannot be read.
+            UnknownCapture: No store has some of the captures.
+            Unavailable: A store does not answer the search, or the store of a capture cannot be read.
         """
         for capture_id in missed:
             self._stores.forget(capture_id)
@@ -286,7 +286,7 @@ class AsyncStoreClient:
         return self._stores.by_likely_store(missed)
 
     async def _find_in_time(self, capture_id: str, deadline: Deadline) -> None:
-        """Find the store of a capture. If a store is away that may have it, try again as reads do."""
+        """Find the store of a capture. If a store that may have it is away, retry as reads do."""
         retries = ReadRetries(deadline)
         while True:
             try:
@@ -302,13 +302,14 @@ class AsyncStoreClient:
     async def _read_portion(
         self, reading: ManyReading, endpoint: str, deadline: Deadline, *, is_guess: bool
     ) -> AsyncIterator[bytes]:
-        """Yield the messages of a read of many captures; ask for the rest again if the connection breaks.
+        """Yield the messages of a read of many captures. If the connection breaks, request the rest again.
 
         Args:
-            reading: What is to be read, and what has come.
+            reading: The state of the read.
             endpoint: The store.
-            deadline: When the read must be over.
-            is_guess: Another store may have the captures. Then do not wait for this one, if it is away from the start.
+            deadline: The deadline of the read.
+            is_guess: Whether another store may have the captures. If so, do not wait for this store if it is away at
+                the start.
         """
         retries = ReadRetries(deadline)
         while reading.left:

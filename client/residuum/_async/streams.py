@@ -1,4 +1,4 @@
-"""When an asyncio stream starts and ends. `residuum._sync.streams` has the same for threads; both by hand."""
+"""The stream of an asyncio generation. `residuum._sync.streams` is for threads; both are written by hand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class AsyncStream(AsyncTokenStream):
-    """The tokens of a generation as they are made.
+    """Yields the tokens of a generation as the model generates them.
 
-    The request starts when the stream is entered or first read, and runs as long as the stream is open: leaving the
-    block, `aclose`, or dropping the last reference stops it in the engine, and its capture then ends aborted.
+    The request starts when the stream is entered or first read. Leaving the block early, `aclose`, or dropping the last
+    reference stops the request in the engine. Its capture then ends aborted.
 
     Example:
         >>> async with client.stream("Once upon a time", max_tokens=64) as stream:
@@ -29,7 +29,7 @@ class AsyncStream(AsyncTokenStream):
     """
 
     async def open(self) -> Call:
-        """Start the request, unless it was started before, and wait until it is accepted."""
+        """Start the request if it has not started, and wait until it is accepted."""
         return await self._open()
 
     async def __anext__(self) -> TokenDelta:
@@ -38,7 +38,7 @@ class AsyncStream(AsyncTokenStream):
         except asyncio.CancelledError:
             if not self._closed:
                 raise
-            raise stream_closed(self._builder) from None  # grpc.aio reports aclose() as if the task were cancelled
+            raise stream_closed(self._builder) from None  # after aclose(), grpc.aio raises CancelledError
 
 
 def make_stream(start: Start, endpoint: str, update: Update) -> AsyncStream:

@@ -1,4 +1,4 @@
-"""The events of a running generation, read one by one."""
+"""Reads the events of a running generation one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AsyncTokenStream(AsyncIterator[TokenDelta]):
-    """The tokens of a generation; the base of `residuum.AsyncStream`."""
+    """Yields the tokens of a generation; the base class of `residuum.AsyncStream`."""
 
     def __init__(self, start: Start, endpoint: str, update: Update | None = None) -> None:
         self._start = start
@@ -39,7 +39,7 @@ class AsyncTokenStream(AsyncIterator[TokenDelta]):
 
     @property
     def request_id(self) -> str:
-        """The name of the request, and of its capture; known when the stream was entered or first read."""
+        """The ID of the request and its capture, known once the stream has been entered or first read."""
         return self._entered.request_id
 
     @property
@@ -49,7 +49,7 @@ class AsyncTokenStream(AsyncIterator[TokenDelta]):
 
     @property
     def reply(self) -> Reply:
-        """The reply.
+        """The whole reply.
 
         Raises:
             ResiduumError: The stream was not read to its end.
@@ -59,11 +59,11 @@ class AsyncTokenStream(AsyncIterator[TokenDelta]):
     async def update_steering(self, steer: Steer) -> tuple[int, ...]:
         """Change the steering from the next token on; see `AsyncClient.update_steering`."""
         if self._update is None:
-            raise ResiduumError("This stream was not made by a client; call the client's update_steering.")
+            raise ResiduumError("No client created this stream. Call the client's update_steering instead.")
         return await self._update(self.request_id, steer)
 
     async def aclose(self) -> None:
-        """Stop the request if it still runs."""
+        """Stop the request if it is still running."""
         self._closed = True
         if self._call is not None:
             self._call.cancel()
@@ -93,24 +93,24 @@ class AsyncTokenStream(AsyncIterator[TokenDelta]):
     def _entered(self) -> ReplyBuilder:
         if self._call is None:
             raise ResiduumError(
-                "The stream has not started: enter the stream first (async with ... as stream), or read from it."
+                "The stream has not started. Enter it first (async with ... as stream), or read from it."
             )
         return self._builder
 
     async def _open(self) -> io.Call:
-        """Start the request, unless it was started before, and wait until it is accepted."""
+        """Start the request if it has not started, and wait until it is accepted."""
         if self._call is None:
             self._call, self._builder = await self._start()
         return self._call
 
 
 async def accept(call: io.Call, endpoint: str, *, has_answered: bool = False) -> ReplyBuilder:
-    """Wait until the request of a call is accepted; return what takes its further events.
+    """Wait until the server accepts a request, and return the builder of its reply.
 
-    `has_answered`: the endpoint has answered an earlier call.
+    `has_answered` says whether the endpoint has answered an earlier call.
 
     Raises:
-        ResiduumError: It is refused.
+        ResiduumError: The server refused the request.
     """
     builder = ReplyBuilder()
     await _next_delta(call, builder, endpoint, has_answered=has_answered)
@@ -120,10 +120,10 @@ async def accept(call: io.Call, endpoint: str, *, has_answered: bool = False) ->
 async def _next_delta(
     call: io.Call, builder: ReplyBuilder, endpoint: str, *, has_answered: bool = True
 ) -> TokenDelta | None:
-    """Read one event; return the new tokens if there are any in it.
+    """Read one event and return its new tokens; None if it has none.
 
     Raises:
-        StopAsyncIteration: The stream has ended well.
+        StopAsyncIteration: The stream ended without an error.
     """
     try:
         event = await io.read_event(call)
@@ -131,7 +131,7 @@ async def _next_delta(
             return builder.add(event)
     except grpc.RpcError as error:
         raise from_generation_error(error, endpoint, builder, has_answered=has_answered) from None
-    except BaseException:  # the reader is stopped, or the server breaks the contract: nobody reads on
+    except BaseException:  # the reader was stopped, or the server broke the contract; nothing more will be read
         call.cancel()
         raise
     builder.check_end()

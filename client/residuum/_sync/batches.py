@@ -1,4 +1,4 @@
-"""Many generations at once, in threads. `residuum._async.batches` runs them as tasks; both are written by hand."""
+"""Runs many generations at once, in threads. `residuum._async.batches` uses tasks; both are written by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from residuum.values.replies import Reply
 
 
 def run_batch(start: Callable[[int], Stream], count: int, *, max_concurrency: int, progress: bool) -> list[Reply]:
-    """Run one generation for each prompt, some at once; see `Client.generate_many`."""
+    """Return the replies of all prompts; see `Client.generate_many`."""
     results = BatchResults(count)
     try:
         with closing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
@@ -29,7 +29,7 @@ def run_batch(start: Callable[[int], Stream], count: int, *, max_concurrency: in
 def run_as_completed(
     start: Callable[[int], Stream], count: int, *, max_concurrency: int, progress: bool
 ) -> Generator[tuple[int, Reply], None, None]:
-    """Yield each reply when it is there; see `Client.generate_as_completed`."""
+    """Yield each reply when its generation ends; see `Client.generate_as_completed`."""
     results = BatchResults(count)
     with closing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
         for index in ends:
@@ -42,7 +42,7 @@ def run_as_completed(
 def _run(
     start: Callable[[int], Stream], results: BatchResults, *, max_concurrency: int, progress: bool
 ) -> Generator[int, None, None]:
-    """Run the generations, record how they end, and yield the index of each that has ended."""
+    """Run the generations, record their outcomes, and yield the index of each when it ends."""
     count = len(results.replies)
     batch = _Batch(start, results)
     workers = min(check_concurrency(max_concurrency), max(count, 1))
@@ -53,14 +53,14 @@ def _run(
                 index = future.result()
                 advance(1)
                 yield index
-        except BaseException:  # closed, an interrupt, or a mistake in the call: stop what runs, start nothing more
+        except BaseException:  # closed, interrupted, or an error in the arguments: stop all, start no more
             batch.stop()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 class _Batch:
-    """The generations that run."""
+    """The running generations."""
 
     def __init__(self, start: Callable[[int], Stream], results: BatchResults) -> None:
         self._start = start
@@ -75,7 +75,7 @@ class _Batch:
             outcome: Reply | ResiduumError = self._reply(index)
         except ResiduumError as error:
             outcome = error
-        if isinstance(outcome, Reply) or not self._stopped.is_set():  # what was stopped has not failed
+        if isinstance(outcome, Reply) or not self._stopped.is_set():  # a stopped generation has not failed
             self._results.add(index, outcome)
         return index
 

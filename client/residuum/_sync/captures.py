@@ -1,5 +1,5 @@
 # Generated from client/residuum/_async/captures.py by scripts/generate_sync.py. Change that file, then run `make sync`.
-"""The store's side of the synchronous client: activations, manifests and lists of captures."""
+"""The synchronous client's methods for captures: activations, manifests and lists."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from residuum.wire.placement import StoreAddress
 
 
 class CaptureClient(StoreClient):
-    """The methods that read, list and delete captures; the base of `residuum.Client`."""
+    """The methods that read, list and delete captures; the base class of `residuum.Client`."""
 
     @overload
-    def activations(  # type: ignore[overload-overlap] # a text is one request, though it is also iterable
+    def activations(  # type: ignore[overload-overlap] # a str is one request, although it is iterable
         self,
         request_id: RequestLike,
         *,
@@ -78,42 +78,42 @@ class CaptureClient(StoreClient):
         allow_partial: bool = False,
         progress: bool = False,
     ) -> Activations | list[Activations]:
-        """Return the captured rows of a request, or of many, when all of them are there.
+        """Return the captured rows of one request, or of a list of requests, once their captures have ended.
 
-        Give a list to read many captures: they share one stream, which is far faster than a call for each.
+        To read many captures, pass a list: they share one stream, which is far faster than one call for each.
 
-        If the store is away, the client tries again until the timeout, and then continues where it was. Without a
-        timeout it waits for 5 minutes; or, for a store that this client has never reached, for the client's own
-        timeout (30 seconds). Rows are checked against their checksums.
+        If the store is away, the client retries until the timeout, and then continues where it stopped. Without a
+        timeout, it retries for 5 minutes, or for the client's own timeout (30 seconds) if it has never reached this
+        store. It verifies the checksums of all rows.
 
         Args:
-            request_id: The request: its reply, `reply.request_id`, or anything else that has its id; or a list of them.
-            layers: Only these layers; None means all that were captured.
+            request_id: The request: its ID, its reply, or anything else that has its ID; or a list of requests.
+            layers: Only these layers; None means all captured layers.
             sites: Only these sites, as a list or separated by commas; None means all.
             sequences: Only these sequences; None means all.
             positions: Only these positions; None means all. See `Positions.of`.
-            wait: Wait until the capture has ended. Otherwise one that is still open raises OpenCapture.
-            timeout: Seconds to wait and read at most; None means as long as it takes.
-            allow_partial: Return what is there of a capture that is open, incomplete or aborted, with NaN for the rows
-                that are missing; `present` tells which.
+            wait: Wait until the capture has ended. Otherwise an open capture raises OpenCapture.
+            timeout: The most seconds to wait and read; None means no limit.
+            allow_partial: Return the rows that an open, incomplete or aborted capture has, and NaN for the missing
+                ones; `present` says which are missing.
             progress: Show a progress bar, on a terminal or in Jupyter.
 
         Returns:
             The activations of the request. For a list, a list in the same order.
 
         Raises:
-            IncompleteCapture: Rows are missing for good; the manifest in the exception says which and why.
-            AbortedCapture: The request was stopped.
+            IncompleteCapture: Rows are missing and will not arrive; the exception's manifest says which and why.
+            AbortedCapture: The request was aborted.
             OpenCapture: `wait` is false and the capture is still being written.
-            UnknownCapture: There is no such capture: the request captured nothing, or it was deleted, or has expired.
-                For a list, the message names all that do not exist.
+            UnknownCapture: The capture does not exist: the request captured nothing, or the capture was deleted or has
+                expired. For a list, the message names the captures that do not exist.
             InvalidRequest: A layer or site was not captured.
-            DeadlineExceeded: The time is over.
-            Unreachable: The store was away until the time was over, or a certificate is refused.
+            DeadlineExceeded: The timeout expired.
+            Unreachable: The store was away until the timeout, or one side refused the other's certificate.
 
         Warns:
-            EmptyCaptureWarning: No position is among those asked for, as with position 5000 of a shorter request: the
-                capture is complete with 0 rows, and their mean is NaN.
+            EmptyCaptureWarning: The request has none of the selected positions, such as position 5000 of a shorter
+                request. Then the activations have 0 rows, and their mean is NaN.
 
         Example:
             >>> acts = client.activations(reply.request_id, layers=[12])
@@ -154,19 +154,19 @@ class CaptureClient(StoreClient):
     ) -> Rows:
         """Return the rows of one layer of many captures as one array, with the origin of each row.
 
-        The captures share one stream. All rows are in memory at once; `ActivationDataset` reads more than that.
+        The captures share one stream. All rows must fit into memory; `ActivationDataset` can read more than that.
 
         Args:
-            captures: The captures: requests, replies or IDs, in the order of the rows. None: those that `prefix` and
-                `where` select, in the order of their IDs.
+            captures: The captures, as requests, replies or IDs; the rows have their order. None reads the captures that
+                `prefix` and `where` select, in the order of their IDs.
             layer: The layer.
             site: The site.
-            prefix: Without `captures`: all captures whose ID starts with this. Open ones are waited for. Incomplete and
-                aborted ones are left out with a warning, unless `allow_partial` is true.
+            prefix: Without `captures`: all captures whose ID starts with this. The client waits for open captures to
+                end. It leaves out incomplete and aborted ones with a warning, unless `allow_partial` is true.
             where: Without `captures`: only captures whose labels match this, such as "split = train and y >= 2".
             sequences: Only these sequences; None means all.
             positions: Only these positions; None means all. See `Positions.of`.
-            timeout: Seconds to wait and read at most; None means as long as it takes.
+            timeout: The most seconds to wait and read; None means no limit.
             allow_partial: Return the present rows of captures that are not complete.
             progress: Show a progress bar, on a terminal or in Jupyter.
 
@@ -208,7 +208,7 @@ class CaptureClient(StoreClient):
         request_id: RequestLike,
         path: str | os.PathLike[str],
         *,
-        format: str | None = None,  # noqa: A002 - what it is
+        format: str | None = None,  # noqa: A002 - the natural name for users
         layers: LayersLike | None = None,
         sites: str | Sequence[str] | None = None,
         sequences: int | Iterable[int] | None = None,
@@ -219,30 +219,32 @@ class CaptureClient(StoreClient):
         overwrite: bool = False,
         progress: bool = False,
     ) -> Export:
-        """Write the captured rows of a request to a file, however large, without having them in memory.
+        """Write the captured rows of a request to a file. The capture may be larger than memory.
 
-        Rows come from the store into files beside the target, and from there into the format; nothing stands at `path`
-        before all of it does. docs/exports.md says what the formats hold.
+        The client first writes the rows to temporary files next to `path`, and then the export. The file at `path`
+        appears only once it is whole. docs/exports.md describes the formats.
 
         Args:
             request_id: The request.
-            path: Where to write; its suffix names the format if nothing else does.
-            format: "safetensors", "npz", "zarr" or "parquet". The last two need the extras of these names.
-            layers: What of it, and `allow_partial`, `wait`, `timeout`: as for `activations`.
+            path: The file to write; for Zarr, the folder.
+            format: "safetensors", "npz", "zarr" or "parquet". The last two need the extras of the same names. None
+                derives the format from the path's suffix.
+            layers: Only these layers; this and the next six arguments are as for `activations`.
             sites: Only these sites.
             sequences: Only these sequences.
             positions: Only these positions.
             wait: Wait until the capture has ended.
-            timeout: Seconds to wait and read at most; writing comes on top.
-            allow_partial: Write what is there of a capture that is not complete; each format says what is missing.
-            overwrite: Replace what is there.
+            timeout: The most seconds to wait and read, without the time for writing the export.
+            allow_partial: Write the rows that a capture has although it is not complete. Each format says which are
+                missing.
+            overwrite: Replace an existing export.
             progress: Show progress bars, on a terminal or in Jupyter.
 
         Raises:
-            FileExistsError: Something is there, and may not be replaced.
+            FileExistsError: The path exists and may not be replaced.
             ImportError: The format's extra is not installed; the message names it.
-            OSError: It cannot be written.
-            InvalidRequest: There is no such format. The other errors are those of `activations`.
+            OSError: The export cannot be written.
+            InvalidRequest: The format does not exist. The other errors are those of `activations`.
 
         Example:
             >>> client.export(reply.request_id, "joy.zarr").num_rows
@@ -273,16 +275,16 @@ class CaptureClient(StoreClient):
         timeout: float | None = None,
         allow_partial: bool = False,
     ) -> Iterator[Piece]:
-        """Yield rows while the model generates, each once, in no particular order, until the capture has ended.
+        """Yield rows while the model generates, until the capture has ended. Each row comes once, in no fixed order.
 
         The arguments are those of `activations`, for one sequence. If the store is away, the client waits for it as
-        `activations` does. No row is lost or comes twice. Rows may come for a position after the last one
-        that counts (the model may run a step too far); the manifest tells.
+        `activations` does. The model may run a step too far, so rows may come for positions after the last one of the
+        sequence. The manifest says where the sequence ends.
 
         Raises:
             IncompleteCapture: Rows are missing. It is raised after the last piece.
-            AbortedCapture: The request was stopped. It is raised after the last piece.
-            Unreachable: The store was away until the time was over.
+            AbortedCapture: The request was aborted. It is raised after the last piece.
+            Unreachable: The store was away until the timeout.
 
         Example:
             >>> for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
@@ -298,17 +300,17 @@ class CaptureClient(StoreClient):
     def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
         """Return the manifest of a capture.
 
-        If its store is away, the client tries again until `wait` and the client's timeout are over. With `wait=True` it
-        waits as `activations` does.
+        If the store is away, the client retries for `wait` seconds plus its own timeout. With `wait=True`, it retries
+        as `activations` does without a timeout.
 
         Args:
             request_id: The request.
-            wait: How many seconds to wait for the capture to end; True means as long as it takes. When the
-                time is over, the manifest of the open capture is returned.
+            wait: Seconds to wait for the capture to end; True means no limit. If the capture is still open after that
+                time, its manifest is returned as it is then.
 
         Raises:
-            UnknownCapture: There is no such capture.
-            Unreachable: The store was away until the time was over.
+            UnknownCapture: The capture does not exist.
+            Unreachable: The store was away until the end of the retries.
 
         Example:
             >>> client.manifest(reply.request_id, wait=10).state
@@ -345,21 +347,21 @@ class CaptureClient(StoreClient):
     def captures(
         self, *, prefix: str = "", states: str | Iterable[str] = (), where: str = "", allow_partial: bool = False
     ) -> Iterator[CaptureSummary]:
-        """Yield the captures of all stores as one list, newest first; it is fetched as it is read.
+        """Yield the captures of all stores, newest first. Pages are fetched as they are needed.
 
         Args:
-            prefix: Only those whose id starts with this.
-            states: Only those in these states: "open", "complete", "incomplete", "aborted".
-            where: Only those whose labels match this, such as "split = train and y >= 2"; docs/concepts/captures.md has
-                the rules.
-            allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
+            prefix: Only captures whose ID starts with this.
+            states: Only captures in these states: "open", "complete", "incomplete", "aborted".
+            where: Only captures whose labels match this, such as "split = train and y >= 2"; docs/concepts/captures.md
+                has the rules.
+            allow_partial: Leave out stores that do not answer, with a warning, instead of raising.
 
         Raises:
-            InvalidRequest: There is no such state, or `where` cannot be parsed.
-            Unreachable: A store cannot be asked; the message names it.
+            InvalidRequest: A state does not exist, or `where` cannot be parsed.
+            Unreachable: A store does not answer; the message names it.
 
         Warns:
-            SilentStoreWarning: With `allow_partial`: a store was left out.
+            SilentStoreWarning: With `allow_partial`: a store did not answer and was left out.
 
         Example:
             >>> [summary.capture_id for summary in client.captures(states="complete")]
@@ -377,19 +379,19 @@ class CaptureClient(StoreClient):
         states: str | Iterable[str] = (),
         where: str = "",
     ) -> CapturePage:
-        """Return one page of the list of captures; its `next_page_token` leads to the next page.
+        """Return one page of the list of captures. Its `next_page_token` requests the next page.
 
         Args:
-            page_size: How many captures at most, from 1 to 1000.
-            page_token: The `next_page_token` of the part before, with the same filter; empty for the first.
+            page_size: The most captures in the page, from 1 to 1000.
+            page_token: The `next_page_token` of the previous page, with the same filter; empty for the first page.
             prefix: As for `captures`.
             states: As for `captures`.
             where: As for `captures`.
 
         Raises:
-            InvalidRequest: There is no such state, the size is out of range, or the token is not one of these stores,
-                or goes with another filter.
-            Unreachable: A store cannot be asked; the message names it.
+            InvalidRequest: A state does not exist, the size is out of range, or the token is invalid or belongs to
+                other stores or another filter.
+            Unreachable: A store does not answer; the message names it.
 
         Example:
             >>> page = client.captures_page(page_size=20)
@@ -406,19 +408,19 @@ class CaptureClient(StoreClient):
             return CapturePage(tuple(captures), listing.token())
 
     def label(self, request_id: RequestLike, labels: Mapping[str, LabelValue | None]) -> dict[str, LabelValue]:
-        """Change the labels of a capture, whatever its state.
+        """Change the labels of a capture in any state.
 
         Args:
             request_id: The request.
-            labels: The labels to set: texts, numbers or bools by name. None removes a label. Others stay.
+            labels: The labels to set: texts, numbers or bools by name. None removes a label. Others do not change.
 
         Returns:
             All labels that the capture now has.
 
         Raises:
-            UnknownCapture: There is no such capture.
+            UnknownCapture: The capture does not exist.
             InvalidRequest: A label is invalid, or the capture would have too many.
-            TypeError: A value is no text, number, bool or None.
+            TypeError: A value is not a text, number, bool or None.
 
         Example:
             >>> client.label(reply, {"split": "test", "y": None})
@@ -434,14 +436,14 @@ class CaptureClient(StoreClient):
         return self._ask_holder(capture_id, ask)
 
     def delete(self, request_id: RequestLike) -> int:
-        """Delete a capture, whatever its state.
+        """Delete a capture in any state.
 
         Returns:
-            The bytes that were freed.
+            The number of bytes freed.
 
         Raises:
-            UnknownCapture: There is no such capture.
-            Unreachable: Its store, or one that may hold it, cannot be asked.
+            UnknownCapture: The capture does not exist.
+            Unreachable: The capture's store, or one that may hold it, does not answer.
         """
         capture_id = check_capture_id(request_id)
         request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
@@ -453,16 +455,16 @@ class CaptureClient(StoreClient):
         return self._ask_holder(capture_id, ask)
 
     def stats(self, *, allow_partial: bool = False) -> list[StoreStats]:
-        """Return what each store holds and has done; `StoreStats.total` adds them up.
+        """Return the statistics of each store; `StoreStats.total` adds them up.
 
         Args:
-            allow_partial: Leave out stores that cannot be asked, with a warning, instead of raising.
+            allow_partial: Leave out stores that do not answer, with a warning, instead of raising.
 
         Raises:
-            Unreachable: A store cannot be asked; the message names it.
+            Unreachable: A store does not answer; the message names it.
 
         Warns:
-            SilentStoreWarning: With `allow_partial`: a store was left out.
+            SilentStoreWarning: With `allow_partial`: a store did not answer and was left out.
         """
         found = []
         for store in self._refreshed_stores():
@@ -493,7 +495,7 @@ class CaptureClient(StoreClient):
                 yield CaptureSummary.from_proto(summary, name)
 
     def _leave_out(self, store: StoreAddress, failure: exc.ResiduumError, *, allow_partial: bool) -> None:
-        error = silent_store({store: failure}, "What it holds is not known.")
+        error = silent_store({store: failure}, "What it holds is unknown.")
         if not allow_partial:
             raise error from None
         warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
@@ -506,7 +508,7 @@ class CaptureClient(StoreClient):
     def _activations_of(
         self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool
     ) -> list[Activations]:
-        """Return the activations of captures, each once. There is no plan if there is no capture."""
+        """Return the activations of captures, without repeats. `plan` is None if there are no captures."""
         names = check_ids(capture_ids)
         found = []
         with progress_bar(f"reading {len(names)} captures", len(names), enabled=progress) as advance:
@@ -517,7 +519,7 @@ class CaptureClient(StoreClient):
         return found
 
     def _chosen(self, captures: Iterable[RequestLike] | None, prefix: str, where: str) -> list[str]:
-        """Return the IDs of the captures that a caller names, or of those that it selects."""
+        """Return the IDs of the captures that the caller named, or those that the filter selects."""
         if captures is not None:
             check_choice(captures, prefix, where)
             return check_ids(captures)

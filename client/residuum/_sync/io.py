@@ -1,4 +1,4 @@
-"""Waiting in a thread. `residuum._async.io` has the same names for event loops; both are written by hand."""
+"""Waits in a thread. `residuum._async.io` has the same functions for event loops; both are written by hand."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def read_event(call: Call) -> inference_pb2.GenerateResponse | None:
     """Return the next event of a generation; None at its end.
 
     Raises:
-        grpc.RpcError: The call has failed.
+        grpc.RpcError: The call failed.
     """
     return next(call, None)
 
 
 def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
-    """Write an export. An interrupt stops it, and waits until it has stopped."""
+    """Write an export. If it is interrupted, stop the writing thread and wait until it has stopped."""
     return job.run(acts, place, touch)

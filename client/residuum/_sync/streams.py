@@ -1,4 +1,4 @@
-"""When a synchronous stream starts. `residuum._async.streams` has the same for event loops; both by hand."""
+"""The stream of a synchronous generation. `residuum._async.streams` is for asyncio; both are written by hand."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Stream(TokenStream):
-    """The tokens of a generation as they are made.
+    """Yields the tokens of a generation as the model generates them.
 
-    The request runs as long as the stream is open: leaving the with-block, `close`, or dropping the last reference
-    stops it in the engine, and its capture then ends aborted.
+    The request runs while the stream is open. Leaving the block early, `close`, or dropping the last reference stops
+    the request in the engine. Its capture then ends aborted.
 
     Example:
         >>> with client.stream("Once upon a time", max_tokens=64) as stream:
@@ -29,12 +29,12 @@ class Stream(TokenStream):
     def __init__(
         self, call: Call, endpoint: str, update: Update | None = None, builder: ReplyBuilder | None = None
     ) -> None:
-        """Made by `Client.stream`. Without the `builder` of an accepted call it waits until the call is accepted."""
+        """Use `Client.stream` instead. Without the `builder` of an accepted call, wait until the call is accepted."""
         super().__init__(lambda: (call, builder or accept(call, endpoint)), endpoint, update)
         self._open()
 
 
 def make_stream(start: Start, endpoint: str, update: Update) -> Stream:
-    """Start a generation, and return its stream when it is accepted."""
+    """Start a generation, wait until it is accepted, and return its stream."""
     call, builder = start()
     return Stream(call, endpoint, update, builder)

@@ -1,5 +1,5 @@
 # Generated from client/residuum/_async/tokens.py by scripts/generate_sync.py. Change that file, then run `make sync`.
-"""The events of a running generation, read one by one."""
+"""Reads the events of a running generation one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TokenStream(Iterator[TokenDelta]):
-    """The tokens of a generation; the base of `residuum.Stream`."""
+    """Yields the tokens of a generation; the base class of `residuum.Stream`."""
 
     def __init__(self, start: Start, endpoint: str, update: Update | None = None) -> None:
         self._start = start
@@ -40,7 +40,7 @@ class TokenStream(Iterator[TokenDelta]):
 
     @property
     def request_id(self) -> str:
-        """The name of the request, and of its capture."""
+        """The ID of the request and its capture."""
         return self._entered.request_id
 
     @property
@@ -50,7 +50,7 @@ class TokenStream(Iterator[TokenDelta]):
 
     @property
     def reply(self) -> Reply:
-        """The reply.
+        """The whole reply.
 
         Raises:
             ResiduumError: The stream was not read to its end.
@@ -60,11 +60,11 @@ class TokenStream(Iterator[TokenDelta]):
     def update_steering(self, steer: Steer) -> tuple[int, ...]:
         """Change the steering from the next token on; see `Client.update_steering`."""
         if self._update is None:
-            raise ResiduumError("This stream was not made by a client; call the client's update_steering.")
+            raise ResiduumError("No client created this stream. Call the client's update_steering instead.")
         return self._update(self.request_id, steer)
 
     def close(self) -> None:
-        """Stop the request if it still runs."""
+        """Stop the request if it is still running."""
         self._closed = True
         if self._call is not None:
             self._call.cancel()
@@ -93,25 +93,23 @@ class TokenStream(Iterator[TokenDelta]):
     @property
     def _entered(self) -> ReplyBuilder:
         if self._call is None:
-            raise ResiduumError(
-                "The stream has not started: enter the stream first (with ... as stream), or read from it."
-            )
+            raise ResiduumError("The stream has not started. Enter it first (with ... as stream), or read from it.")
         return self._builder
 
     def _open(self) -> io.Call:
-        """Start the request, unless it was started before, and wait until it is accepted."""
+        """Start the request if it has not started, and wait until it is accepted."""
         if self._call is None:
             self._call, self._builder = self._start()
         return self._call
 
 
 def accept(call: io.Call, endpoint: str, *, has_answered: bool = False) -> ReplyBuilder:
-    """Wait until the request of a call is accepted; return what takes its further events.
+    """Wait until the server accepts a request, and return the builder of its reply.
 
-    `has_answered`: the endpoint has answered an earlier call.
+    `has_answered` says whether the endpoint has answered an earlier call.
 
     Raises:
-        ResiduumError: It is refused.
+        ResiduumError: The server refused the request.
     """
     builder = ReplyBuilder()
     _next_delta(call, builder, endpoint, has_answered=has_answered)
@@ -119,10 +117,10 @@ def accept(call: io.Call, endpoint: str, *, has_answered: bool = False) -> Reply
 
 
 def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str, *, has_answered: bool = True) -> TokenDelta | None:
-    """Read one event; return the new tokens if there are any in it.
+    """Read one event and return its new tokens; None if it has none.
 
     Raises:
-        StopIteration: The stream has ended well.
+        StopIteration: The stream ended without an error.
     """
     try:
         event = io.read_event(call)
@@ -130,7 +128,7 @@ def _next_delta(call: io.Call, builder: ReplyBuilder, endpoint: str, *, has_answ
             return builder.add(event)
     except grpc.RpcError as error:
         raise from_generation_error(error, endpoint, builder, has_answered=has_answered) from None
-    except BaseException:  # the reader is stopped, or the server breaks the contract: nobody reads on
+    except BaseException:  # the reader was stopped, or the server broke the contract; nothing more will be read
         call.cancel()
         raise
     builder.check_end()

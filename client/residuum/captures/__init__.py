@@ -1,1 +1,1 @@
-"""Many captures at once."""
+"""Reads many captures at once."""

@@ -1,4 +1,4 @@
-"""Rows of many captures as one stream, some read at the same time. Knows nothing of what they are used for."""
+"""Reads the rows of many captures as one stream, several captures at a time. `residuum.torch` uses it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 
 _LOOK_UPS = 16
-"""Manifests that are fetched at the same time."""
+"""The number of manifests to fetch at the same time."""
 
 
 class StreamedRows(NamedTuple):
-    """Rows of one layer of one capture, and where they are from."""
+    """Rows of one layer of one capture, with their origin."""
 
     capture: int
-    """The capture, by its place among those that are read."""
+    """The capture, as an index of the list of captures."""
     sequence: int
     """The sequence."""
     site: str
@@ -43,11 +43,11 @@ class StreamedRows(NamedTuple):
     layer: int
     """The layer."""
     positions: npt.NDArray[np.int64]
-    """Their positions; shape [rows]."""
+    """The position of each row; shape [rows]."""
     token_ids: npt.NDArray[np.int64]
-    """The token at each, -1 where it is not known; shape [rows]."""
+    """The token ID at each position, -1 if unknown; shape [rows]."""
     rows: npt.NDArray[Any]
-    """The rows as they were captured, or decoded; [rows, width]."""
+    """The rows in their captured dtype, or decoded; [rows, width]."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RowChoice:
     allow_partial: bool
 
     def plan(self, capture_id: str, sequence: int | None = None) -> ReadPlan:
-        """Return the read of what is chosen of a capture, or of one of its sequences."""
+        """Return the plan to read the chosen rows of a capture, or of one of its sequences."""
         return plan_read(
             capture_id, layers=self.layers, sites=self.sites,
             sequences=self.sequences if sequence is None else sequence, positions=self.positions,
@@ -70,14 +70,14 @@ class RowChoice:
 
 
 def share(count: int, number: int, of: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """Return which of so many captures fall to the share `number` of `of`, in the order in which they are read.
+    """Return the indices of the captures in share `number` of `of` shares, in the order in which to read them.
 
-    All shares together are each capture once. With `shuffle` the order follows from seed and epoch alone, so that all
-    who share agree on it without talking.
+    Each of the `count` captures is in exactly one share. With `shuffle`, the order depends only on the seed and the
+    epoch, so all processes compute the same shares without communication.
     """
     order = list(range(count))
     if shuffle:
-        random.Random(f"{seed}/{epoch}").shuffle(order)  # noqa: S311 - nothing is secret about it
+        random.Random(f"{seed}/{epoch}").shuffle(order)  # noqa: S311 - the order is not a secret
     return order[number::of]
 
 
@@ -89,13 +89,13 @@ def stream_rows(
     concurrent_reads: int,
     check: Callable[[Manifest], None],
 ) -> Iterator[StreamedRows]:
-    """Yield the rows of captures, each once; so many captures are read at the same time, a piece of each in turn.
+    """Yield each row of the captures once. `concurrent_reads` captures are read at a time, one piece of each in turn.
 
-    `check` is called with the manifest of each, and raises if its rows are not wanted.
+    Before the first row of a capture, `check` is called with its manifest. It raises if the rows are not wanted.
 
     Raises:
-        CaptureNotComplete: One is not complete any more, and partial ones are not allowed: before its first row.
-        InvalidRequest: One lacks something that is named: before its first row.
+        CaptureNotComplete: A capture is not complete any more, and partial captures are not allowed.
+        InvalidRequest: A capture lacks a chosen layer, site or sequence.
     """
 
     def reader(number: int) -> Callable[[], Iterator[StreamedRows]]:
@@ -112,15 +112,15 @@ def stream_aligned(
     concurrent_reads: int,
     check: Callable[[Manifest], None],
 ) -> Iterator[StreamedRows]:
-    """Yield the rows of captures by token: those of one token at all places, [tokens, places, width].
+    """Yield the rows of captures by token: each token with its rows at all places, [tokens, places, width].
 
-    The places are all sites, and at each site all layers, in the order of `places`. `site` and `layer` say nothing. A
-    token that lacks a row at one of the places is left out. So many streams of captures are read at the same time, a
-    capture of each in turn; the chosen rows of as many captures are in memory.
+    A place is a site and a layer; `places` gives their order. `site` is "" and `layer` is -1. Tokens that lack a row at
+    any place are left out. `concurrent_reads` streams are read at a time, one capture of each in turn, so the chosen
+    rows of that many captures are in memory.
 
     Raises:
-        CaptureNotComplete: One is not complete any more, and partial ones are not allowed.
-        InvalidRequest: One lacks something that is named.
+        CaptureNotComplete: A capture is not complete any more, and partial captures are not allowed.
+        InvalidRequest: A capture lacks a chosen layer, site or sequence.
     """
 
     def reader(part: Sequence[int]) -> Callable[[], Iterator[StreamedRows]]:
@@ -131,7 +131,7 @@ def stream_aligned(
 
 
 def places(manifest: Manifest, choice: RowChoice) -> tuple[tuple[str, int], ...]:
-    """Return the places that are chosen of a capture: (site, layer), all layers of the first site first."""
+    """Return the chosen places of a capture as (site, layer): all layers of the first site, then of the next."""
     request = choice.plan(manifest.capture_id).request
     sites = [SITE_NAMES[site] for site in request.sites] or manifest.sites
     layers = [layer for layer in manifest.layers if not request.layers or layer in request.layers]
@@ -139,7 +139,7 @@ def places(manifest: Manifest, choice: RowChoice) -> tuple[tuple[str, int], ...]
 
 
 def count_rows(manifest: Manifest, choice: RowChoice, *, aligned: bool) -> int:
-    """Return how many rows `stream_rows` yields of an ended capture; of `stream_aligned`, how many tokens."""
+    """Return how many rows `stream_rows`, or tokens `stream_aligned`, yields of an ended capture."""
     request = choice.plan(manifest.capture_id).request
     wanted = set(places(manifest, choice))
     count = max(manifest.proto.description.num_sequences, 1)
@@ -150,10 +150,10 @@ def count_rows(manifest: Manifest, choice: RowChoice, *, aligned: bool) -> int:
 
 
 def look_up(client: CaptureClient, captures: Sequence[str]) -> Iterator[Manifest]:
-    """Yield the manifests of captures, in their order; some are fetched at the same time, and few are kept.
+    """Yield the manifests of captures in order. Several are fetched at a time, and only these are kept.
 
     Raises:
-        UnknownCapture: One is not there.
+        UnknownCapture: A capture does not exist.
     """
     with ThreadPoolExecutor(_LOOK_UPS) as pool:
         for first in range(0, len(captures), _LOOK_UPS):
@@ -161,17 +161,17 @@ def look_up(client: CaptureClient, captures: Sequence[str]) -> Iterator[Manifest
 
 
 def check_readable(manifest: Manifest, choice: RowChoice) -> None:
-    """Make sure that a capture has the rows that are chosen.
+    """Check that a capture has ended and has the chosen layers, sites and sequences.
 
     Raises:
-        CaptureNotComplete: It is not complete, and partial ones are not allowed; or it has not ended.
-        InvalidRequest: It lacks a layer, a site or a sequence that is named.
+        CaptureNotComplete: It is open; or it is not complete and partial captures are not allowed.
+        InvalidRequest: It lacks a chosen layer, site or sequence.
     """
     if not manifest.is_complete and not choice.allow_partial:
         raise not_complete(manifest)
     name = manifest.capture_id
-    if not manifest.is_final:  # it could go on for ever, and an epoch is to be the same when it is read again
-        raise OpenCapture(f"The capture {name} is still being written; take it when it has ended.", manifest)
+    if not manifest.is_final:  # its rows may still change, but every epoch must read the same rows
+        raise OpenCapture(f"The capture {name} is still being written. Wait until it has ended.", manifest)
     request = choice.plan(name).request
     count = max(manifest.proto.description.num_sequences, 1)
     for what, wanted, present in (
@@ -183,14 +183,14 @@ def check_readable(manifest: Manifest, choice: RowChoice) -> None:
         if lacking:
             has = ", ".join(map(str, present))
             raise InvalidRequest(
-                f"The capture {name} has no {what} {', '.join(map(str, lacking))}; it has {has}.",
+                f"The capture {name} has no {what} {', '.join(map(str, lacking))}. It has {has}. Choose among these.",
                 reason="INVALID_FIELD",
                 metadata={"capture_id": name},
             )
 
 
 def in_turn(makers: Iterable[Callable[[], Iterator[_Item]]], width: int) -> Iterator[_Item]:
-    """Yield what some iterators yield, of `width` of them in turn; the next one begins when one has ended."""
+    """Yield the items of iterators, of `width` of them in turn. When an iterator ends, the next one takes its place."""
     waiting = iter(makers)
     running: deque[Iterator[_Item]] = deque()
     while True:
@@ -232,7 +232,7 @@ def _aligned_of(
 ) -> Iterator[StreamedRows]:
     names = list(numbers)
     plan = replace(choice.plan(names[0]), warns_if_empty=False)
-    for acts in client._read_many(plan, names, None):  # noqa: SLF001 - one stream, and never more than one capture
+    for acts in client._read_many(plan, names, None):  # noqa: SLF001 - `activations` would keep all captures in memory
         manifest = acts.manifest
         check_readable(manifest, choice)
         check(manifest)
@@ -245,7 +245,7 @@ def _aligned_of(
 def _aligned(
     number: int, sequence: int, wanted: Sequence[tuple[str, int]], parts: Mapping[str, Activations]
 ) -> StreamedRows:
-    """Put the rows of one sequence next to each other, those of each token that has them all."""
+    """Return the rows of the tokens of one sequence that have a row at every wanted place."""
     present = [part.positions[part.present[part.layers.index(layer)]] for layer, part in _at(wanted, parts)]
     positions = functools.reduce(np.intersect1d, present)
     first = parts[wanted[0][0]]
@@ -268,7 +268,7 @@ def _count(
     *,
     aligned: bool,
 ) -> int:
-    """Return how many rows, or tokens, are chosen of one sequence."""
+    """Return the number of chosen rows, or tokens if aligned, of one sequence."""
     sets = [rows for rows in manifest.present if rows.sequence == sequence]
     length = max((last + 1 for rows in sets for _, last in rows.ranges), default=0)
     chosen = wanted_positions(positions, len(manifest.prompt_token_ids), 0, length)

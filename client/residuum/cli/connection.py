@@ -69,7 +69,7 @@ def silent_stores(output: Output) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def advice_if_cut_off(advice: str) -> Iterator[None]:
-    """Add advice to a timeout, and to Ctrl-C: what became of the work, and how to go on."""
+    """Add advice to the errors of a timeout and of Ctrl-C: the state of the work, and how to continue."""
     try:
         yield
     except KeyboardInterrupt:

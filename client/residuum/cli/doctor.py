@@ -1,6 +1,6 @@
 """`residuum doctor`: checks each step of the connections to and between the services, with advice for failures.
 
-A problem that does not stop anything yet is a warning. Warnings do not make the command fail.
+A problem that does not prevent anything yet is a warning. Warnings do not make the command fail.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 5.0
 _MAX_SKEW_SECONDS = 2.0
 """The largest accepted difference of clocks. Ages and times in manifests follow the services' clocks."""
 _FILLING, _FULL = 0.85, 0.98
-"""The used fractions of a store's space from which on it gets a warning, and counts as full."""
+"""The used fractions of a store's space above which `doctor` warns, and above which the store counts as full."""
 _LITTLE_DISK = 1 << 30
 _NO_DISK = 8 << 20
 """With less room on its disk, a store cannot store a chunk: it keeps 4 MiB for ending and deleting captures."""
@@ -135,7 +135,7 @@ def _examine_stats(stats: residuum.StoreStats, started: float) -> Iterator[Findi
     if stats.why_full:
         detail = (
             f"it refuses rows and new captures, because {stats.why_full}. Delete captures (residuum rm), or give it "
-            "more space; it goes on by itself"
+            "more space. Then it accepts rows again without a restart"
         )
         yield Finding(f"{name}: full", ok=False, detail=detail)
     if stats.append_limit_bytes:  # older stores do not report space

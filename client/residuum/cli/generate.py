@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--if-exists",
         choices=IF_EXISTS,
         default="fail",
-        help="if a capture with this ID exists: fail; replace it; or skip, which prints what a complete capture of the "
-        "same request holds, and replaces one that is not complete (default: fail)",
+        help="if a capture with this ID exists: fail; replace it; or skip, which prints the reply that a complete "
+        "capture of the same request holds, and replaces one that is not complete (default: fail)",
     )
     sampling.add_arguments(parser)
     _add_capture(parser)
@@ -90,7 +90,7 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--before-steering",
         action="store_true",
-        help="capture rows as they were before steering (default: as the model continues with them)",
+        help="capture rows before steering changes them (default: after steering)",
     )
     group.add_argument(
         "--encoding",
@@ -197,10 +197,10 @@ def _generate_many(
 
 
 def _rest(options: argparse.Namespace) -> str:
-    """Return the advice how to generate for the prompts that an interrupt left."""
+    """Return the advice on how to continue with the prompts that an interrupt left."""
     if options.request_id is None or options.capture is None:
-        return "To be able to go on after an interrupt, give --capture, --id JOB and --if-exists skip."
-    return "To go on, give the same command with --if-exists skip: it generates only what is not complete."
+        return "To be able to continue after an interrupt, give --capture, --id JOB and --if-exists skip."
+    return "To continue, run the same command with --if-exists skip: it generates only what is not complete."
 
 
 def _show_replies(

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output(as_json=options.json)
     command: Command = options.run
     try:
-        stop_tracing = start_tracing("residuum-client")  # does nothing unless the environment configures tracing
+        stop_tracing = start_tracing("residuum-client")  # does nothing unless the environment requests tracing
         try:
             return command(options, output)
         finally:

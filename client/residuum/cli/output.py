@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-_WORDS = {
+_COMMAND_LINE_ADVICE = {
     "Give a longer timeout, or none with timeout=None": "Give a longer --timeout, or none",
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
     "allow_partial=True": "--allow-partial",
     "overwrite=True": "--force",
     "set if_exists": "pass --if-exists",
-    "wait for it, or follow() it": "wait for it",
+    "Wait for it, or follow() it": "Wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",
     "TLS(..., server_name='NAME')": "--tls-server-name NAME",
     "TLS(..., cert='client.pem', key='client.key')": "--client-cert and --client-key",
@@ -70,7 +70,7 @@ class Output:
         return count
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        """Print named values of one thing."""
+        """Print named values."""
         if self.as_json:
             self.json(facts)
         elif self.is_terminal:
@@ -85,7 +85,7 @@ class Output:
             print(line, flush=True)
 
     def write(self, part: str) -> None:
-        """Print a part of a line immediately; with --json nothing is printed."""
+        """Print part of a line immediately; with --json nothing is printed."""
         if not self.as_json:
             print(part, end="", flush=True)
 
@@ -95,7 +95,7 @@ class Output:
 
     def error(self, message: str) -> None:
         """Print one line on stderr, with Python advice translated to flags."""
-        for python, ours in _WORDS.items():
+        for python, ours in _COMMAND_LINE_ADVICE.items():
             message = message.replace(python, ours)
         print(f"residuum: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
@@ -175,7 +175,7 @@ def age(span: datetime.timedelta) -> str:
 
 
 def _plain_number(value: np.generic) -> object:
-    """Return a number of an array for JSON, which has no NaN."""
+    """Return an array's number for JSON: None for NaN, which JSON does not have."""
     return None if np.isnan(value) else value.item()
 
 

@@ -22,7 +22,7 @@ Command = Callable[[argparse.Namespace, Output], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a wrong command line with the error alone, not with all flags."""
+    """A parser that prints only the error for a wrong command line, not all flags."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,13 +48,13 @@ def add_command(
     """Add a command that calls both services.
 
     Args:
-        commands: Where to add it.
-        name: Its name.
-        run: What it does.
-        help_text: What it does, in a few words.
-        arguments: Adds its own arguments, which the help lists before those of the connection.
-        timeout: Its default timeout in seconds; None means no limit.
-        examples: Lines of examples, which the help begins with.
+        commands: The commands to add it to.
+        name: The command's name.
+        run: The function that runs it.
+        help_text: A short description.
+        arguments: Adds the command's own arguments. The help shows them before those of the connection.
+        timeout: The default timeout in seconds; None means no limit.
+        examples: Examples, one per line. The first is the usage line; the help starts with the others.
     """
     parser = _new(commands, name, run, help_text, examples)
     arguments(parser)
@@ -110,7 +110,7 @@ def _new(commands: Commands, name: str, run: Command, help_text: str, examples: 
 def _add_connection(
     parser: argparse.ArgumentParser, endpoint_text: str, timeout: float | None
 ) -> argparse._ArgumentGroup:
-    """Add the flags that say how to reach a service, and how to print. Return their group."""
+    """Add the flags for the connection and the output. Return their group."""
     group = parser.add_argument_group("connection and output")
     endpoint = os.environ.get("RESIDUUM_ENDPOINT", DEFAULT_ENDPOINT)
     group.add_argument(

@@ -1,4 +1,4 @@
-"""The flags that choose how tokens are sampled, and what is told about them."""
+"""The flags for sampling and log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import residuum
 from residuum.cli.output import Output
 
 _SINGLE: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "the most tokens to generate; 0 only computes the prompt (default: 16)"),
+    "max_tokens": (int, "the most tokens to generate for each reply; 0 only computes the prompt (default: 16)"),
     "temperature": (float, "the sampling temperature, up to 2 (default: 0, greedy)"),
     "top_p": (float, "sample from the most likely tokens with this total probability (default: 1)"),
     "top_k": (int, "sample from this many most likely tokens (default: 0, all)"),
@@ -19,9 +19,12 @@ _SINGLE: dict[str, tuple[type, str]] = {
     "min_tokens": (int, "the fewest tokens to generate (default: 0)"),
     "n": (int, "the number of replies, at most 64 (default: 1)"),
     "presence_penalty": (float, "lower the logits of tokens that the reply has, from -2 to 2 (default: 0)"),
-    "frequency_penalty": (float, "lower them for each time that the reply has them, from -2 to 2 (default: 0)"),
-    "repetition_penalty": (float, "divide the logits of tokens that prompt or reply have, above 0 (default: 1)"),
-    "logprobs": (int, "with --json: give log-probabilities, and this many most likely tokens (default: none)"),
+    "frequency_penalty": (float, "the same, for each time that the reply has the token, from -2 to 2 (default: 0)"),
+    "repetition_penalty": (
+        float,
+        "lower logits of tokens that prompt or reply have by this factor, above 0 (default: 1)",
+    ),
+    "logprobs": (int, "with --json: print log-probabilities, and this many most likely tokens (default: none)"),
     "prompt_logprobs": (int, "with --json: the same for the prompt's tokens (default: none)"),
     "regex": (str, "make the reply match this regular expression (default: none)"),
 }
@@ -52,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parameters_of(options: argparse.Namespace, output: Output) -> dict[str, Any]:
-    """Return the sampling parameters of a command line: those that were given.
+    """Return the sampling parameters that the command line sets.
 
     Raises:
         InvalidRequest: A flag is invalid.

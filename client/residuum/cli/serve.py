@@ -1,4 +1,4 @@
-"""`residuum serve` and `residuum vllm-serve`: what the distribution residuum-server does, if it is installed."""
+"""`residuum serve` and `residuum vllm-serve`. The distribution residuum-server implements both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument(
         "--data",
         metavar="FOLDER",
-        help="where captures are kept, and both services' logs (default: residuum-data, in the current folder)",
+        help="the folder for captures and both services' logs (default: residuum-data, in the current folder)",
     )
     kept.add_argument("--temporary", action="store_true", help="delete captures at the end (default: keep them)")
 
@@ -45,7 +45,7 @@ def run_vllm(options: argparse.Namespace, output: Output) -> int:
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """Start both services, and stop them when told to."""
+    """Run both services until Ctrl-C or SIGTERM."""
     try:
         server = installed_server()
     except RuntimeError as error:

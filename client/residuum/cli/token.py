@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     elif options.append:
         output.say(token)  # nothing else, so that it can be redirected into a file
     else:
-        output.say("# The token. It is shown only this once: give it to its user, and to nobody else.")
+        output.say("# The token. It is shown only once. Give it to its user and to nobody else.")
         output.say(token)
         output.say("\n# Its entry for the services' tokens file (--tokens FILE). It does not contain the token itself.")
         output.say(entry)

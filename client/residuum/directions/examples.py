@@ -52,7 +52,7 @@ class _Facts:
     model: str
     site: str
     steering: tuple[str, bytes]
-    """How the rows relate to steering, in words; and the serialised steering."""
+    """How the rows relate to steering, as a text for errors; and the serialised steering."""
 
 
 class ExampleReader:
@@ -249,7 +249,7 @@ class ExampleReader:
 
 
 def paired(positives: Iterator[Batch], negatives: Iterator[Batch]) -> Iterator[tuple[Batch, Batch]]:
-    """Yield batches of both sets with equal numbers of examples, so that example i of one set meets that of the other.
+    """Yield pairs of batches, one of each set, with equal numbers of examples. Example i is paired with example i.
 
     Raises:
         InvalidRequest: One set has more examples than the other, or both have none.
@@ -316,7 +316,7 @@ def _rows_of(name: str, array: Any) -> npt.NDArray[Any]:
 
 
 def _rows(acts: Activations) -> int:
-    """Return how many positions the selected sequence has, as far as is known."""
+    """Return the known number of positions of the selected sequence."""
     outcomes = acts.manifest.sequences
     generated = len(outcomes[acts.sequence].generated_token_ids) if acts.sequence < len(outcomes) else 0
     return expected_rows(acts.prompt_tokens, generated)

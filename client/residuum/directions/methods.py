@@ -28,11 +28,11 @@ def difference_of_means(
     (arXiv:2507.21509) take it over the tokens of replies, as with `positions="generated"`. The direction keeps its
     length, so `scale=1` moves one mean to the other. `.normalized()` gives it length 1.
 
-    **An example** is one capture: the mean of its rows at the chosen positions. So long captures count no more than
-    short ones. In a plain mapping, each row is an example. The sets may differ in size. Sums are float64, and no
-    example is kept, so a generator that reads captures one by one needs memory for one.
+    **An example** is one capture: the mean of its rows at the chosen positions. So long and short captures have the
+    same weight. In a plain mapping, each row is an example. The sets may differ in size. Sums are float64. No example
+    is kept, so a generator that reads captures one by one needs memory for only one.
 
-    Of Activations, the selected sequence and site are used. To use both sequences, pass `acts` and
+    For Activations, the selected sequence and site are used. To use two sequences, pass `acts` and
     `acts.select(sequence=1)`.
 
     Args:
@@ -42,7 +42,7 @@ def difference_of_means(
         layers: Use only these layers. None or "all" means the layers of the examples, which must then be the same.
         positions: The rows of a capture to use, see `Positions.of`; None for all. By default that of the last prompt
             token, where the model has read everything and not yet answered. Leave out the first token's row: in many
-            models it is far longer than all others, whatever the text.
+            models, its norm is far greater than that of all others, for every text.
         allow_partial: Use captures that are not complete, without their missing rows.
 
     Returns:
@@ -98,7 +98,7 @@ def pca(
         method: How the pairs are centred.
         layers: As for `difference_of_means`.
         positions: As for `difference_of_means`.
-        allow_partial: Use captures that are not complete. A layer leaves out pairs of which a row is missing.
+        allow_partial: Use captures that are not complete. Each layer leaves out the pairs that lack a row.
 
     Raises:
         InvalidRequest: As for `difference_of_means`; or the sets differ in size, there are too few pairs, or nothing

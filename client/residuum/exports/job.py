@@ -89,7 +89,7 @@ class ExportJob:
             yield place, Scratch(place.scratch)
 
     def run(self, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:
-        """Run `write` in a thread, which no KeyboardInterrupt reaches. An interrupt here stops it and waits for it.
+        """Run `write` in a thread, because KeyboardInterrupt reaches only the main one. An interrupt stops the thread.
 
         Without this, zarr's threads would still be writing while the workplace is removed.
         """

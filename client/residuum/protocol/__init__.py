@@ -1,1 +1,1 @@
-"""What is said to the services, and what their answers mean, without I/O: both clients use it."""
+"""Builds requests to the services and interprets their answers, without I/O. Both clients use it."""

@@ -1,4 +1,4 @@
-"""Deadlines, and the questions that take several calls. No I/O: both clients use it."""
+"""Deadlines, and requests about captures. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -14,53 +14,55 @@ from residuum.wire.labels import LabelError, LabelValue, parse_where
 from residuum.wire.limits import MAX_PAGE_SIZE
 
 _SLICE_SECONDS = 20.0
-"""A long wait is asked for in pieces, so that a peer that vanished is noticed."""
+"""The longest wait that one call asks for. A long wait takes several calls, so that a dead peer is noticed."""
 
 
 class Deadline:
-    """A point in time, or none."""
+    """The time at which something must be done, or no such time."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
 
     @classmethod
     def of_wait(cls, wait: bool | float) -> Deadline:  # noqa: FBT001 - as the user wrote it
-        """Return the deadline of `wait=`: True is none, False is now.
+        """Return the deadline for an argument `wait=`. True means no deadline, False means now.
 
         Raises:
-            InvalidRequest: It is below 0.
+            InvalidRequest: The number of seconds is below 0.
         """
         if wait is True:
             return cls(None)
         if not wait >= 0:
-            raise InvalidRequest(f"wait is True, False or a number of seconds, not {wait}.", reason="INVALID_FIELD")
+            raise InvalidRequest(
+                f"wait must be True, False or a number of seconds of at least 0, not {wait}.", reason="INVALID_FIELD"
+            )
         return cls(float(wait))
 
     def remaining(self) -> float | None:
-        """Return the seconds that are left, at least 0; None if there is no end."""
+        """Return the seconds that are left, at least 0; None without a deadline."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
     def slice(self) -> float:
-        """Return how long the next piece of waiting may take."""
+        """Return the seconds that the next call may wait."""
         left = self.remaining()
         return _SLICE_SECONDS if left is None else min(left, _SLICE_SECONDS)
 
     def is_over(self) -> bool:
-        """Tell whether the time is over."""
+        """Tell whether the deadline has passed."""
         return self.remaining() == 0.0
 
 
 def list_request(
     prefix: str, states: str | Iterable[str], where: str = "", page_size: int = MAX_PAGE_SIZE
 ) -> store_pb2.ListCapturesRequest:
-    """Build the question for the first page of captures.
+    """Build the request for the first page of captures.
 
     Raises:
-        InvalidRequest: There is no such state, or no such size of a page, or `where` cannot be parsed.
+        InvalidRequest: A state does not exist, the page size is out of range, or `where` cannot be parsed.
     """
     if not 0 < page_size <= MAX_PAGE_SIZE:
         raise InvalidRequest(
-            f"A page has 1 to {MAX_PAGE_SIZE} captures, not {page_size}.",
+            f"page_size must be from 1 to {MAX_PAGE_SIZE}, not {page_size}.",
             reason="INVALID_FIELD",
             metadata={"field": "page_size"},
         )
@@ -68,7 +70,9 @@ def list_request(
     names = [states] if isinstance(states, str) else list(states)
     for name in names:
         if name not in numbers:
-            raise InvalidRequest(f"{name!r} is not a state; there are {', '.join(numbers)}.", reason="INVALID_FIELD")
+            raise InvalidRequest(
+                f"{name!r} is not a state of a capture. Choose among {', '.join(numbers)}.", reason="INVALID_FIELD"
+            )
     try:
         parse_where(where)
     except LabelError as error:
@@ -79,11 +83,11 @@ def list_request(
 
 
 def label_request(capture_id: str, labels: Mapping[str, LabelValue | None]) -> store_pb2.LabelCaptureRequest:
-    """Build the change of a capture's labels; a value of None removes the label.
+    """Build the request to change a capture's labels. A value of None removes the label.
 
     Raises:
         InvalidRequest: A label is invalid.
-        TypeError: A value is no text, number, bool or None.
+        TypeError: A value is not a text, number, bool or None.
     """
     given = {name: value for name, value in labels.items() if value is not None}
     removed = [name for name, value in labels.items() if value is None]
@@ -91,7 +95,7 @@ def label_request(capture_id: str, labels: Mapping[str, LabelValue | None]) -> s
 
 
 def get_request(capture_id: str, wait: float) -> store_pb2.GetCaptureRequest:
-    """Build the question for a manifest that may wait so many seconds for the capture's end."""
+    """Build the request for a manifest. The store waits up to `wait` seconds for the capture to end."""
     request = store_pb2.GetCaptureRequest(capture_id=capture_id)
     if wait:
         request.wait.FromTimedelta(datetime.timedelta(seconds=wait))

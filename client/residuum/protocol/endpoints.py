@@ -1,4 +1,4 @@
-"""How an endpoint is written. No I/O: both clients use it."""
+"""Checks endpoints. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from residuum.wire.endpoints import parse_endpoint
 
 
 def check_endpoint(endpoint: str) -> str:
-    """Return an endpoint if it has the form host:port.
+    """Return the endpoint after checking that it has the form host:port.
 
     Raises:
-        InvalidRequest: It has not.
+        InvalidRequest: It has another form.
     """
     try:
         parse_endpoint(endpoint)
     except ValueError:
         raise InvalidRequest(
-            f"{endpoint!r} is not an endpoint: write host:port, such as localhost:50051.", reason="INVALID_FIELD"
+            f"{endpoint!r} is not an endpoint. Use host:port, such as localhost:50051.", reason="INVALID_FIELD"
         ) from None
     return endpoint

@@ -1,4 +1,4 @@
-"""From the events of a generation to its reply. No I/O: both clients use it."""
+"""Builds a reply from the events of its generation. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from residuum.values.replies import Reply, Sequence, TokenDelta, Usage
 
 
 class ReplyBuilder:
-    """Takes the events of a generation in their order, and knows the reply when the last one is in."""
+    """Collects the events of a generation, in order, and builds the reply after the last one."""
 
     def __init__(self) -> None:
         self._started: inference_pb2.GenerationStarted | None = None
@@ -21,7 +21,7 @@ class ReplyBuilder:
 
     @property
     def is_started(self) -> bool:
-        """Whether the first event has come."""
+        """Whether the first event has arrived."""
         return self._started is not None
 
     @property
@@ -29,19 +29,19 @@ class ReplyBuilder:
         """The first event.
 
         Raises:
-            ServerFault: Something else came first.
+            ServerFault: It has not arrived.
         """
         if self._started is None:
-            raise ServerFault("The server did not begin the generation with its first event.")
+            raise ServerFault("The server did not send the first event of the generation, `started`.")
         return self._started
 
     @property
     def request_id(self) -> str:
-        """The name of the request."""
+        """The ID of the request."""
         return self.started.request_id
 
     def add(self, response: inference_pb2.GenerateResponse) -> TokenDelta | None:
-        """Take an event; return the new tokens if there are any in it.
+        """Add an event and return its new tokens; None if it has none.
 
         Raises:
             ServerFault: The event is out of order.
@@ -61,12 +61,13 @@ class ReplyBuilder:
         """Return the reply.
 
         Raises:
-            ResiduumError: The last event has not come.
+            ResiduumError: The last event has not arrived.
         """
         finished = self._finished
         if finished is None:
             raise ResiduumError(
-                "There is no reply yet: read the stream to its end. A stream that was closed before has none.",
+                "There is no reply yet. Read the stream to its end; a stream that was closed before its end has no "
+                "reply.",
                 metadata={"request_id": self.request_id},
             )
         handle = finished.capture if finished.HasField("capture") else self.started.capture
@@ -82,17 +83,19 @@ class ReplyBuilder:
         )
 
     def check_end(self) -> None:
-        """Check, when the stream has ended well, that it was whole.
+        """Check that a stream that ended without an error was complete.
 
         Raises:
-            ServerFault: The last event is missing.
+            ServerFault: The last event is missing, or has no sequences.
         """
         if self._finished is None:
             raise ServerFault(
                 "The server ended the generation without its last event.", metadata={"request_id": self.request_id}
             )
         if not self._finished.sequences:
-            raise ServerFault("The server finished no sequence.", metadata={"request_id": self.request_id})
+            raise ServerFault(
+                "The server ended the generation without any sequence.", metadata={"request_id": self.request_id}
+            )
 
     def _add_delta(self, delta: inference_pb2.TokenDelta) -> TokenDelta | None:
         if delta.HasField("prompt_logprobs"):
@@ -118,12 +121,12 @@ class ReplyBuilder:
 
 
 def _logprobs(protos: list[inference_pb2.Logprobs], *, of_prompt: bool = False) -> Logprobs | None:
-    """Return the log-probabilities of messages that continue each other; None if there are none.
+    """Return the log-probabilities of consecutive messages; None if there are none.
 
     Raises:
-        ServerFault: A message contradicts itself.
+        ServerFault: The lengths in a message are inconsistent.
     """
     try:
         return Logprobs.from_protos(protos, of_prompt=of_prompt) if protos else None
     except ValueError as error:
-        raise ServerFault(f"The server sent log-probabilities whose numbers do not fit each other: {error}.") from None
+        raise ServerFault(f"The server sent inconsistent log-probabilities: {error}.") from None

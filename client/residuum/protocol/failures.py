@@ -1,4 +1,4 @@
-"""From the reasons of the contract to this package's exceptions. No I/O: both clients use it."""
+"""Maps the reasons of the contract to this package's exceptions. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ EXCEPTIONS: dict[str, type[exc.ResiduumError]] = {
 
 
 def from_item_error(error: errors_pb2.ItemError, **metadata: str) -> exc.ResiduumError:
-    """Return the exception for one item of a call that handles many."""
+    """Return the exception for one failed item of a call that handles many."""
     name = _reason_name(error.reason)
     return EXCEPTIONS.get(name, exc.InvalidRequest)(error.message, reason=name, metadata=metadata)
 
 
 def _reason_name(reason: errors_pb2.ErrorReason.ValueType) -> str:
     if reason not in errors_pb2.ErrorReason.values():
-        return ""  # a newer server's reason
+        return ""  # the reason of a newer server
     return errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)

@@ -1,4 +1,4 @@
-"""The lists of several stores as one, newest first. No I/O: both clients use it."""
+"""Merges the capture lists of several stores into one, newest first. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from residuum.v1 import store_pb2
 from residuum.wire.placement import StoreAddress
 
 _DONE = None
-"""The place of a store whose list is at its end."""
+"""Marks a store whose list has ended."""
 
-_OLD = "?"
-"""The place in a list of a store that does not say where it goes on after each capture; no page token has this form."""
+_NO_TOKEN = "?"  # noqa: S105 - not a secret
+"""Marks a store that is too old to send a page token with each capture. No page token has this form."""
 
 
 class Place(NamedTuple):
-    """Where a list that was left off goes on."""
+    """The place where a list continues after a page."""
 
     stores: Mapping[str, str | None]
-    """Of each store by its name: its page token, empty if nothing of it was shown yet, None at its end."""
+    """Each store's page token by the store's name: empty before its first capture, None at its end."""
     newest: int
-    """When the last capture that was shown was opened, in ns: what is newer was opened since, and is left out."""
+    """When the last listed capture was opened, in ns. Captures that were opened later are new, and are left out."""
 
 
 class Listing:
-    """Captures of several stores, merged as they are asked for: of each store one page is kept at most.
+    """Merges the lists of several stores. It holds at most one page of each store.
 
-    Each store's own list is newest first; whichever head was opened last comes next.
+    Each store's list is newest first. The next capture is the newest among the first ones of all pages.
 
     Example:
         while not listing.is_over:
@@ -45,12 +45,12 @@ class Listing:
     def __init__(
         self, stores: Sequence[StoreAddress], request: store_pb2.ListCapturesRequest, place: Place | None = None
     ) -> None:
-        """Begin, or go on.
+        """Start or continue a list.
 
         Args:
             stores: The stores.
-            request: The filter, and how many captures to ask a store for at once.
-            place: Where to go on; None begins.
+            request: The filter, and the size of the stores' pages.
+            place: Where the list continues; None starts a new one.
         """
         self._request = request
         self._stores = stores
@@ -59,15 +59,15 @@ class Listing:
         self._newest = place.newest if place else 0
         self._skipping = {name for name, token in self._places.items() if place and token == ""}
         self._heads: dict[str, deque[store_pb2.CaptureSummary]] = {store.name: deque() for store in stores}
-        self._next: dict[str, str | None] = dict(self._places)  # the page behind the heads
+        self._next: dict[str, str | None] = dict(self._places)  # the page after the one in _heads
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no more."""
+        """Whether all captures were listed."""
         return not any(self._heads.values()) and all(token is _DONE for token in self._next.values())
 
     def due(self) -> list[tuple[StoreAddress, store_pb2.ListCapturesRequest]]:
-        """Return the pages without which nobody can tell which capture comes next."""
+        """Return the requests for the pages that are needed to find the next capture."""
         asked = []
         for store in self._stores:
             token = self._next[store.name]
@@ -79,7 +79,7 @@ class Listing:
         return asked
 
     def add(self, store: StoreAddress, page: store_pb2.ListCapturesResponse) -> None:
-        """Take a page that was due."""
+        """Add a page that was due."""
         name, captures = store.name, deque(page.captures)
         self._next[name] = page.next_page_token or _DONE
         while name in self._skipping and captures:
@@ -92,11 +92,11 @@ class Listing:
             self._places[name] = self._next[name]
 
     def leave_out(self, store: StoreAddress) -> None:
-        """Go on without a store."""
+        """Continue without a store."""
         self._next[store.name] = _DONE
 
     def ready(self) -> Iterator[tuple[str, store_pb2.CaptureSummary]]:
-        """Yield the captures that come next, each with its store's name, until a page is due."""
+        """Yield the next captures, each with its store's name, until another page is due."""
         while not self.due():
             heads = [(name, captures[0]) for name, captures in self._heads.items() if captures]
             if not heads:
@@ -108,33 +108,33 @@ class Listing:
             yield name, newest
 
     def token(self) -> str:
-        """Return where the list goes on, as one text; empty at the end.
+        """Return the page token with which the list continues; empty at the end.
 
         Raises:
-            ServerFault: A store is too old to say where its list goes on.
+            ServerFault: A store is too old to send page tokens.
         """
         if all(place is _DONE for place in self._places.values()):
             return ""
         for name, place in self._places.items():
-            if place == _OLD:
+            if place == _NO_TOKEN:
                 raise exc.ServerFault(
-                    f"The store {name} is too old to list captures page by page; upgrade it, or list without pages."
+                    f"The store {name} is too old to list captures page by page. Upgrade it, or list without pages."
                 )
         text = json.dumps([self._newest, self._places], separators=(",", ":"))
         return base64.urlsafe_b64encode(text.encode()).decode()
 
     def _place_after(self, name: str, capture: store_pb2.CaptureSummary) -> str | None:
-        """Return where a store's list goes on after a capture."""
+        """Return the page token with which a store's list continues after a capture."""
         if not self._heads[name]:
             return self._next[name]
-        return capture.page_token or _OLD
+        return capture.page_token or _NO_TOKEN
 
 
 def read_token(token: str) -> Place | None:
-    """Return the place of a token of `Listing.token`; None for the start.
+    """Return the place that a token of `Listing.token` holds; None for an empty token.
 
     Raises:
-        InvalidRequest: It is none.
+        InvalidRequest: `Listing.token` did not make this token.
     """
     if not token:
         return None
@@ -144,21 +144,21 @@ def read_token(token: str) -> Place | None:
             return Place(stores, newest)
     except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError):
         pass
-    raise _bad_token("is not one that a list of captures ended with")
+    raise _bad_token("does not come from a list of captures")
 
 
 def check_place(place: Place | None, stores: Sequence[StoreAddress]) -> None:
-    """Check that a list that goes on can go on.
+    """Check that the stores of a list still exist.
 
     Raises:
-        InvalidRequest: It began with a store that is not there any more.
+        InvalidRequest: A store that the list started with is gone.
     """
     gone = set(place.stores if place else ()) - {store.name for store in stores}
     if gone:
-        raise _bad_token(f"is of a list that began with the stores {', '.join(sorted(gone))}, which are not there now")
+        raise _bad_token(f"belongs to a list of the stores {', '.join(sorted(gone))}, which are gone")
 
 
 def _bad_token(why: str) -> exc.InvalidRequest:
     return exc.InvalidRequest(
-        f"The page token {why}; start from the first page.", reason="INVALID_FIELD", metadata={"field": "page_token"}
+        f"The page token {why}. Start from the first page.", reason="INVALID_FIELD", metadata={"field": "page_token"}
     )

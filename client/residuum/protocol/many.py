@@ -1,4 +1,4 @@
-"""Reading many captures in one stream: what is left to read, and what has come. No I/O: both clients use it."""
+"""Reads many captures in one stream. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from residuum.wire.frames import FrameError, chunk_view
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-_NAMED = 10
-"""Captures that a message names; the others are counted."""
+_MAX_NAMED = 10
+"""The most captures that a message names; it counts the others."""
 
 
 def is_many(requests: RequestLike | Iterable[RequestLike]) -> TypeIs[Iterable[RequestLike]]:
-    """Tell whether the argument of `activations` is a list of requests, not one."""
+    """Tell whether the argument of `activations` is a list of requests rather than one request."""
     is_one = isinstance(requests, (str, bytes, Mapping)) or hasattr(requests, "request_id")
     return isinstance(requests, Iterable) and not is_one
 
 
 def check_ids(requests: Iterable[RequestLike]) -> list[str]:
-    """Return the IDs of some requests, each once, in order.
+    """Return the capture IDs of requests, in order and without repeats.
 
     Raises:
         UnknownCapture: One is a reply to a request that captured nothing.
@@ -41,15 +41,15 @@ def check_ids(requests: Iterable[RequestLike]) -> list[str]:
 
 
 def check_choice(captures: Iterable[RequestLike], prefix: str, where: str) -> None:
-    """Check that captures are named in one way.
+    """Check that captures are given either as a list or as a filter.
 
     Raises:
-        InvalidRequest: They are named in two ways, or `captures` is one ID.
+        InvalidRequest: Both are given, or `captures` is one ID.
     """
     if prefix or where or isinstance(captures, str):
         raise exc.InvalidRequest(
-            "Give either captures= as a list of IDs, or the beginning of their IDs as prefix= and a filter on their "
-            "labels as where=.",
+            "Give either captures= as a list of IDs, or a filter: prefix= for the start of their IDs, where= for their "
+            "labels.",
             reason="INVALID_FIELD",
         )
 
@@ -58,38 +58,38 @@ def check_some(capture_ids: list[str], prefix: str, where: str) -> list[str]:
     """Return the captures that a filter found.
 
     Raises:
-        InvalidRequest: It found none.
+        InvalidRequest: The filter found none.
     """
     if capture_ids:
         return capture_ids
-    like = f" whose id begins with {prefix!r}" if prefix else ""
+    like = f" whose ID starts with {prefix!r}" if prefix else ""
     labelled = f" with labels {where!r}" if where else ""
     raise exc.InvalidRequest(f"There is no capture{like}{labelled} to read.", reason="INVALID_FIELD")
 
 
 def warn_of_left_out(manifests: Sequence[Manifest], total: int) -> None:
-    """Warn if captures that a filter found were left out because they are not complete."""
+    """Warn about captures that a filter found but that were left out because they are not complete."""
     if not manifests:
         return
-    named = ", ".join(f"{manifest.capture_id} ({manifest.state})" for manifest in manifests[:_NAMED])
-    more = f" and {len(manifests) - _NAMED} more" if len(manifests) > _NAMED else ""
+    named = ", ".join(f"{manifest.capture_id} ({manifest.state})" for manifest in manifests[:_MAX_NAMED])
+    more = f" and {len(manifests) - _MAX_NAMED} more" if len(manifests) > _MAX_NAMED else ""
     warnings.warn(
         f"{len(manifests)} of the {total} captures that match are not complete and were left out: {named}{more}. Use "
-        "allow_partial=True to have their present rows, or delete them.",
+        "allow_partial=True to read their present rows, or delete them.",
         exc.LeftOutWarning,
         stacklevel=3,
     )
 
 
 class ManyReading:
-    """What has come of some captures of one store. After a broken connection, `request` asks for the others again."""
+    """The state of a read of many captures from one store. After a broken connection, `request` asks for the rest."""
 
     def __init__(self, plan: ReadPlan, capture_ids: Sequence[str]) -> None:
-        """Begin.
+        """Start with nothing read.
 
         Args:
-            plan: What to read of each capture; its own ID does not matter.
-            capture_ids: The captures, each once, as many as one call may name.
+            plan: What to read of each capture. Its capture ID is ignored.
+            capture_ids: The captures, without repeats, at most as many as one call may name.
         """
         self._plan = plan
         self._left = list(capture_ids)
@@ -99,11 +99,11 @@ class ManyReading:
 
     @property
     def left(self) -> Sequence[str]:
-        """The captures that have not come."""
+        """The captures that were not read yet."""
         return self._left
 
     def request(self) -> store_pb2.ReadCapturesRequest:
-        """Return the message for all captures that have not come. What has come of the first of them is kept."""
+        """Return the request for all captures that are left. The rows that arrived of the first one are kept."""
         self._asked = list(self._left)
         if self._reading is not None:
             self._reading.begin()
@@ -118,10 +118,10 @@ class ManyReading:
         )
 
     def add(self, data: bytes) -> Iterator[Activations]:
-        """Take one message of the stream; yield the captures that it completes, in the order of the request.
+        """Add one message of the stream, and yield the captures that it completes, in the order of the request.
 
         Raises:
-            ResiduumError: A capture cannot be read, or is not what was asked for. See `Reading` for which errors.
+            ResiduumError: A capture cannot be read, or lacks requested rows. See `Reading` for the errors.
         """
         try:
             response = store_pb2.ReadCapturesResponse.FromString(data)
@@ -133,12 +133,12 @@ class ManyReading:
                 yield acts
 
     def take_unknown(self) -> dict[str, exc.UnknownCapture]:
-        """Return the captures that the store does not have, and what it says of each; each is returned once."""
+        """Return the captures that the store does not have, with its error for each. Each is returned once."""
         unknown, self._unknown = self._unknown, {}
         return unknown
 
     def check_done(self) -> None:
-        """Check that the stream has ended well.
+        """Check that a stream that ended without an error was complete.
 
         Raises:
             ServerFault: It ended before its last capture.
@@ -149,7 +149,7 @@ class ManyReading:
             )
 
     def explain(self, failure: exc.ResiduumError) -> exc.ResiduumError:
-        """Return what to raise for a read that failed; see `Reading.explain`."""
+        """Return the exception for a read that failed; see `Reading.explain`."""
         return failure if self._reading is None else self._reading.explain(failure)
 
     def _add(self, part: store_pb2.CaptureRows) -> Activations | None:
@@ -158,11 +158,11 @@ class ManyReading:
             self._fail(capture_id, part)
             return None
         if not self._left or capture_id != self._left[0]:
-            raise exc.ServerFault(f"The store sent rows of the capture {capture_id!r}, which was not next.")
+            raise exc.ServerFault(f"The store sent rows of the capture {capture_id!r} out of order.")
         if self._reading is None:
             self._reading = Reading(self._plan.of(capture_id))
         reading = self._reading
-        # A manifest is before the rows of its part, except for the last one: that part has no rows.
+        # In a part, the manifest is before the rows. The part with the last manifest has no rows.
         if part.HasField("manifest"):
             reading.add_manifest(part.manifest)
         try:
@@ -189,20 +189,20 @@ class ManyReading:
 
 
 def not_found(failures: Sequence[exc.ResiduumError], total: int) -> exc.ResiduumError:
-    """Return what to raise for captures that cannot be read: for unknown ones an exception that names them.
+    """Return the exception for captures that cannot be read. If all are unknown, it names them.
 
     Args:
-        failures: What is known of each; the metadata of UnknownCapture has the capture's ID.
-        total: How many captures were asked for.
+        failures: The failure of each capture. The metadata of an UnknownCapture has the capture's ID.
+        total: The number of requested captures.
     """
     unknown = [failure for failure in failures if isinstance(failure, exc.UnknownCapture)]
     if len(unknown) < len(failures) or len(failures) == 1:
         return next(failure for failure in failures if failure not in unknown or len(failures) == 1)
     names = [failure.metadata.get("capture_id", "") for failure in unknown]
-    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    more = f", and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return exc.UnknownCapture(
-        f"{len(names)} of {total} captures are in no store: {', '.join(names[:_NAMED])}{more}. They were never opened, "
-        "were deleted, or have expired. Leave them out, or list captures (residuum ls).",
+        f"{len(names)} of {total} captures are in no store: {', '.join(names[:_MAX_NAMED])}{more}. They were never "
+        "opened, were deleted, or have expired. Leave them out, or list captures (residuum ls).",
         reason="UNKNOWN_CAPTURE",
         metadata={"capture_id": names[0], "capture_ids": ",".join(names)},
     )

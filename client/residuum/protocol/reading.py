@@ -1,4 +1,4 @@
-"""Reading a capture: what is asked for, what came, and whether it is all. No I/O: both clients use it."""
+"""Reads a capture: builds the request, collects the rows and checks them. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from residuum.wire.selection import expected_rows
 _Key = tuple[int, str]
 """A sequence and a site."""
 
-_RAISING_BYTES = 31 << 20
-"""Just below the largest block whose release glibc takes as a sign."""
+_LARGE_BLOCK_BYTES = 31 << 20
+"""A block of this size changes glibc's mmap threshold when it is freed. glibc ignores blocks above 32 MiB."""
 
 
 class Piece(NamedTuple):
-    """Rows of one layer, as they come while the model generates."""
+    """Rows of one layer, as they arrive while the model generates."""
 
     site: str
-    """Where they were taken."""
+    """The site."""
     layer: int
     """The layer."""
     positions: npt.NDArray[np.int64]
@@ -46,14 +46,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """A read, ready to be sent."""
+    """What to read of a capture."""
 
     request: store_pb2.ReadChunksRequest
-    """The message."""
+    """The request message."""
     allow_partial: bool
-    """Hand out what is there even if rows are missing."""
+    """Return partial captures too."""
     warns_if_empty: bool = True
-    """Warn about a capture that has no position among those asked for."""
+    """Warn about captures that have none of the selected positions."""
 
     def of(self, capture_id: str) -> ReadPlan:
         """Return the same read of another capture."""
@@ -73,20 +73,22 @@ def plan_read(
     follow: bool,
     allow_partial: bool,
 ) -> ReadPlan:
-    """Build a read.
+    """Return the plan of a read.
 
     Raises:
-        InvalidRequest: Something in it can never be meant so.
+        InvalidRequest: An argument is invalid; the message says what to change.
     """
     request = store_pb2.ReadChunksRequest(capture_id=check_capture_id(request_id), follow=follow)
     if layers is not None:
-        request.layers.extend(layer_selection(layers).list.layers)  # "all" is no list, as is None
+        request.layers.extend(layer_selection(layers).list.layers)  # empty for "all"
     if sites is not None and sites != "all":
         request.sites.extend(site_numbers(sites))
     if sequences is not None:
         numbers = index_list("sequence", sequences)
         if numbers[0] < 0:
-            raise exc.InvalidRequest(f"Sequences count from 0, so {numbers[0]} is none.", reason="INVALID_FIELD")
+            raise exc.InvalidRequest(
+                f"The sequence {numbers[0]} does not exist: sequences count from 0.", reason="INVALID_FIELD"
+            )
         request.sequences.extend(numbers)
     chosen = Positions.of(positions)
     if chosen != Positions():
@@ -95,21 +97,21 @@ def plan_read(
 
 
 class Reading:
-    """What has come of one read. It may be sent again after a broken connection; what came before is kept."""
+    """The state of one read. After a broken connection, the request may be sent again: rows that arrived are kept."""
 
     def __init__(
         self, plan: ReadPlan, *, keep_values: bool = True, as_float32: bool = True, allocate: Allocate = np.empty
     ) -> None:
-        """Begin.
+        """Start with nothing read.
 
         Args:
-            plan: What was asked for.
-            keep_values: Keep the rows for `activations`; without, `add` only hands them on as pieces.
-            as_float32: Convert the rows of pieces. Otherwise they are as they were captured or decoded, and those that
-                are plain lie in the message's own memory.
-            allocate: Makes the arrays that rows are kept in; in memory, if nothing else is said.
+            plan: What to read.
+            keep_values: Keep the rows for `activations`. Otherwise `add` returns them as pieces and keeps none.
+            as_float32: Convert the rows of pieces to float32. Otherwise they have the captured or decoded dtype, and
+                rows of plain encodings are views of the message.
+            allocate: Makes the arrays for rows; by default in memory.
         """
-        _let_buffers_be_used_again()
+        _keep_freed_buffers()
         self._plan = plan
         self._keep_values = keep_values
         self._as_float32 = as_float32
@@ -122,27 +124,27 @@ class Reading:
 
     @property
     def request(self) -> store_pb2.ReadChunksRequest:
-        """The message to be sent."""
+        """The request message."""
         return self._plan.request
 
     @property
     def is_at_start(self) -> bool:
-        """Whether nothing has come yet."""
+        """Whether no message has arrived."""
         return self._manifest is None
 
     def begin(self) -> None:
-        """Say that the call is made, for the first time or again."""
+        """Note that a new call starts, for the first time or after a broken connection."""
         self._manifests_seen = 0
 
     def add(self, data: bytes) -> list[Piece]:
-        """Take one message of the stream.
+        """Add one message of the stream.
 
         Returns:
-            The rows in it that had not come before, a piece for each layer; nothing if `keep_values`.
+            The rows that are new, one piece for each layer; nothing with `keep_values`.
 
         Raises:
-            DamagedCapture: The message or its rows were damaged.
-            ServerFault: The message does not fit the stream.
+            DamagedCapture: The message or its rows are damaged.
+            ServerFault: The message is out of order, or its rows do not match the capture.
         """
         try:
             message = parse_read(data)
@@ -154,12 +156,13 @@ class Reading:
         return []
 
     def manifest(self) -> Manifest:
-        """Return the last manifest, checked: the stream has ended well, and the capture is what was asked for.
+        """Return the last manifest after a stream ended without an error. Check that all rows arrived.
 
         Raises:
-            OpenCapture: The capture is still being written, and parts of it were not asked for.
-            IncompleteCapture: Rows are missing, and parts were not asked for.
-            AbortedCapture: The request was stopped, and parts were not asked for.
+            OpenCapture: The capture is still being written, and partial captures are not allowed.
+            IncompleteCapture: Rows are missing, and partial captures are not allowed.
+            AbortedCapture: The request was aborted, and partial captures are not allowed.
+            DamagedCapture: Rows that the manifest lists did not arrive.
             ServerFault: The stream ended without its last manifest.
         """
         if self._manifest is None or self._manifests_seen < 2:  # noqa: PLR2004 - the first and the last message
@@ -172,7 +175,7 @@ class Reading:
         return manifest
 
     def activations(self) -> Activations:
-        """Return what came; see `manifest` for what it raises."""
+        """Return the rows as activations. The errors are those of `manifest`."""
         manifest = self.manifest()
         blocks = {key: self._block(key, grid, manifest) for key, grid in self._grids.items()}
         if self._plan.warns_if_empty:
@@ -180,14 +183,14 @@ class Reading:
         return Activations(manifest, self._layers, blocks)
 
     def explain(self, failure: exc.ResiduumError) -> exc.ResiduumError:
-        """Return what to raise for a read that failed: a time that ran out over an open capture is told as that."""
+        """Return the exception for a read that failed. For a timeout, it says whether the capture is still open."""
         is_open = self._manifest is not None and self._manifest.state == capture_pb2.CAPTURE_STATE_OPEN
         if not isinstance(failure, exc.DeadlineExceeded) or not is_open:
             return failure
         return exc.DeadlineExceeded(
-            f"The capture {self.request.capture_id} is still open: its request runs, or its last rows are on the way. "
-            "Give a longer timeout, or none with timeout=None; what is there can be read with wait=False, "
-            "allow_partial=True.",
+            f"The capture {self.request.capture_id} is still open: its request is running, or its last rows are on "
+            "their way. Give a longer timeout, or none with timeout=None. To read the rows that have arrived, use "
+            "wait=False, allow_partial=True.",
             reason=failure.reason,
             metadata=failure.metadata,
         )
@@ -196,11 +199,11 @@ class Reading:
         return {"capture_id": self.request.capture_id}
 
     def end(self) -> None:
-        """Say that nothing more comes, in a stream that marks the end in another way than by a second manifest."""
+        """Note the end of the capture, for streams that mark it without a second manifest."""
         self._manifests_seen = 2 if self._manifests_seen else 0
 
     def add_manifest(self, manifest: capture_pb2.CaptureManifest) -> None:
-        """Take a manifest: the first one, or that after the last rows."""
+        """Add a manifest: the one before the first row, or the one after the last row."""
         self._manifests_seen += 1
         self._manifest = manifest
         if not self._grids:
@@ -228,13 +231,13 @@ class Reading:
         }
 
     def add_chunk(self, chunk: ChunkView) -> list[Piece]:
-        """Take a chunk; see `add`."""
+        """Add a chunk; see `add`."""
         if not self._manifests_seen:
             raise exc.ServerFault("The store sent rows before the manifest.", metadata=self._facts())
         if not chunk.verify():
             raise exc.DamagedCapture(
-                "Rows do not match their checksum: the capture was damaged in the store or on the way. Read it again; "
-                "if that does not help, the stored rows are lost.",
+                "Rows do not match their checksum: they were damaged in the store or on the network. Read the capture "
+                "again. If the error remains, the stored rows are lost.",
                 reason="CHECKSUM_MISMATCH",
                 metadata=self._facts(),
             )
@@ -262,7 +265,7 @@ class Reading:
         return Piece(site, layer, positions, rows.astype(np.float32) if self._as_float32 else rows)
 
     def _check_arrived(self, manifest: Manifest) -> None:
-        """Check that every row that the store says it has was sent."""
+        """Check that every row arrived that the manifest lists."""
         for key, grid in self._grids.items():
             if manifest.is_complete:
                 _, columns = grid.columns(_length(manifest, key[0]) or 0)
@@ -271,7 +274,7 @@ class Reading:
                 present = _present(key, grid, manifest)
                 arrived = not (present & ~grid.have).any()
             else:
-                arrived = True  # more rows may have come since; an open capture promises nothing
+                arrived = True  # the manifest of an open capture may list rows that were written after the read
             if not arrived:
                 raise exc.DamagedCapture(
                     f"The store says that the capture {manifest.capture_id} is {manifest.state}, but did not send all "
@@ -288,13 +291,13 @@ class Reading:
 
 
 @functools.cache
-def _let_buffers_be_used_again() -> None:
-    """Free one large block, once in a process, as any program with arrays does sooner or later.
+def _keep_freed_buffers() -> None:
+    """Free one large block, once per process, so that glibc reuses the memory of message buffers.
 
-    From then on glibc keeps what is freed in smaller ones. Until then the buffer of nearly each message is given back
-    to the kernel, and the next one is mapped, zeroed and touched page by page: a third of what a read costs here.
+    Freeing the block raises glibc's mmap threshold to its size, and glibc keeps the memory of smaller blocks. Otherwise
+    the kernel maps and zeroes new pages for almost every message, which takes a third of the time of a read.
     """
-    np.empty(_RAISING_BYTES, dtype=np.uint8)
+    np.empty(_LARGE_BLOCK_BYTES, dtype=np.uint8)
 
 
 def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, AnyBlock]) -> None:
@@ -303,21 +306,21 @@ def _warn_if_empty(manifest: Manifest, blocks: Mapping[_Key, AnyBlock]) -> None:
         return
     which = f" of sequence {', '.join(map(str, empty))}" if len(manifest.sequences) > 1 else ""
     rows = [_length(manifest, sequence) for sequence in empty]
-    until = f" It has rows for the positions 0 to {rows[0] - 1}." if len(rows) == 1 and rows[0] else ""
+    until = f" Its positions are 0 to {rows[0] - 1}." if len(rows) == 1 and rows[0] else ""
     warnings.warn(
-        f"The capture {manifest.capture_id} comes back with 0 positions{which}: none is among those asked for.{until} "
-        f"The prompt has {len(manifest.prompt_token_ids)} tokens, and the last generated token has no row.",
+        f"The capture {manifest.capture_id} has none of the selected positions{which}, so the result has 0 positions."
+        f"{until} The prompt has {len(manifest.prompt_token_ids)} tokens, and the last generated token has no row.",
         exc.EmptyCaptureWarning,
         stacklevel=4,
     )
 
 
 def not_complete(manifest: Manifest) -> exc.CaptureNotComplete:
-    """Return the exception for a capture that is not, or not yet, all that was asked for."""
+    """Return the exception for a capture that is not complete."""
     name = f"The capture {manifest.capture_id}"
-    rest = "What is there can be read with allow_partial=True."
+    rest = "To read the rows that it has, use allow_partial=True."
     if manifest.state == "open":
-        return exc.OpenCapture(f"{name} is still being written; wait for it, or follow() it. {rest}", manifest)
+        return exc.OpenCapture(f"{name} is still being written. Wait for it, or follow() it. {rest}", manifest)
     missing = manifest.describe_missing()
     if manifest.state == "aborted":
         lost = f" Missing: {missing}." if manifest.missing else ""
@@ -333,13 +336,13 @@ def _row_format(manifest: Manifest) -> RowFormat:
     except ValueError as error:
         raise exc.ServerFault(
             f"The rows of the capture {manifest.capture_id} cannot be decoded: {error}. A newer version of residuum "
-            "may know how; update this one.",
+            "may be able to decode them. Upgrade the client.",
             metadata={"capture_id": manifest.capture_id},
         ) from None
 
 
 def _length(manifest: Manifest, sequence: int) -> int | None:
-    """Return how many positions a sequence has, or None while that is not known."""
+    """Return the number of positions of a sequence that have rows; None while it is unknown."""
     if not manifest.is_complete or sequence >= len(manifest.sequences):
         return None
     generated = len(manifest.sequences[sequence].generated_token_ids)
@@ -347,6 +350,6 @@ def _length(manifest: Manifest, sequence: int) -> int | None:
 
 
 def _present(key: _Key, grid: RowGrid, manifest: Manifest) -> npt.NDArray[np.bool_]:
-    """Return which of the grid's rows the manifest counts as being in the store."""
+    """Return which of the grid's rows are in the store, according to the manifest."""
     sets = [rows for rows in manifest.present if (rows.sequence, rows.site) == key]
     return grid.mark([(rows.layers, rows.ranges) for rows in sets])

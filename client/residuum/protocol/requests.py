@@ -1,4 +1,4 @@
-"""From what a user writes to the messages of the contract. No I/O: both clients use it."""
+"""Builds and checks the contract's messages from a user's arguments. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import MAX_ID_LENGTH, MAX_MESSAGE_BYTES
 
 _SHOWN = 32
-"""Characters of an overlong ID that an error shows."""
+"""The characters of a long ID that an error shows."""
 
 Prompt = Union[str, Sequence[int], Sequence[Mapping[str, str]]]  # noqa: UP007 - evaluated at run time on Python 3.10
-"""A text, token ids, or a conversation as a list of {"role": ..., "content": ...}. The reply continues a conversation's
-last message if that is the assistant's, and answers it otherwise."""
+"""A text, token IDs, or a conversation as a list of {"role": ..., "content": ...}. If the last message of a
+conversation is the assistant's, the reply continues it. Otherwise the reply answers it."""
 
 
 IfExists = Literal["fail", "replace", "skip"]
@@ -39,22 +39,22 @@ IF_EXISTS: dict[str, capture_pb2.IfExists.ValueType] = {
 
 @dataclass(frozen=True)
 class SpecPlan:
-    """A spec, ready to be sent, with the vectors that it names."""
+    """A spec and the vectors that it names."""
 
     spec: inference_pb2.RequestSpec
     """The message."""
     vectors: tuple[Vector, ...]
-    """The vectors, distinct."""
+    """The vectors, without repeats."""
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """A generation, ready to be sent, with the vectors that it needs."""
+    """The request for a generation, and the vectors that it needs."""
 
     request: inference_pb2.GenerateRequest
     """The message."""
     vectors: tuple[Vector, ...]
-    """The vectors, distinct."""
+    """The vectors, without repeats."""
 
 
 def plan_spec(
@@ -66,11 +66,11 @@ def plan_spec(
     updatable: bool = False,
     if_exists: str = "fail",
 ) -> SpecPlan:
-    """Build a spec.
+    """Return the plan of a spec.
 
     Raises:
-        InvalidRequest: Something in it can never be meant so.
-        TypeError: `capture` is not a Capture, or `steer` holds something else than operations.
+        InvalidRequest: The spec is invalid; the message says what to change.
+        TypeError: `capture` is not a Capture, or `steer` contains something other than operations.
     """
     if capture is not None and not isinstance(capture, Capture):
         raise TypeError(f"capture= takes a residuum.Capture, not {capture!r}.")
@@ -90,19 +90,19 @@ def _if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType
     """Return the contract's value of `if_exists`.
 
     Raises:
-        InvalidRequest: There is no such choice, or the request lacks an ID or a capture.
+        InvalidRequest: The choice does not exist, or the request has no ID or no capture.
     """
     field = {"field": "if_exists"}
     if choice not in IF_EXISTS:
         raise InvalidRequest(
-            f"if_exists is {short(choice)}; choose among {', '.join(IF_EXISTS)}.",
+            f"if_exists={short(choice)} does not exist. Choose among {', '.join(IF_EXISTS)}.",
             reason="INVALID_FIELD",
             metadata=field,
         )
     if not has_both:
         raise InvalidRequest(
-            f"if_exists={choice!r} says what happens to an existing capture with the request's id; give request_id= "
-            "and capture= too.",
+            f"if_exists={choice!r} applies to an existing capture with the request's ID, so it needs request_id= and "
+            "capture=. Give both.",
             reason="INVALID_FIELD",
             metadata=field,
         )
@@ -110,26 +110,26 @@ def _if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType
 
 
 def vectors_of(operations: Iterable[Operation]) -> tuple[Vector, ...]:
-    """Return the vectors that operations name, each once."""
+    """Return the vectors that operations name, without repeats."""
     return distinct(vector for operation in operations for vector in operation.vectors)
 
 
 @dataclass(frozen=True)
 class SteeringPlan:
-    """A change of the steering, ready to be sent, with the vectors that it names."""
+    """The request to change the steering, and the vectors that it names."""
 
     request: inference_pb2.UpdateSteeringRequest
     """The message."""
     vectors: tuple[Vector, ...]
-    """The vectors, distinct."""
+    """The vectors, without repeats."""
 
 
 def plan_steering(request_id: RequestLike, steer: Operation | Iterable[Operation] | None) -> SteeringPlan:
-    """Build a change of the steering.
+    """Return the plan of a change of the steering.
 
     Raises:
-        InvalidRequest: Something in it can never be meant so.
-        TypeError: `steer` holds something else than operations.
+        InvalidRequest: The request ID or an operation is invalid; the message says what to change.
+        TypeError: `steer` contains something other than operations.
     """
     operations = operation_list(steer)
     request = inference_pb2.UpdateSteeringRequest(request_id=check_id(request_id), steering=steering_spec(operations))
@@ -148,11 +148,11 @@ def plan_generation(
     if_exists: str = "fail",
     sampling: Mapping[str, Any],
 ) -> GenerationPlan:
-    """Build a generation, either of a registered request or with its spec inline.
+    """Return the plan of a generation, either of a registered request or of one with its own spec.
 
     Raises:
-        InvalidRequest: Something in it can never be meant so.
-        TypeError: An argument is of the wrong kind or unknown.
+        InvalidRequest: The request is invalid; the message says what to change.
+        TypeError: An argument has the wrong type or is unknown.
     """
     request = inference_pb2.GenerateRequest()
     _set_prompt(request, prompt)
@@ -165,8 +165,8 @@ def plan_generation(
         return GenerationPlan(request, plan.vectors)
     if capture is not None or steer or request_id or model or updatable or if_exists != "fail":
         raise InvalidRequest(
-            "A registered request has its capture, steering, id, model and if_exists already; give them to register() "
-            "alone.",
+            "A registered request already has its capture, steer, request_id, model, updatable and if_exists. Pass "
+            "them only to register().",
             reason="INVALID_FIELD",
         )
     if isinstance(registration, Registration):
@@ -177,44 +177,44 @@ def plan_generation(
 
 
 class HasRequestId(Protocol):
-    """A Reply, a Registration, a Stream, or anything else that names its request."""
+    """A Reply, a Registration, a Stream, or anything else that has a request ID."""
 
     @property
     def request_id(self) -> str:
-        """The name of the request."""
+        """The ID of the request."""
         ...
 
 
 class HasCaptureId(Protocol):
-    """A Manifest, a CaptureSummary, or anything else that names its capture."""
+    """A Manifest, a CaptureSummary, or anything else that has a capture ID."""
 
     @property
     def capture_id(self) -> str:
-        """The name of the capture, which is that of its request."""
+        """The ID of the capture, which is also that of its request."""
         ...
 
 
 RequestLike = Union[str, HasRequestId, HasCaptureId]  # noqa: UP007 - evaluated at run time on Python 3.10
-"""A request as a user names it: by its id, or by what has it, such as its reply."""
+"""A request: its ID, or an object that has its ID, such as its reply."""
 
 
 def check_id(request: RequestLike) -> str:
-    """Return the id of a request if it may be one.
+    """Return the ID of a request after checking it.
 
     Raises:
-        InvalidRequest: It may not.
-        TypeError: It is neither a text nor something that has a request's or capture's id.
+        InvalidRequest: The text is not a valid ID.
+        TypeError: `request` is neither a text nor an object with a request ID or capture ID.
     """
     request_id = request
     for name in ("request_id", "capture_id"):
         if not isinstance(request_id, str):
             request_id = getattr(request, name, request_id)
     if not isinstance(request_id, str):
-        raise TypeError(f"A request id is a text, or a Reply or something else that has one, not {request!r}.")
+        raise TypeError(f"A request must be an ID, or an object with a request ID such as a Reply, not {request!r}.")
     if not is_valid_id(request_id):
         raise InvalidRequest(
-            f"{_shown(request_id)} cannot name a request: 1 to 128 of the characters a-z A-Z 0-9 . _ - and no dot or "
-            "dash at the start.",
+            f"{_shown(request_id)} is not a valid request ID. Use 1 to 128 of a-z A-Z 0-9 . _ - and do not start with "
+            ". or -",
             reason="INVALID_FIELD",
         )
     return request_id
@@ -224,9 +224,9 @@ def check_capture_id(request: RequestLike) -> str:
     """Return the ID of a request's capture.
 
     Raises:
-        UnknownCapture: It is a reply to a request that captured nothing.
-        InvalidRequest: It cannot be an ID.
-        TypeError: It is neither a text nor something that has a request's or capture's ID.
+        UnknownCapture: `request` is a reply to a request that captured nothing.
+        InvalidRequest: The text is not a valid ID.
+        TypeError: `request` is neither a text nor an object with a request ID or capture ID.
     """
     capture_id = check_id(request)
     if isinstance(request, Reply) and not request.captured:
@@ -240,7 +240,7 @@ def check_capture_id(request: RequestLike) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a text as an error shows it: a long one is cut."""
+    """Return a text for an error message. A long text is truncated."""
     return repr(text) if len(text) <= MAX_ID_LENGTH else f"{text[:_SHOWN]!r}… ({len(text)} characters)"
 
 
@@ -250,7 +250,7 @@ def distinct(vectors: Iterable[Vector]) -> tuple[Vector, ...]:
 
 
 _UINT32 = (1 << 32) - 1
-_MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # what else a request holds: steering, sampling, its name
+_MAX_PROMPT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # leaves room for steering, sampling and the request ID
 
 
 def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
@@ -262,30 +262,29 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     items = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)) else [None]
     if not items:
         raise EmptyPrompt("The prompt has no tokens.", reason="EMPTY_PROMPT")
-    kinds = set(map(type, items))  # few, however many items there are
+    kinds = set(map(type, items))  # checking few types is faster than checking every item
     if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
         request.token_ids.ids.extend(_token_ids(items))
     elif all(issubclass(kind, Mapping) for kind in kinds):
         request.chat.messages.extend(_chat_message(item) for item in items)
     else:
         raise TypeError(
-            "A prompt is a text, a list of token ids, or a conversation as a list of "
-            f'{{"role": ..., "content": ...}}, not {short(prompt)}; for several prompts there is generate_many().'
+            "A prompt must be a text, a list of token IDs, or a conversation as a list of "
+            f'{{"role": ..., "content": ...}}, not {short(prompt)}. For several prompts, use generate_many().'
         )
 
 
 def short(value: object) -> str:
-    """Return a value as a message shows it, cut if it is long."""
+    """Return a value for an error message. A long value is truncated."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - enough to know it again
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - enough to recognise the value
 
 
 def _check_size(request: inference_pb2.GenerateRequest) -> None:
     size = request.ByteSize()
     if size > _MAX_PROMPT_BYTES:
         raise PromptTooLong(
-            f"The prompt takes {size} bytes on its way, and at most {_MAX_PROMPT_BYTES} fit into a message; "
-            "shorten it.",
+            f"The prompt takes {size} bytes, but a message can hold at most {_MAX_PROMPT_BYTES}. Shorten it.",
             reason="PROMPT_TOO_LONG",
             metadata={"bytes": str(size), "limit": str(_MAX_PROMPT_BYTES)},
         )
@@ -294,14 +293,18 @@ def _check_size(request: inference_pb2.GenerateRequest) -> None:
 def _token_ids(items: Sequence[Any]) -> list[int]:
     for item in (min(items), max(items)):
         if not 0 <= item <= _UINT32:
-            raise InvalidRequest(f"{item} is not a token id.", reason="INVALID_FIELD", metadata={"field": "token_ids"})
+            raise InvalidRequest(
+                f"{item} is not a token ID. Token IDs are 0 to {_UINT32}.",
+                reason="INVALID_FIELD",
+                metadata={"field": "token_ids"},
+            )
     return list(map(int, items))
 
 
 def _chat_message(item: Any) -> inference_pb2.ChatMessage:
     if set(item) != {"role", "content"} or not all(isinstance(part, str) for part in item.values()):
         raise InvalidRequest(
-            f'A turn of a conversation is {{"role": ..., "content": ...}} with two texts, not {dict(item)!r}.',
+            f'A message of a conversation must be {{"role": ..., "content": ...}} with two texts, not {dict(item)!r}.',
             reason="INVALID_FIELD",
             metadata={"field": "chat"},
         )

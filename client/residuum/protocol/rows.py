@@ -1,4 +1,4 @@
-"""Putting rows where they belong, in whatever order and however split they come. No I/O: both clients use it."""
+"""Collects rows that arrive in any order and in any chunks. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from residuum.wire.frames import ChunkView
 from residuum.wire.selection import captured_positions, wanted_positions
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
-"""Makes an array of a shape and a dtype, its elements undefined: in memory, as `np.empty` does, or elsewhere."""
+"""Makes an array of a shape and a dtype with undefined elements: in memory as `np.empty` does, or in a file."""
 
 _FIRST_GUESS = 64
-"""Generated positions for which room is made while a capture's length is not known."""
+"""The generated positions to make room for while a capture's length is unknown."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows are wanted of each sequence and site, and what a row is."""
+    """The wanted rows of each sequence and site. A position is wanted if it was captured and is selected."""
 
     layers: tuple[int, ...]
     """The layers, ascending."""
     spec: capture_pb2.CaptureSpec
-    """What was captured: the positions are those of which it has rows,"""
+    """The capture's spec, which says which positions have rows."""
     positions: selection_pb2.PositionSelection
-    """and that this selection wants."""
+    """The reader's selection of positions."""
     prompt_tokens: int
-    """Tokens of the prompt, to which the selections refer."""
+    """Tokens of the prompt. Both selections refer to it."""
     form: RowFormat
     """How rows are encoded."""
 
     def mask(self, first: int, count: int, length: int | None) -> npt.NDArray[np.bool_]:
-        """Tell which of the positions first, first + 1, ... are wanted; shape [count].
+        """Return which of the positions first, first + 1, ... are wanted; bool [count].
 
         Args:
             first: The first position.
-            count: How many.
-            length: The positions that there are; None while that is not known.
+            count: The number of positions.
+            length: The length of the sequence in positions; None while it is unknown.
         """
         mask = captured_positions(self.spec, self.prompt_tokens, first, count, length)
         return mask & wanted_positions(self.positions, self.prompt_tokens, first, count)
@@ -52,24 +52,24 @@ class Wanted:
 
 @dataclass(frozen=True)
 class AddedRows:
-    """What one chunk brought to a grid."""
+    """The rows that one chunk added to a grid."""
 
     layers: npt.NDArray[np.intp]
-    """Which of the grid's layers, as indices."""
+    """The layers, as indices of the grid's layers."""
     positions: npt.NDArray[np.int64]
     """The positions; shape [positions]."""
     rows: npt.NDArray[Any]
-    """The rows: decoded, [layers, positions, width], or as the grid keeps them; they may lie in the chunk's memory."""
+    """The rows: decoded, [layers, positions, width], or as the grid keeps them. They may be views of the chunk."""
     fresh: npt.NDArray[np.bool_]
-    """Which of them were not there before; shape [layers, positions]."""
+    """Which rows are new; shape [layers, positions]."""
 
 
 class RowGrid:
-    """The rows of one sequence at one site, a column for each wanted position.
+    """The rows of one sequence at one site, with one column for each wanted position.
 
-    Plain rows are numbers, [layers, columns, width]; others are kept encoded, [layers, columns] of their format's
-    structure, and with them the prefix of each chunk that they came in, if there are any. The array is made once if the
-    length is known in advance, and otherwise doubles when it must grow.
+    Rows of plain encodings are kept as numbers, [layers, columns, width]. Others are kept encoded, [layers, columns] of
+    the format's `row_dtype`, together with the prefixes of their chunks, if the format has any. The array is allocated
+    once if the length is known in advance. Otherwise it grows by doubling.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class RowGrid:
 
         Args:
             wanted: Which rows are wanted.
-            length: The positions that there will be, wanted or not; None if that is not known yet.
-            keep_values: Keep the rows themselves, not only which of them came.
-            allocate: Makes the array that they are kept in.
+            length: The length of the sequence in positions, wanted or not; None if it is unknown.
+            keep_values: Keep the rows. Otherwise the grid only records which rows arrived.
+            allocate: Makes the array for the rows.
         """
         self._wanted = wanted
         self._allocate = allocate
@@ -91,44 +91,44 @@ class RowGrid:
         self._shape = (wanted.form.width,) if self._plain else ()
         self._length = length
         self._layer_index = {layer: index for index, layer in enumerate(wanted.layers)}
-        self._column = np.empty(0, dtype=np.int64)  # by position; -1: not wanted
+        self._column = np.empty(0, dtype=np.int64)  # the column of each position; -1 if it is not wanted
         self.have = np.zeros((len(wanted.layers), 0), dtype=np.bool_)
         self._values = allocate((len(wanted.layers), 0, *self._shape), self._dtype) if keep_values else None
-        self._prefixes: npt.NDArray[Any] | None = None  # of all chunks and layers, and room for more
+        self._prefixes: npt.NDArray[Any] | None = None  # those of all chunks and layers, with room for more
         self._prefix_count = 0
-        self._group = np.zeros((len(wanted.layers), 0), dtype=np.int32)  # which of all of them goes with a row
+        self._group = np.zeros((len(wanted.layers), 0), dtype=np.int32)  # the index of each row's prefix
         self._cover(wanted.prompt_tokens + _FIRST_GUESS if length is None else length)
 
     @property
     def values(self) -> npt.NDArray[Any]:
-        """The rows, [layers, columns, ...]; those that `have` denies are undefined."""
+        """The rows, [layers, columns, ...]; undefined where `have` is false."""
         assert self._values is not None, "this grid keeps no values"  # noqa: S101
         return self._values
 
     def pick(self, columns: Any) -> npt.NDArray[Any]:
-        """Return the rows of some columns, [layers, columns, ...]: a view of a slice, a copy of indices."""
+        """Return the rows of some columns, [layers, columns, ...]: a view for a slice, a copy for indices."""
         if isinstance(columns, slice):
             view: npt.NDArray[Any] = self.values[:, columns]
             return view
         picked = self._allocate((len(self.have), len(columns), *self._shape), self._dtype)
-        for layer, rows in enumerate(self.values):  # one by one: picking copies once more
+        for layer, rows in enumerate(self.values):  # layer by layer, because indexing makes a temporary copy
             picked[layer] = rows[columns]
         return picked
 
     def columns(self, length: int) -> tuple[npt.NDArray[np.int64], Any]:
-        """Return the wanted positions of a sequence of this length, in order, and the column of each."""
+        """Return the wanted positions of a sequence of this length, ascending, and their columns."""
         self._cover(length)
         positions = np.flatnonzero(self._wanted.mask(0, length, length))
         columns = self._column[positions]
         return positions, _span(columns) if len(columns) else slice(0)
 
     def block(self, positions: npt.NDArray[np.int64], columns: Any, present: npt.NDArray[np.bool_]) -> AnyBlock:
-        """Return the rows of some columns as they are handed out.
+        """Return the rows of some columns as a block.
 
         Args:
             positions: The positions of the columns.
             columns: The columns, as indices or as a slice.
-            present: Which rows there are; shape [layers, columns]. Of plain rows the others become NaN here.
+            present: Which rows are present; shape [layers, columns]. Missing rows of plain encodings become NaN.
         """
         values = self.pick(columns)
         if not self._plain:
@@ -151,14 +151,14 @@ class RowGrid:
         return mask
 
     def add(self, chunk: ChunkView) -> AddedRows | None:
-        """Take the wanted rows of a chunk; None if it holds none.
+        """Add the wanted rows of a chunk and return them; None if there are none.
 
         Raises:
-            ServerFault: The chunk's rows are not encoded as the capture's, or of another width or type.
+            ServerFault: The chunk's format differs from the capture's, or its rows cannot be decoded.
         """
         header = chunk.header
         if chunk.format != self._form:
-            raise ServerFault(f"A chunk does not hold rows as the capture has them: {chunk.format}, not {self._form}.")
+            raise ServerFault(f"A chunk has another row format than its capture: {chunk.format}, not {self._form}.")
         positions = np.array(header.positions, dtype=np.int64)
         self._cover(int(positions[-1]) + 1)
         from_layers = [i for i, layer in enumerate(header.layers) if layer in self._layer_index]
@@ -180,7 +180,10 @@ class RowGrid:
         return added
 
     def _rows_of(self, chunk: ChunkView) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
-        """Return a chunk's rows as they are kept, and the prefixes that go with them; decoded if none are kept."""
+        """Return a chunk's prefixes and rows in the form in which the grid keeps them.
+
+        If the grid keeps no rows, or their encoding is plain, the rows are decoded and there are no prefixes.
+        """
         try:
             if self._values is None or self._plain:
                 return None, chunk.rows()
@@ -191,7 +194,7 @@ class RowGrid:
         return prefixes, rows
 
     def _keep_prefixes(self, prefixes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Keep the prefixes of some layers; return the number of each among all."""
+        """Keep the prefixes of some layers, and return the index of each."""
         before, count = self._prefix_count, self._prefix_count + len(prefixes)
         if self._prefixes is None or count > len(self._prefixes):
             grown = self._allocate((2 * count,), prefixes.dtype)
@@ -229,26 +232,26 @@ class RowGrid:
 
 
 def whole_block(grid: RowGrid, length: int) -> AnyBlock | None:
-    """Return all wanted rows of a sequence of this length, or None if one of them has not come."""
+    """Return all wanted rows of a sequence of this length; None if a row is missing."""
     positions, columns = grid.columns(length)
     present = grid.have[:, columns]
     return grid.block(positions, columns, present) if present.all() else None
 
 
 def partial_block(grid: RowGrid, present: npt.NDArray[np.bool_]) -> AnyBlock:
-    """Return the rows that `present` names, at every position that has at least one; the others become NaN."""
+    """Return the rows at all positions that have at least one row in `present`. Missing plain rows become NaN."""
     columns = np.flatnonzero(present.any(axis=0))
-    positions = np.flatnonzero(grid._column >= 0)[columns]  # noqa: SLF001 - both live in this module
+    positions = np.flatnonzero(grid._column >= 0)[columns]  # noqa: SLF001 - the same module
     return grid.block(positions, _span(columns) if len(columns) else slice(0), present[:, columns])
 
 
 def _where(layers: npt.NDArray[np.intp], columns: npt.NDArray[np.int64]) -> Any:
-    """Return the index of some layers and columns of a grid: of the usual chunk two slices, for one plain copy."""
+    """Return the index for some layers and columns of a grid: two slices if possible, because they copy faster."""
     rows, width = _span(layers), _span(columns)
     return (rows, width) if isinstance(rows, slice) and isinstance(width, slice) else np.ix_(layers, columns)
 
 
 def _span(indices: npt.NDArray[Any]) -> Any:
-    """Return indices as a slice if they are consecutive: slicing copies at once, picking copies twice."""
+    """Return indices as a slice if they are consecutive, because indexing makes a temporary copy."""
     first, last = int(indices[0]), int(indices[-1])
     return slice(first, last + 1) if last - first + 1 == len(indices) else indices

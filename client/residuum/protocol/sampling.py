@@ -1,4 +1,4 @@
-"""The sampling parameters of a request: what a user writes, its checks, and the message."""
+"""The sampling parameters of a request: their documentation, checks and message. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -23,66 +23,68 @@ from residuum.wire.limits import (
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen: keyword arguments of every call that generates. Unset ones are the server's default."""
+    """How tokens are sampled: keyword arguments of every call that generates. The server fills in the defaults."""
 
     max_tokens: int
-    """Tokens to generate at most in each sequence. Default 16. 0 only computes the prompt: the reply has no tokens, its
-    finish reason is "length", and a capture has the rows of every position of the prompt."""
+    """The most tokens to generate in each sequence. Default 16. 0 only computes the prompt: the reply has no tokens,
+    its finish reason is "length", and a capture has the rows of every position of the prompt."""
     temperature: float
-    """0 (the default) is greedy; up to 2."""
+    """The sampling temperature, up to 2. 0 (the default) is greedy."""
     top_p: float
     """Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Default 1."""
     top_k: int
     """Sample from this many most likely tokens; 0 (the default) means all."""
     seed: int
-    """Makes sampling repeatable; sequence i uses seed + i."""
+    """The random seed, which makes sampling repeatable. Sequence i uses seed + i. Default: none."""
     stop: str | Sequence[str]
-    """Generation stops when one of these texts appears; it is left out of the reply. At most 16."""
+    """Generation stops when one of these texts appears. The reply does not contain it. At most 16."""
     ignore_eos: bool
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token. Default False."""
     n: int
-    """How many sequences to generate from the prompt, at most 64. Default 1."""
+    """The number of sequences to generate from the prompt, at most 64. Default 1."""
     min_tokens: int
     """Tokens to generate before a sequence may end. Default 0."""
     stop_token_ids: Sequence[int]
     """Generation stops after one of these tokens. The reply's token IDs contain it; its text does not. At most 64."""
     min_p: float
-    """Sample only from tokens that are at least this probable, as a fraction of the most likely one's probability; from
-    0 (the default) to 1."""
+    """Sample only from tokens whose probability is at least this fraction of the greatest one; from 0 (the default) to
+    1."""
     presence_penalty: float
-    """Lowers the logits of tokens that the reply already has, by this amount; from -2 to 2. Default 0."""
+    """Subtracted from the logits of tokens that the reply already has; from -2 to 2. Default 0."""
     frequency_penalty: float
-    """The same for each time that the reply has the token; from -2 to 2. Default 0."""
+    """The same, once for each time that the reply has the token; from -2 to 2. Default 0."""
     repetition_penalty: float
-    """Divides positive logits of tokens that the prompt or the reply already has, and multiplies negative ones; above
+    """For tokens that the prompt or the reply already has: divides positive logits and multiplies negative ones; above
     0. Default 1."""
     logit_bias: Mapping[int, float]
-    """Numbers that are added to the logits of token IDs, before penalties. At most 1024."""
+    """Numbers to add to the logits of token IDs, before penalties. At most 1024."""
     bad_words: Sequence[str]
     """Words that the reply must not contain. At most 128, none empty."""
     json_schema: str | Mapping[str, Any]
-    """The reply is a JSON document that matches this JSON schema: a dict, or its JSON. A reply that reaches
-    `max_tokens` may be cut off before its end."""
+    """Make the reply a JSON document that matches this JSON schema, given as a dict or as JSON. A reply that reaches
+    `max_tokens` may be cut off."""
     regex: str
-    """The reply matches this regular expression as a whole. It may be cut off too. Give this or `json_schema`."""
+    """Make the whole reply match this regular expression. The reply may be cut off in the same way. Set this or
+    `json_schema`, not both."""
     logprobs: int
-    """Return the log-probability of each generated token, and this many most likely ones with theirs; 0 returns those
-    of the generated tokens alone. The server has a limit, usually 20. See `Reply.logprobs`."""
+    """Return the log-probability of each generated token, and of this many most likely tokens in its place. With 0,
+    only those of the generated tokens. The server has a limit, usually 20. See `Reply.logprobs`."""
     prompt_logprobs: int
-    """The same for the tokens of the prompt, which is then always computed. See `Reply.prompt_logprobs`."""
+    """The same for the tokens of the prompt. The model then always computes the whole prompt. See
+    `Reply.prompt_logprobs`."""
 
 
 def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParameters:
-    """Build and check the sampling parameters.
+    """Return the message of sampling parameters after checking them.
 
     Raises:
-        InvalidRequest: One is out of range.
-        TypeError: One is unknown, or of the wrong kind.
+        InvalidRequest: A parameter is out of range.
+        TypeError: A parameter is unknown, or has the wrong type.
     """
     unknown = sorted(set(sampling) - set(Sampling.__annotations__))
     if unknown:
         raise TypeError(
-            f"There is no sampling parameter {unknown[0]!r}; there are {', '.join(Sampling.__annotations__)}."
+            f"There is no sampling parameter {unknown[0]!r}. Choose among {', '.join(Sampling.__annotations__)}."
         )
     given = {name: value for name, value in sampling.items() if value is not None}
     for name, (low, high) in _INTEGERS.items():
@@ -93,7 +95,7 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
         if given.get(name) == 0:
             raise _invalid(name, f"{name} must be above 0.")
     if given.get("min_tokens", 0) > given.get("max_tokens", DEFAULT_MAX_TOKENS):
-        raise _invalid("min_tokens", "min_tokens is above max_tokens.")
+        raise _invalid("min_tokens", "min_tokens must not be above max_tokens.")
     given["stop"] = _texts("stop", given.get("stop", ()), MAX_STOP_TEXTS)
     given["bad_words"] = _texts("bad_words", given.get("bad_words", ()), MAX_BAD_WORDS)
     given["stop_token_ids"] = _stop_token_ids(given.get("stop_token_ids", ()))
@@ -129,14 +131,14 @@ def _invalid(name: str, message: str) -> InvalidRequest:
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is a whole number, not {value!r}.")
+        raise TypeError(f"{name} must be a whole number, not {value!r}.")
     if not low <= value <= high:
         raise _invalid(name, f"{name} must be from {low} to {high}, not {value}.")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{name} is a number, not {value!r}.")
+        raise TypeError(f"{name} must be a number, not {value!r}.")
     if not (math.isfinite(value) and low <= value <= high):
         raise _invalid(name, f"{name} must be from {low:g} to {high:g}, not {value}.")
 
@@ -159,7 +161,7 @@ def _stop_token_ids(value: Sequence[int]) -> list[int]:
 
 def _logit_bias(value: Mapping[int, float]) -> list[inference_pb2.LogitBias]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"logit_bias maps token IDs to numbers, and is not {value!r}.")
+        raise TypeError(f"logit_bias must be a mapping of token IDs to numbers, not {value!r}.")
     high = float(np.finfo(np.float32).max)
     for token_id, bias in value.items():
         _check_integer("logit_bias", token_id, 0, _UINT32)
@@ -170,22 +172,22 @@ def _logit_bias(value: Mapping[int, float]) -> list[inference_pb2.LogitBias]:
 
 
 def _structured_output(schema: object, regex: object) -> dict[str, str]:
-    """Return the field of a structured output, or none."""
+    """Return the field that requests a structured output; empty if none is requested."""
     if schema is not None and regex is not None:
-        raise _invalid("regex", "A reply follows a json_schema or a regex, not both. Give one of them.")
+        raise _invalid("regex", "A reply cannot follow both a json_schema and a regex. Give one of them.")
     if schema is not None:
         return {"json_schema": _grammar("json_schema", _schema_text(schema))}
     if regex is None:
         return {}
     if not isinstance(regex, str):
-        raise TypeError(f"regex is a text, not {regex!r}.")
+        raise TypeError(f"regex must be a text, not {regex!r}.")
     return {"regex": _grammar("regex", regex)}
 
 
 def _schema_text(schema: object) -> str:
     """Return a JSON schema as JSON."""
     if not isinstance(schema, (str, Mapping)):
-        raise TypeError(f"json_schema is a dict or its JSON, not {schema!r}.")
+        raise TypeError(f"json_schema must be a dict or its JSON, not {schema!r}.")
     try:
         found = json.loads(schema) if isinstance(schema, str) else schema
         text = schema if isinstance(schema, str) else json.dumps(schema)

@@ -1,4 +1,4 @@
-"""Which stores there are, and which of them has a capture. No I/O: both clients use it."""
+"""The stores, and the search for the store of a capture. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from residuum.wire.placement import StoreAddress, first_rank, parse_stores, rank
 
 
 def named_stores(stores: str | Iterable[str] | None) -> tuple[StoreAddress, ...]:
-    """Return the stores that a user names: "host:port" or "name=host:port", several in a list or between commas.
+    """Return the stores that a user names: "host:port" or "name=host:port", several as a list or separated by commas.
 
     Raises:
-        InvalidRequest: One is malformed, or two are the same.
+        InvalidRequest: A store is malformed, or two share a name or an endpoint.
     """
     given = [stores] if isinstance(stores, str) else list(stores or ())
     try:
@@ -30,77 +30,77 @@ def named_stores(stores: str | Iterable[str] | None) -> tuple[StoreAddress, ...]
 
 
 class StoreDirectory:
-    """The stores, and which of them holds which capture, as far as it is known."""
+    """The stores, and the known places of captures."""
 
     _REMEMBERED = 100_000
-    """Captures whose store is remembered; the oldest are forgotten and looked for again."""
+    """The most captures whose store is remembered. The oldest are forgotten, and searched for when needed."""
 
     def __init__(self, stores: str | Iterable[str] | None) -> None:
-        """Begin with the stores that the user named, if any; then nothing else is asked or believed."""
+        """Start with the stores that the user named, if any; see `is_named`."""
         self._stores = named_stores(stores)
         self.is_named = bool(self._stores)
-        """Whether the user named the stores: then what the inference service says of them is of no interest."""
+        """Whether the user named the stores. If so, the addresses from the inference service are ignored."""
         self._of: OrderedDict[str, StoreAddress] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def stores(self) -> tuple[StoreAddress, ...]:
-        """The stores; empty: ask the inference service, then `learn`."""
+        """The stores. If empty, ask the inference service and call `learn`."""
         return self._stores
 
     def learn(self, stores: Iterable[StoreAddress], inference: str) -> tuple[StoreAddress, ...]:
-        """Take the stores that the inference service named.
+        """Set the stores that the inference service named, and return the stores.
 
         Raises:
-            NoStore: It named none.
+            NoStore: The inference service named none.
         """
-        told = tuple(stores)
-        if not told:
+        advertised = tuple(stores)
+        if not advertised:
             raise exc.NoStore(
-                f"The inference service at {inference} names no store, so it captures nothing. Start it with --store, "
-                "or name one here: Client(..., store='host:port')."
+                f"The inference service at {inference} has no store, so it captures nothing. Start it with --store. To "
+                "read captures of another store, name it: Client(..., store='host:port')."
             )
         if not self.is_named:
-            self._stores = told
+            self._stores = advertised
         return self._stores
 
     def note(self, handle: inference_pb2.CaptureHandle) -> None:
-        """Remember where the inference service says that a capture is."""
+        """Remember the store of a capture, as the inference service named it."""
         if not handle.store_endpoint:
             return
-        told = StoreAddress(handle.store or handle.store_endpoint, handle.store_endpoint)
+        advertised = StoreAddress(handle.store or handle.store_endpoint, handle.store_endpoint)
         if not self.is_named:
-            if self._stores and told not in self._stores:
-                self._stores = ()  # the list has changed; it is asked for when it is needed
-            self.found(handle.capture_id, told)
+            if self._stores and advertised not in self._stores:
+                self._stores = ()  # the list has changed; ask for it again when it is needed
+            self.found(handle.capture_id, advertised)
             return
-        for store in self._stores:  # its name is the same everywhere, its address is not
-            if store.name == told.name:
+        for store in self._stores:  # compare names, because the user may have given another address
+            if store.name == advertised.name:
                 self.found(handle.capture_id, store)
 
     def found(self, capture_id: str, store: StoreAddress) -> None:
-        """Remember where a capture is."""
+        """Remember the store of a capture."""
         with self._lock:
             self._of[capture_id] = store
             while len(self._of) > self._REMEMBERED:
                 self._of.popitem(last=False)
 
     def forget(self, capture_id: str) -> None:
-        """Forget where a capture was: it is not there."""
+        """Forget the store of a capture, which does not hold it any more."""
         with self._lock:
             self._of.pop(capture_id, None)
 
     def known(self, capture_id: str) -> StoreAddress | None:
-        """Return the store of a capture, or None if it must be looked for."""
+        """Return the store of a capture; None if it is unknown and must be searched for."""
         known = self._of.get(capture_id)
         if known is not None:
             return known
         return self._stores[0] if len(self._stores) == 1 else None
 
     def by_likely_store(self, capture_ids: Iterable[str]) -> list[tuple[str, Sequence[str]]]:
-        """Return captures by the endpoint of their store, as many together as one call may name.
+        """Group captures by the endpoint of their store, in groups of at most as many as one call may name.
 
-        A capture whose store is not known goes to the one that new captures with its ID go to.
+        If the store of a capture is unknown, it is assumed to be the one that placement chooses for its ID.
         """
         stores = {store.name: store for store in self._stores}
         groups: dict[str, list[str]] = {}
@@ -115,29 +115,28 @@ class StoreDirectory:
 
 
 class Search:
-    """The search for a capture among stores: by rank, until one has it.
+    """The search for a capture: asks one store after the other, in the order of their ranks.
 
-    That there is no such capture is the answer only if every store gave it. If one could not be asked, the capture may
-    be there, and nobody can tell.
+    The capture is unknown only if every store says so. If a store does not answer, the capture may be there.
     """
 
     def __init__(self, capture_id: str) -> None:
-        """Begin."""
+        """Start a search."""
         self._capture_id = capture_id
         self._asked: set[StoreAddress] = set()
         self._unknown: exc.UnknownCapture | None = None
         self._silent: dict[StoreAddress, exc.ResiduumError] = {}
 
     def order(self, stores: Sequence[StoreAddress]) -> list[StoreAddress]:
-        """Return those that were not asked yet, in the order in which they are to be asked."""
+        """Return the stores that were not asked yet, in the order in which to ask them."""
         by_name = {store.name: store for store in stores if store not in self._asked}
         return [by_name[name] for name in ranks(by_name, self._capture_id)]
 
     def missed(self, store: StoreAddress, failure: exc.ResiduumError) -> None:
-        """Note that a store does not have it, or cannot be asked.
+        """Note that a store does not have the capture, or did not answer.
 
         Raises:
-            ResiduumError: The failure is of another kind, and ends the search.
+            ResiduumError: The failure is of another kind, which ends the search.
         """
         self._asked.add(store)
         if isinstance(failure, exc.UnknownCapture):
@@ -148,26 +147,27 @@ class Search:
             raise failure
 
     def failure(self) -> exc.ResiduumError:
-        """Return what to raise when no store has it."""
+        """Return the exception for a search in which no store had the capture."""
         if self._silent:
             return silent_store(self._silent, f"The capture {self._capture_id} may be there: no other store holds it.")
         if len(self._asked) == 1 and self._unknown:
             return self._unknown
         names = ", ".join(map(str, sorted(self._asked)))
         return exc.UnknownCapture(
-            f"None of the stores holds a capture {self._capture_id!r}: it was never opened, or it was deleted, or has "
-            f"expired. They are {names}.",
+            f"No store holds the capture {self._capture_id!r}: it was never opened, was deleted, or has expired. The "
+            f"stores are {names}.",
             reason="UNKNOWN_CAPTURE",
             metadata={"capture_id": self._capture_id},
         )
 
 
 def silent_store(silent: dict[StoreAddress, exc.ResiduumError], consequence: str) -> exc.Unreachable:
-    """Return what to raise when stores could not be asked; `consequence` says what is not known therefore."""
+    """Return the exception for stores that did not answer; `consequence` says what is unknown because of that."""
     names = " and ".join(map(str, silent))
     store, failure = next(iter(silent.items()))
     error = exc.Unreachable(
-        f"{'The store' if len(silent) == 1 else 'Stores'} {names} cannot be asked. {consequence} ({failure})",
+        f"{'The store' if len(silent) == 1 else 'The stores'} {names} "
+        f"{'does' if len(silent) == 1 else 'do'} not answer. {consequence} ({failure})",
         endpoint=store.endpoint,
         is_refusal=isinstance(failure, exc.Unreachable) and failure.is_refusal,
     )

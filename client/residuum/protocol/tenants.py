@@ -1,4 +1,4 @@
-"""Whose captures are meant: for admins, who may name any tenant. Everybody else's own is known by the token."""
+"""Sets the tenant of requests about captures. Admins may name any tenant; other tokens have a tenant of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from residuum.wire.tokens import is_valid_tenant
 
 _Request = TypeVar("_Request")
 
-_NAMING = (
+_TENANT_REQUESTS = (
     store_pb2.GetCaptureRequest,
     store_pb2.ListCapturesRequest,
     store_pb2.ReadChunksRequest,
@@ -21,18 +21,21 @@ _NAMING = (
 
 
 def check_tenant(tenant: str | None) -> str | None:
-    """Return a tenant if it may be one, or None.
+    """Return the tenant after checking its name; None for None.
 
     Raises:
-        InvalidRequest: It is no tenant's name.
+        InvalidRequest: The name is invalid.
     """
     if tenant is not None and not is_valid_tenant(tenant):
-        raise InvalidRequest(f"{tenant!r} is no tenant's name.", reason="INVALID_FIELD")
+        raise InvalidRequest(
+            f"{tenant!r} is not a valid tenant name. Use 1 to 128 of a-z A-Z 0-9 . _ - and do not start with . or -",
+            reason="INVALID_FIELD",
+        )
     return tenant
 
 
 def for_tenant(request: _Request, tenant: str | None) -> _Request:
-    """Let a request be about a tenant's captures, if it is about captures; None: the caller's own."""
-    if tenant is not None and isinstance(request, _NAMING):
+    """Set the tenant of a request, if it is about captures. None means the token's own tenant. Return the request."""
+    if tenant is not None and isinstance(request, _TENANT_REQUESTS):
         request.tenant = tenant
     return request

@@ -1,4 +1,4 @@
-"""Which vectors must be sent, and what the server said about them. No I/O: both clients use it."""
+"""Builds the requests that send vectors, and interprets their answers. No I/O: both clients use it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from residuum.wire.limits import MAX_DIGESTS_PER_CALL, MAX_VECTORS_PER_CALL
 
 
 class VectorLedger:
-    """The digests that a server is known to have. A guess: the server may drop vectors and then says so."""
+    """The digests of vectors that the server had at last notice. It may have dropped some; then it reports them."""
 
     def __init__(self) -> None:
         self._known: set[bytes] = set()
         self._lock = threading.Lock()
 
     def unknown(self, vectors: Iterable[Vector]) -> list[Vector]:
-        """Return those that the server is not known to have, each once, in order."""
+        """Return the vectors that the server may lack, in order and without repeats."""
         with self._lock:
             return [vector for vector in distinct(vectors) if vector.digest not in self._known]
 
     def add(self, vectors: Iterable[Vector]) -> None:
-        """Remember that the server has these."""
+        """Remember that the server has these vectors."""
         with self._lock:
             self._known.update(vector.digest for vector in vectors)
 
     def forget(self, vectors: Iterable[Vector]) -> None:
-        """Forget about these: the server said that it lacks some."""
+        """Forget these vectors, because the server lacks some of them."""
         with self._lock:
             self._known.difference_update(vector.digest for vector in vectors)
 
 
 def find_requests(vectors: Sequence[Vector]) -> Iterator[inference_pb2.FindMissingVectorsRequest]:
-    """Yield the questions about vectors, each within the contract's limit."""
+    """Yield the requests that find missing vectors, each within the contract's limit."""
     for at in range(0, len(vectors), MAX_DIGESTS_PER_CALL):
         part = vectors[at : at + MAX_DIGESTS_PER_CALL]
         yield inference_pb2.FindMissingVectorsRequest(digests=[vector.digest for vector in part])
@@ -51,25 +51,25 @@ def put_calls(vectors: Sequence[Vector]) -> Iterator[Sequence[Vector]]:
 
 
 def put_requests(vectors: Iterable[Vector]) -> Iterator[inference_pb2.PutVectorsRequest]:
-    """Yield the messages that carry vectors."""
+    """Yield the messages that send vectors."""
     return (inference_pb2.PutVectorsRequest(vector=vector.message) for vector in vectors)
 
 
 def only(vectors: Iterable[Vector], digests: Iterable[bytes]) -> list[Vector]:
-    """Return the vectors whose digests are named."""
+    """Return the vectors with these digests."""
     wanted = set(digests)
     return [vector for vector in vectors if vector.digest in wanted]
 
 
 def check_results(vectors: Sequence[Vector], response: inference_pb2.PutVectorsResponse) -> None:
-    """Check what became of the vectors that were sent.
+    """Check that the server accepted the vectors that were sent.
 
     Raises:
-        BadVector: The server refused one; the message names it and says why.
-        ServerFault: The answer does not fit the question.
+        BadVector: The server refused a vector; the message names it and says why.
+        ServerFault: The answer has another number of results than vectors were sent.
     """
     if len(response.results) != len(vectors):
-        raise exc.ServerFault(f"{len(vectors)} vectors were sent and {len(response.results)} were answered.")
+        raise exc.ServerFault(f"The server answered for {len(response.results)} vectors, but {len(vectors)} were sent.")
     refused = [result for result in response.results if result.HasField("error")]
     if refused:
         error = from_item_error(refused[0].error, digest=refused[0].digest.hex())
@@ -87,15 +87,17 @@ def put_result(given: Sequence[Vector], sent: Sequence[Vector]) -> PutResult:
 
 
 def vector_list(vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
-    """Return what a user gave as vectors as a list. Of a mapping, such as Directions, it is the values.
+    """Return a user's vectors as a list. For a mapping, such as Directions, these are its values.
 
     Raises:
-        TypeError: One of them is not a Vector.
+        TypeError: An item is not a Vector.
     """
     if isinstance(vectors, Mapping):
         vectors = vectors.values()
     items = [vectors] if isinstance(vectors, Vector) else list(vectors)
     for item in items:
         if not isinstance(item, Vector):
-            raise TypeError("put_vectors takes residuum.Vector; make one with Vector.from_array(array).")
+            raise TypeError(
+                f"vectors must be residuum.Vector, not {type(item).__name__}. Make one with Vector.from_array(array)."
+            )
     return items

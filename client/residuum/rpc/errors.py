@@ -62,7 +62,7 @@ _PREFIX = "ERROR_REASON_"
 _MESSAGE_BYTES = 1024
 _DETAIL_BYTES = 4600
 """Size limit of a failure's message (counted twice) and metadata. A status must fit into the 8 KiB of headers that gRPC
-peers accept; otherwise the caller learns nothing of it. The status holds the message twice, once percent-encoded (three
+peers accept; otherwise the caller does not get it. The status holds the message twice, once percent-encoded (three
 bytes for one), and everything else in base64."""
 
 
@@ -83,7 +83,7 @@ class Failure(Exception):  # noqa: N818 - on the server it is the outcome of a c
         Args:
             reason: The reason; it determines the gRPC code.
             message: What is wrong and what to do, for a person. It is truncated to 1 KiB.
-            metadata: The message's variable parts, for programs. They are sent as text, about 4 KiB in all at most.
+            metadata: The message's variable parts, for programs. They are sent as text, at most about 4 KiB in total.
         """
         message = _cut(message, _MESSAGE_BYTES)
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""How to install what is missing. No package index has it, so the advice names a checkout."""
+"""Advice to install missing packages. It names a checkout, because residuum is on no package index."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ def install_extra(name: str) -> str:
 
 
 def install_server() -> str:
-    """Return what to do where the services, or what they need, are not there, for the end of a message."""
+    """Return the advice to install the services and what they need, for the end of an error message."""
     return "install residuum-server (from a checkout: pip install . './server[cuda,store]'; without a GPU: make setup)"

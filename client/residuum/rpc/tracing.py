@@ -1,8 +1,8 @@
-"""Traces with OpenTelemetry, across client, inference service and store: off, and not even imported, unless asked for.
+"""OpenTelemetry traces across client, inference service and store. OpenTelemetry is imported only if tracing is on.
 
-A service traces when it is told where to (`--otel-endpoint`, or OpenTelemetry's own OTEL_EXPORTER_OTLP_ENDPOINT). The
-client traces when its program does: it takes the tracer provider that the program has set before it connects. What one
-says to the other is the W3C's `traceparent`, in the metadata of each call.
+A service traces if it has an endpoint for traces: `--otel-endpoint`, or OpenTelemetry's OTEL_EXPORTER_OTLP_ENDPOINT.
+The client traces if its program set a tracer provider before the client connects. The metadata of each call carries the
+trace as W3C `traceparent`.
 """
 
 from __future__ import annotations
@@ -29,35 +29,38 @@ if TYPE_CHECKING:
     _Details = grpc.HandlerCallDetails
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""OpenTelemetry's own name for where traces go."""
+"""OpenTelemetry's environment variable for the endpoint of traces."""
 
 SCOPE = "residuum"
 
 
 class TracingError(RuntimeError):
-    """Traces are asked for and cannot be sent."""
+    """Tracing is requested, but traces cannot be sent."""
 
 
 def is_on() -> bool:
-    """Tell whether this process traces: it has set a tracer provider."""
+    """Tell whether this process traces: whether it has set a tracer provider."""
     trace = sys.modules.get("opentelemetry.trace")
     return trace is not None and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 def is_wanted(endpoint: str) -> bool:
-    """Tell whether a program with this setting is to trace."""
+    """Tell whether the setting or the environment requests tracing."""
     return bool(endpoint or os.environ.get(ENDPOINT_VARIABLE))
 
 
 def start_tracing(service: str, endpoint: str = "") -> Callable[[], None]:
-    """Send the traces of this process by OTLP over gRPC; return what sends the last of them, at the end.
+    """Start sending the traces of this process by OTLP over gRPC, if the setting or the environment requests it.
 
     Args:
-        service: The `service.name`, unless OTEL_SERVICE_NAME says another.
-        endpoint: Where to, such as "http://localhost:4317". Empty: where the environment says, if it does.
+        service: The `service.name`, unless OTEL_SERVICE_NAME is set.
+        endpoint: The endpoint for traces, such as "http://localhost:4317". Empty: that of the environment, if any.
+
+    Returns:
+        A function to call at the end of the process. It sends the remaining traces.
 
     Raises:
-        TracingError: The packages for it are not installed.
+        TracingError: OpenTelemetry's packages are not installed.
     """
     if not is_wanted(endpoint):
         return lambda: None
@@ -78,7 +81,7 @@ def start_tracing(service: str, endpoint: str = "") -> Callable[[], None]:
 
 @contextlib.contextmanager
 def span(name: str, **attributes: str | int) -> Iterator[None]:
-    """Trace what is done in the context, if this process traces."""
+    """Trace the code in the with-block as a span, if this process traces."""
     if not is_on():
         yield
         return
@@ -89,19 +92,19 @@ def span(name: str, **attributes: str | int) -> Iterator[None]:
 
 
 def add_event(name: str, **attributes: str | int) -> None:
-    """Note that something happened, in the span that is being traced, if any is."""
+    """Add an event to the current span, if there is one."""
     if is_on():
         _current().add_event(name, attributes)
 
 
 def set_attributes(**attributes: str | int) -> None:
-    """Say more of what is being traced, if anything is."""
+    """Set attributes of the current span, if there is one. Their names get the prefix `residuum.`."""
     if is_on():
         _current().set_attributes({f"{SCOPE}.{name}": value for name, value in attributes.items()})
 
 
 def current_context() -> Context | None:
-    """Return where in which trace the caller stands, for `record_span`; None: nowhere."""
+    """Return the current context for `record_span`; None if there is no current span."""
     if not is_on() or not _current().get_span_context().is_valid:
         return None
     from opentelemetry import context
@@ -110,14 +113,14 @@ def current_context() -> Context | None:
 
 
 def record_span(name: str, parent: Context, start_ns: int, end_ns: int, **attributes: str | int) -> None:
-    """Trace something that has been done in the meantime, for a call that has long been answered.
+    """Record a span that has ended, such as work that went on after its call was answered.
 
     Args:
-        name: What was done.
-        parent: Where it belongs; see `current_context`.
-        start_ns: When it began, in nanoseconds since 1970.
-        end_ns: When it ended.
-        attributes: What else there is to say.
+        name: The span's name.
+        parent: The context of the parent span; see `current_context`.
+        start_ns: The start time, in nanoseconds since 1970.
+        end_ns: The end time, in nanoseconds since 1970.
+        attributes: The span's attributes.
     """
     from opentelemetry import trace
 
@@ -132,7 +135,7 @@ def _current() -> Span:
 
 
 def client_interceptor() -> grpc.UnaryUnaryClientInterceptor:
-    """Return what traces the calls of a sync channel."""
+    """Return an interceptor that traces the calls of a sync channel."""
 
     def traced(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
         made, trace = _started(details.method)
@@ -144,7 +147,7 @@ def client_interceptor() -> grpc.UnaryUnaryClientInterceptor:
 
 
 def aio_client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
-    """Return what traces the calls of an asyncio channel."""
+    """Return interceptors that trace the calls of an asyncio channel."""
 
     async def traced(continuation: Callable[..., Any], details: Any, request: Any) -> Any:
         made, trace = _started(details.method.decode() if isinstance(details.method, bytes) else details.method)
@@ -156,7 +159,7 @@ def aio_client_interceptors() -> Sequence[grpc.aio.ClientInterceptor]:
 
 
 def _started(method: str) -> tuple[Span, list[tuple[str, str]]]:
-    """Start the span of a call that is to be made; return it with the metadata that name it to the other side."""
+    """Start the span of a call. Return it, and the metadata that pass it to the server."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -169,7 +172,7 @@ def _started(method: str) -> tuple[Span, list[tuple[str, str]]]:
 
 
 def end_span(made: Span, code: grpc.StatusCode | None) -> None:
-    """End the span of a call with the code that the call ended with."""
+    """End the span of a call with the call's status code."""
     from opentelemetry.trace import StatusCode
 
     code = code or grpc.StatusCode.OK
@@ -180,10 +183,10 @@ def end_span(made: Span, code: grpc.StatusCode | None) -> None:
 
 
 def _aio_code(call: Any) -> grpc.StatusCode | None:
-    """Return the code of a call that is done.
+    """Return the status code of a call that has ended.
 
-    Its `code` is a coroutine. It has nothing to wait for, so it ends at the first step, and no task is needed, which
-    might outlive the event loop.
+    `call.code()` is a coroutine, but for an ended call it does not wait. So one step runs it to its end. A task could
+    outlive the event loop.
     """
     coroutine = call.code()
     try:
@@ -191,5 +194,5 @@ def _aio_code(call: Any) -> grpc.StatusCode | None:
     except StopIteration as end:
         code: grpc.StatusCode = end.value
         return code
-    coroutine.close()  # it would wait: the call is done in a way that this grpc does not report
+    coroutine.close()  # it would wait, because this version of grpc does not know the code
     return grpc.StatusCode.CANCELLED if call.cancelled() else None

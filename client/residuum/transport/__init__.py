@@ -1,1 +1,1 @@
-"""Connections to the services, and what both clients do around calls."""
+"""Connections to the services, and code that both clients run before and after calls."""

@@ -1,4 +1,4 @@
-"""Many generations at once: what both clients check before and after."""
+"""Checks the arguments and collects the results of many generations. Both clients use it."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from residuum.values.steering import Operation, operation_list
 def _check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> list[Prompt]:
     if "updatable" in sampling:
         raise TypeError(
-            "generate_many() takes no updatable: it belongs to one request, whose stream updates it. Open a "
-            "stream(updatable=True) for each prompt."
+            "generate_many() takes no updatable: its requests have no streams through which to change their steering. "
+            "Use stream(updatable=True) for each prompt."
         )
     for name in ("request_id", "registration"):
         if name in sampling:
             raise TypeError(
-                f"generate_many() takes no {name}: it belongs to one request, and here are many. Give "
-                f"request_ids=[...], take the ids from the replies, or call generate({name}=...) for each prompt."
+                f"generate_many() takes no {name}, which belongs to one request. Give request_ids=[...], use the IDs "
+                f"of the replies, or call generate({name}=...) for each prompt."
             )
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise TypeError(f"generate_many() takes a list of prompts, not {short(prompts)}; write [prompt] for one.")
+        raise TypeError(f"generate_many() takes a list of prompts, not {short(prompts)}. For one prompt, use [prompt].")
     items = list(prompts)
     if items and all(isinstance(item, (int, np.integer, Mapping)) for item in items):
         raise TypeError(
-            "generate_many() takes a list of prompts, and this is one prompt, of token ids or the turns of one "
-            "conversation; write [prompt]."
+            "generate_many() takes a list of prompts, but this is one prompt: a list of token IDs or one conversation. "
+            "Use [prompt]."
         )
     return items
 
 
 def check_concurrency(max_concurrency: int) -> int:
-    """Return how many may run at once.
+    """Return `max_concurrency` after checking it.
 
     Raises:
         InvalidRequest: It is below 1.
@@ -51,12 +51,12 @@ def check_concurrency(max_concurrency: int) -> int:
 
 
 Steering = Union[Operation, Iterable[Any], None]  # noqa: UP007 - evaluated at run time on Python 3.10
-"""Operations for every prompt; or a list with one item for each prompt: its operations, or None."""
+"""The operations for every prompt; or a list with one item for each prompt: its operations, or None."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What a batch generates."""
+    """The arguments of each generation in a batch."""
 
     prompts: list[Prompt]
     """The prompts."""
@@ -65,7 +65,7 @@ class BatchPlan:
     steering: list[list[Operation]]
     """How to steer each prompt."""
     request_ids: list[str | None]
-    """The name of each request; None: the server makes one."""
+    """The ID of each request; None if the server makes it."""
     if_exists: list[IfExists]
     """What to do if the capture of a prompt exists."""
 
@@ -80,12 +80,11 @@ class BatchPlan:
         request_ids: Iterable[str] | None = None,
         if_exists: IfExists = "fail",
     ) -> BatchPlan:
-        """Check what a user gives, and return what belongs to each prompt.
+        """Return the arguments for each prompt after checking them.
 
         Raises:
-            TypeError: The prompts are one prompt, or an argument is of the wrong kind or belongs to one request.
-            InvalidRequest: There is not one capture, one steering or one request ID for each prompt, or two IDs are the
-                same.
+            TypeError: `prompts` is a single prompt, or an argument has the wrong type or belongs to a single request.
+            InvalidRequest: The items of an argument are not one for each prompt, or two request IDs are the same.
         """
         items = _check_prompts(prompts, sampling)
         captures = _captures(capture, len(items))
@@ -125,23 +124,23 @@ def _request_ids(request_ids: Iterable[str] | None, count: int) -> list[str | No
     if request_ids is None:
         return [None] * count
     if isinstance(request_ids, (str, bytes)):
-        raise TypeError(f"request_ids takes a list with an id for each prompt, not {short(request_ids)}.")
+        raise TypeError(f"request_ids must be a list with an ID for each prompt, not {short(request_ids)}.")
     names = list(request_ids)
     if len(names) != count:
         raise InvalidRequest(
-            f"There are {count} prompts and {len(names)} request_ids; give one for each prompt.",
+            f"There are {count} prompts but {len(names)} request_ids. Give one for each prompt.",
             reason="INVALID_FIELD",
         )
     twice = next((name for name, times in Counter(names).items() if times > 1), None)
     if twice is not None:
         raise InvalidRequest(
-            f"request_ids has {twice!r} more than once; give each prompt its own.", reason="INVALID_FIELD"
+            f"request_ids has {twice!r} more than once. Give each prompt an ID of its own.", reason="INVALID_FIELD"
         )
     return [*names]
 
 
 def _if_exists(choice: IfExists, captures: list[Capture | None]) -> list[IfExists]:
-    """Return the choice for each prompt. It does not concern prompts without a capture if others have one."""
+    """Return `if_exists` for each prompt. In a batch with captures, prompts without a capture get "fail"."""
     if not any(captures):
         return [choice] * len(captures)
     return ["fail" if capture is None else choice for capture in captures]
@@ -150,7 +149,7 @@ def _if_exists(choice: IfExists, captures: list[Capture | None]) -> list[IfExist
 def _check_count(name: str, given: int, count: int) -> None:
     if given != count:
         raise InvalidRequest(
-            f"{name}= has {given} items, and there are {count} prompts. Give one item for each prompt, or a single one "
+            f"{name}= has {given} items, but there are {count} prompts. Give one item for each prompt, or a single one "
             "for all.",
             reason="INVALID_FIELD",
             metadata={"field": name},
@@ -161,7 +160,7 @@ class BatchResults:
     """The outcome of each prompt of a batch, as far as it is known."""
 
     def __init__(self, count: int) -> None:
-        """Prepare for this many prompts."""
+        """Create the results of `count` prompts, none of which has ended."""
         self.replies: list[Reply | None] = [None] * count
         """The replies; None for a prompt that failed or has not ended."""
         self.errors: dict[int, ResiduumError] = {}
@@ -178,13 +177,13 @@ class BatchResults:
         """Check that no prompt failed.
 
         Raises:
-            BatchFailed: Some did.
+            BatchFailed: Some prompts failed.
         """
         if self.errors:
             raise BatchFailed(self.replies, self.errors)
 
     def all_replies(self) -> list[Reply]:
-        """Return the replies when all prompts have ended.
+        """Return the replies of a batch in which all prompts have ended.
 
         Raises:
             BatchFailed: Some prompts failed.

@@ -1,4 +1,4 @@
-"""What a client connects with: its arguments, or else the environment."""
+"""A client's credentials: from its arguments or, without these, from the environment."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 
 
 def resolve_credentials(*, token: Token, tls: TLS | bool | None, insecure: bool | None) -> Credentials:
-    """Return the credentials of a client; what is None comes from the environment.
+    """Return the credentials of a client. Arguments that are None come from the environment.
 
     Args:
-        token: A token, or its file; "" sends none. In the environment: RESIDUUM_TOKEN or RESIDUUM_TOKEN_FILE.
-        tls: How to encrypt; True trusts public CAs, False speaks plain text. In the environment: RESIDUUM_TLS_CA, and
-            RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY, RESIDUUM_TLS_SERVER_NAME; or RESIDUUM_TLS=1.
-        insecure: Whether a token may go to another machine in plain text. In the environment: RESIDUUM_INSECURE.
+        token: A token, or the path of its file; "" sends none. Environment: RESIDUUM_TOKEN or RESIDUUM_TOKEN_FILE.
+        tls: TLS settings; True trusts public CAs, False uses plain text. Environment: RESIDUUM_TLS_CA,
+            RESIDUUM_CLIENT_CERT, RESIDUUM_CLIENT_KEY and RESIDUUM_TLS_SERVER_NAME, or RESIDUUM_TLS=1.
+        insecure: Whether a token may be sent to another machine in plain text. Environment: RESIDUUM_INSECURE.
 
     Raises:
-        BadCredentials: They cannot be used, or not together.
+        BadCredentials: The credentials cannot be used, or contradict each other.
     """
     allowed = _switch("RESIDUUM_INSECURE") if insecure is None else insecure
     try:
@@ -39,10 +39,10 @@ def resolve_credentials(*, token: Token, tls: TLS | bool | None, insecure: bool 
 
 
 def check_channel(credentials: Credentials, endpoint: str) -> None:
-    """Make sure that no token would be sent where others can read it.
+    """Check that no token would be sent in plain text to another machine.
 
     Raises:
-        BadCredentials: It would.
+        BadCredentials: A token would be sent that way, and the credentials do not allow it.
     """
     try:
         credentials.check_endpoint(endpoint)
@@ -51,7 +51,7 @@ def check_channel(credentials: Credentials, endpoint: str) -> None:
 
 
 def opener(open_channel: Callable[..., _Channel], credentials: Credentials) -> Callable[[str], _Channel]:
-    """Return what opens a channel with these credentials, and raises BadCredentials if that cannot be."""
+    """Return a function that opens a channel with these credentials, and raises BadCredentials if it cannot."""
 
     def open_one(endpoint: str) -> _Channel:
         try:
@@ -63,13 +63,13 @@ def opener(open_channel: Callable[..., _Channel], credentials: Credentials) -> C
 
 
 def describe(credentials: Credentials) -> str:
-    """Return what a client shows and wants to see, in words; never the token."""
+    """Return a description of the credentials for people. It never contains the token."""
     tls = credentials.tls
     if tls is None:
         way = "plain text"
     else:
-        way = f"TLS, trusting {tls.ca or 'public CAs'}" + (f", showing {tls.cert}" if tls.cert else "")
-    token = f"a token of {credentials.token_file}" if credentials.token_file else "a token"
+        way = f"TLS, trusting {tls.ca or 'public CAs'}" + (f", presenting {tls.cert}" if tls.cert else "")
+    token = f"a token from {credentials.token_file}" if credentials.token_file else "a token"
     return f"{way}, with {token if credentials.has_token else 'no token'}"
 
 
@@ -77,7 +77,7 @@ def _token(token: Token) -> dict[str, str]:
     if token is None:
         token, file = os.environ.get("RESIDUUM_TOKEN", ""), os.environ.get("RESIDUUM_TOKEN_FILE", "")
         if token and file:
-            raise CredentialsError("RESIDUUM_TOKEN and RESIDUUM_TOKEN_FILE are both set; unset one.")
+            raise CredentialsError("RESIDUUM_TOKEN and RESIDUUM_TOKEN_FILE are both set. Unset one of them.")
         return {"token": token, "token_file": file}
     return {"token": token} if isinstance(token, str) else {"token_file": os.fspath(token)}
 
@@ -102,5 +102,5 @@ def _tls(tls: TLS | bool | None) -> TLS | None:  # noqa: FBT001 - as the user wr
 def _switch(name: str) -> bool:
     text = os.environ.get(name, "").strip().lower()
     if text not in _SWITCHES:
-        raise BadCredentials(f"{name} is {text!r}; set it to 1 or 0.")
+        raise BadCredentials(f"{name} is {text!r}. Set it to 1 or 0.")
     return _SWITCHES[text]

@@ -1,4 +1,4 @@
-"""Which channels lead to a service, and when to try again. Both clients use it."""
+"""The channels to the services, and the retries of reads. Both clients use it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
 READ_CAPTURES = "/residuum.v1.StoreService/ReadCaptures"
 
 LONGEST_OUTAGE_SECONDS = 300.0
-"""For how long a read without a timeout waits for a store that is away."""
+"""The longest time that a read without a timeout waits for a store that is away."""
 
 
 class Channels(Generic[_Channel]):
-    """The channels of a client, opened when they are first used. Bulk reads get their own, see `rpc.channels`."""
+    """The channels of a client, opened when they are first used. Bulk reads have channels of their own.
+
+    On a shared channel, they would delay other calls; see `rpc.channels`.
+    """
 
     def __init__(self, opener: Callable[[str], _Channel]) -> None:
         self._opener = opener
@@ -38,7 +41,7 @@ class Channels(Generic[_Channel]):
         self._answered: set[str] = set()
 
     def note_answer(self, endpoint: str) -> None:
-        """Note that an endpoint has answered a call, so that a later failure is not put down to the settings."""
+        """Note that an endpoint has answered a call. The advice for a later failure depends on this."""
         self._answered.add(endpoint)
 
     def has_answered(self, endpoint: str) -> bool:
@@ -49,18 +52,18 @@ class Channels(Generic[_Channel]):
         """Return the channel to an endpoint for a purpose.
 
         Raises:
-            ClientClosed: The client was closed.
+            ClientClosed: The client is closed.
         """
         with self._lock:
             if self._closed:
-                raise ClientClosed("This client was closed; make another.")
+                raise ClientClosed("This client is closed. Create another.")
             key = (endpoint, purpose)
             if key not in self._channels:
                 self._channels[key] = self._opener(endpoint)
             return self._channels[key]
 
     def drain(self) -> list[_Channel]:
-        """Refuse every further use, and return the channels that are to be closed."""
+        """Refuse further use, and return the channels, which the caller must close."""
         with self._lock:
             self._closed = True
             channels = list(self._channels.values())
@@ -69,35 +72,35 @@ class Channels(Generic[_Channel]):
 
 
 class ReadRetries:
-    """When a read is tried again whose store is away: soon, then slower, until the read's own time is over.
+    """The retries of a read whose store is away, with exponential backoff, until the read's timeout.
 
-    Without such a time, it gives up when nothing has come for 5 minutes, or for the client's `timeout` if this client
-    has never reached the store: then its address is probably wrong.
+    Without a timeout, the read fails when the store has been away for 5 minutes. If the client has never reached the
+    store, its address is probably wrong, and the read fails after the client's `timeout`.
     """
 
     _FIRST_SECONDS = 0.1
     _LONGEST_SECONDS = 2.0
 
     def __init__(self, deadline: Deadline) -> None:
-        """Begin a read that may take until `deadline`."""
+        """Start a read that must end before `deadline`."""
         self._deadline = deadline
         self._failures = 0
         self._away_since: float | None = None
         self._last: ResiduumError | None = None
 
     def progress(self) -> None:
-        """Note that something came."""
+        """Note that a message arrived."""
         self._failures = 0
         self._away_since = self._last = None
 
     def seconds_after(self, failure: ResiduumError, patience: float) -> float | None:
-        """Return how long to wait before the next attempt; None if there is to be none: then raise `verdict`.
+        """Return the seconds to wait before the next attempt; None to give up. Then raise `verdict`.
 
         Args:
-            failure: Why the last attempt failed.
-            patience: For how many seconds the store may be away, if the read has no time of its own.
+            failure: The failure of the last attempt.
+            patience: The seconds that the store may be away if the read has no timeout.
         """
-        if not _is_passing(failure):
+        if not _is_transient(failure):
             return None
         now = time.monotonic()
         self._last = failure
@@ -112,7 +115,7 @@ class ReadRetries:
         return min(delay, left)
 
     def verdict(self, failure: ResiduumError) -> ResiduumError | None:
-        """Return what to raise if the store was away when the time was over; None if something else ended the read."""
+        """Return the exception for a store that was away for too long; None if something else ended the read."""
         if self._last is None or self._away_since is None:
             return None
         if failure is not self._last and not isinstance(failure, DeadlineExceeded):
@@ -122,10 +125,10 @@ class ReadRetries:
         return self._last
 
 
-def _is_passing(failure: ResiduumError) -> bool:
-    """Tell whether a read that failed so may go on when it is tried again."""
+def _is_transient(failure: ResiduumError) -> bool:
+    """Tell whether a retry of the read may succeed."""
     if isinstance(failure, RequestAborted):
-        # The store has cut it off, without a reason: whoever reads paused for longer than it waits (--stall-seconds).
+        # Without a reason, the store cancelled the call because the reader paused for longer than --stall-seconds.
         return not failure.reason
     if isinstance(failure, Unreachable) and failure.is_refusal:
         return False

@@ -1,4 +1,4 @@
-"""From gRPC's errors to this package's exceptions: by their reason, or by their bare gRPC code."""
+"""Maps gRPC's errors to this package's exceptions, by the contract's reason or else by the gRPC code."""
 
 from __future__ import annotations
 
@@ -23,69 +23,73 @@ _BY_CODE: dict[grpc.StatusCode, type[exc.ResiduumError]] = {
     grpc.StatusCode.UNAUTHENTICATED: exc.Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: exc.PermissionDenied,
 }
-"""The exception of a failure whose reason is unknown or absent. Any other code is a ServerFault."""
+"""The exception for a failure whose reason is unknown or absent. Any other code is a ServerFault."""
 
-_TLS_TROUBLE = {
-    "certificate has expired": "The certificate of {endpoint} has expired; it must be renewed there.",
-    "certificate is not yet valid": "The certificate of {endpoint} is not valid yet. Do both clocks agree?",
+_TLS_FAILURES = {
+    "certificate has expired": "The certificate of {endpoint} has expired. The service's operator must renew it.",
+    "certificate is not yet valid": (
+        "The certificate of {endpoint} is not valid yet. Check the clocks of both machines."
+    ),
     "Hostname Verification Check failed": (
-        "The certificate of {endpoint} is for another name. Call the service by the name in its certificate, or say "
-        "which one that is: TLS(..., server_name='NAME')."
+        "The certificate of {endpoint} is for another name. Use the name in the certificate as the endpoint's host, or "
+        "give that name: TLS(..., server_name='NAME')."
     ),
     "CERTIFICATE_VERIFY_FAILED": (
-        "The certificate of {endpoint} is not signed by a CA that is trusted here ({cause}). Is it the right service? "
-        "Then name its CA: tls=TLS(ca='ca.pem')."
+        "No CA that this client trusts has signed the certificate of {endpoint} ({cause}). If this is the right "
+        "service, name its CA: tls=TLS(ca='ca.pem')."
     ),
     "WRONG_VERSION_NUMBER": (
         "{endpoint} does not speak TLS. Connect without (tls=False), or start the service with --tls-cert and "
         "--tls-key."
     ),
-    "Getting metadata from plugin failed": "No token for {endpoint}: its file cannot be read any more.",
+    "Getting metadata from plugin failed": (
+        "There is no token for {endpoint}, because its file cannot be read any more. Restore the file."
+    ),
 }
-"""What stands in gRPC's text when TLS fails, the most telling first, and what it means."""
+"""Texts in gRPC's errors when a connection cannot be secured, the most specific first, and our messages for them."""
 
 _CLOSED_WORDS = ("Socket closed", "Connection reset", "Broken pipe")
 _CLOSED = (
-    " It takes connections and closes them: perhaps it wants TLS (tls=TLS(ca='ca.pem')), or a client certificate that "
+    " It accepts connections and closes them. It may require TLS (tls=TLS(ca='ca.pem')), or a client certificate that "
     "it trusts (TLS(..., cert='client.pem', key='client.key'))."
 )
 
 
 _NO_ANSWER = (
-    "Nothing answers at {endpoint}, or the connection broke ({details}). Is the service running there, and is the port "
-    "reachable from here?{hint} `residuum doctor` looks at every step."
+    "Nothing answers at {endpoint}, or the connection broke ({details}). Check that the service is running there, and "
+    "that its port is reachable from here.{hint} `residuum doctor` checks each step."
 )
 _WENT_AWAY = (
-    "The service at {endpoint} has answered before, and is gone now ({details}): it was stopped or crashed, or the "
-    "network failed. Its log may say why. Try again when it runs; `residuum doctor` looks at every step."
+    "The service at {endpoint} has answered before, but does not answer now ({details}): it was stopped or crashed, or "
+    "the network failed. Its log may say why. Try again when it is running. `residuum doctor` checks each step."
 )
 _LOST_REPLY = (
     "The service at {endpoint} went away during the reply ({details}): it was stopped or crashed, or the network "
-    "failed. The request has ended. Its capture, if it has one, keeps the rows that the store has. The service's log "
-    "may say why. Try again when it runs; `residuum doctor` looks at every step."
+    "failed. The request has ended. Its capture, if any, keeps the rows that the store has. The service's log may say "
+    "why. Try again when the service is running. `residuum doctor` checks each step."
 )
 
 
 def from_rpc_error(
     error: grpc.RpcError, endpoint: str, *, has_answered: bool = False, **facts: str
 ) -> exc.ResiduumError:
-    """Return the exception that tells what a failed call means.
+    """Return the exception for a failed call.
 
     Args:
-        error: What gRPC raised, on a sync or an asyncio channel.
-        endpoint: Where the call went, for the message.
-        has_answered: Whether the endpoint has answered before. Then the settings of the connection are right.
-        facts: What else is known of the call, such as its request_id; the server's own word goes first.
+        error: The error of a sync or an asyncio channel.
+        endpoint: The endpoint of the call.
+        has_answered: Whether the endpoint has answered before. If so, the connection's settings are right.
+        facts: Further metadata for the exception, such as the request_id. The server's metadata takes precedence.
     """
-    told = _from_rpc_error(error, endpoint, _WENT_AWAY if has_answered else _NO_ANSWER)
-    told.metadata = {**facts, **told.metadata}
-    return told
+    failure = _from_rpc_error(error, endpoint, _WENT_AWAY if has_answered else _NO_ANSWER)
+    failure.metadata = {**facts, **failure.metadata}
+    return failure
 
 
 def from_generation_error(
     error: grpc.RpcError, endpoint: str, builder: ReplyBuilder, *, has_answered: bool = False
 ) -> exc.ResiduumError:
-    """Return the exception that tells what a failed generation means; `builder` has its events so far."""
+    """Return the exception for a failed generation. `builder` has the events that arrived."""
     failure = from_rpc_error(error, endpoint, has_answered=has_answered, **_facts(builder))
     if builder.is_started and isinstance(failure, exc.Unreachable):
         lost = exc.Unreachable(_LOST_REPLY.format(endpoint=endpoint, details=error.details()), endpoint=endpoint)
@@ -97,7 +101,7 @@ def from_generation_error(
 
 
 def stream_closed(builder: ReplyBuilder) -> exc.RequestAborted:
-    """Return what to raise when a stream is read that was closed before its end."""
+    """Return the exception for reading a stream after it was closed early."""
     return exc.RequestAborted(
         "The stream was closed before its end, which stopped the request.", metadata=_facts(builder)
     )
@@ -116,13 +120,13 @@ def _from_rpc_error(error: grpc.RpcError, endpoint: str, unreachable: str) -> ex
 
 
 def _in_python(message: str) -> str:
-    """Return a server's message with sites called as this package calls them: resid_post, not SITE_RESID_POST."""
+    """Return a server's message with this package's names of sites: resid_post instead of SITE_RESID_POST."""
     return re.sub(r"\bSITE_([A-Z_]+)\b", lambda match: match[1].lower(), message)
 
 
 def _unreachable(details: str, endpoint: str, unreachable: str) -> exc.Unreachable:
-    """Return why there is no connection, and what to do. gRPC's own words are all there is to go by."""
-    for words, message in _TLS_TROUBLE.items():
+    """Return the exception for a connection that failed. gRPC reports the cause only in its text."""
+    for words, message in _TLS_FAILURES.items():
         if words in details:
             cause = details.rpartition("CERTIFICATE_VERIFY_FAILED: ")[2]
             return exc.Unreachable(message.format(endpoint=endpoint, cause=cause), endpoint=endpoint, is_refusal=True)
@@ -140,7 +144,8 @@ def _from_code(code: grpc.StatusCode, details: str, endpoint: str, unreachable: 
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return exc.ServerFault(
-            f"{endpoint} does not offer this call ({details}). Is it the right service, and not an older one?",
+            f"{endpoint} does not offer this call ({details}). Check that it is the right service, and not an older "
+            "version.",
             metadata=metadata,
         )
     kind = _BY_CODE.get(code, exc.ServerFault)

@@ -1,4 +1,4 @@
-"""Progress bars, on a terminal or in a notebook; rich is imported when the first one is drawn."""
+"""Progress bars on a terminal or in a notebook. rich is imported for the first bar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 Advance = Callable[[int], None]
-"""Says that so many more are done."""
+"""Adds a number of finished items to the bar."""
 
 
 @contextlib.contextmanager
@@ -16,9 +16,9 @@ def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_byte
 
     Args:
         label: What is being done.
-        total: How many there are; None if that is not known.
-        enabled: Show it at all.
-        of_bytes: Count bytes instead of things.
+        total: The number of items; None if it is unknown.
+        enabled: Whether to show the bar.
+        of_bytes: Whether the items are bytes.
     """
     if not enabled or not (sys.stderr.isatty() or _is_jupyter()):
         yield _ignore
@@ -34,7 +34,7 @@ def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_byte
 
 
 def _is_jupyter() -> bool:
-    if "IPython" not in sys.modules:  # then there is no kernel, and rich need not be asked
+    if "IPython" not in sys.modules:  # avoids importing rich, which is slow, where there is no kernel
         return False
     from rich.console import Console
 
@@ -42,4 +42,4 @@ def _is_jupyter() -> bool:
 
 
 def _ignore(done: int) -> None:
-    """Take note of nothing."""
+    """Advance no bar."""

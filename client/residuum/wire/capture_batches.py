@@ -1,7 +1,7 @@
 """Packs parts of many captures into few messages: the ReadCapturesResponses that answer a ReadCaptures.
 
-`CaptureRows` numbers its manifest and its chunks as `ReadChunksResponse` does. So the bytes of a ReadChunksResponse are
-fields of a CaptureRows as they are, and rows are framed in one way for both calls.
+`CaptureRows` and `ReadChunksResponse` have the same field numbers for the manifest and the chunks. So the bytes of a
+ReadChunksResponse are also fields of a CaptureRows, and both calls share the code that frames rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from residuum.wire.frames import length_prefix
 
 BATCH_BYTES = 1 << 20
 """The size at which a message is sent. Measured: messages of 256 KiB to 2 MiB are read equally fast, larger ones are
-slower. A message with one larger field is larger."""
+slower. A field that is larger than this is sent as one larger message."""
 
 _IS_LAST = store_pb2.CaptureRows(is_last=True).SerializeToString()
 _CAPTURES = store_pb2.ReadCapturesResponse.CAPTURES_FIELD_NUMBER

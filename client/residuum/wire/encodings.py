@@ -230,7 +230,7 @@ class RowFormat:
         return by_layer["prefix"], by_layer["rows"]
 
     def decode(self, rows: npt.NDArray[Any], prefixes: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Return decoded rows, [..., decoded_width] of `decoded_dtype`.
+        """Return decoded rows: `decoded_dtype` [..., decoded_width].
 
         Args:
             rows: Encoded rows of `row_dtype`, of any shape [...].

@@ -1,4 +1,4 @@
-"""How the address of a service is written: host:port."""
+"""Parses the address of a service, host:port."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _LARGEST_PORT = 65535
 
 
 def parse_endpoint(endpoint: str, *, listening: bool = False) -> tuple[str, int]:
-    """Split "host:port", or "[v6]:port", into its host, with the brackets, and its port.
+    """Return the host and the port of "host:port" or "[v6]:port". An IPv6 host keeps its brackets.
 
     Args:
-        endpoint: What is split.
-        listening: It is an address to listen on: port 0 lets the system choose a free one.
+        endpoint: The address.
+        listening: Whether it is an address to listen on. Then port 0 is allowed: the system chooses a free port.
 
     Raises:
-        ValueError: It is not of that form, or there is no such port.
+        ValueError: The address has another form, or the port is out of range.
     """
     found = _FORM.fullmatch(endpoint)
     if found is None:

@@ -25,7 +25,7 @@ LabelValue = Union[str, int, float, bool]  # noqa: UP007 - evaluated at run time
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]*", re.ASCII)
 _INT64 = range(-(1 << 63), 1 << 63)
 _SHOWN = 80
-"""Characters of a caller's text that an error repeats."""
+"""The characters of a caller's text that an error shows."""
 
 _TOKEN = re.compile(
     r"""\s*(?:(?P<operator>!=|<=|>=|=|<|>)|(?P<word>[A-Za-z0-9._+-]+)"""
@@ -47,7 +47,7 @@ def to_label(name: str, value: LabelValue) -> capture_pb2.Label:
 
     Raises:
         LabelError: The name or the value is invalid.
-        TypeError: The value is no text, number or bool.
+        TypeError: The value is not a text, number or bool.
     """
     if isinstance(value, bool):
         label = capture_pb2.Label(name=name, flag=value)
@@ -281,7 +281,7 @@ def _value(token: _Token) -> LabelValue:
 
 
 def read_value(text: str) -> LabelValue:
-    """Return the value that is written as in a filter. What could not stand there is a text."""
+    """Return the value of a text, parsed as in a filter. A text that a filter cannot have is itself the value."""
     try:
         tokens = _tokens(text)
         if len(tokens) == 1 and tokens[0] != ("word", _AND):

@@ -1,4 +1,4 @@
-"""Limits of the contract, which clients and services both keep. The protos document them."""
+"""Limits of the contract, for clients and services. The protos document them."""
 
 from __future__ import annotations
 
