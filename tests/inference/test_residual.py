@@ -180,5 +180,5 @@ def test_a_model_whose_values_differ_from_run_to_run_is_refused():
 
     model = model_of(LeftoverLayer, 0)
     careless = CarelessModel([Careless(layer.attention) for layer in model.layers], sums=False)
-    with pytest.raises(CannotTapError, match="After layer 0 the model's values differ from run to run"):
+    with pytest.raises(CannotTapError, match="After layer 0 the model's values differ between equal runs"):
         adds_residual(careless)

@@ -167,7 +167,7 @@ def test_what_is_written_into_an_extent_stays_in_it(start_producer):
 @pytest.mark.parametrize("nbytes", [0, -1, PAGE + 1])
 def test_a_size_that_can_never_be_had_is_refused(start_producer, nbytes):
     producer = start_producer(ring_bytes=PAGE)
-    with pytest.raises(ValueError, match="cannot be had"):
+    with pytest.raises(ValueError, match="cannot be allocated"):
         producer.acquire(nbytes, block=True)
 
 
