@@ -34,8 +34,8 @@ def test_the_newest_entry_of_the_changelog_is_the_version():
     check_changelog(released, "0.2.0")
     check_changelog(released.replace("## [0.2.0]", "## [Unreleased]\n\n## [0.2.0]"), "0.2.0")
     for text, version, why in (
-        (released, "0.3.0", "says 0.3.0, and the newest entry"),
-        (released, "0.1.0", "says 0.1.0, and the newest entry"),
+        (released, "0.3.0", "says 0.3.0, but the newest entry"),
+        (released, "0.1.0", "says 0.1.0, but the newest entry"),
         (released.replace(" - 2026-01-31", ""), "0.2.0", "has no date"),
         (released.replace("[0.2.0] - 2026-01-31", "[Unreleased]"), "0.1.0", "under .Unreleased."),
         ("# Changelog\n", "0.1.0", "no entries"),
