@@ -118,7 +118,7 @@ def test_replies_come_as_they_complete_sync(endpoint, peer, monkeypatch):
         replies = client.generate_as_completed([[1], [2], [3], []], max_tokens=1)
         assert {index: reply.token_ids for index, reply in itertools.islice(replies, 2)} == {1: (3,), 2: (4,)}
         hold.set()
-        assert next(replies)[0] == 0, "the slow one comes last"
+        assert next(replies)[0] == 0, "the slow reply is the last"
         with pytest.raises(residuum.BatchFailed, match="1 of 4 prompts failed") as caught:
             next(replies)
         assert [reply and reply.token_ids for reply in caught.value.replies] == [(2,), (3,), (4,), None]
@@ -132,7 +132,7 @@ async def test_replies_come_as_they_complete_async(endpoint, peer, monkeypatch):
         index, reply = await anext(replies)
         assert (index, reply.token_ids) == (1, (3,))
         hold.set()
-        assert (await anext(replies))[0] == 0, "the slow one comes last"
+        assert (await anext(replies))[0] == 0, "the slow reply is the last"
         with pytest.raises(residuum.BatchFailed, match="1 of 3 prompts failed"):
             await anext(replies)
 

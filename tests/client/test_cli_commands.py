@@ -1,4 +1,4 @@
-"""Commands that take many prompts or captures, and what they say when they are cut off."""
+"""Commands that take many prompts or captures, and their messages when they are interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from residuum.values.replies import Usage
 
 @pytest.fixture
 def captures(endpoint):
-    """Three captures whose IDs begin alike, and one other."""
+    """Three captures whose IDs share a prefix, and one other."""
     names = ["alike-0", "alike-1", "alike-2", "other-0"]
     with residuum.Client(endpoint) as client:
         for name in names:
@@ -38,7 +38,7 @@ def listed(cli, *flags):
 
 
 def test_rm_by_prefix_deletes_only_with_yes(cli, captures, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # not a terminal, so nobody can be asked
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # not a terminal, so the command cannot ask
     code, _, err = cli("rm", "--prefix", "alike-")
     assert (code, listed(cli, "--prefix", "alike-")) == (1, {"alike-0", "alike-1", "alike-2"})
     assert "pass --yes" in err

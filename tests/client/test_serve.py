@@ -1,4 +1,4 @@
-"""`residuum serve` and `residuum.serve`: a real store, and a scripted inference service in the place of vLLM's."""
+"""`residuum serve` and `residuum.serve`: a real store, and a scripted inference service instead of vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sys.exit(main(["serve", "--model", "peer", *sys.argv[1:]]))
 
 @contextmanager
 def started(folder, *flags):
-    """`residuum serve` in a folder, as a process; it is ended by force if a test does not."""
+    """Runs `residuum serve` in a folder, in its own process. Kills it if a test does not end it."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "client")])
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *flags], cwd=folder, env={**os.environ, "PYTHONPATH": path},
@@ -47,7 +47,7 @@ def started(folder, *flags):
 
 
 def endpoints(process):
-    """What it prints when both services are up: store, inference and captures."""
+    """Return what it prints when both services are ready: store, inference and captures."""
     lines = [process.stdout.readline().split(maxsplit=1) for _ in range(3)]
     assert [line[:1] for line in lines] == [["store"], ["inference"], ["captures"]], process.stderr.read()
     return [line[1].strip() for line in lines]
@@ -118,7 +118,7 @@ def test_from_python(tmp_path, monkeypatch, capfd):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the server's distribution is asked for, in its place."""
+    """Records the calls of the server's distribution, which is replaced."""
     calls = []
 
     @contextmanager

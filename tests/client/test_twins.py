@@ -11,10 +11,10 @@ import residuum
 
 TWINS = [(residuum.Client, residuum.AsyncClient), (residuum.Stream, residuum.AsyncStream)]
 RENAMED = {"aclose": "close"}
-"""What Python's own protocols call otherwise in asyncio."""
+"""Names that Python's protocols require to differ."""
 
 NOT_IN_SYNC = {residuum.AsyncStream: {"open"}}
-"""A synchronous stream is open when it is made."""
+"""A synchronous stream is open from the start."""
 
 SYNC_WORDS = {
     "AsyncClient": "Client",
@@ -28,12 +28,12 @@ def public(kind):
 
 
 def sync_type(annotation):
-    """An annotation as the synchronous client has it; annotations are texts here."""
+    """Return an annotation, which is a text here, as the synchronous client has it."""
     return re.sub(r"\bAsync\w+", lambda found: SYNC_WORDS[found[0]], str(annotation))
 
 
 def shape(method, annotation=str):
-    """Names, kinds, defaults and annotations of the parameters, and what is returned."""
+    """Return names, kinds, defaults and annotations of the parameters, and the annotation of the result."""
     signature = inspect.signature(method)
     parameters = [
         (item.name, item.kind, item.default, annotation(item.annotation)) for item in signature.parameters.values()
@@ -62,7 +62,7 @@ def test_a_method_has_the_same_signature(sync, aio, name):
     if isinstance(one, property):
         one, other = one.fget, other.fget
     assert not inspect.iscoroutinefunction(one)
-    assert not inspect.isasyncgenfunction(other)  # it would refuse bad arguments late
+    assert not inspect.isasyncgenfunction(other)  # it would check arguments only when iterated
     assert shape(one) == shape(other, sync_type)
 
 
@@ -78,7 +78,7 @@ def test_clients_are_made_with_the_same_arguments():
 
 
 def test_what_is_awaited():
-    """Everything but what returns an iterator."""
+    """Everything is awaited except methods that return an iterator."""
     for name in public(residuum.AsyncClient):
         method = inspect.getattr_static(residuum.AsyncClient, name)
         lazy = str(inspect.signature(method).return_annotation).startswith("Async")
