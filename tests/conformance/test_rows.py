@@ -96,7 +96,7 @@ def test_some_sites(engine: Engine, reference: Reference, sites: tuple[str, ...]
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150])
 def test_lengths_of_prompts(engine: Engine, reference: Reference, length: int) -> None:
-    """Lengths around the sizes of capture blocks, vLLM's blocks and its chunks. 65 and 129 leave a chunk of one token."""
+    """Lengths around the sizes of capture blocks, vLLM's blocks and chunks. 65 and 129 leave a chunk of one token."""
     reply = engine.client.generate(PROMPT[:length], max_tokens=34, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
     chunks = [(first, min(CHUNK, length - first)) for first in range(0, length, CHUNK)]

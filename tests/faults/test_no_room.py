@@ -117,7 +117,7 @@ def test_a_full_map_holds_rows_up_until_a_capture_is_deleted(
         check_earlier(store, earlier)
     store.delete(doomed)
     step.join(DEADLINE)
-    assert ring.drain(DEADLINE), "the room of a deleted capture is used again"
+    assert ring.drain(DEADLINE), "the space of a deleted capture is reused"
     store.seal_and_check(capture)
     check_earlier(store, kept)
     assert (store.folder / "data" / "data.mdb").stat().st_size <= 32 * MIB

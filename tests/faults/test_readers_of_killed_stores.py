@@ -1,4 +1,4 @@
-"""Readers outlast a store that is killed. When it is back, they go on where they were, or begin."""
+"""Readers survive a store that is killed. When it is back, they continue, or begin."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def expected(seed, count):
 
 
 def test_vllm_alone_cannot_discard_a_seeded_token():
-    """When CPU generators can be rewound, cpu_seeds is not needed any more."""
+    """If this test fails, CPU generators can be rewound, and cpu_seeds is no longer needed."""
     runner = Runner()
     runner.input_batch.generators[0] = seeded(1)
     runner.discard_request_mask.np[0] = True

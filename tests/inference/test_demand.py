@@ -59,7 +59,7 @@ def test_room_that_was_left_in_pieces_is_won_back():
     table = ProgramTable(8, 8, TapPoints(0, 1), CPU)
     kept = [program(at, 2) for at in (0, 10, 20, 30)]
     table.place(kept)
-    wanted = [kept[1], program(40, 6)]  # around the entries of the program that stays, 2 and 4 are free
+    wanted = [kept[1], program(40, 6)]  # before and after the entries of the kept program, 2 and 4 are free
     numbers = table.place(wanted)
     first, count = table.lines[numbers[1], 1, :2].tolist()
     assert table.entries[first : first + count, 0].tolist() == list(range(40, 46))  # ADD is 0, so these are vectors

@@ -274,7 +274,7 @@ def test_rows_that_never_come_make_no_reduction():
     engine.compute(("a", 25, 35))  # the engine read five positions from a cache
     engine.compute(("a", 60, 1))
     engine.compute(finished=["a"])
-    assert {position for _, _, position in engine.stored()} == {60}, "the reply's row is whole"
+    assert {position for _, _, position in engine.stored()} == {60}, "the reduction of the reply is complete"
     lost = [list(loss.positions) for _, loss in engine.worker.ring.losses]
     assert lost == [[20, 21, 22, 23, 24], [59]]
 
@@ -306,7 +306,7 @@ def test_a_stage_encodes_and_reduces_its_own_layers():
 
 
 def test_another_request_may_come_by_the_same_name():
-    """Before the first one's last block has left, as can happen on a GPU."""
+    """The first request's last block has not left yet, as can happen on a GPU."""
     torch.manual_seed(5)
     engine = Engine()
     sink = engine.worker.sink
@@ -339,14 +339,14 @@ happenings = st.lists(st.one_of(st.integers(1, 45), st.just("preempt")), min_siz
     st.sampled_from(list(SELECTIONS.values())),
 )
 def test_reductions_however_a_request_is_computed(happenings, prompt, spare, reduction, positions):
-    """In chunks of any length, with preemption at any time: compared with all rows, one by one."""
+    """In chunks of any length, with preemption at any time, compared with all rows, one by one."""
     engine, position, reached = Engine(), 0, 0
     admitted = [("a", RequestPlan(prompt, capture(None, reduction, positions, spare_positions=spare)))]
     for happening in happenings:
         if happening == "preempt":
             position = 0
             continue
-        # A step computes known tokens: those of the prompt and of the reply, and one new one.
+        # A step computes known tokens of the prompt and the reply, and one new token.
         count = min(happening, max(prompt, reached + (reached >= prompt)) - position)
         engine.compute(("a", position, count), admitted=admitted)
         admitted, position = (), position + count

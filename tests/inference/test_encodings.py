@@ -50,8 +50,8 @@ def test_signs_are_those_of_the_contract_and_kept_within_bounds():
     assert cache.get(7, 10, torch.float32) is first
     cache.get(10, 10, torch.float32)
     assert cache.nbytes == 3 * 40 * 10 * 4
-    assert cache.get(7, 10, torch.float32) is first, "the one that was not used for longest has gone"
-    assert cache.get(1, 40, torch.float32).nbytes > 3 * 40 * 10 * 4, "one may be larger than all that stay"
+    assert cache.get(7, 10, torch.float32) is first, "the least recently used one was evicted"
+    assert cache.get(1, 40, torch.float32).nbytes > 3 * 40 * 10 * 4, "one matrix may exceed the limit"
     assert cache.nbytes == 0
 
 

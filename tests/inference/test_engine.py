@@ -1,4 +1,4 @@
-"""The wrapper of the engine, on a fake AsyncLLM: what it asks of vLLM, and what it makes of the answers."""
+"""The wrapper of the engine, on a fake AsyncLLM: its calls of vLLM, and its interpretation of the answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Tokenizer:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + self.after
 
     after = ""
-    """What follows the last message although it is to be continued."""
+    """Text that the template adds after the last message although the message is to be continued."""
 
 
 class FakeLLM:
@@ -137,7 +137,7 @@ SECOND = logprobs_of([(9, -4.0, 3), (3, -0.25, 1), (4, -2.0, 2)])
 async def test_log_probabilities_are_what_vllm_says(engine, llm):
     llm.prompt_logprobs = [None, SECOND]
     llm.outputs = [completion("a", [7], logprobs=[FIRST]), completion("", [9], "length", logprobs=[FIRST, SECOND])]
-    llm.outputs.insert(1, completion("", [], logprobs=[FIRST]))  # some versions repeat what they said
+    llm.outputs.insert(1, completion("", [], logprobs=[FIRST]))  # some versions repeat earlier log-probabilities
     _, (first, empty, second) = await generate(engine, prompt=[5, 9], logprobs=2, prompt_logprobs=2)
     assert first.logprobs.part(slice(None)) == inference_pb2.Logprobs(
         tokens=[-0.5], num_top=2, top_token_ids=[7, 8], top=[-0.5, -1.5]
@@ -145,7 +145,7 @@ async def test_log_probabilities_are_what_vllm_says(engine, llm):
     assert empty.logprobs is None
     other = inference_pb2.Logprobs(tokens=[-4.0], num_top=2, top_token_ids=[3, 4], top=[-0.25, -2.0])
     assert second.logprobs.part(slice(None)) == other
-    assert first.prompt_logprobs.part(slice(None)) == other, "the first token of the prompt has none"
+    assert first.prompt_logprobs.part(slice(None)) == other, "the first token of the prompt has no log-probability"
     assert second.prompt_logprobs is None
     merged = first.followed_by(empty).followed_by(second)
     assert merged.logprobs.tokens.tolist() == [-0.5, -4.0]
@@ -174,7 +174,7 @@ async def test_an_error_after_the_first_token_is_no_refusal(engine, llm):
 
 
 async def test_what_vllm_may_refuse_is_checked_with_the_prompt(engine, llm, monkeypatch):
-    """vLLM names the parameter, or raises whatever a compiler of grammars raises."""
+    """vLLM names the parameter, or a grammar compiler raises an exception of its own."""
 
     def request(**parameters):
         token_ids = inference_pb2.TokenIds(ids=[1])
@@ -275,7 +275,7 @@ async def test_steering_is_changed_on_every_rank_alike(engine, llm):
 
 
 async def test_an_engine_that_dies_during_a_change_of_steering_is_a_failure_of_the_contract(engine, llm, monkeypatch):
-    """Then vLLM never answers."""
+    """After the engine dies, vLLM never answers."""
     monkeypatch.setattr(engine_module, "_DEATH_POLL_SECONDS", 0.01)
 
     async def die(method, args):
@@ -352,7 +352,7 @@ async def test_prompts_that_cannot_be_are_refused(engine, request_, field):
 
 
 async def test_a_reply_that_cannot_be_continued_is_refused(engine, monkeypatch):
-    """A tokenizer that does not know how to continue a message closes it: the model would answer anew."""
+    """A tokenizer without this ability closes the message, so the model would begin a new answer."""
     monkeypatch.setattr(Tokenizer, "after", "</assistant>")
     with pytest.raises(Failure, match="tokenizer cannot continue") as caught:
         await engine.tokenize(chat("user", "assistant"))
@@ -390,7 +390,7 @@ async def test_the_service_goes_on_while_a_long_text_is_read(engine, monkeypatch
     other_did_run = threading.Event()
 
     def read_slowly(self, text):
-        assert other_did_run.wait(20), "the event loop stood still"
+        assert other_did_run.wait(20), "the event loop was blocked"
         return [1]
 
     monkeypatch.setattr(Tokenizer, "encode", read_slowly)
@@ -462,7 +462,7 @@ def test_every_sampling_parameter_reaches_vllm():
     assert (made.logprobs, made.prompt_logprobs, made.structured_outputs) == (0, 3, None)
     asked = inference_pb2.SamplingParameters(prompt_logprobs=3, json_schema="{}")
     later = sampling_params(asked, 1)
-    assert later.prompt_logprobs is None, "the first sequence has those of the prompt"
+    assert later.prompt_logprobs is None, "only the first sequence has those of the prompt"
     assert (later.structured_outputs.json, later.structured_outputs.regex) == ("{}", None)
     assert sampling_params(inference_pb2.SamplingParameters(regex="a"), 0).structured_outputs.regex == "a"
 

@@ -88,7 +88,7 @@ def logprobs(tokens, k=1):
 
 
 async def test_long_log_probabilities_take_several_messages(service):
-    """Merged deltas of a slow client, and long prompts, would not fit into one message."""
+    """Merged deltas of a slow client, and those of long prompts, would not fit into one message."""
     count, k = 9000, 20
 
     async def script(call):
@@ -157,7 +157,9 @@ async def test_labels_and_the_prompts_text_are_in_the_description(service, store
     request_id = (await service.register(spec("r", asked))).request_id
     failure = await failure_of(service.events(ask(request_id)))
     assert failure.metadata["field"] == "capture.keep_prompt"
-    await service.events(inference_pb2.GenerateRequest(request_id=request_id, text="so it is"))  # it was not used up
+    await service.events(
+        inference_pb2.GenerateRequest(request_id=request_id, text="so it is")
+    )  # the registration was not used up
     (opened,) = store.opened
     assert opened.prompt_text == "so it is"
     assert list(opened.spec.labels) == labels
@@ -241,7 +243,7 @@ async def test_a_client_that_drops_the_stream_stops_the_engine(service, store):
 
 
 async def test_a_client_that_reads_nothing_and_leaves_stops_the_engine(service, store):
-    """The service waits in sending then, not for the engine."""
+    """The service waits for the client to read, not for the engine."""
 
     async def flood(call):
         for _ in range(10_000):
@@ -299,7 +301,7 @@ async def test_a_dead_engine_is_told_and_blamed(service, store):
 
 @pytest.mark.parametrize("capture", [None, CAPTURE])
 async def test_a_request_that_failed_leaves_nothing_for_the_collector(service, capture):
-    """A garbage collection stops everything; see `freeze_heap`."""
+    """Garbage collections stop the whole process; see `freeze_heap`."""
     errors = []
 
     async def script(call):
@@ -313,7 +315,7 @@ async def test_a_request_that_failed_leaves_nothing_for_the_collector(service, c
                 pass
         except Failure:
             return
-        raise AssertionError("it did not fail")
+        raise AssertionError("the request did not fail")
 
     service.engine.script = script
     gc.collect()
@@ -428,7 +430,7 @@ async def test_a_client_that_leaves_while_the_capture_is_opened_leaves_none_open
 
 
 async def test_requests_run_side_by_side(service):
-    """One request waits for ever; another comes and goes in the meantime."""
+    """One request never ends. Another one runs to its end at the same time."""
     never = stuck_after()
     service.engine.script = lambda call: never(call) if call.engine_id == "stuck#0" else three_tokens(call)
     stuck = service.stub.Generate(ask(spec("stuck")))

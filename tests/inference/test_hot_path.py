@@ -119,7 +119,7 @@ def test_the_host_reads_nothing_back_and_waits_for_no_copy(captures, steering):
     seen = dispatched(decoding(captures=captures, steering=steering))
     aten = torch.ops.aten
     assert not seen.calls.keys() & {aten._local_scalar_dense, aten._to_copy, aten.nonzero, aten.clone, aten.cat}
-    assert seen.calls[aten.copy_] == captures, "places move on; what steers is there already"
+    assert seen.calls[aten.copy_] == captures, "only the places change; the programs are on the device"
     assert seen.blocking_copies == 0
 
 
@@ -142,7 +142,7 @@ def test_nothing_is_logged(caplog):
     assert not caplog.records
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA itself says what waits for the device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA reports calls that wait for the device")
 @pytest.mark.parametrize(("captures", "steering"), KINDS)
 def test_no_step_waits_for_the_device(captures, steering):
     loop = decoding(captures=captures, steering=steering, device=Device.CUDA)

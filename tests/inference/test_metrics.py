@@ -1,4 +1,4 @@
-"""The service's metrics as a scrape sees them, and its log lines for requests."""
+"""The service's metrics in a scrape, and its log lines for requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scrape(service):
     listener = MetricsListener("127.0.0.1:0", service.metrics.registry)
 
     async def look():
-        """From a thread, like the listener's threads: the event loop goes on."""
+        """Scrape in a thread, like the listener's threads, so that the event loop continues."""
         return await asyncio.to_thread(samples, listener.port)
 
     yield look

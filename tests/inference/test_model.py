@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Its norms add; it passes on hidden and residual."""
+    """A layer whose norms add. It passes on hidden and residual."""
 
     def __init__(self, scale=1.0):
         super().__init__()
@@ -95,7 +95,7 @@ class LlamaLayer(nn.Module):
 
 
 class GemmaLayer(LlamaLayer):
-    """It has norms after attention and MLP too: their outputs are added to the stream."""
+    """A layer with norms also after attention and MLP, whose outputs are added to the stream."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class GemmaLayer(LlamaLayer):
 
 
 class GPTLayer(nn.Module):
-    """It adds by itself, and passes on one tensor."""
+    """Adds to the stream itself, and passes on one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class GPTLayer(nn.Module):
 
 
 class MambaLayer(nn.Module):
-    """It has a norm that adds, a mixer that combines tokens, and no MLP."""
+    """A layer with a norm that adds and a mixer that combines tokens, but no MLP."""
 
     def __init__(self):
         super().__init__()
@@ -322,7 +322,7 @@ def test_the_parts_of_a_layer_are_found_and_add_up(tap, make, monkeypatch):
 
 
 class CohereLayer(nn.Module):
-    """It passes on a second tensor that nothing reads: the next layer starts a new one."""
+    """A layer that passes on a second tensor that nothing reads. The next layer starts a new one."""
 
     def __init__(self):
         super().__init__()

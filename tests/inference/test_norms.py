@@ -78,10 +78,10 @@ def test_norms_of_another_make_are_left_alone(monkeypatch):
         pass
 
     dtype = torch.float32
-    assert not can_fold(make_norm(OtherNorm, dtype), dtype), "it may compute something else"
-    assert not can_fold(make_norm(RMSNorm, dtype, var_hidden_size=32), dtype), "the variance of a part"
+    assert not can_fold(make_norm(OtherNorm, dtype), dtype), "a subclass may compute something else"
+    assert not can_fold(make_norm(RMSNorm, dtype, var_hidden_size=32), dtype), "the variance of only a part of the row"
     assert not can_fold(make_norm(RMSNorm, dtype, has_weight=False), dtype)
-    assert not can_fold(make_norm(RMSNorm, torch.bfloat16), dtype), "it rounds where the model does not"
+    assert not can_fold(make_norm(RMSNorm, torch.bfloat16), dtype), "the norm's dtype differs from the model's"
     assert not can_fold(torch.nn.LayerNorm(WIDTH), dtype)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not can_fold(make_norm(RMSNorm, dtype), dtype), "vLLM then has a norm of its own"
+    assert not can_fold(make_norm(RMSNorm, dtype), dtype), "vLLM's batch-invariant mode has its own norm"

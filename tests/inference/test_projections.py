@@ -1,4 +1,4 @@
-"""The signs that workers are told to keep: those of running requests, within the limits."""
+"""The signs that workers keep: those of running requests, within the limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def projecting(seed=0, encoding=RP, reduction=capture_pb2.REDUCTION_NONE):
 
 
 class Workers:
-    """Replaces the engine: records what it was told to keep last, and answers as scripted."""
+    """Replaces the engine: records the last list of projections to keep, and answers as scripted."""
 
     def __init__(self):
         self.kept = []

@@ -1,4 +1,4 @@
-"""Is the second tensor of a layer part of the stream? Decided while uninitialised memory holds garbage."""
+"""Is the second tensor of a layer part of the stream? The answer must not depend on uninitialised memory."""
 
 from __future__ import annotations
 

@@ -148,13 +148,13 @@ class OwnCode:
 
 
 async def test_a_plain_request_has_one_task_and_few_steps(service):
-    """The cost that all requests of a crowd have before the first token."""
+    """The cost of each of many concurrent requests before their first token."""
     await service.events(ask(spec("first")))
     with OwnCode() as own:
         for number in range(10):
             await service.events(ask(spec(f"r{number}"), max_tokens=3))
     assert own.tasks == ["_generate"] * 10
-    assert own.steps / 10 < 180  # it includes three tokens
+    assert own.steps / 10 < 180  # including three tokens
 
 
 async def test_a_token_takes_few_steps(service):

@@ -59,7 +59,7 @@ def test_no_step_makes_signs(makers, name, reduction):
 
 
 def test_signs_stay_until_the_last_block_of_their_request_has_left(makers):
-    """The service drops them when the request has ended. The worker learns of the end one step later."""
+    """The service drops the signs when the request has ended. The worker learns of the end one step later."""
     engine = Engine()
     encoding = encoding_of("rp")
     plan = RequestPlan(20, capture(encoding))
@@ -144,7 +144,7 @@ def test_a_matrix_that_cannot_be_made_fails_no_other(monkeypatch):
     cache = SignCache(WIDTH, CPU)
     bad, good, other = (Signs(seed, SIZE, torch.float32) for seed in (1, 2, 3))
     assert outcome(cache, bad, good) == ["MemoryError", True]
-    assert outcome(cache, other) == [True], "what nobody wants any more is told to nobody"
+    assert outcome(cache, other) == [True], "failures of matrices that are no longer needed are not reported"
 
 
 def test_idle_ones_are_few_however_small():

@@ -97,7 +97,9 @@ def test_a_pool_that_is_too_small_fails_loudly():
 def test_a_block_takes_what_is_asked_for_and_no_more():
     pool = BlockPool(4000, 4, torch.float32, CPU, largest_block=600)
     blocks = [pool.take(capture(layers=layers), positions) for layers, positions in (((3,), 1), ((0, 5, 9), 500))]
-    assert [block.num_rows for block in blocks] == [32, 3 * 200], "32 positions at least; what fits the ring at most"
+    assert [block.num_rows for block in blocks] == [32, 3 * 200], (
+        "at least 32 positions, at most as many as fit the ring"
+    )
     assert pool.free_rows == 4000 - 632
     for block in blocks:
         pool.give_back(block)
@@ -111,7 +113,7 @@ def test_a_pool_without_a_long_run_gives_a_short_one():
 
 
 def test_a_block_travels_through_the_real_ring(tmp_path):
-    """When a shipper learns of an extent, the rows are in shared memory as the header says."""
+    """When a shipper is told of an extent, the rows are in shared memory as the header describes."""
     pool = BlockPool(128, 4, torch.bfloat16, CPU, largest_block=0)
     producer = RingProducer(tmp_path / "ring", ring_bytes=1 << 16)
     producer.start()

@@ -268,7 +268,7 @@ def test_the_prompts_length_does_not_matter_to_absolute_positions(positions):
     ids=["last token", "all but the last", "prompt", "generated"],
 )
 def test_where_the_prompt_ends_matters_to_positions_that_depend_on_it(positions):
-    """The second turn of a chat starts with the tokens of the first, and steers other positions of them."""
+    """The second turn of a chat starts with the tokens of the first, but steers other positions of them."""
     first, second = (salt(add(), add(positions=positions), prompt_tokens=tokens) for tokens in (10, 11))
     assert first != second
 

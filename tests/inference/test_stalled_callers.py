@@ -16,7 +16,7 @@ from tests.inference.service_support import CAPTURE, DEADLINE, ask, failure_of, 
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 """A client whose window is 64 KiB. By default it grows to megabytes."""
 STALL = 1.0
-"""Seconds in which even a busy machine reads everything that is sent here."""
+"""Enough time to read everything that is sent here, even on a busy machine."""
 FULL = 200_000
 """Characters of one message: more than the client's window and the server's buffer."""
 

@@ -95,7 +95,7 @@ def test_a_change_in_the_middle_of_a_prompt_or_of_a_second_computation(engine):
     assert engine.change(add(scale=2)) == 3
     assert scales(engine.step(("r", 3, 3))) == [2] * 3
     engine.step(("r", 0, 2))  # preempted
-    assert engine.change(add(scale=3)) == 6, "what was computed before it was preempted is not steered otherwise"
+    assert engine.change(add(scale=3)) == 6, "positions computed before the preemption keep their steering"
     assert scales(engine.step(("r", 2, 6))) == [1, 2, 2, 2, 3, 3]
 
 
@@ -112,7 +112,7 @@ def test_steering_is_switched_off_and_on_again(engine):
     assert [step.scale for step in engine.step(("r", 4, 1))[0]] == [2, 5]
     engine.change()
     assert scales(engine.step(("r", 5, 1))) == [None]
-    assert engine.layout is None, "a step that steers nothing leaves the tap idle"
+    assert engine.layout is None, "the tap is idle in a step without steering"
     engine.change(add(scale=4))
     assert scales(engine.step(("r", 6, 1))) == [4]
 
@@ -292,9 +292,11 @@ def test_captures_of_a_changed_request_have_each_position_once(prompt, happening
 
 
 def test_a_request_that_was_never_changed_is_not_divided(monkeypatch):
-    monkeypatch.setattr(RequestState, "divide", lambda *_: pytest.fail("every step of every request pays for this"))
+    monkeypatch.setattr(
+        RequestState, "divide", lambda *_: pytest.fail("this would slow down every step of every request")
+    )
     engine = Engine()
     engine.step(("r", 0, 4), admitted=[("r", plan(add()))])
     engine.step(("r", 0, 5))
     engine.change(add(scale=2))
-    engine.step(("r", 5, 1))  # a request that goes on after a change costs no more either
+    engine.step(("r", 5, 1))  # nor does it divide a request after its change

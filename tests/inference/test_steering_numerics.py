@@ -53,7 +53,7 @@ def test_a_steered_row_depends_on_its_own_request_alone(seed, other_seed, dtype,
 
 @pytest.mark.parametrize("hidden", [576, 4096])
 def test_a_steered_row_is_the_same_beside_steered_rows_and_beside_others(hidden):
-    """The number of steered rows changes the shape of torch's tensors, even in a batch of the same size."""
+    """The number of steered rows changes the shape of torch's tensors, even if the batch has the same size."""
     case = make_case(1, torch.bfloat16, 64, hidden, 8, has_residual=True)
     case.operations[5] = (
         make_case(2, torch.bfloat16, 1, hidden, 8, has_residual=True).operations[0] or case.operations[5]
@@ -80,7 +80,7 @@ def test_no_steering_makes_an_infinity_or_nan(dtype, has_residual):
 
 # ------------------------------------------------------------------------------------------------ the kernel on a GPU
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there the kernel is compiled")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to run the compiled kernel")
 CUDA = torch.device("cuda")
 
 

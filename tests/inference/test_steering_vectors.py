@@ -1,4 +1,4 @@
-"""Turns for the rows of the banks: first come, first served; only requests that need no room go ahead."""
+"""Requests get rows of the banks in order of arrival. Only requests that need no room go ahead."""
 
 from __future__ import annotations
 
@@ -172,11 +172,11 @@ async def test_those_behind_a_waiter_that_gives_up_go_on_at_once():
         await asyncio.wait({waiting})
         assert isinstance(waiting.exception(), Failure)
         await settle()
-        assert b.holding == ["holds", "small"], "its own time has not run out"
+        assert b.holding == ["holds", "small"], "its own timeout has not expired"
 
 
 async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_who_loads():
-    """As when a client disconnects from a request that is being aborted."""
+    """This happens when a client disconnects from a request that is being aborted."""
     async with bench(2) as b:
         b.start("holds", 1, 2)
         await settle()
@@ -192,7 +192,7 @@ async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_who_loads():
         assert b.activator._changed.locked()
         b.start("shares", 3)
         await settle()
-        assert b.holding == ["holds"], "nobody uses a row that is only half there"
+        assert b.holding == ["holds"], "no request uses a row that is being written"
         b.loading.set()
         await asyncio.wait({waiter})
         assert waiter.cancelled()
@@ -238,7 +238,9 @@ def test_everybody_is_served_whatever_others_do(rows, happenings):
             holders = [name for name in b.tasks if name in b.holding]
             waiters = [name for name in b.tasks if name not in b.holding]
             await b.end(*holders)
-            assert not waiters or waiters[0] in b.holding, "whoever is first has its rows, if nobody holds any"
+            assert not waiters or waiters[0] in b.holding, (
+                "if no rows are held, the first waiting request gets its rows"
+            )
         b.check_idle()
 
     asyncio.run(run())
@@ -261,7 +263,7 @@ async def test_a_hold_of_vectors_grows_and_is_given_back_as_a_whole():
 
 
 async def test_a_hold_of_vectors_cannot_wait_for_itself():
-    """So it does not delay others either."""
+    """Waiting for itself would also delay other requests."""
     async with bench(2) as b, VectorHold(b.activator) as hold:
         await hold.add([numbered(1).digest])
         with pytest.raises(Failure, match="uses 3 vectors, but at most 2"):

@@ -38,7 +38,9 @@ def vectors_on(table: ProgramTable, number: int, layer: int) -> list[int]:
     first, count = table.lines[number, 1 + layer, :2].tolist()
     entries = table.entries[first : first + count, 0]
     if count:
-        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first].tolist(), "the first one is in both"
+        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first].tolist(), (
+            "the line repeats the first entry"
+        )
     return (entries & (MAX_BANK_ROWS - 1)).tolist()
 
 
@@ -99,7 +101,7 @@ def test_a_step_that_needs_more_than_fits() -> None:
     table.place(held[:2])
     with pytest.raises(TablesFullError, match="2 programs"):
         table.place(held)
-    assert vectors_on(table, number_of(table, held[2]), 0) == [2]  # the next step works again
+    assert vectors_on(table, number_of(table, held[2]), 0) == [2]  # the next step works
 
 
 def test_what_stands_apart_is_uploaded_too() -> None:

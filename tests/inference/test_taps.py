@@ -181,7 +181,7 @@ def check_steering(model, step, tensors, originals, dtype):
             wanted = model.steered(name, position, layer, before, None if delayed is None else delayed[row])
             wanted = wanted if is_after else None
             if wanted is None:
-                assert now[row].tobytes() == before.tobytes(), f"{name}'s row was touched"
+                assert now[row].tobytes() == before.tobytes(), f"{name}'s row was changed"
             else:
                 np.testing.assert_allclose(now[row].astype(np.float64), wanted, rtol=rounding, atol=1e-4)
 
@@ -255,7 +255,7 @@ def lost_rows(worker):
 
 
 def test_requests_are_steered_by_their_own_vectors_alone():
-    """The rows of a request have the same bits whatever the other requests do."""
+    """The rows of a request have the same bits, whatever other requests do."""
 
     def run(neighbours_row):
         worker = Worker(hidden=HIDDEN, vectors=VECTORS)

@@ -129,7 +129,7 @@ def test_no_room_is_told_and_changes_nothing(cache, users):
 
 @pytest.mark.parametrize("tenant", ["", "alice"])
 def test_room_is_found_without_passing_all_that_is_in_use_again_and_again(tenant):
-    """Of 400 vectors, the 200 oldest are in use. Then 1,000 new ones come, one after the other."""
+    """Of 400 vectors, the 200 oldest are in use. Then 1,000 new ones are added, one after the other."""
     held = {vector_name(tenant, numbered(number).digest) for number in range(200)}
     asked = []
     cache = VectorCache(10_000 if tenant else 400, HIDDEN, lambda name: bool(asked.append(name)) or name in held)
@@ -291,7 +291,7 @@ async def test_a_row_in_use_is_not_taken_though_it_was_used_before_others(bench)
 
 
 async def test_a_request_does_not_take_a_row_from_itself(bench):
-    """One of its vectors is active and idle, so its row is not room for the other."""
+    """One of its vectors is active and idle, so that row is not free for the other vector."""
     async with bench.active(1):
         pass
     done = asyncio.Event()

@@ -18,7 +18,7 @@ if "sandbox" in sys.argv:
         raise PermissionError(1, "Operation not permitted")
     os.pidfd_open = refuse
 watchdog.end_with({int(sys.argv[1])})
-print("watching", file=sys.stderr, flush=True)  # what is logged goes to stdout
+print("watching", file=sys.stderr, flush=True)  # stdout has the log
 time.sleep(600)  # a step that waits for the store for ever
 """
 

@@ -1,4 +1,4 @@
-"""`--light` skips what needs torch or vLLM where they are missing; without it, that fails."""
+"""`--light` skips tests that need torch or vLLM if these are missing. Without the flag, such tests fail."""
 
 import os
 import subprocess

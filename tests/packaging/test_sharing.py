@@ -1,4 +1,4 @@
-"""How tests are shared out goes by marks; who uses a shared engine without one is told."""
+"""Marks decide which tests share a process. A test that uses a shared engine without the mark is an error."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests import sharing
 
 
 class Item:
-    """As much of a test as is looked at."""
+    """The attributes of a test that `sharing` reads."""
 
     def __init__(self, path, *marks):
         self.path, self.nodeid, self.fixturenames = path, "tests/x.py::test_x", ["engine"]

@@ -135,13 +135,13 @@ async def test_limits_of_vectors(tenants):
     _, alice, bob = tenants
     vectors = [vector(number) for number in (1, 2, 3)]
     await alice.put(*vectors)
-    assert await alice.missing(*vectors) == [vectors[0].digest]  # the least recently used one
+    assert await alice.missing(*vectors) == [vectors[0].digest]  # the least recently used vector was evicted
     await bob.put(*vectors)
     assert await bob.missing(*vectors) == []
 
 
 async def test_limits_of_requests(tenants):
-    """A tenant cannot use another's slots, nor more of the engine than its limit."""
+    """A tenant cannot use another tenant's slots, nor more of the engine than its limit."""
     service, alice, bob = tenants
     service.engine.script = stuck_after()
     plain = inference_pb2.RequestSpec()

@@ -134,7 +134,7 @@ def work_at_random(rng, caller):
 
 
 class TestVectors:
-    """Limits of the vector cache of an inference service."""
+    """A tenant's limits in the vector cache of an inference service."""
 
     BYTES = 16  # four elements, as the tests' model has them
 

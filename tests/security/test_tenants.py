@@ -167,7 +167,7 @@ def test_an_admin_of_a_tenant_is_one_of_the_store(call, writer):
     carol = call("carol", "admin")
     carol.write()
     writer.write(tenant="alice")
-    assert carol.get().description.tenant == "carol"  # if it names no tenant, its own
+    assert carol.get().description.tenant == "carol"  # a caller that names no tenant gets its own
     assert carol.list() == [("alice", "a"), ("carol", "a")]
 
 
@@ -215,7 +215,7 @@ def test_figures(call, writer, alice, bob, admin):
     assert whole.num_bytes == alice.get().num_bytes
     assert whole.commits > 0
     assert not whole.HasField("tenant")
-    for caller in (writer, call("alice", "generate")):  # enough rights to see that the store answers
+    for caller in (writer, call("alice", "generate")):  # any right is enough to see that the store answers
         assert {field.name for field, _ in caller.stats().ListFields()} == told - {"captures", "num_bytes"}
 
 

@@ -132,7 +132,7 @@ def test_certificates_are_renewed_while_the_service_runs(store, tmp_path, author
             stats_sync(endpoint, tls=tls)
         key.write_text("in the middle of being replaced")
         with pytest.raises(residuum.Unreachable, match="has expired"):
-            stats_sync(endpoint, tls=tls)  # unusable files change nothing
+            stats_sync(endpoint, tls=tls)  # the service keeps its certificate
         shutil.copy(server_pair.key, key)
         shutil.copy(server_pair.cert, cert)
         assert stats_sync(endpoint, tls=tls)
@@ -150,7 +150,7 @@ def test_files_that_cannot_be_used_are_told_at_the_start(store, tmp_path, author
     for settings in bad:
         with pytest.raises(SecurityError, match="tls"), store(**settings):
             pass
-    with store():  # so the database was closed each time
+    with store():  # this works only if the database was closed each time
         pass
 
 

@@ -49,7 +49,7 @@ EXPECTED = {
     f"/{HEALTH}/Watch": OPEN,
     f"/{HEALTH}/List": OPEN,
 }
-"""A second copy of the table of rights, so that every change of the table must be made twice."""
+"""A second copy of the table of rights, so that a change of the table must be made in both places."""
 
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -63,7 +63,7 @@ def test_every_method_is_in_the_list():
     assert health_pb2.DESCRIPTOR
     assert reflection_pb2.DESCRIPTOR
     found = set(methods_of(STORE, INFERENCE, HEALTH, REFLECTION))
-    assert found | {f"/{HEALTH}/List"} == set(EXPECTED)  # which older versions of the health service lack
+    assert found | {f"/{HEALTH}/List"} == set(EXPECTED)  # older versions of the health service lack List
     files = (inference_pb2.DESCRIPTOR, store_pb2.DESCRIPTOR)
     ours = {service.full_name for file in files for service in file.services_by_name.values()}
     assert ours == {STORE, INFERENCE}

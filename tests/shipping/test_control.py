@@ -1,4 +1,4 @@
-"""The shipper's side of the control socket, with a worker that the test plays."""
+"""The shipper's side of the control socket. The test plays the worker."""
 
 from __future__ import annotations
 

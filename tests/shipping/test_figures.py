@@ -1,4 +1,4 @@
-"""The figures of workers and shippers, as another process reads them."""
+"""The figures of workers and shippers, read by another process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_file_is_written_when_something_changed_and_not_too_often(tmp_path, mo
     written = path.stat().st_ino
     now[0] += 5
     file.refresh()
-    assert path.stat().st_ino == written, "nothing changed: nothing is written"
+    assert path.stat().st_ino == written, "without a change, nothing is written"
     file.remove()
     assert read_figures(path) == {}
     file.remove()

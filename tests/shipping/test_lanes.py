@@ -1,4 +1,4 @@
-"""Which lane, and which reserve of the ring, a capture uses."""
+"""The lane, and the reserve of the ring, that a capture uses."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_acquire_waits_until_an_extent_is_given_back(start_producer, connect):
     wait_until(lambda: producer.stats().waits)
     shipper.send(Done(tickets[1]))
     wait_until(lambda: producer.stats().freed)
-    assert thread.is_alive()  # half of the room is there
+    assert thread.is_alive()  # only half of the room is free
     shipper.send(Done(tickets[0]))
     thread.join(DEADLINE)
     assert result == [Extent(0, PAGE)]

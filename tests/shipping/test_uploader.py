@@ -1,4 +1,4 @@
-"""The stream to the store, with a store that fails on purpose. Only the processes are not real."""
+"""The stream to a store that fails on purpose. Everything runs in one process."""
 
 from __future__ import annotations
 

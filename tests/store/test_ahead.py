@@ -35,9 +35,9 @@ def test_the_next_item_is_made_while_one_is_dealt_with() -> None:
     stream = ahead(items())
     for _ in range(3):
         next(stream)
-    assert made[3].wait(_SECONDS), "nobody makes the fourth while the third is dealt with"
-    assert made[4].wait(_SECONDS), "nobody works on the fifth while the fourth lies ready"
-    assert not made[5].is_set(), "more was made than is to lie ready"
+    assert made[3].wait(_SECONDS), "the fourth item is not prefetched while the third is handled"
+    assert made[4].wait(_SECONDS), "the fifth item is not started while the fourth waits"
+    assert not made[5].is_set(), "too many items were prefetched"
     stream.close()
     assert not _threads()
 

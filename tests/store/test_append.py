@@ -239,7 +239,7 @@ def test_a_stream_that_breaks_the_rules_fails(client: Client, messages: list[byt
     with failing_with(INVALID):
         client.send(messages)
     client.append([make_chunk(LAYERS, [0, 1])])
-    assert client.get().num_rows == 6, "the service goes on"
+    assert client.get().num_rows == 6, "the service continues"
 
 
 def test_a_message_over_the_limit_fails_its_stream_only(client: Client) -> None:
@@ -282,7 +282,7 @@ def wait_until_released(client: Client) -> None:
         with suppress(grpc.RpcError):
             client.send([])
             return
-    pytest.fail("the streams of clients that have gone are still held")
+    pytest.fail("the streams of disconnected clients still hold their slots")
 
 
 def test_a_full_house_says_so(tmp_path: Path) -> None:

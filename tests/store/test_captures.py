@@ -96,7 +96,7 @@ def test_only_wanted_positions_are_expected(client: Client) -> None:
 
 def test_the_row_past_the_end_is_trimmed(client: Client) -> None:
     client.open()
-    client.append([make_chunk(LAYERS, range(7))])  # expected are 4 + 2 - 1 = 5
+    client.append([make_chunk(LAYERS, range(7))])  # 4 + 2 - 1 = 5 are expected
     manifest = client.seal(generated=[2])
     assert manifest.state == COMPLETE
     assert cells_of(manifest.present) == grid(LAYERS, range(5))
@@ -165,7 +165,7 @@ def test_it_ends_when_nothing_that_was_under_way_comes_any_more(hasty: Client, e
     assert hasty.seal(generated=[0], **ending).state == OPEN
     manifest = hasty.get(wait=20)
     check_ended_as(manifest, ending)
-    assert cells_of(manifest.missing) == grid(LAYERS, [2, 3]), "an aborted prompt expects the prompt"
+    assert cells_of(manifest.missing) == grid(LAYERS, [2, 3]), "an aborted request expects its prompt"
     answers = hasty.append([make_chunk(LAYERS, [0]), make_chunk(LAYERS, [1, 2])])
     assert rejections(answers) == {2: Reason.ERROR_REASON_CAPTURE_ENDED}
     assert hasty.get() == manifest
@@ -201,7 +201,7 @@ def test_a_loss_makes_it_incomplete_once_the_rest_is_there(client: Client, seale
     if sealed_first:
         client.seal(generated=[2])
         client.send(messages[:1])
-        assert client.get().state == OPEN, "rows that may still come are worth waiting for"
+        assert client.get().state == OPEN, "the store waits for rows that may still arrive"
         client.send(messages[1:])
     else:
         client.send(messages)
@@ -301,7 +301,7 @@ def described_at(seconds: int) -> capture_pb2.CaptureDescription:
 def test_opening_again_at_another_time_is_the_same_while_nothing_was_written(client: Client) -> None:
     client.open(described_at(1))
     client.open(described_at(2))
-    assert client.get().description == described_at(1), "the first one stands"
+    assert client.get().description == described_at(1), "the first description remains"
     with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
         client.open(describe(prompt=5))
 

@@ -86,7 +86,7 @@ def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A synced file is lost if a power failure removes its name, so folders are synced, too."""
+    """If a power failure removes a file's name, the synced file is lost, so folders are synced, too."""
     synced = []
 
     def fsync(descriptor: int) -> None:
@@ -140,7 +140,7 @@ def test_a_full_map_loses_nothing_and_recovers(tmp_path: Path) -> None:
         assert positions_of(client, "a") == list(range(count))
         assert client.get("a").num_rows == count
         client.seal("a", generated=[1], outcome=ABORTED)
-        assert client.get("a", wait=20).state == ABORTED, "ending works in a full store"
+        assert client.get("a", wait=20).state == ABORTED, "a full store can end captures"
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
         open_wide(client, "b")
         append_when_there_is_room(client, "b")

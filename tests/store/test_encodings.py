@@ -57,7 +57,7 @@ def stored(client: Client, **query: object) -> dict[tuple[int, int], np.ndarray]
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_every_encoding_come_back_as_they_were(client: Client, name: str) -> None:
-    """Of two overlapping chunks, the store keeps only the second's new rows, with their prefix."""
+    """If two chunks overlap, the store keeps only the second chunk's new rows, with their prefix."""
     form = FORMATS[name]
     client.open(describe_format(form))
     first, second = frame(form, [0, 1, 2], [0, 1, 2, 3, 4]), frame(form, [1, 2], [3, 4, 5, 6, 7, 8], seed=1)

@@ -1,4 +1,4 @@
-"""A new capture with the ID of one that exists: it fails, replaces the other, or is skipped, and rows never mix."""
+"""A new capture with the ID of an existing one: it fails, replaces the other, or is skipped, and rows never mix."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def test_late_rows_losses_and_seals_of_an_earlier_capture_never_reach_the_new_on
     assert client.get().num_rows == 0
     assert finish(client, 2).state == COMPLETE
     assert client.read()[0] == grid(LAYERS, range(5))
-    assert rejections(write(client, 1, range(5))) == {1: Reason.ERROR_REASON_UNKNOWN_CAPTURE}, "nor when it has ended"
+    assert rejections(write(client, 1, range(5))) == {1: Reason.ERROR_REASON_UNKNOWN_CAPTURE}, (
+        "late rows are refused after the end, too"
+    )
 
 
 def test_opening_again_after_no_answer_changes_nothing(client: Client) -> None:

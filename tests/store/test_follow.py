@@ -132,7 +132,7 @@ def until_accepted(client: Client) -> grpc.Call:
             next(answers)
             return answers
         assert answers.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    return pytest.fail("the reader that has gone still holds its stream")
+    return pytest.fail("the disconnected reader still holds its stream")
 
 
 def test_following_an_aborted_capture_waits_for_what_is_under_way(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Labels: set when a capture is opened or later, listed, filtered by, and gone with their capture."""
+"""Labels: set when a capture is opened or later, listed, used in filters, and deleted with their capture."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_labels_survive_a_restart(start):
 
 
 def test_a_database_without_labels_is_opened(tmp_path):
-    """A store that knew no labels made no tables for them."""
+    """A store version without labels made no tables for them."""
     import lmdb
 
     with serving(tmp_path / "store") as (_, client):

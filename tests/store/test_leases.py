@@ -112,7 +112,7 @@ def test_a_service_that_was_out_of_reach_for_a_moment_keeps_its_captures(tmp_pat
             renew(client)
             time.sleep(0.05)
         assert client.get().state == OPEN
-        assert client.get(wait=30).incomplete_reason == GONE, "and its next absence is noticed"
+        assert client.get(wait=30).incomplete_reason == GONE, "its next absence is noticed"
 
 
 def test_a_restart_of_the_store_starts_the_leases_anew(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The sum of a store's limits is the one in docs/operations/bounds.md; `tests/hostile` compares it with a store."""
+"""The memory bound of a store is the sum in docs/operations/bounds.md; `tests/hostile` compares it with a store."""
 
 from __future__ import annotations
 

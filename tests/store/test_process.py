@@ -110,14 +110,14 @@ def test_everything_is_as_it_was_after_a_restart(start: Start, number: int) -> N
 
     client = start("--ending-timeout-seconds", "60").client
     assert {name: client.get(name) for name in before} == before
-    assert client.stub.ListCaptures(page) == listed, "page tokens hold across restarts"
+    assert client.stub.ListCaptures(page) == listed, "page tokens stay valid across restarts"
     stats = client.stub.GetStats(store_pb2.GetStatsRequest())
     assert stats.num_bytes == sum(manifest.num_bytes for manifest in before.values())
 
     for name in ("sealed", "aborting", "lossy"):
         client.append([make_chunk(LAYERS, range(5))], name)
     assert client.get("sealed").state == COMPLETE
-    assert client.get("lossy").state == COMPLETE, "the lost row came after all"
+    assert client.get("lossy").state == COMPLETE, "the lost row arrived later"
     assert (client.get("aborting").state, client.get("aborting").num_rows) == (ABORTED, 15)
     assert client.get("open").state == OPEN
     client.open(describe("gone"))

@@ -26,17 +26,17 @@ def put(client, name, *, layers=(0, 1), prompt=4, seal=True, width=4):
 
 
 class Found:
-    """What came of one capture."""
+    """The received parts of one capture."""
 
     def __init__(self):
         self.rows, self.states, self.error, self.is_last = Rows(), [], None, False
 
     def take(self, part):
-        assert not self.is_last, "a part came after the last one"
+        assert not self.is_last, "a part arrived after the last one"
         if part.HasField("manifest"):
             self.states.append(part.manifest.state)
         for chunk in part.chunks:
-            assert self.states, "rows came before the manifest"
+            assert self.states, "rows arrived before the manifest"
             self.rows.take(chunk)
         if part.HasField("error"):
             self.error = part.error
@@ -44,7 +44,7 @@ class Found:
 
 
 def read(client, names, **fields):
-    """Read captures; return the messages, and what came of each capture by its index, in the order in which it came."""
+    """Read captures. Return the messages, and the parts of each capture by its index, in order of arrival."""
     request = store_pb2.ReadCapturesRequest(capture_ids=names, **fields)
     messages = list(client.stub.ReadCaptures(request, timeout=30))
     found = {}

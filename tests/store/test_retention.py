@@ -71,7 +71,7 @@ def test_the_oldest_go_until_the_rest_fits() -> None:
         ("1", "size", 99.0),
         ("2", "size", 98.0),
     ]
-    assert retention.seconds_to_next() is None, "nothing more is to do before something is written"
+    assert retention.seconds_to_next() is None, "nothing to do until the next write"
 
 
 def test_the_order_is_that_of_ends_not_of_beginnings() -> None:
@@ -102,7 +102,7 @@ def test_what_is_read_is_passed_over() -> None:
     retention = Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)
     with catalog.reading(CaptureName("", "1")), catalog.reading(CaptureName("", "1")):
         assert names(retention) == ["2", "3"]
-        assert retention.seconds_to_next() == 1.0, "its reader may go"
+        assert retention.seconds_to_next() == 1.0, "its reader may disconnect"
     with pytest.raises(Failure) as caught:  # although the writer has not deleted it yet
         catalog.require(CaptureName("", "2"))
     assert caught.value.reason == Reason.ERROR_REASON_UNKNOWN_CAPTURE
@@ -167,15 +167,15 @@ class Captures:
     def expire(self, _size: int) -> None:
         taken = [(item.number, item.num_bytes) for item in self.retention.take()]
         free = [item for item in self.ended if item[0] not in self.readers]
-        assert taken == free[: len(taken)], "in the order in which they ended, but for those that are read"
+        assert taken == free[: len(taken)], "in the order in which they ended, except captures that are being read"
         for number, _ in taken:
             self.catalog.delete(CaptureName("", str(number)), number)
         kept = [item for item in self.ended if item not in taken]
         total = sum(self.open.values()) + sum(size for _, size in kept)
         assert self.catalog.num_bytes == total
-        assert total <= self.limit or taken == free, "above the limit only if nothing more may go"
+        assert total <= self.limit or taken == free, "above the limit only if no other capture may be deleted"
         if taken:
-            assert total + taken[-1][1] > self.limit, "the newest of those that went had to"
+            assert total + taken[-1][1] > self.limit, "deleting the newest of them was necessary"
         self.ended = kept
 
 
@@ -226,7 +226,7 @@ def test_by_size_the_newest_and_the_open_stay(start: Start) -> None:
     make(client, "open", sealed=False)
     sizes = {name: make(client, name) for name in "abcdef"}
     until(lambda: stats_of(client).num_bytes <= 200 << 10)
-    assert listed(client) == ["open", "d", "e", "f"], "three of 48 KiB beside the open one"
+    assert listed(client) == ["open", "d", "e", "f"], "three captures of 48 KiB and the open one"
     stats = stats_of(client)
     assert stats.num_chunks >= 4
     retention = stats.retention
@@ -303,7 +303,7 @@ def test_freed_pages_are_used_again(start: Start) -> None:
     for number in range(110):
         make(client, f"c{number}", positions=32)  # 1.5 MiB
         above += stats_of(client).num_bytes > 6 << 20
-    assert above <= 5, "above the limit only until the pass after the commit"
+    assert above <= 5, "above the limit only until retention runs after the commit"
     until(lambda: stats_of(client).num_bytes <= 6 << 20)
     stats = stats_of(client)
     assert listed(client)[-1] == "c109"
@@ -323,7 +323,7 @@ def test_a_reader_keeps_what_it_reads(tmp_path: Path) -> None:
             make(client, f"c{number}", positions=10)
         until(lambda: stats_of(client).num_bytes <= 20 << 20)
         assert listed(client)[0] == "slow"
-        assert "c0" not in listed(client), "what is read counts, too"
+        assert "c0" not in listed(client), "captures that are being read count, too"
         assert sum(len(answer.chunk.header.positions) for answer in answers) == 400
         make(client, "after")
         make(client, "more", positions=10)

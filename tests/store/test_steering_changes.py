@@ -1,4 +1,4 @@
-"""Steering changes arrive with the seal and are kept in the manifest."""
+"""Steering changes arrive with the seal and are stored in the manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What writer streams are told, and when: the writer thread and the streams, without a server."""
+"""The writer thread and the streams, without a server: what it tells streams, and when."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_other_arguments_are_kept():
         without_residuum_arguments({**others, "residuum": "{}", "residuum_vectors": [], "residuum_plan": {}}) == others
     )
     assert without_residuum_arguments({"residuum_plan": {}}) is None
-    assert has_residuum_arguments({"residuum_plan": 1}), "it must be taken out"
+    assert has_residuum_arguments({"residuum_plan": 1}), "it must be removed"
     assert read_residuum_arguments({"residuum_plan": 1}) is None
 
 

@@ -19,7 +19,7 @@ MODULUS = 1 << 64
 
 
 def splitmix64(seed: int, count: int) -> list[int]:
-    """The rule of capture.proto in Python's own integers."""
+    """The rule of capture.proto, in Python's integers."""
     numbers = []
     for n in range(1, count + 1):
         z = (seed + n * 0x9E3779B97F4A7C15) % MODULUS

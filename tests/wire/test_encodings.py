@@ -38,7 +38,7 @@ from tests.encoding_cases import B16, F16, F32, FORMATS, WIDTH, basis, rows
 
 FINITE = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
 TINY = 1e-36
-"""The error allowed for numbers so small that float32 lacks the bits."""
+"""The allowed error of numbers that are too small for float32's precision."""
 
 
 def round_trip(form: RowFormat, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -51,7 +51,7 @@ def round_trip(form: RowFormat, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def rounding(values: np.ndarray) -> np.ndarray:
-    """Return the error that float32 arithmetic alone may add to quantised numbers."""
+    """Return the error that float32 arithmetic may add to quantised numbers."""
     return 4e-7 * np.abs(values).max(axis=-1, keepdims=True) + TINY
 
 
@@ -98,7 +98,7 @@ def test_full8_along_dimensions_by_hand():
 
 def test_topk_by_hand():
     row = np.array([[[0.5, -7.0, 3.0, -3.0, 0.0, 3.0]]], np.float32)
-    expected = struct.pack("<3H3f", 1, 2, 3, -7.0, 3.0, -3.0)  # among equal magnitudes the first win
+    expected = struct.pack("<3H3f", 1, 2, 3, -7.0, 3.0, -3.0)  # of equal magnitudes, the first are kept
     assert RowFormat(TOPK, 6, F32, dimensions=3).encode(row) == expected
     scale = np.float32(10) / np.float32(255)
     expected = struct.pack("<ff3H3B", scale, -7.0, 1, 2, 3, 0, 255, 102)
@@ -246,7 +246,7 @@ def test_what_is_not_finite_stays_visible_and_stays_where_it_is(name, odd):
         assert (encoded["q"][1, 2] == 0).all()
     if form.encoding == TOPK8:
         assert encoded["index"][1, 2].tolist() == [0, 1, 2, 3, 4]
-    if form.encoding == TOPK:  # it displaces another element
+    if form.encoding == TOPK:  # the non-finite element displaces another one
         touched[1, 2] = True
     np.testing.assert_array_equal(decoded[~touched], clean[~touched])
 

@@ -84,7 +84,7 @@ def call(channel, method):
         list(getattr(channel, method)(f"/residuum.test/{method}")(request, timeout=10))
     except grpc.RpcError as error:
         return error
-    raise AssertionError("the call went well")
+    raise AssertionError("the call succeeded")
 
 
 async def aio_call(channel, method):
@@ -97,7 +97,7 @@ async def aio_call(channel, method):
             await answer
     except grpc.RpcError as error:
         return error
-    raise AssertionError("the call went well")
+    raise AssertionError("the call succeeded")
 
 
 class Log:
@@ -160,7 +160,7 @@ def test_a_blunder_is_logged_and_not_told(served, method):
 
 
 class Noting(grpc.ServerInterceptor):
-    """Notes that a handler waits for a second message."""
+    """Sets an event when a handler waits for a second message."""
 
     def __init__(self):
         self.waiting = threading.Event()
@@ -180,7 +180,7 @@ class Noting(grpc.ServerInterceptor):
 
 
 def test_a_dropped_reflection_stream_is_no_incident():
-    """The handler waits for the next request of a caller that has gone."""
+    """The handler waits for the next request of a caller that has disconnected."""
     log, noting, pool = Log(), Noting(), ThreadPoolExecutor(4)
     server = grpc.server(pool, interceptors=[ErrorInterceptor(log), noting], options=channels.SERVER_OPTIONS)
     add_health_and_reflection(server, "residuum.test", health.HealthServicer())
@@ -209,7 +209,7 @@ class Refusing(grpc.ServerInterceptor):
 
 
 def test_a_refusal_of_an_interceptor_passes_for_any_method():
-    """Such as a missing token, or too many reflection streams."""
+    """For example, the token is missing, or there are too many reflection streams."""
     server = grpc.server(ThreadPoolExecutor(1), interceptors=[ErrorInterceptor(Log()), Refusing()])
     add_health_and_reflection(server, "residuum.test", health.HealthServicer())
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -235,7 +235,7 @@ async def aio_served(behave, log, inside):
 @pytest.mark.parametrize("by_thread", [False, True])
 async def test_a_failure_passes_an_asyncio_server(method, by_thread):
     async def inside(endpoint):
-        if by_thread:  # a sync client of an asyncio server
+        if by_thread:  # called by a sync client
             with channels.open_channel(endpoint) as channel:
                 return await asyncio.to_thread(call, channel, method)
         async with channels.open_aio_channel(endpoint) as channel:
