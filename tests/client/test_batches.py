@@ -162,7 +162,7 @@ def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer, monkeypatch):
         assert stopped.wait(10)
 
 
-def test_an_interrupt_keeps_what_is_done_sync(endpoint, peer, monkeypatch):
+def test_an_interrupt_keeps_finished_replies_sync(endpoint, peer, monkeypatch):
     """Ctrl-C comes while one prompt still runs."""
     hold, wait = finish_all_but(peer, 1)
     monkeypatch.setattr(peer, "_deltas", wait)
@@ -180,7 +180,7 @@ def test_an_interrupt_keeps_what_is_done_sync(endpoint, peer, monkeypatch):
     assert "of 3 prompts were done" in str(caught.value)
 
 
-async def test_a_cancelled_batch_keeps_what_is_done_async(endpoint, peer, monkeypatch):
+async def test_a_cancelled_batch_keeps_finished_replies_async(endpoint, peer, monkeypatch):
     hold, wait = finish_all_but(peer, 1)
     monkeypatch.setattr(peer, "_deltas", wait)
     async with residuum.AsyncClient(endpoint) as client:
@@ -236,7 +236,7 @@ async def test_a_batch_names_its_requests(client, peer):
     assert sent == dict.fromkeys(names, capture_pb2.IF_EXISTS_SKIP)
 
 
-async def test_a_prompt_that_captures_nothing_has_nothing_that_exists(client, peer):
+async def test_if_exists_is_not_sent_for_prompts_without_a_capture(client, peer):
     names = [uuid.uuid4().hex for _ in range(2)]
     captures = [residuum.Capture(layers=[1]), None]
     steer = [None, [residuum.Add(vector(), layer=0)]]

@@ -141,7 +141,9 @@ def test_an_id_names_the_requests_of_a_file(cli, tmp_path, peer):
         ((), "give --capture, --id JOB and --if-exists skip"),
     ],
 )
-def test_an_interrupted_file_of_prompts_shows_what_is_done_and_how_to_go_on(cli, tmp_path, monkeypatch, more, advice):
+def test_an_interrupted_file_of_prompts_shows_finished_prompts_and_how_to_resume(
+    cli, tmp_path, monkeypatch, more, advice
+):
     usage = Usage(1, 1)
     done = residuum.Reply("job-1", (1,), (residuum.Sequence("two", (2,), "length"),), usage, captured=True)
 
@@ -179,7 +181,7 @@ def test_positions_take_slices(cli, peer):
     assert "slices such as" in err
 
 
-def test_a_wrong_choice_shows_the_choices_alone(capsys):
+def test_a_wrong_choice_shows_the_choices_once(capsys):
     from residuum.cli import main
 
     with pytest.raises(SystemExit):
@@ -189,7 +191,7 @@ def test_a_wrong_choice_shows_the_choices_alone(capsys):
     assert len(err.splitlines()) == 2
 
 
-def test_a_timeout_names_the_request_and_how_to_go_on(cli, peer):
+def test_a_timeout_names_the_request_and_how_to_resume(cli, peer):
     peer.script.hold = threading.Event()
     code, _, err = cli("generate", "a", "--id", "too-slow", "--capture", "1", "--timeout", "0.3")
     assert code == 1

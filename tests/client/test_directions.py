@@ -294,7 +294,7 @@ def test_incomplete_captures_are_refused(state, kind):
             method(zeros(), zeros(state=state))
 
 
-def test_partial_captures_use_the_rows_that_are_there(random):
+def test_partial_captures_contribute_their_present_rows(random):
     present = np.ones((LAYERS, 4), dtype=bool)
     present[1, 2:] = False  # of one layer half of the rows are lost
     present[2] = False  # and of another all

@@ -112,7 +112,7 @@ async def test_a_read_that_breaks_within_a_capture_yields_it_once(reader, flaky,
 
 
 @pytest.mark.parametrize("timeout", [None, 1.0])
-async def test_a_list_is_given_up_if_the_store_stays_away(make, endpoint, flaky, replies, timeout):
+async def test_a_read_of_a_list_ends_if_the_store_stays_unreachable(make, endpoint, flaky, replies, timeout):
     """The time limit is that of a single read: the client's timeout if it never reached the store, else the read's."""
 
     def change(number, messages):
@@ -127,7 +127,7 @@ async def test_a_list_is_given_up_if_the_store_stays_away(make, endpoint, flaky,
     assert flaky.reads > 3
 
 
-async def test_a_known_store_may_be_away_in_the_middle_of_a_list(make, endpoint, flaky, replies):
+async def test_a_known_store_may_be_unreachable_in_the_middle_of_a_list(make, endpoint, flaky, replies):
     """The store is away for longer than the client's timeout. Captures that have arrived are not requested again."""
 
     def change(number, messages):
@@ -165,7 +165,7 @@ async def test_unknown_captures_are_named(client, replies):
         await client.activations(["none-1"])
 
 
-async def test_what_is_no_id_is_refused(client):
+async def test_invalid_ids_are_refused(client):
     with pytest.raises(residuum.InvalidRequest, match="cannot name a request"):
         await client.activations(["a/b"])
     with pytest.raises(TypeError, match="A request id is a text"):

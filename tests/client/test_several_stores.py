@@ -113,7 +113,7 @@ async def test_a_list_of_captures_comes_from_all_stores_in_its_order(make, group
         await client.activations(["gone-1", names[0], "gone-2"], allow_partial=True)
 
 
-async def test_a_list_is_read_though_a_store_is_away_that_holds_none_of_it(make, group, away):
+async def test_a_list_is_read_although_a_store_without_its_captures_is_unreachable(make, group, away):
     stores = [*group.address("a", "b"), f"c={away}"]
     names = [group.put("a", f"there-{at}") for at in range(6)]
     client = make("127.0.0.1:1", store=stores)

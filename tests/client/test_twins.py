@@ -77,7 +77,7 @@ def test_clients_are_made_with_the_same_arguments():
     assert shape(residuum.Client.__init__) == shape(residuum.AsyncClient.__init__, sync_type)
 
 
-def test_what_is_awaited():
+def test_everything_but_iterators_is_awaited():
     """Everything is awaited except methods that return an iterator."""
     for name in public(residuum.AsyncClient):
         method = inspect.getattr_static(residuum.AsyncClient, name)
@@ -86,7 +86,7 @@ def test_what_is_awaited():
 
 
 @pytest.mark.parametrize("kind", [residuum.AsyncClient, residuum.AsyncStream, residuum.Client, residuum.Stream])
-def test_a_class_says_where_it_is_imported_from(kind):
+def test_the_module_of_a_class_is_the_public_one(kind):
     home = "residuum.aio" if kind.__name__.startswith("Async") else "residuum.client"
     assert kind.__module__ == home
     assert f"{home}.{kind.__name__}" in repr(kind)

@@ -93,7 +93,7 @@ def test_rows_keep_their_request_as_the_batch_changes(engine: Engine, reference:
     assert any(step.is_mixed for step in steps)
 
 
-def test_a_chunk_of_one_token_beside_others(engine: Engine, reference: Reference) -> None:
+def test_a_chunk_of_one_token_in_a_batch(engine: Engine, reference: Reference) -> None:
     """Running requests leave room for all but one token of a prompt."""
     rng = np.random.default_rng(7)
     for _ in range(20):  # repeat if a running request ends before the prompt is computed or before it is closed

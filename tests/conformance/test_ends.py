@@ -44,7 +44,7 @@ def test_the_end_token(engine: Engine, reference: Reference, generated: int) -> 
 
 
 @pytest.mark.parametrize("interval", [1, 5])
-def test_rows_leave_as_often_as_asked(engine: Engine, reference: Reference, interval: int) -> None:
+def test_rows_leave_at_the_flush_interval(engine: Engine, reference: Reference, interval: int) -> None:
     """A follower does not wait for 32 tokens."""
     watched = residuum.Capture(layers=[1], positions="generated", flush_interval=interval)
     with engine.paced(), engine.client.stream(PROMPT, max_tokens=60, ignore_eos=True, capture=watched) as stream:
@@ -97,7 +97,9 @@ def test_sequences_of_a_prompt_of_one_token(engine: Engine, reference: Reference
     check_capture(engine, reference, reply, changes=steered.changes)
 
 
-def test_an_id_that_runs_is_refused_and_the_first_goes_on(engine: Engine, reference: Reference) -> None:
+def test_the_id_of_a_running_request_is_refused_and_the_first_request_continues(
+    engine: Engine, reference: Reference
+) -> None:
     name = make_id()
     stream = engine.client.stream(PROMPT, max_tokens=60, ignore_eos=True, capture=ALL, request_id=name)
     next(stream)

@@ -39,7 +39,7 @@ def test_a_warm_cache_leaves_no_row_out(engine: Engine, reference: Reference, ex
         assert reply.token_ids == warm.token_ids
 
 
-def test_a_prompt_that_is_wholly_in_the_cache(engine: Engine, reference: Reference) -> None:
+def test_a_fully_cached_prompt(engine: Engine, reference: Reference) -> None:
     """Three whole blocks, after a longer prompt with the same start."""
     prompt = make_prompt(np.random.default_rng(40), 5 * KV_BLOCK)
     engine.client.generate(prompt, max_tokens=1)
@@ -63,7 +63,7 @@ def test_a_partly_cached_block(engine: Engine, reference: Reference) -> None:
     check_capture(engine, reference, engine.client.generate(other, max_tokens=3, ignore_eos=True, capture=ALL))
 
 
-def test_steered_differently_after_one_another(
+def test_requests_with_different_steering_share_no_cache(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
     """One prompt with two vectors, then without. Each steering has its own cache, and equal steering shares it."""
@@ -85,7 +85,7 @@ def test_steered_differently_after_one_another(
         assert captured.token_ids == plain.token_ids
 
 
-def test_steering_of_the_reply_alone_shares_no_prompt_that_is_longer(
+def test_steering_of_the_reply_is_not_shared_with_a_longer_prompt(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
     """The prompt of the second request has the tokens that the first one generated, steered only in the first."""

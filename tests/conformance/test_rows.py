@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 PROMPT = make_prompt(np.random.default_rng(3), 150)
 
 
-def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference: Reference) -> None:
+def test_rows_of_a_layer_are_transformers_hidden_states(engine: Engine, reference: Reference) -> None:
     """resid_post of layer k is hidden_states[k + 1], resid_pre hidden_states[k]; the last is the final norm's input."""
     reply = engine.client.generate(PROMPT[:20], max_tokens=4, ignore_eos=True, capture=ALL)
     acts = engine.client.activations(reply.request_id).select(site="resid_post")
@@ -56,7 +56,7 @@ def test_some_layers(engine: Engine, reference: Reference, layers: tuple[int, ..
     check_capture(engine, reference, reply, layers=layers)
 
 
-def test_what_enters_a_layer_and_what_is_added_make_what_leaves(engine: Engine, reference: Reference) -> None:
+def test_the_input_and_the_additions_of_a_layer_make_its_output(engine: Engine, reference: Reference) -> None:
     """Every site of every layer, for a prompt in three chunks and a reply: the rows are right and add up."""
     reply = engine.client.generate(PROMPT, max_tokens=40, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
@@ -118,7 +118,7 @@ def test_lengths_of_replies(engine: Engine, reference: Reference, generated: int
     check_capture(engine, reference, reply)
 
 
-def test_both_engines_give_the_same(
+def test_both_engines_give_the_same_rows(
     engine: Engine, reference: Reference, replies_of_engines: dict[str, tuple[tuple[int, ...], dict[Row, Rows]]]
 ) -> None:
     """The second engine's replies are compared with the first one's."""

@@ -210,7 +210,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("field", "sampling"), REFUSED.items(), ids=REFUSED)
-def test_what_vllm_would_refuse_is_named_before_anything_begins(engine: Engine, field: str, sampling: dict) -> None:
+def test_parameters_that_vllm_refuses_are_named_before_the_request_begins(
+    engine: Engine, field: str, sampling: dict
+) -> None:
     name = f"refused-{field.partition('.')[2]}-{engine.name}"
     registration = engine.client.register(capture=ALL, request_id=name)
     with pytest.raises(residuum.InvalidRequest) as caught:

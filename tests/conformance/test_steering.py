@@ -45,7 +45,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_steering_is_what_it_says(engine: Engine, reference: Reference, direction: residuum.Vector, way: str) -> None:
+def test_steering_agrees_with_its_definition(
+    engine: Engine, reference: Reference, direction: residuum.Vector, way: str
+) -> None:
     operation, change = WAYS[way]
     reply = engine.client.generate(
         PROMPT[:70], max_tokens=10, ignore_eos=True, capture=ALL, steer=[operation(direction)]
@@ -95,7 +97,7 @@ def test_every_layer_at_once(engine: Engine, reference: Reference, direction: re
     check_capture(engine, reference, reply, changes=dict.fromkeys(range(4), add(tensor(direction), 0.2)))
 
 
-def test_every_layer_has_a_vector_of_its_own(engine: Engine, reference: Reference) -> None:
+def test_every_layer_has_its_own_vector(engine: Engine, reference: Reference) -> None:
     vectors = {layer: make_vector(layer) for layer in (0, 2, 3)}
     reply = engine.client.generate(
         PROMPT[:40], max_tokens=8, ignore_eos=True, capture=ALL, steer=residuum.Add(vectors, scale=0.3)
@@ -152,7 +154,7 @@ def test_steering_is_seen_from_the_next_layer_on(
     assert relative_error(attention[2], plain["attn_out"][2]) > 0.01, "the steering reaches the next layer's attention"
 
 
-def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, reference: Reference) -> None:
+def test_captured_and_steered_requests_in_one_batch(engine: Engine, reference: Reference) -> None:
     """Twelve requests at once, half of them steered, with three vectors. Rows or tokens show the steering of each."""
     rng = np.random.default_rng(9)
     vectors = [residuum.Vector.from_array(rng.standard_normal(HIDDEN).astype(np.float32)) for _ in range(3)]
@@ -183,7 +185,7 @@ def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, referenc
     assert any(step.is_mixed and len(step.chunks) > 4 for step in steps)
 
 
-def test_a_request_is_not_touched_by_its_neighbours(
+def test_a_request_is_not_affected_by_its_neighbours(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
     """A steered and captured request among seven plain ones equals the same request run alone."""

@@ -55,7 +55,9 @@ def test_steering_is_changed_while_it_generates(
     assert [item.operation for item in manifest.steering] == ["add"]
 
 
-def test_each_sequence_is_changed_where_it_is(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
+def test_a_change_applies_at_each_sequences_own_position(
+    engine: Engine, reference: Reference, direction: residuum.Vector
+) -> None:
     """An unsteered request of three sequences that is steered later."""
     prompt = make_prompt(np.random.default_rng(51), 30)
     with engine.paced():
@@ -73,7 +75,7 @@ def test_each_sequence_is_changed_where_it_is(engine: Engine, reference: Referen
         assert relative_error(rows.stack(), expected["resid_post"]) < MAX_ERROR
 
 
-def test_what_is_computed_again_is_steered_as_the_first_time(
+def test_recomputed_positions_are_steered_as_the_first_time(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
     """Fourteen long replies, nearly twice what the KV cache holds, all changed during the generation."""
@@ -111,7 +113,7 @@ def test_what_is_computed_again_is_steered_as_the_first_time(
         check_capture(engine, reference, stream.reply, changes=changed, **wanted)
 
 
-def test_nobody_reads_what_a_changed_request_computed(
+def test_no_request_reads_the_kv_cache_of_a_changed_request(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
     """A request with the old steering gets the changed request's text as its prompt. It must not share the KV cache."""
@@ -130,7 +132,7 @@ def test_nobody_reads_what_a_changed_request_computed(
     assert engine.journal.chunks(reply.request_id)[0][0] <= KV_BLOCK, "at most the prompt was read from the cache"
 
 
-def test_a_request_that_was_not_made_for_it(engine: Engine, direction: residuum.Vector) -> None:
+def test_a_request_that_is_not_updatable_cannot_be_changed(engine: Engine, direction: residuum.Vector) -> None:
     with engine.paced(), engine.client.stream([5, 6], max_tokens=500, ignore_eos=True) as stream:
         with pytest.raises(residuum.NotUpdatable, match="updatable"):
             stream.update_steering(residuum.Add(direction, layer=1))

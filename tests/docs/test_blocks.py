@@ -40,7 +40,7 @@ def flags(settings):
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_block_is_run_or_read_or_has_a_reason_not_to(block: Block):
+def test_every_block_is_run_or_parsed_or_has_a_reason(block: Block):
     assert block.language in {*RUN, *PARSED, OUTPUT}, "unknown language of a block"
     assert block.reason is None or block.language in RUN, "only blocks that would run need a reason"
     assert block.reason is None or len(block.reason) > 10

@@ -71,7 +71,7 @@ def stay_away(store: Store, while_away: Callable[[], bool]) -> None:
     store.start()
 
 
-def test_the_model_waits_for_the_store_and_goes_on(
+def test_the_model_waits_for_the_store_and_continues(
     start_store: Callable[..., Store], start_ring: Callable[..., Ring], start_shippers: Callable[..., Shippers]
 ) -> None:
     store, ring = start_store(), start_ring(ring_bytes=RING_BLOCKS * BLOCK_BYTES)

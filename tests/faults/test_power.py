@@ -165,7 +165,7 @@ def run(watched: Watched, ack: str) -> None:
     watched.kill()
 
 
-def test_what_is_acknowledged_as_synced_outlives_the_loss_of_power(watched: Watched) -> None:
+def test_rows_acknowledged_as_synced_survive_a_power_failure(watched: Watched) -> None:
     run(watched, "synced")
     answers = watched.answers
 
@@ -179,7 +179,7 @@ def test_what_is_acknowledged_as_synced_outlives_the_loss_of_power(watched: Watc
     cut_everywhere(watched, check)
 
 
-def test_what_is_only_committed_may_be_undone_by_the_loss_of_power_but_nothing_is_damaged(
+def test_a_power_failure_may_undo_the_last_commit_but_damages_nothing(
     watched: Watched,
 ) -> None:
     """At most the last commit is undone. An ended capture may be open again, but is never COMPLETE with fewer rows."""
@@ -199,7 +199,7 @@ def test_what_is_only_committed_may_be_undone_by_the_loss_of_power_but_nothing_i
     assert undone, "the simulation undoes nothing, or `committed` means more than it says"
 
 
-def test_what_was_only_committed_before_a_crash_is_synced_before_it_is_acknowledged_as_synced(
+def test_rows_committed_before_a_crash_are_synced_before_they_are_acknowledged_as_synced(
     watched: Watched,
 ) -> None:
     """A killed store's last root page is only in the kernel's cache, and repeated rows write nothing."""

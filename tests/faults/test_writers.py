@@ -137,7 +137,7 @@ def stored_values(store: Store, capture: Capture) -> dict:
     return rows
 
 
-def test_a_shipper_that_was_given_up_and_goes_on_doubles_nothing(
+def test_a_shipper_that_continues_after_it_was_replaced_duplicates_nothing(
     start_store: Callable[..., Store], start_ring: Callable[..., Ring], start_shippers: Callable[..., Shippers]
 ) -> None:
     """A shipper loses its worker while the store is suspended. It and its successor send the same rows."""

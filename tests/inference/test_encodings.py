@@ -56,12 +56,12 @@ def test_signs_are_those_of_the_contract_and_kept_within_bounds():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_check_at_the_start_passes(dtype):
+def test_the_startup_check_passes(dtype):
     check_encodings(70, dtype, CPU, SignCache(70, CPU), encode)
 
 
 @pytest.mark.parametrize("index", range(11))
-def test_the_check_at_the_start_notices_each_encoder_that_is_wrong(index):
+def test_the_startup_check_detects_each_wrong_encoder(index):
     """Flip one bit in the result of each encoding in turn."""
     seen = []
 

@@ -113,7 +113,7 @@ async def generate(engine, plan=None, cache_salt=None, prompt=(1, 2), **paramete
         return sampling, [delta async for delta in deltas]
 
 
-async def test_deltas_say_what_vllm_says(engine, llm):
+async def test_deltas_have_the_content_of_vllms_outputs(engine, llm):
     llm.outputs = [completion("a", [1]), completion("b", [2, 3], "stop", "###"), completion("", [], "stop", 42)]
     _, deltas = await generate(engine)
     assert deltas == [
@@ -134,7 +134,7 @@ SECOND = logprobs_of([(9, -4.0, 3), (3, -0.25, 1), (4, -2.0, 2)])
 """The token is not among the most likely two."""
 
 
-async def test_log_probabilities_are_what_vllm_says(engine, llm):
+async def test_log_probabilities_equal_vllms(engine, llm):
     llm.prompt_logprobs = [None, SECOND]
     llm.outputs = [completion("a", [7], logprobs=[FIRST]), completion("", [9], "length", logprobs=[FIRST, SECOND])]
     llm.outputs.insert(1, completion("", [], logprobs=[FIRST]))  # some versions repeat earlier log-probabilities
@@ -159,7 +159,7 @@ async def test_log_probabilities_of_a_prompt_need_its_computation(engine, llm):
 
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), VLLMValidationError("no such thing")])
-async def test_what_vllm_refuses_is_an_invalid_request(engine, llm, error):
+async def test_a_refusal_of_vllm_is_an_invalid_request(engine, llm, error):
     llm.error = error
     with pytest.raises(Failure, match="vLLM refuses the request: no such thing") as caught:
         await generate(engine)
@@ -173,7 +173,7 @@ async def test_an_error_after_the_first_token_is_no_refusal(engine, llm):
         await generate(engine)
 
 
-async def test_what_vllm_may_refuse_is_checked_with_the_prompt(engine, llm, monkeypatch):
+async def test_parameters_that_vllm_may_refuse_are_checked_with_the_prompt(engine, llm, monkeypatch):
     """vLLM names the parameter, or a grammar compiler raises an exception of its own."""
 
     def request(**parameters):
@@ -256,13 +256,13 @@ async def test_probes_of_all_ranks_are_joined(engine, llm):
     assert await engine.take_probe("self-test") == ["a", "b", "c"]
 
 
-async def test_ranks_that_make_logits_say_what_explains_them(engine, llm):
+async def test_ranks_that_compute_logits_return_an_explanation(engine, llm):
     llm.answers["residuum_explain_logits"] = [[None, [0.01, 0.0]]]
     assert await engine.explain_logits(b"rows", [3]) == [(0.01, 0.0)]
     assert llm.asked == [("residuum_explain_logits", (b"rows", [3]))]
 
 
-async def test_steering_is_changed_on_every_rank_alike(engine, llm):
+async def test_steering_is_changed_on_every_rank(engine, llm):
     llm.answers["residuum_change_steering"] = [[{"r#0": 5}] * 2, [{"r#0": 5}, {"r#0": 6}]]
     operation = Operation(Kind.ADD, 1, (0, 2), select(), 2.0)
     assert await engine.change_steering({"r#0": [operation]}) == {"r#0": 5}
@@ -328,7 +328,7 @@ async def test_prompts_become_tokens(engine, request_, tokens):
     assert await engine.tokenize(request_) == tokens
 
 
-async def test_the_text_of_a_prompt_is_what_was_sent_or_what_the_template_made(engine):
+async def test_the_text_of_a_prompt_is_the_sent_text_or_the_templates_output(engine):
     assert await engine.prompt_text(TEXT, [1, 97, 98]) == TEXT.text
     assert await engine.prompt_text(chat("system", "user"), [1, 2]) == "1 2"
     with pytest.raises(Failure, match="came as token IDs, so it has no text") as caught:
@@ -345,7 +345,7 @@ async def test_the_text_of_a_prompt_is_what_was_sent_or_what_the_template_made(e
     ],
     ids=["no prompt", "id beyond the vocabulary", "chat that the template refuses"],
 )
-async def test_prompts_that_cannot_be_are_refused(engine, request_, field):
+async def test_invalid_prompts_are_refused(engine, request_, field):
     with pytest.raises(Failure) as caught:
         await engine.tokenize(request_)
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
@@ -378,7 +378,7 @@ LONGEST = 4 * FACTS.max_model_len  # characters; the longest token has four
     ],
     ids=["text", "chat", "messages"],
 )
-async def test_what_no_model_could_take_is_not_even_read(engine, monkeypatch, request_):
+async def test_prompts_too_long_for_any_model_are_not_tokenized(engine, monkeypatch, request_):
     for method in ("encode", "apply_chat_template"):
         monkeypatch.delattr(Tokenizer, method)
     with pytest.raises(Failure) as caught:
@@ -386,7 +386,7 @@ async def test_what_no_model_could_take_is_not_even_read(engine, monkeypatch, re
     assert caught.value.reason_name == "PROMPT_TOO_LONG"
 
 
-async def test_the_service_goes_on_while_a_long_text_is_read(engine, monkeypatch):
+async def test_the_event_loop_continues_while_a_long_text_is_tokenized(engine, monkeypatch):
     other_did_run = threading.Event()
 
     def read_slowly(self, text):
@@ -405,7 +405,7 @@ def engine_without_tokenizer(llm):
     return Engine(llm, None, FACTS)
 
 
-async def test_without_a_tokenizer_ids_are_taken_as_ever(engine_without_tokenizer):
+async def test_without_a_tokenizer_token_ids_are_accepted(engine_without_tokenizer):
     assert await engine_without_tokenizer.tokenize(ids(5, 6)) == [5, 6]
 
 
@@ -442,7 +442,7 @@ async def test_without_a_tokenizer_texts_are_refused(engine_without_tokenizer, r
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
 
 
-async def test_tokens_become_text_only_where_there_is_a_tokenizer(engine, engine_without_tokenizer, llm):
+async def test_tokens_become_text_only_with_a_tokenizer(engine, engine_without_tokenizer, llm):
     await generate(engine)
     await generate(engine_without_tokenizer)
     assert [asked.detokenize for _, asked, _ in llm.asked] == [True, False]
@@ -479,7 +479,7 @@ def test_sampling_defaults_are_the_contracts():
     assert made.output_kind == RequestOutputKind.DELTA
 
 
-def test_sampling_says_what_the_client_said():
+def test_explicit_sampling_reaches_vllm():
     made = sampling_params(
         inference_pb2.SamplingParameters(
             max_tokens=5, temperature=0.5, top_p=0.25, top_k=7, seed=3, stop=["x"], ignore_eos=True, min_tokens=2
@@ -495,14 +495,14 @@ def test_an_empty_stop_list_and_seed_zero_are_kept():
     assert (made.seed, made.stop) == (0, [])
 
 
-def test_the_taps_have_the_last_word_about_what_they_need():
+def test_engine_arguments_of_the_taps_take_precedence():
     settings = InferenceSettings(model="folder", max_model_len=77, engine_args={"block_size": 32})
     args = engine_arguments.tapped_engine_args(settings)
     assert args.worker_cls == "inference_svc.taps.vllm.cpu_worker.TappedCpuWorker"
     assert (args.model, args.max_model_len, args.block_size) == ("folder", 77, 32)
 
 
-def test_the_compile_caches_key_knows_what_is_in_the_graph():
+def test_the_compile_cache_key_depends_on_the_ops_in_the_graph():
     def key(**settings):
         return engine_arguments.tapped_engine_args(InferenceSettings(model="folder", **settings)).additional_config
 
@@ -512,7 +512,7 @@ def test_the_compile_caches_key_knows_what_is_in_the_graph():
     assert key(capture_sites="resid_pre, resid_post") == key(capture_sites="resid_post,resid_pre")
 
 
-def test_an_engine_without_taps_is_given_all_else():
+def test_an_engine_without_taps_gets_all_other_arguments():
     settings = InferenceSettings(model="folder", max_model_len=77, kv_cache_gib=0.5, engine_args={"block_size": 32})
     args, plain = engine_arguments.tapped_engine_args(settings), engine_arguments.engine_arguments(settings)
     assert {"worker_cls", "additional_config"}.isdisjoint(plain)
@@ -579,7 +579,7 @@ def test_a_stage_on_another_machine_is_refused(tmp_path):
         check_ranks([rank(0, 0, 2, here), rank(1, 2, 2, tmp_path / "rank1.sock")], 4)
 
 
-def test_what_the_taps_refused_is_what_the_service_says(monkeypatch, tmp_path):
+def test_the_service_reports_the_refusal_of_the_taps(monkeypatch, tmp_path):
     def fail(arguments):
         raise RuntimeError("Engine core initialization failed. See root cause above.")
 

@@ -204,7 +204,7 @@ async def test_defaults_and_their_values_are_the_same_sampling():
         {"json_schema": "{}"}, {"regex": "{}"},
     ],
 )  # fmt: skip
-def test_what_decides_tokens_is_part_of_the_sampling(changed):
+def test_parameters_that_decide_tokens_are_part_of_the_sampling_digest(changed):
     same = sampling_digest(inference_pb2.SamplingParameters())
     assert sampling_digest(inference_pb2.SamplingParameters(**changed)) != same
 

@@ -231,7 +231,7 @@ def test_workers_and_shippers(tmp_path):
     assert ("residuum_inference_shipper_acked_bytes_total", "0", "h:1") not in found
 
 
-def test_an_address_that_is_taken_is_told():
+def test_an_address_in_use_is_reported():
     first = MetricsListener("127.0.0.1:0", make_registry())
     with pytest.raises(OSError, match=f"metrics: cannot listen on 127.0.0.1:{first.port}"):
         MetricsListener(f"127.0.0.1:{first.port}", make_registry())
@@ -290,7 +290,7 @@ async def test_the_other_calls_about_a_request_bind_it_too(service, lines, monke
     assert fault["request_id"] == "r"
 
 
-async def test_calls_do_not_hear_of_each_others_requests(service, lines, monkeypatch):
+async def test_log_lines_have_no_request_id_of_another_call(service, lines, monkeypatch):
     await service.events(ask(spec("r")))
 
     def fail(*_):

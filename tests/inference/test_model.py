@@ -241,7 +241,7 @@ def test_hooks_take_layers_that_return_one_tensor(tap):
     assert torch.equal(hidden, output)
 
 
-def test_what_the_tap_changes_the_next_layer_sees(tap):
+def test_the_next_layer_sees_the_taps_changes(tap):
     model = Decoder(layers(2))
     hook_layers({0: model.layers[0]})
     with torch.no_grad():
@@ -343,7 +343,7 @@ class CohereModel(LlamaModel):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_residual_that_nobody_reads_is_not_added(tap, count):
+def test_a_residual_that_nothing_reads_is_not_added(tap, count):
     model = CohereModel([CohereLayer() for _ in range(count)])
     structure, numbered, run = watch(model)
     assert not structure.adds_residual
@@ -359,7 +359,7 @@ def test_a_residual_that_is_read_is_added(count):
 
 
 @pytest.mark.parametrize("make", [CohereLayer, LlamaLayer])
-def test_what_a_module_finds_in_memory_says_nothing_of_the_residual(make):
+def test_uninitialised_memory_does_not_affect_the_residual_check(make):
     class Careless(make):
         def forward(self, positions, hidden, residual):
             hidden, residual = super().forward(positions, hidden, residual)

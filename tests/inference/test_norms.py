@@ -61,7 +61,7 @@ def test_an_idle_tap_changes_nothing(tap, kind, dtype):
 
 @pytest.mark.parametrize("kind", [RMSNorm, GemmaRMSNorm])
 @torch.inference_mode()
-def test_what_is_steered_is_what_is_normalised(tap, kind):
+def test_the_norm_sees_the_steered_sum(tap, kind):
     norm, plain = make_norm(kind, torch.float32), make_norm(kind, torch.float32)
     fold(norm, POINT)
     program = Program.make(steps=[Step(Kind.ADD, 0, (0,), 3.0, 0.0, 0.0)])
@@ -73,7 +73,7 @@ def test_what_is_steered_is_what_is_normalised(tap, kind):
         torch.testing.assert_close(got, expected)
 
 
-def test_norms_of_another_make_are_left_alone(monkeypatch):
+def test_other_norms_are_not_folded(monkeypatch):
     class OtherNorm(RMSNorm):
         pass
 

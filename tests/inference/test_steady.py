@@ -154,7 +154,7 @@ def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, then):
     assert steady.pool.free_rows == plain.pool.free_rows == len(steady.pool.memory)
 
 
-def test_what_steers_alone_is_not_armed_again():
+def test_a_batch_that_is_only_steered_is_armed_once():
     worker = Worker(steadies=True)
     plan = RequestPlan(PROMPT_TOKENS, None, (Operation(Kind.ADD, 0, (0,), select()),), "r")
     worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", plan)])

@@ -143,7 +143,7 @@ async def test_a_request_without_a_capture_can_be_changed_as_well(service_withou
         assert (await read_all(stream))[-1].HasField("finished")
 
 
-async def test_sequences_are_changed_where_each_of_them_is(service, store):
+async def test_a_change_returns_the_position_of_each_sequence(service, store):
     await service.put(JOY)
     async with generating(service, num_sequences=4) as (stream, hand):
         for _ in range(2):
@@ -166,7 +166,7 @@ async def test_sequences_are_changed_where_each_of_them_is(service, store):
     assert service.engine.forgotten == [["r#0", "r#1", "r#2", "r#3"]]
 
 
-async def test_a_sequence_that_has_just_ended_in_the_engine_tells_the_number_of_its_tokens(service, store):
+async def test_a_change_after_the_end_in_the_engine_returns_the_number_of_tokens(service, store):
     """Its last tokens are on their way to the service when the workers report its end."""
     async with generating(service) as (stream, hand):
         hand.token()
@@ -181,7 +181,7 @@ async def test_a_sequence_that_has_just_ended_in_the_engine_tells_the_number_of_
     assert list((await store.seal()).steering_changes[0].first_positions) == [6]
 
 
-async def test_changes_of_steering_are_made_one_after_the_other(service, store):
+async def test_changes_of_steering_are_sequential(service, store):
     await service.put(JOY)
     async with generating(service) as (stream, hand):
         service.engine.answers.clear()
@@ -202,7 +202,7 @@ async def test_changes_of_steering_are_made_one_after_the_other(service, store):
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
-async def test_steering_of_what_is_not_generating_cannot_be_changed(service):
+async def test_steering_of_a_request_that_is_not_generating_cannot_be_changed(service):
     await service.register(spec("waits", updatable=True))
     async with generating(service, spec("over", updatable=True)) as (stream, hand):
         hand.token("over#0", last=True)
@@ -281,7 +281,7 @@ async def test_bad_steering_is_refused_and_changes_nothing(service, store, opera
     assert not (await store.seal()).steering_changes
 
 
-async def test_steering_is_changed_so_many_times_and_no_more(service, store):
+async def test_the_number_of_steering_changes_is_limited(service, store):
     await service.put(JOY)
     async with generating(service, spec("r", CAPTURE, [ADD_JOY], updatable=True)) as (stream, hand):
         for number in range(256):
@@ -347,7 +347,7 @@ async def test_no_room_among_the_active_vectors_refuses_a_change_of_steering(sto
         assert len(service.engine.changes) == 1
 
 
-async def test_more_vectors_than_are_kept_are_refused_as_that_and_not_as_missing(store):
+async def test_too_many_vectors_are_refused_and_not_reported_as_missing(store):
     """Otherwise clients would send the dropped vectors again, and so cause others to be dropped."""
     async with running_service(store.endpoint, max_vectors=2) as service:
         await service.put(JOY, WOE, AWE)
@@ -525,7 +525,7 @@ async def test_steering_can_be_changed_when_all_was_generated_and_not_yet_read(s
     assert (await store.seal()).outcome == COMPLETE
 
 
-async def test_a_change_of_steering_after_the_end_holds_nothing(service):
+async def test_a_change_of_steering_after_the_end_holds_no_vectors(service):
     """The last moment: the run is over, but the service has not forgotten the request yet."""
     await service.put(JOY)
     async with generating(service, spec("r", updatable=True)):

@@ -118,7 +118,7 @@ async def test_a_request_whose_vectors_are_in_use_goes_ahead():
         assert b.holding == ["holds", "shares"]
 
 
-async def test_a_request_whose_vectors_are_there_and_idle_takes_its_turn():
+async def test_a_request_whose_vectors_are_loaded_and_idle_waits_for_its_turn():
     """Otherwise two requests that alternate would keep the rows from one that needs both."""
     async with bench(2) as b:
         b.start("a", 1)
@@ -150,7 +150,7 @@ async def test_a_waiter_that_is_cancelled_leaves_the_queue():
         assert b.holding == ["holds", "small"]
 
 
-async def test_a_waiter_that_waited_too_long_leaves_the_queue():
+async def test_a_waiter_that_times_out_leaves_the_queue():
     async with bench(2, SOON) as b:
         b.start("holds", 1)
         await settle()
@@ -162,7 +162,7 @@ async def test_a_waiter_that_waited_too_long_leaves_the_queue():
         assert b.holding == ["holds", "small"]
 
 
-async def test_those_behind_a_waiter_that_gives_up_go_on_at_once():
+async def test_requests_behind_a_waiter_that_gives_up_continue_at_once():
     async with bench(2, SOON) as b:
         b.start("holds", 1)
         await settle()
@@ -175,7 +175,7 @@ async def test_those_behind_a_waiter_that_gives_up_go_on_at_once():
         assert b.holding == ["holds", "small"], "its own timeout has not expired"
 
 
-async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_who_loads():
+async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_a_load():
     """This happens when a client disconnects from a request that is being aborted."""
     async with bench(2) as b:
         b.start("holds", 1, 2)
@@ -200,7 +200,7 @@ async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_who_loads():
         assert b.holding == ["holds", "loads", "shares"]
 
 
-async def test_two_that_wait_for_the_same_vector_load_it_once():
+async def test_two_waiting_requests_load_a_shared_vector_once():
     async with bench(1) as b:
         b.start("holds", 1)
         await settle()
@@ -219,7 +219,7 @@ async def test_two_that_wait_for_the_same_vector_load_it_once():
         max_size=40,
     ),
 )
-def test_everybody_is_served_whatever_others_do(rows, happenings):
+def test_every_request_is_served_eventually(rows, happenings):
     async def run():
         b = Bench(rows)
         for number, (what, wanted) in enumerate(happenings):
@@ -271,7 +271,7 @@ async def test_a_hold_of_vectors_cannot_wait_for_itself():
         await hold.add([numbered(2).digest])
 
 
-async def test_what_could_not_be_added_to_a_hold_of_vectors_is_not_held():
+async def test_vectors_that_could_not_be_added_to_a_hold_are_not_held():
     async with bench(2, SOON) as b:
         b.start("holds", 1)
         await settle()
@@ -285,7 +285,7 @@ async def test_what_could_not_be_added_to_a_hold_of_vectors_is_not_held():
 # -------------------------------------------------------------------------------------------------------------- leases
 
 
-def test_asking_for_a_lease_of_a_vector_does_not_look_at_every_request():
+def test_a_vectors_lease_is_looked_up_without_a_scan():
     class Digest(bytes):
         compared = 0
 

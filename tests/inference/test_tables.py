@@ -87,7 +87,7 @@ def test_a_program_is_written_once_and_keeps_its_number() -> None:
     assert (table.lines[number] == 77).all()
 
 
-def test_the_one_that_was_not_used_for_longest_makes_room() -> None:
+def test_the_least_recently_used_program_is_replaced() -> None:
     table = make_table(programs=2, layers=1)
     old, kept, new = (program(step(row, 0)) for row in (1, 2, 3))
     numbers = [number_of(table, old), number_of(table, kept)]
@@ -104,7 +104,7 @@ def test_a_step_that_needs_more_than_fits() -> None:
     assert vectors_on(table, number_of(table, held[2]), 0) == [2]  # the next step works
 
 
-def test_what_stands_apart_is_uploaded_too() -> None:
+def test_separate_changes_of_the_tables_are_uploaded() -> None:
     table = make_table(programs=8, layers=1)
     first, kept, last = (program(*(step(row + at, 0) for at in range(2))) for row in (1, 3, 5))
     table.place([first, kept, last])

@@ -22,7 +22,7 @@ def pins(name):
     return {need.name: str(need.specifier)[2:] for need in needed if need.marker is None or need.marker.evaluate()}
 
 
-def test_making_the_locks_again_changes_nothing(tmp_path):
+def test_the_locks_are_up_to_date(tmp_path):
     """The locks have every added or changed dependency. Newer versions on the index do not count."""
     shutil.copytree(
         ROOT, tmp_path / "tree", symlinks=True, ignore=shutil.ignore_patterns(".*", "bench", "build", "tests")

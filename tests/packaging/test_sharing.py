@@ -24,7 +24,7 @@ def test_a_group_is_the_engine_of_the_mark_or_the_file():
         assert sharing.group_of(f"{file}::test_x") == file
 
 
-def test_who_uses_a_shared_engine_says_so(tmp_path):
+def test_a_test_of_a_shared_engine_needs_the_mark(tmp_path):
     file = tmp_path / "test_x.py"
     marked = (sharing.MARK, pytest.mark.shares_engine("one").mark)
     sharing.check([Item(file, marked)], "engine", "one", tmp_path)

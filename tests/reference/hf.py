@@ -41,7 +41,7 @@ class Reference(reference.Reference):
         return normed
 
     def output_weights(self, token: int) -> Rows:
-        """Return the output weights of a token, float32 [hidden]. Its logit is their product with the final hidden state."""
+        """Return the output weights of a token, float32 [hidden]. Their product with the hidden state is its logit."""
         weights: Rows = self.model.lm_head.weight[token].detach().numpy().copy()
         return weights
 

@@ -112,7 +112,7 @@ async def write(store, own, producer):
     await keeper.close(20)
 
 
-def test_rows_come_to_their_tenants(secure_store, own, start_shipper, producer, tokens, tmp_path):
+def test_rows_reach_their_tenants(secure_store, own, start_shipper, producer, tokens, tmp_path):
     start_shipper()
     asyncio.run(write(secure_store, own, producer))
     for value, tenant in enumerate(("alice", "bob"), start=1):

@@ -18,7 +18,7 @@ def spans(extents):
     return sorted((extent.offset, extent.offset + extent.nbytes) for extent in extents)
 
 
-def test_a_single_store_has_all_of_it():
+def test_a_single_store_has_the_whole_ring():
     allotment = SharedAllotment(8 * UNIT, ["a"])
     whole = allotment.take(8 * UNIT, "a")
     assert whole == (0, 8 * UNIT)
@@ -27,7 +27,7 @@ def test_a_single_store_has_all_of_it():
     assert allotment.bytes_used == 0
 
 
-def test_half_is_for_each_and_half_for_whoever_comes_first():
+def test_half_of_the_ring_is_reserved_and_half_is_shared():
     allotment = SharedAllotment(16 * UNIT, ["a", "b"])
     held = [allotment.take(UNIT, "a") for _ in range(12)]
     assert None not in held
@@ -41,7 +41,7 @@ def test_half_is_for_each_and_half_for_whoever_comes_first():
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 8 * UNIT + 1])
-def test_what_can_never_be_had(nbytes):
+def test_sizes_that_can_never_be_allocated_are_refused(nbytes):
     allotment = SharedAllotment(16 * UNIT, ["a", "b"])
     assert allotment.largest == 8 * UNIT
     with pytest.raises(ValueError, match="this ring allows 1 to 2048 bytes"):

@@ -68,7 +68,7 @@ def greet(worker, descriptors, *messages):
     ],
     ids=["version", "size", "no-hello", "two-hellos", "beyond", "across-the-end", "empty", "no-dtype", "done"],
 )
-def test_a_worker_that_talks_nonsense_is_left_and_tried_again(worker, descriptor, outbox, messages):
+def test_a_worker_with_invalid_messages_is_disconnected_and_retried(worker, descriptor, outbox, messages):
     connection = greet(worker, [descriptor], *messages)
     assert connection.recv(1) == b""
     connection.close()

@@ -222,7 +222,7 @@ def test_a_capture_without_the_prompts_text_is_not_skipped_if_it_is_wanted(clien
 
 
 @pytest.mark.parametrize("outcome", [INCOMPLETE, ABORTED])
-def test_skip_does_again_what_is_not_complete(client: Client, outcome: int) -> None:
+def test_skip_replaces_a_capture_that_is_not_complete(client: Client, outcome: int) -> None:
     open_(client, attempt_of(1))
     finish(client, 1, outcome)
     assert not open_(client, attempt_of(2), SKIP).HasField("existing")
@@ -298,7 +298,7 @@ def test_a_replacement_survives_a_restart_and_frees_the_old_rows(tmp_path: Path)
         assert client.stub.GetStats(store_pb2.GetStatsRequest()).captures[0].count == 1
 
 
-def test_followers_of_a_replaced_capture_are_told(client: Client, other: Client) -> None:
+def test_followers_of_a_replaced_capture_get_an_error(client: Client, other: Client) -> None:
     open_(client, attempt_of(1))
     following = other.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", follow=True), timeout=30)
     assert next(following).manifest.description.attempt == 1

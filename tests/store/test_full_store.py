@@ -117,7 +117,7 @@ def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve
         assert stats(client).why_full
 
 
-def test_captures_that_waited_go_on_when_there_is_room(small_store: Serve) -> None:
+def test_captures_that_waited_continue_when_there_is_room(small_store: Serve) -> None:
     """The time while the store is full does not count towards the timeout for rows."""
     with small_store(seal_timeout_seconds=1.0, full_timeout_seconds=60.0) as (_, client):
         for name in ("doomed", "waiting"):

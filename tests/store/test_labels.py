@@ -265,7 +265,7 @@ def expected(conditions, labels):
 
 @given(_CONDITIONS, _LABELS)
 @settings(deadline=None)
-def test_a_filter_means_what_it_says(conditions, labels):
+def test_a_filter_matches_the_reference_implementation(conditions, labels):
     conditions = [item for item in conditions if item[1] in ("=", "!=") or not isinstance(item[2], (bool, str))]
     where = " and ".join(f"{name} {sign} {written(value)}" for name, sign, value in conditions)
     assert matches(parse_where(where), labelled(**labels)) == expected(conditions, labels)

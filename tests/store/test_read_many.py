@@ -98,7 +98,7 @@ def test_unknown_captures_come_first_and_the_others_follow(client):
     assert found[2].rows.cells == grid([0, 1], range(5))
 
 
-def test_a_capture_without_the_layer_fails_alone(client):
+def test_only_the_capture_without_the_layer_fails(client):
     put(client, "a", layers=[0, 1])
     put(client, "b", layers=[0])
     put(client, "c", layers=[1])
@@ -107,7 +107,7 @@ def test_a_capture_without_the_layer_fails_alone(client):
     assert [found[index].rows.cells for index in (0, 2)] == [grid([1], range(5))] * 2
 
 
-def test_an_open_capture_comes_as_far_as_it_is(client):
+def test_an_open_capture_is_sent_as_far_as_it_is_written(client):
     put(client, "open", seal=False)
     put(client, "ended")
     _, found = read(client, ["open", "ended"])
@@ -151,7 +151,7 @@ def test_the_number_of_captures_is_limited(client, count):
     assert f"1 to 4096 captures, not {count}" in caught[0].message
 
 
-def test_a_damaged_chunk_fails_its_capture_alone(tmp_path):
+def test_a_damaged_chunk_fails_only_its_capture(tmp_path):
     with serving(tmp_path / "store") as (store, client):
         for name in ("a", "b", "c"):
             put(client, name)

@@ -149,7 +149,7 @@ def test_a_failure_passes_a_sync_server(served, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_blunder_is_logged_and_not_told(served, method):
+def test_an_unexpected_exception_is_logged_and_hidden_from_the_caller(served, method):
     endpoint, behaviour, log = served
     behaviour.append(blunder)
     with channels.open_channel(endpoint) as channel:
@@ -245,7 +245,7 @@ async def test_a_failure_passes_an_asyncio_server(method, by_thread):
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_a_blunder_of_an_asyncio_server(method):
+async def test_an_unexpected_exception_of_an_asyncio_server(method):
     log = Log()
 
     async def inside(endpoint):
@@ -269,13 +269,13 @@ def test_item_errors():
     assert isinstance(item, errors_pb2.ItemError)
 
 
-def test_the_interceptors_take_the_services_own_log():
+def test_the_interceptors_use_the_services_log():
     ErrorInterceptor(structlog.get_logger("x"))
     AioErrorInterceptor(structlog.get_logger("x"))
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "\U0001f600", "\0"])
-def test_whatever_was_asked_for_the_answer_arrives(served, letter):
+def test_the_answer_arrives_however_long_the_request(served, letter):
     """Headers have at most 8 KiB; a longer status would be lost, with its reason."""
     endpoint, behaviour, _ = served
     long = letter * 100_000
@@ -292,7 +292,7 @@ def test_whatever_was_asked_for_the_answer_arrives(served, letter):
     assert got.message.endswith("…")
 
 
-def test_what_a_server_names_of_missing_vectors_arrives_whole(served):
+def test_the_digests_of_missing_vectors_arrive_complete(served):
     endpoint, behaviour, _ = served
     digests = ",".join(["d" * 64] * 64)
 

@@ -35,13 +35,13 @@ def test_the_rule_in_words(store, capture_id):
 
 
 @given(NAMES, IDS)
-def test_the_first_rank_is_the_first_of_the_ranks_whatever_the_order(names, capture_id):
+def test_the_first_rank_does_not_depend_on_the_order_of_the_stores(names, capture_id):
     assert first_rank(reversed(names), capture_id) == ranks(names, capture_id)[0]
     assert sorted(ranks(names, capture_id)) == sorted(names)
 
 
 @given(NAMES, IDS, IDS)
-def test_a_store_that_is_added_only_takes_captures_for_itself(names, added, capture_id):
+def test_an_added_store_only_moves_captures_to_itself(names, added, capture_id):
     if added in names:
         return
     after = ranks([*names, added], capture_id)
