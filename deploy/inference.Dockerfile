@@ -1,20 +1,20 @@
-# The inference service on a CPU: vLLM with torch's CPU build, and a small model to begin with.
+# The inference service on a CPU: vLLM with torch's CPU build, and a small model.
 #
 #     docker build -f deploy/inference.Dockerfile -t residuum-inference .                      with SmolLM2-135M-Instruct
 #     docker build -f deploy/inference.Dockerfile --build-arg MODEL=none -t residuum-inference .              without one
 #
-# The locks are made for Python 3.11 on x86-64; another base must bring that version.
+# The locks are for Python 3.11 on x86-64, so another base must have that version.
 ARG BASE=python:3.11-slim
 ARG MODEL=smollm2
 
-# ---------------------------------------------------------------------------------- what changes with the locks alone
+# ------------------------------------------------------------------------- packages: rebuilt only if the locks change
 FROM ${BASE} AS packages
 ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
-# libnuma1: vLLM's kernels are linked against it. g++: torch compiles the model's graph on the machine that runs it.
+# libnuma1: vLLM's kernels link to it. g++: torch compiles the model's graph in the container.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/*
-# PyPI does not carry this build of torch. Pip's own sources may (a mirror, a folder of wheels); else PyTorch's index.
+# PyPI does not have this build of torch. It comes from pip's configured sources, otherwise from PyTorch's index.
 COPY requirements/torch.lock requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --requirement requirements/torch.lock \
@@ -49,8 +49,8 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel . ./server
 
 # ------------------------------------------------------------------------------------------------------------- the image
 FROM packages
-# An ordinary user, and a home of its own: a named volume that is mounted there starts with this owner. vLLM keeps
-# compiled graphs in it, so that the next start is quicker, and Hugging Face what it downloads.
+# An unprivileged user with its own home folder. A named volume that is mounted there gets this owner. vLLM keeps
+# compiled graphs in it, so that the next start is faster, and Hugging Face its downloads.
 RUN useradd --uid 10001 --no-create-home --home-dir /cache residuum \
     && install --directory --owner=residuum --mode=0700 /cache
 COPY --from=model /models /models
@@ -58,10 +58,10 @@ RUN --mount=from=wheel,source=/wheel,target=/wheel pip install --no-cache-dir --
 
 USER residuum
 WORKDIR /cache
-# torch loads what it compiles, and /tmp may be mounted so that nothing in it can be run.
+# torch loads the libraries that it compiles, and /tmp may be mounted noexec.
 ENV HOME=/cache TORCHINDUCTOR_CACHE_DIR=/cache/torchinductor
-# All interfaces of the container; which of them the world can reach is decided where its ports are published.
+# All interfaces of the container. The published ports decide from where it can be reached.
 ENV RESIDUUM_LISTEN=0.0.0.0:50051 RESIDUUM_MODEL=/models/SmolLM2-135M-Instruct
 EXPOSE 50051
-# SIGTERM, Docker's own, is what the service stops cleanly on. Further settings: as arguments, or RESIDUUM_... (--help).
+# Docker stops the service with SIGTERM, which it handles cleanly. Set options as arguments or as RESIDUUM_... (--help).
 ENTRYPOINT ["python", "-m", "inference_svc"]

@@ -2,7 +2,7 @@
 #
 #     docker build -f deploy/store.Dockerfile -t residuum-store .
 #
-# The locks are made for Python 3.11; another base must bring that version.
+# The locks are for Python 3.11, so another base must have that version.
 ARG BASE=python:3.11-slim
 
 # ---------------------------------------------------------------- the project's two wheels; nothing of this stage is kept
@@ -24,11 +24,11 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel . ./server
 FROM ${BASE}
 ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
-# An ordinary user, and a folder of its own: a named volume that is mounted there starts with this owner.
+# An unprivileged user with its own folder. A named volume that is mounted there gets this owner.
 RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent residuum \
     && install --directory --owner=residuum --mode=0700 /data
 
-# Before the sources: this layer changes with the lock alone.
+# This layer comes before the sources, so it is rebuilt only if the lock changes.
 COPY requirements/store.lock requirements/
 RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps --requirement requirements/store.lock
 
@@ -36,8 +36,8 @@ RUN --mount=from=wheel,source=/wheel,target=/wheel pip install --no-cache-dir --
 
 USER residuum
 WORKDIR /data
-# All interfaces of the container; which of them the world can reach is decided where its ports are published.
+# All interfaces of the container. The published ports decide from where it can be reached.
 ENV RESIDUUM_LISTEN=0.0.0.0:50052 RESIDUUM_PATH=/data
 EXPOSE 50052
-# SIGTERM, Docker's own, is what the service stops cleanly on. Further settings: as arguments, or RESIDUUM_... (--help).
+# Docker stops the service with SIGTERM, which it handles cleanly. Set options as arguments or as RESIDUUM_... (--help).
 ENTRYPOINT ["python", "-m", "store_svc"]

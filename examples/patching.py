@@ -1,10 +1,10 @@
-"""Activation patching on SmolLM2: which rows of one prompt make the model answer as if it were another prompt?
+"""Activation patching on SmolLM2: which rows of one prompt make the model answer as it does for another prompt?
 
     residuum serve --model FOLDER --temporary &
     python -m examples.patching docs/pictures/patching.svg
 
-Each row of "The capital of Italy is", after each layer, is set to the row of "The capital of France is" at the same
-place, one at a time. The picture shows how much of the log-probability of " Paris" each of them brings back.
+One at a time, each row of "The capital of Italy is", after each layer, is set to the row of "The capital of France is"
+at the same position. The picture shows how much of the log-probability of " Paris" each row brings back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CELL, LEFT, TOP = (56, 14), 64, 26
 
 
 def patch(client: residuum.Client) -> npt.NDArray[np.float64]:
-    """Return what each row brings back, [layers, positions]: 0 for nothing, 1 for all."""
+    """Return the share that each row brings back, [layers, positions]: 0 for nothing, 1 for all."""
     reply = client.generate(CLEAN, max_tokens=0, capture=residuum.Capture())
     acts = client.activations(reply)
     answer = client.generate(CLEAN, max_tokens=1).token_ids[0]

@@ -31,7 +31,7 @@ ACTIVE_FEATURES = 32
 
 
 class SparseAutoencoder(torch.nn.Module):
-    """A TopK autoencoder: it rebuilds each row from the few features that fit it best."""
+    """A TopK autoencoder. It reconstructs each row from the few features that fit it best."""
 
     def __init__(self, width: int, mean: torch.Tensor, scale: torch.Tensor) -> None:
         super().__init__()

@@ -160,7 +160,7 @@ class ServiceCollector(Collector):
         self._stores = stores
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
+        """Yield the metrics with their current values."""
         for name, text, value in (
             ("running_requests", "Requests that generate, or wait to generate.", self._registry.num_running),
             ("registrations", "Registrations whose Generate has not been called yet.", self._registry.num_registered),

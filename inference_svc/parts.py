@@ -1,4 +1,4 @@
-"""The parts of the inference service that its calls need, put together."""
+"""The parts of the inference service that answer its calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the calls need, from the moment when the engine runs."""
+    """The parts that the calls need. They exist once the engine runs."""
 
     engine: Engine
     registry: RequestRegistry
@@ -49,7 +49,7 @@ class Parts:
         metrics: InferenceMetrics | None = None,
         limits_of: Callable[[str], Limits] = lambda _: Limits(),
     ) -> Parts:
-        """Put the parts around an engine.
+        """Create the parts around an engine.
 
         Args:
             engine: The engine.

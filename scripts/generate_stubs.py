@@ -1,9 +1,9 @@
 """Generate the Python stubs in client/residuum/v1/ from protos/, with the tools pinned in requirements/dev.lock.
 
-    .venv/bin/python scripts/generate_stubs.py            write them
-    .venv/bin/python scripts/generate_stubs.py --check    fail, naming the files, if the committed ones are not these
+.venv/bin/python scripts/generate_stubs.py            write the stubs
+.venv/bin/python scripts/generate_stubs.py --check    fail if committed stubs are out of date, and name them
 
-Proto path, proto package and Python package are the same, so nothing that protoc writes needs patching.
+The proto path, the proto package and the Python package are equal, so protoc's output needs no patching.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BIN = Path(sys.executable).parent
 
 
 def main() -> int:
-    """Write or compare; return the process's exit status."""
+    """Write the stubs or check them. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare only, and fail on any difference")
+    parser.add_argument("--check", action="store_true", help="only compare, and fail on any difference")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
@@ -56,7 +56,7 @@ def generate(folder: Path) -> None:
 
 
 def compare(fresh: Path) -> list[str]:
-    """The names of stubs that are missing, stale or left over in the committed folder."""
+    """Return the names of committed stubs that are missing, stale or left over."""
     generated = {path.name for path in fresh.iterdir()}
     committed = {path.name for path in COMMITTED.iterdir() if "_pb2" in path.name and path.is_file()}
     same, _, _ = filecmp.cmpfiles(fresh, COMMITTED, generated & committed, shallow=False)
@@ -64,13 +64,13 @@ def compare(fresh: Path) -> list[str]:
 
 
 def report(differences: list[str]) -> int:
-    """Say which stubs are not what protos/ says."""
+    """Print which stubs are out of date. Return the exit status."""
     for name in differences:
         print(f"differs from protos/: {COMMITTED.relative_to(ROOT) / name}", file=sys.stderr)
     if differences:
-        print("run `make protos` and commit what it writes", file=sys.stderr)
+        print("run `make protos` and commit the result", file=sys.stderr)
         return 1
-    print("stubs are fresh")
+    print("the stubs are up to date")
     return 0
 
 

@@ -1,11 +1,11 @@
 """Generate the synchronous client, client/residuum/_sync/, from the asyncio one, client/residuum/_async/.
 
-    .venv/bin/python scripts/generate_sync.py            write it
-    .venv/bin/python scripts/generate_sync.py --check    fail, naming the files, if the committed ones are not these
+.venv/bin/python scripts/generate_sync.py            write the modules
+.venv/bin/python scripts/generate_sync.py --check    fail if committed modules are out of date, and name them
 
-`unasync` drops async and await and renames what it knows by name. The rest is done here on the text: types that hold
-other types, and the sentences of docstrings that are true for one client only. ruff then formats what is shorter now.
-Modules that are not named in SOURCES are written by hand, in both folders.
+`unasync` removes async and await and renames the names that it knows. This script does the rest on the text: nested
+types, and the docstring sentences that are true for one client only. Then ruff formats the result. Modules that are
+not in SOURCES are written by hand, in both folders.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES = {
     "anext": "next",
     "open_aio_channel": "open_channel",
 }
-"""What unasync renames, besides what it knows itself."""
+"""Names that unasync replaces in addition to its own list."""
 
 WORDS = {
     "grpc.aio": "grpc",
@@ -53,7 +53,7 @@ WORDS = {
     "StopAsyncIteration": "StopIteration",
     **{name: NAMES[name] for name in ("AsyncClient", "AsyncStream")},
 }
-"""What is replaced in docstrings, comments and texts, which unasync leaves alone, and in names of two parts."""
+"""Texts that unasync does not replace: in docstrings, comments and strings, and names of two parts."""
 
 SENTENCES = {
     "The asyncio client.": "The synchronous client.",
@@ -70,13 +70,13 @@ SENTENCES = {
     ),
     ", known once the stream has been entered or first read.": ".",
 }
-"""What docstrings say of the asyncio client, and what is true of the synchronous one instead. Each must occur."""
+"""Docstring sentences of the asyncio client, and their replacements for the synchronous client. Each must occur."""
 
 
 def main() -> int:
-    """Write or compare; return the process's exit status."""
+    """Write the modules or check them. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare only, and fail on any difference")
+    parser.add_argument("--check", action="store_true", help="only compare, and fail on any difference")
     options = parser.parse_args()
     committed = ROOT / PACKAGE / "_sync"
     fresh = generate()
@@ -94,14 +94,14 @@ def main() -> int:
 
 
 def generate() -> dict[str, str]:
-    """Return the text of each synchronous module, by its file's name."""
+    """Return the text of each synchronous module, by file name."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "_async"), Path(folder, "_sync")
         source.mkdir()
         texts = {name: (ROOT / PACKAGE / "_async" / name).read_text() for name in SOURCES}
         unused = [sentence for sentence in SENTENCES if not any(sentence in text for text in texts.values())]
         if unused:
-            sys.exit(f"scripts/generate_sync.py replaces sentences that are not there: {unused}")
+            sys.exit(f"SENTENCES in scripts/generate_sync.py are in no module: {unused}")
         for name, text in texts.items():
             (source / name).write_text(prepare(text))
         rule = unasync.Rule(f"{source}/", f"{target}/", additional_replacements=NAMES)
@@ -113,15 +113,15 @@ def generate() -> dict[str, str]:
 
 
 def prepare(text: str) -> str:
-    """Replace what must be found before async and await are gone, and line breaks with it."""
+    """Make the replacements that need the original text, before unasync changes words and line breaks."""
     for sentence, instead in SENTENCES.items():
         text = text.replace(sentence, instead)
-    # The brackets of (await call()).field would stay.
+    # unasync would leave the parentheses of (await call()).field.
     return re.sub(r"\(await ([\w.]+\([^()]*(?:\([^()]*\)[^()]*)*\))\)\.", r"await \1.", text)
 
 
 def finish(text: str) -> str:
-    """Replace what unasync leaves."""
+    """Make the replacements that unasync leaves."""
     for word, instead in WORDS.items():
         text = text.replace(word, instead)
     text = re.sub(r"^(from collections\.abc import .*?)\bAwaitable, ", r"\1", text, flags=re.MULTILINE)
@@ -129,7 +129,7 @@ def finish(text: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    """Make every type Awaitable[X] the type X."""
+    """Replace every type Awaitable[X] by X."""
     while (at := text.find("Awaitable[")) >= 0:
         start = end = at + len("Awaitable[")
         depth = 1
@@ -141,9 +141,9 @@ def unwrap(text: str) -> str:
 
 
 def tidy(folder: Path) -> None:
-    """Have ruff drop imports that came twice, sort them, and format."""
+    """Remove duplicate imports, sort imports, and format, with ruff."""
     settings = ["--quiet", "--no-cache", "--config", str(ROOT / "pyproject.toml"), str(folder)]
-    fixes = ["--fix", "--unsafe-fixes", "--select", "F401,I001,UP028"]  # UP028: yield from, which asyncio has not
+    fixes = ["--fix", "--unsafe-fixes", "--select", "F401,I001,UP028"]  # UP028: `yield from`, which asyncio lacks
     for command in (["check", *fixes], ["format"]):
         result = subprocess.run([BIN / "ruff", *command, *settings], capture_output=True, text=True, check=False)
         if result.returncode != 0:
@@ -151,20 +151,20 @@ def tidy(folder: Path) -> None:
 
 
 def compare(fresh: dict[str, str], committed: Path) -> list[str]:
-    """The names of modules that are missing, stale or left over in the committed folder."""
+    """Return the names of committed modules that are missing, stale or left over."""
     found = {path.name: path.read_text() for path in committed.glob("*.py")}
     left_over = {name for name, text in found.items() if text.startswith(MARK) and name not in fresh}
     return sorted(left_over | {name for name, text in fresh.items() if found.get(name) != text})
 
 
 def report(differences: list[str]) -> int:
-    """Say which modules are not what the asyncio client says."""
+    """Print which modules are out of date. Return the exit status."""
     for name in differences:
         print(f"differs from its source: {PACKAGE / '_sync' / name}", file=sys.stderr)
     if differences:
-        print("run `make sync` and commit what it writes", file=sys.stderr)
+        print("run `make sync` and commit the result", file=sys.stderr)
         return 1
-    print("the synchronous client is fresh")
+    print("the synchronous client is up to date")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""What vLLM needs on a CPU and no wheel brings: libnuma, which is provided, a C++ compiler and Python's headers.
+"""Checks for what vLLM needs on a CPU and no wheel contains: libnuma, a C++ compiler and Python's headers.
 
-vLLM's kernels are linked against libnuma, and a small Debian is without it. Where it is missing, Debian's own package
-is taken apart inside `.venv`, which needs no root, and every start of `.venv`'s Python loads it.
+vLLM's kernels link to libnuma, which a minimal Debian lacks. If it is missing, this script unpacks Debian's package
+into `.venv`, which needs no root, and makes the environment's Python load it at every start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIBNUMA = "libnuma.so.1"
 
 
 def main() -> None:
-    """Provide the one, and say what to do about the others."""
+    """Provide libnuma, and print advice if the compiler or the headers are missing."""
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         print("setup: Python's C headers are missing; compiled engines need them (Debian 12: python3.11-dev)")
     if not shutil.which("g++"):
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def provide_libnuma() -> None:
-    """Unpack it into the environment, or end with advice."""
+    """Unpack libnuma into the environment. If that fails, exit with advice."""
     native = Path(sys.prefix, "native")
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -42,7 +42,7 @@ def provide_libnuma() -> None:
         sys.exit(f"setup: vLLM needs the library {LIBNUMA}. Debian: apt install libnuma1")
     hook = Path(sysconfig.get_paths()["purelib"], "residuum_native.pth")
     hook.write_text(f"import ctypes; ctypes.CDLL({str(library)!r}, ctypes.RTLD_GLOBAL)\n")
-    print(f"setup: {LIBNUMA} was missing on this machine; taken from Debian's libnuma1")
+    print(f"setup: {LIBNUMA} was missing on this machine; it was installed into .venv from Debian's libnuma1")
 
 
 if __name__ == "__main__":

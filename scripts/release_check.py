@@ -1,11 +1,11 @@
-"""Is this tree ready to be released? `make release-check` runs it; CONTRIBUTING.md has the whole list.
+"""Checks whether this tree can be released. `make release-check` runs it; CONTRIBUTING.md has all steps of a release.
 
-    .venv/bin/python -m scripts.release_check             everything
-    .venv/bin/python -m scripts.release_check --builds    what holds between releases, too
+    .venv/bin/python -m scripts.release_check             all checks
+    .venv/bin/python -m scripts.release_check --builds    only the checks that also hold between releases
 
-The version in pyproject.toml is that of the changelog's newest entry, with a date, and is not tagged yet; wheels and
-sdists, of the client and of the server, come out the same, byte by byte, when they are built again, the wheels also
-from the sdists; and their metadata is valid.
+* The version in pyproject.toml is that of the changelog's newest entry, which has a date, and it has no tag yet.
+* Wheels and sdists of the client and of the server are reproducible byte by byte, also wheels built from the sdists.
+* Their metadata is valid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SOURCES = (
     *("LICENSE", "README.md", "client", "inference_svc", "protos", "pyproject.toml", "server", "store_svc"),
     "svc_common",
 )
-"""What the distributions are made of."""
+"""The files and folders that the distributions are built from."""
 
 PROJECTS = (".", "server")
 """The folders of the distributions."""
@@ -45,10 +45,10 @@ class NotReadyError(Exception):
 
 
 def version_of(pyproject: str) -> str:
-    """Return the version that stands in pyproject.toml.
+    """Return the version in pyproject.toml.
 
     Raises:
-        NotReadyError: None does.
+        NotReadyError: There is none.
     """
     found = re.search(r'^version = "([^"]+)"', pyproject, re.MULTILINE)
     if found is None:
@@ -57,7 +57,7 @@ def version_of(pyproject: str) -> str:
 
 
 def check_changelog(changelog: str, version: str) -> None:
-    """Make sure that the newest entry of the changelog is that of a version.
+    """Check that the newest entry of the changelog is that of a version.
 
     Raises:
         NotReadyError: It is not.
@@ -70,23 +70,25 @@ def check_changelog(changelog: str, version: str) -> None:
         end = entries[1].start() if len(entries) > 1 else len(changelog)
         if changelog[newest.end() : end].strip():
             raise NotReadyError(
-                f"CHANGELOG.md still has changes under [Unreleased]: call them [{version}] - YYYY-MM-DD, and leave an "
+                f"CHANGELOG.md has changes under [Unreleased]: rename it to [{version}] - YYYY-MM-DD, and add an "
                 "empty [Unreleased] above"
             )
         if len(entries) == 1:
             raise NotReadyError("CHANGELOG.md has no released entry")
         newest = entries[1]
     if newest["version"] != version:
-        raise NotReadyError(f"pyproject.toml says {version}, and the newest entry of CHANGELOG.md {newest['version']}")
+        raise NotReadyError(
+            f"pyproject.toml says {version}, but the newest entry of CHANGELOG.md is {newest['version']}"
+        )
     if newest["date"] is None:
         raise NotReadyError(f"the entry of {version} in CHANGELOG.md has no date")
 
 
 def check_untagged(version: str) -> None:
-    """Make sure that a version was not released before.
+    """Check that a version was not released before.
 
     Raises:
-        NotReadyError: There is a tag.
+        NotReadyError: It has a tag.
     """
     listed = subprocess.run(
         ["git", "tag", "--list", f"v{version}"],  # noqa: S607 - git is wherever it is
@@ -100,13 +102,13 @@ def check_untagged(version: str) -> None:
 
 
 def check_builds(folder: Path) -> list[Path]:
-    """Build the wheel and the sdist of both distributions twice, and each wheel from its sdist; return the first ones.
+    """Build the wheel and the sdist of both distributions twice, and each wheel from its sdist. Return the first ones.
 
     Args:
-        folder: An empty folder for all that is made.
+        folder: An empty folder for all builds.
 
     Raises:
-        NotReadyError: They differ, cannot be built, or their metadata is not valid.
+        NotReadyError: Two builds differ, a build fails, or the metadata of one is not valid.
     """
     trees = [_copy_sources(folder / f"tree{turn}") for turn in range(2)]
     return [path for name in PROJECTS for path in _check_project(name, trees, folder / "built" / name)]
@@ -116,14 +118,16 @@ def _check_project(name: str, trees: list[Path], folder: Path) -> list[Path]:
     built = [_build(tree / name, folder / f"dist{turn}") for turn, tree in enumerate(trees)]
     for first, second in zip(*built, strict=True):
         if _digest(first) != _digest(second):
-            raise NotReadyError(f"{first.name} comes out differently when it is built again")
+            raise NotReadyError(f"{first.name} is not reproducible: a second build differs")
     sdist, wheel = sorted(built[0], key=lambda path: path.suffix != ".gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     (again,) = _build(unpacked, folder / "dist-from-sdist", "wheel")
     if _digest(again) != _digest(wheel):
-        raise NotReadyError(f"{wheel.name} from the sdist is another than from the tree: {_differing(again, wheel)}")
+        raise NotReadyError(
+            f"{wheel.name} built from the sdist differs from that of the tree: {_differing(again, wheel)}"
+        )
     for path in built[0]:
         _check_metadata(path)
     return built[0]
@@ -159,7 +163,10 @@ def _digest(path: Path) -> str:
 
 def _differing(one: Path, other: Path) -> str:
     contents = [{item.filename: item.CRC for item in zipfile.ZipFile(path).infolist()} for path in (one, other)]
-    return ", ".join(sorted({name for name, _ in contents[0].items() ^ contents[1].items()})) or "in order or dates"
+    return (
+        ", ".join(sorted({name for name, _ in contents[0].items() ^ contents[1].items()}))
+        or "the order or dates of files"
+    )
 
 
 def _check_metadata(path: Path) -> None:
@@ -170,7 +177,7 @@ def _check_metadata(path: Path) -> None:
             told = "; ".join(str(error) for error in errors.exceptions)
             raise NotReadyError(f"the metadata of {path.name} is not valid: {told}") from None
         if about.description_content_type != "text/markdown" or not about.description:
-            raise NotReadyError(f"{path.name} does not carry README.md as its description")
+            raise NotReadyError(f"{path.name} does not have README.md as its description")
 
 
 def _metadata_in(path: Path) -> Iterator[bytes]:
@@ -204,9 +211,9 @@ def _show_builds(folder: str) -> None:
 
 
 def main() -> int:
-    """Run the checks; return the process's exit status."""
+    """Run the checks. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--builds", action="store_true", help="only the builds")
+    parser.add_argument("--builds", action="store_true", help="check only the builds")
     options = parser.parse_args()
     version = version_of((ROOT / "pyproject.toml").read_text())
     problems = [] if options.builds else [*_problems(check_untagged, version), *_problems(_check_changelog, version)]
@@ -215,7 +222,7 @@ def main() -> int:
     for problem in problems:
         print(f"release-check: {problem}", file=sys.stderr)
     if not problems:
-        print(f"release-check: {version} is {'built well' if options.builds else 'ready'}")
+        print(f"release-check: {version} is {'reproducible' if options.builds else 'ready'}")
     return 1 if problems else 0
 
 

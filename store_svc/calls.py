@@ -1,4 +1,4 @@
-"""Counts running calls: limits how many run at once, and tells when none is left."""
+"""Counts running calls: limits how many run at once, and waits until none runs."""
 
 from __future__ import annotations
 

@@ -390,7 +390,7 @@ class StoreServicer:
             raise _stopping()
 
     def _wait_for_rows(self, name: CaptureName, context: grpc.ServicerContext) -> None:
-        """Wait a moment for the rows of a capture that was sealed, so that it can be skipped if it is complete."""
+        """Wait briefly for the rows of a sealed capture, so that it can be skipped if it is complete."""
         feed = self._catalog.feed_named(name)
         if feed is not None and feed.capture.wait is Wait.ROWS:
             with self.calls.reading():

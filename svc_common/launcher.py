@@ -76,11 +76,6 @@ class Service:
             tls: How to connect, if the service uses TLS. Health checks need no token.
             waiting: Called while it waits, with the service's name and the seconds that have passed.
 
-        Args:
-            timeout_seconds: For how long.
-            tls: How it is reached.
-            waiting: Is called meanwhile, with its name and the seconds that have passed.
-
         Raises:
             ServiceFailedError: The service exited, or was not ready in time.
         """
@@ -173,7 +168,7 @@ def _start(name: str, folder: Path, module: str, arguments: Sequence[str], cwd: 
     folder.mkdir(parents=True, exist_ok=True)
     port_file = folder / f"{name}.port"
     port_file.unlink(missing_ok=True)
-    # In a folder of somebody else's, its files are no modules of ours.
+    # -P keeps Python from importing modules from a folder that is not ours.
     safe = ["-P"] if cwd != ROOT and sys.version_info >= (3, 11) else []
     with (folder / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(

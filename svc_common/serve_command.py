@@ -1,6 +1,6 @@
-"""`residuum serve` and `residuum.serve()`: both services for one person, on this machine, until they are stopped.
+"""`residuum serve` and `residuum.serve()`: run both services on this machine for one user, until they are stopped.
 
-The client finds this module by its entry point, `serve` in the group `residuum.commands`, and imports nothing of it.
+The client finds this module through the entry point `serve` in the group `residuum.commands`. It never imports it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from svc_common.launcher import Service
 
 DEFAULT_DATA = Path("residuum-data")
-"""Where captures are kept if nobody says: in the folder where one works, as what belongs to that work."""
+"""The default folder of captures and logs, relative to the current folder."""
 
 USUAL_PORTS = (50052, 50051)
-"""The ports that the documents name, of the store and the inference service; others if one of them is taken."""
+"""The documented ports of the store and of the inference service. If one is taken, both services use other ports."""
 
 _OURS = ("--listen", "--port-file", "--store")
 _INFERENCE = "inference_svc"
 _NEEDED = ("lmdb", "vllm")
 _POLL_SECONDS = 0.2
 _PLAIN_SECONDS = 15
-"""How often the wait is told where a line cannot be rewritten."""
+"""Seconds between progress lines, for a stream that cannot rewrite a line."""
 
 _TO_TRY = """\
 store      {store}
@@ -52,22 +52,22 @@ Ctrl-C stops both services."""
 def serving(
     model: str, *, data: Path | None = None, temporary: bool = False, flags: Sequence[str] = (), progress: bool = True
 ) -> Iterator[tuple[Service, Service]]:
-    """Run both services for as long as the context lasts; yields (store, inference), both serving.
+    """Run both services for as long as the context lasts. Yields (store, inference), both serving.
 
     Args:
         model: The model's folder, or its name on the Hugging Face hub.
         data: Where captures and logs are kept (default: `DEFAULT_DATA`).
-        temporary: Keep them nowhere instead.
+        temporary: Delete captures and logs at the end.
         flags: Further flags of the inference service.
-        progress: Show on stderr what is waited for.
+        progress: Show on stderr which service is starting.
 
     Raises:
-        ServiceFailedError: One of them did not come up, or cannot be asked for like this.
+        ServiceFailedError: A service did not become ready, or the arguments are invalid.
     """
     _check(flags, data, temporary=temporary)
     ports = USUAL_PORTS if all(map(is_free, USUAL_PORTS)) else (0, 0)
     line = _ProgressLine(sys.stderr, shown=progress)
-    # A model that is downloaded first takes its time: it ends by itself, or by Ctrl-C.
+    # No timeout, because downloading a model may take long. Ctrl-C ends the wait.
     with (
         tempfile.TemporaryDirectory(prefix="residuum-") as scratch,
         running_services(
@@ -96,7 +96,7 @@ def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]
             while inference.is_running and store.is_running:
                 time.sleep(_POLL_SECONDS)
             ended = store if inference.is_running else inference
-            failure = f"{ended.name} has ended by itself\n{ended.log_end()}"
+            failure = f"{ended.name} has ended\n{ended.log_end()}"
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)  # noqa: T201
         return 0
@@ -108,12 +108,12 @@ def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]
 
 def _check(flags: Sequence[str], data: Path | None, *, temporary: bool) -> None:
     if temporary and data is not None:
-        raise ServiceFailedError("captures are either kept in a folder or temporary")
+        raise ServiceFailedError("set either a data folder or temporary, not both")
     for flag in flags:
         if flag.partition("=")[0] in _OURS:
             raise ServiceFailedError(
-                f"{flag.partition('=')[0]} is decided by `residuum serve`; to choose it, start the services one by "
-                "one: python -m store_svc, python -m inference_svc"
+                f"`residuum serve` sets {flag.partition('=')[0]} itself. To choose it, start the services separately: "
+                "python -m store_svc, python -m inference_svc"
             )
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -121,7 +121,7 @@ def _check(flags: Sequence[str], data: Path | None, *, temporary: bool) -> None:
 
 
 class _ProgressLine:
-    """What is waited for, and for how long: one line that is rewritten, or a plain one now and then."""
+    """Shows which service is starting, and for how long. It rewrites one line, or prints a plain line now and then."""
 
     def __init__(self, stream: TextIO, *, shown: bool) -> None:
         self._stream = stream
@@ -130,7 +130,7 @@ class _ProgressLine:
         self._last: tuple[str, int] | None = None
 
     def show(self, service: str, seconds: float) -> None:
-        """Say that a service has been starting for so long."""
+        """Show for how long a service has been starting."""
         step = int(seconds) // (1 if self._live else _PLAIN_SECONDS)
         if not self._shown or (service, step) == self._last:
             return
@@ -141,7 +141,7 @@ class _ProgressLine:
         self._stream.flush()
 
     def end(self) -> None:
-        """Take the line away: both services are up, or one will not be."""
+        """Clear the line. Both services are ready, or one has failed."""
         if self._shown and self._live and self._last:
             self._stream.write(f"\r{'':60}\r")
             self._stream.flush()

@@ -146,12 +146,12 @@ _METAVARS = {
     "tuple[str,...]": "LIST",
     "dict[str,Any]": "JSON",
 }
-"""What --help calls a value, by the type that pydantic-settings writes there."""
+"""The placeholder of a value in --help, by the type that pydantic-settings would print."""
 _NO_DEFAULT = re.compile(r"\(default: (?:\(\)|null|\{\})?\)$")
 
 
 def _hide_python_types(parser: argparse.ArgumentParser) -> None:
-    """Make --help speak of values, not of Python's types."""
+    """Make --help name kinds of values instead of Python types."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list them
         if isinstance(action.metavar, str):
             action.metavar = _METAVARS.get(action.metavar, action.metavar)

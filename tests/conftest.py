@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Otherwise vLLM binds the workers of all engines to the same cores, where their threads wait for each other.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell in the background has it: children inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a background shell, and inherited by children
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

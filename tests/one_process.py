@@ -1,6 +1,6 @@
-"""Engines whose worker runs in the engine's own process, as vLLM does on a GPU.
+"""Engines whose worker runs in the engine's process, as on a GPU.
 
-On a CPU vLLM starts a process of its own for the worker. Importing vLLM there takes a third of the engine's start.
+On a CPU, vLLM starts a separate process for the worker. Importing vLLM there takes a third of the engine's start.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Groups tests that must run in the same process, for pytest-xdist.
 
-A file says so with a mark: `pytestmark = pytest.mark.shares_engine("conformance")`. pytest-xdist's own way, marks by
-group (`--dist loadgroup`), writes them into the ids of tests, which pytest 9.2 no longer reads. What shares the tests
-out collects none: it knows their ids alone, and so the mark is read in the file.
+A file names its group in a mark: `pytestmark = pytest.mark.shares_engine("conformance")`. pytest-xdist's own groups
+(`--dist loadgroup`) add the group to test IDs, which does not work with pytest 9.2. The scheduler knows only the IDs of
+tests, so this module reads the mark from the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARK = "shares_engine"
 
 
 def group_of(test: str) -> str:
-    """Return what a test, given by its id, shares with others: an engine, or whatever its file has."""
+    """Return the group of a test, given by its ID: the engine of its file's mark, otherwise the file."""
     file = test.partition("::")[0]
     return _engine_of(ROOT / file) or file
 
@@ -42,10 +42,10 @@ def _engine_of(file: Path) -> str | None:
 
 
 def check(items: Iterable[pytest.Item], fixture: str, engine: str, folder: Path) -> None:
-    """Make sure that whoever uses a folder's engine says so.
+    """Check that every test that uses a folder's engine has the mark.
 
     Raises:
-        pytest.UsageError: One does not: another process would start that engine once more.
+        pytest.UsageError: A test does not, so another process could start the engine a second time.
     """
     for item in items:
         if folder in item.path.parents and fixture in getattr(item, "fixturenames", ()):
@@ -55,7 +55,7 @@ def check(items: Iterable[pytest.Item], fixture: str, engine: str, folder: Path)
 
 
 class SharingByEngine(LoadScopeScheduling):
-    """Assigns groups in the order of collection, which begins with the longest."""
+    """Assigns groups in the order of collection, which starts with the longest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)

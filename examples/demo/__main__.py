@@ -181,7 +181,7 @@ def mean_row(client: residuum.Client, prompts: tuple[str, ...], totals: Totals) 
 
 
 def show_sending(client: residuum.Client, vector: residuum.Vector) -> None:
-    """Send the vector twice. The second time, the service has it already."""
+    """Send the vector twice. The second time, the service already has it."""
     for attempt in ("first", "second"):
         result = client.put_vectors([vector])
         console.print(

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What the examples need on Debian 12 or later, all from Debian (as root). Node.js that is there already stays.
+# Installs the examples' toolchains on Debian 12 or later, from Debian's packages (as root). Keeps an installed Node.js.
 set -eu
 
 apt-get update

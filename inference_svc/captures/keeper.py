@@ -31,16 +31,16 @@ _log = get_logger(__name__)
 
 _OPEN_SECONDS = 5.0
 _AVOIDED_SECONDS = 5.0
-"""How long after a call that got no answer, or STORE_FULL, the service chooses no capture IDs of the store."""
+"""How long the service avoids a store after a call without an answer, or after STORE_FULL: it makes no capture IDs
+that belong to the store."""
 _SEAL_SECONDS = 10.0
 _RENEWAL = 0.2
-"""The part of a lease after which it is renewed. So several renewals may fail before it runs out."""
+"""The fraction of a lease's duration after which it is renewed, so that several renewals may fail before it ends."""
 _MAX_BACKOFF_SECONDS = 5.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 _FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
-"""Answers to a seal that a retry would get again: the capture was deleted or has ended, or the seal is malformed."""
-
+"""Failures of a seal that no retry can mend: the capture was deleted or has ended, or the seal is malformed."""
 
 _OUR_OWN_TOKEN = (Reason.ERROR_REASON_UNAUTHENTICATED, Reason.ERROR_REASON_PERMISSION_DENIED)
 """The store's reasons for refusing this service's own token."""
@@ -112,7 +112,7 @@ class CaptureKeeper:
         """Create a capture, and keep the service's lease for as long as it has open captures.
 
         Returns:
-            The manifest of the capture that exists already and is the result (IF_EXISTS_SKIP); None: it was created.
+            The manifest of the existing capture that is the result (IF_EXISTS_SKIP); None: a capture was created.
 
         Raises:
             Failure: The store does not answer, or refuses.
@@ -127,7 +127,7 @@ class CaptureKeeper:
                 lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
             )
         except Failure as failure:
-            if not isinstance(failure, NoAnswerError):  # after that one it may be open, and the caller seals it
+            if not isinstance(failure, NoAnswerError):  # after NoAnswerError it may be open; the caller seals it
                 self._open.discard(path)
             raise
         if answer.HasField("existing"):
@@ -161,7 +161,7 @@ class CaptureKeeper:
         await self._channel.close()
 
     async def _wait_for_seal(self, description: capture_pb2.CaptureDescription) -> None:
-        """Wait until the store knows how an earlier request with the same ID has ended, but not for long."""
+        """Wait for the seal of an earlier request with the same ID, up to the timeout of a call."""
         name = tenant_path(description.tenant, description.capture_id)
         earlier = {task for task in self._seals if task.get_name() == name}
         if earlier:
@@ -260,7 +260,7 @@ class CaptureKeeper:
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
         failure = failure_from_rpc_error(error)
         if failure is not None and failure.reason in _OUR_OWN_TOKEN:
-            # Not passed on as it is: callers would look for the fault in their own token.
+            # Replace this failure. Otherwise callers would look for the fault in their own token.
             return self._unreachable(f"it refuses this service's own token, see --store-token-file: {failure.message}")
         if failure is not None and failure.code not in _UNREACHABLE:
             return failure

@@ -100,7 +100,7 @@ class Stores:
                 list of stores changed, is neither replaced nor skipped.
 
         Returns:
-            The manifest of the capture that exists already and is the result (IF_EXISTS_SKIP); None: it was created.
+            The manifest of the existing capture that is the result (IF_EXISTS_SKIP); None: a capture was created.
 
         Raises:
             Failure: The store does not answer, or refuses. Or another store holds a capture with this ID, or does not
@@ -146,7 +146,7 @@ async def _check_free(keeper: CaptureKeeper, description: capture_pb2.CaptureDes
             ) from None
         if failure.reason != Reason.ERROR_REASON_STORE_UNREACHABLE:
             raise
-        # Never a NoAnswerError, after which a capture may exist: this check creates none.
+        # Never a NoAnswerError, because after one a capture may exist, and this check creates none.
         raise Failure(
             failure.reason,
             f"The store {keeper.store} may hold a capture {name!r} from before the list of stores changed, and it does "

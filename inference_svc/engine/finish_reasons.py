@@ -1,4 +1,4 @@
-"""vLLM's names for the ends of sequences that it gave up. All other names are of normal ends."""
+"""vLLM's finish reasons for sequences that it gave up. All other finish reasons are normal ends."""
 
 ABORTED = "abort"
 FAILED = "error"

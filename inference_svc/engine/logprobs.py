@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _PART_BYTES = 1 << 20
-"""The size of the log-probabilities in one message at most. It is well below the limit of a message."""
+"""The largest size of the log-probabilities in one message, well below the limit of a message."""
 
 _ELEMENT_BYTES = 9
-"""What one of the most likely tokens takes in a message: a float, and a token ID as a varint."""
+"""Bytes that one of the most likely tokens takes in a message: a float, and a token ID as a varint."""
 
 
 class TokenLogprobs(NamedTuple):

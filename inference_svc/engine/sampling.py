@@ -19,7 +19,7 @@ REFUSALS = (ValueError, VLLMValidationError)
 """What vLLM raises for invalid parameters. Only in older versions is the second one a subclass of the first."""
 
 _CHECKED_BY_VLLM = ("bad_words", "json_schema", "regex", "min_p", "logit_bias")
-"""Parameters that vLLM refuses for some values, models or engines. It is asked only if one of these is set."""
+"""Parameters that vLLM refuses for some values, models or engines. Only requests with one of these are checked."""
 
 
 def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int) -> SamplingParams:
@@ -110,5 +110,5 @@ def _structured_outputs(p: inference_pb2.SamplingParameters) -> StructuredOutput
 
 
 def _prompt_logprobs(p: inference_pb2.SamplingParameters, sequence: int) -> int | None:
-    """Return how many are asked for. All sequences have the same prompt, so only the first one computes them."""
+    """Return the requested number. Only the first sequence computes them, because all have the same prompt."""
     return p.prompt_logprobs if p.HasField("prompt_logprobs") and sequence == 0 else None

@@ -1,4 +1,4 @@
-"""What one sequence's request to vLLM is made of, and what comes back."""
+"""The request to vLLM for one sequence, and the outputs that it returns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Delta(NamedTuple):
         )
 
     def without_tokens(self) -> Delta:
-        """Return this delta without what was generated. Its sequence ends because it may have no tokens."""
+        """Return this delta without its tokens. The sequence ends here because it may generate none."""
         return Delta("", (), "length" if self.finish_reason else None, prompt_logprobs=self.prompt_logprobs)
 
 
@@ -83,7 +83,7 @@ async def stream(
     except REFUSALS as error:
         if has_begun:
             raise
-        # `check_with_vllm` knows the parameters that vLLM may refuse. This is for what a later vLLM refuses too.
+        # `check_with_vllm` checks the parameters that vLLM is known to refuse. A later vLLM may refuse others.
         raise invalid("sampling", f"vLLM refuses the request: {error}") from error
 
 

@@ -99,7 +99,7 @@ class TapSettings(ServiceSettings):
     shipper_nice: int = Field(default=5, ge=0, le=19)
     """Niceness of the shippers: with a higher value, they give way to the engine when both want a core. 0: equal."""
     max_vectors: int = Field(default=4096, ge=1)
-    """Most steering vectors that are kept. The least recently used goes first. One request cannot use more."""
+    """Most steering vectors that are kept. The least recently used is evicted first. One request cannot use more."""
     max_vector_mib: int = Field(default=256, ge=1)
     """Memory for kept steering vectors, in MiB."""
     max_active_vectors: int = Field(default=1024, ge=1, le=1 << 20)

@@ -14,7 +14,7 @@ LONGEST_STEP_SECONDS = 7 * 24 * 3600
 vLLM's own default would kill the engine after five minutes."""
 
 _TAPS_VERSION = 2
-"""Increase it whenever the ops in the graph change."""
+"""Increment it whenever the ops in the graph change."""
 
 
 def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class VectorActivator:
     A row belongs to one vector while any request uses the vector. Afterwards the vector stays in the row for later
     requests, until another vector needs the row.
 
-    Requests are served in the order in which they came, so a request that needs many rows is not overtaken for ever.
+    Requests get rows in order of arrival, so a request that needs many rows does not starve.
     One exception: a request whose vectors are all in use needs no room, and goes ahead.
     """
 

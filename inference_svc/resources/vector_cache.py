@@ -102,7 +102,7 @@ class VectorCache:
             )
 
     def check_number(self, count: int) -> None:
-        """Check that `count` vectors fit at once. Otherwise a client would send them again and again in vain.
+        """Check that `count` vectors fit at once. Otherwise a client would send them again and again without success.
 
         Raises:
             Failure: They do not fit.
@@ -121,7 +121,7 @@ class VectorCache:
         Args:
             vector: The vector.
             tenant: The tenant that sent it.
-            max_bytes: Limit for all vectors of the tenant. Beyond it, the tenant's least recently used vector goes.
+            max_bytes: Limit for all vectors of the tenant. Beyond it, the tenant's least recently used one is evicted.
 
         Raises:
             Failure: Digest, dtype, length or values are wrong, or running requests need all other vectors.

@@ -78,7 +78,7 @@ class ExtentReady:
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """Reports rows that will never come; the shipper passes it on to the store."""
+    """Reports rows that will never arrive. The shipper passes the report on to the store."""
 
     ticket: int
     capture_id: str

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PoolExhaustedError(RuntimeError):
-    """The pool has no room for a block, and none will come free. See `BlockPool.rows_needed`."""
+    """The pool has no room for a block, and none will become free. See `BlockPool.rows_needed`."""
 
 
 @dataclass
@@ -29,17 +29,17 @@ class Block:
     first_row: int
     """The pool row for the first unit of the first position."""
     capacity: int
-    """How many positions there is room for. It is also the distance, in pool rows, from one unit to the next."""
+    """The number of positions that fit. It is also the distance, in pool rows, from one unit to the next."""
     capture: Capture
     """The capture that the block belongs to."""
     limit: int
-    """With how many positions the block is full: its capacity, or less if its rows are to leave sooner."""
+    """The number of positions at which the block is full: its capacity, or less if its rows are to leave sooner."""
     positions: list[int] = field(default_factory=list)
     """The positions that the block holds, in the order of its rows."""
 
     @property
     def free(self) -> int:
-        """How many more positions the block takes until it is full."""
+        """How many more positions fit until it is full."""
         return self.limit - len(self.positions)
 
     @property
@@ -120,12 +120,12 @@ class BlockPool:
         Args:
             capture: The capture that fills the block.
             positions: How many positions this step has for the block. The block may hold fewer.
-            min_capacity: For how many positions the block has room at least, at most 32.
-            limit: With how many positions the block is full at most. None: when there is no more room. The block takes
-                its room all the same, because runs of many different lengths would fragment the pool.
+            min_capacity: The least capacity in positions, at most 32.
+            limit: The number of positions at which the block is full. None: its capacity. A lower limit does not make
+                the block smaller, because runs of many different lengths would fragment the pool.
 
         Raises:
-            PoolExhaustedError: There is no room, and none will come free.
+            PoolExhaustedError: There is no room, and none will become free.
         """
         largest = max(min_capacity, min(positions, self._max_capacity(capture)))
         capacities = sorted({min_capacity, largest}, reverse=True)

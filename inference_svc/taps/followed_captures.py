@@ -57,7 +57,7 @@ class FollowedCaptures:
             reduction = Reduction(plan) if capture.is_reduced else None
             followed = _Followed(capture, self._bases.of(capture), reduction)
         except (MemoryError, RuntimeError) as error:
-            _log.exception("a capture cannot be made", request_id=capture.capture_id)
+            _log.exception("cannot prepare for a capture", request_id=capture.capture_id)
             problem = f"The worker could not prepare for this capture ({type(error).__name__}); its log says why."
             followed = _Followed(capture, None, None, problem)
         self._followed[id(capture)] = followed
@@ -65,7 +65,7 @@ class FollowedCaptures:
     def add(self, batch: Batch) -> Batch | None:
         """Take the rows of a block, and return the rows to send now, if any.
 
-        Captures that are not followed get their rows back as they are. A reduction returns its row when it is complete.
+        Rows of captures that are not followed are returned unchanged. A reduction returns its row when it is complete.
         """
         followed = self._of(batch.capture)
         if followed is None:
@@ -85,7 +85,7 @@ class FollowedCaptures:
         return self._complete(followed.reduction.finish(), followed.reduction)
 
     def miss(self, capture: Capture, positions: Sequence[int]) -> None:
-        """Note that rows of a capture never come: a reduction over them is incomplete."""
+        """Note that some rows of a capture will never arrive, so a reduction over them is incomplete."""
         followed = self._of(capture)
         if followed is not None and followed.reduction is not None:
             followed.reduction.miss(positions)
@@ -103,10 +103,10 @@ class FollowedCaptures:
         return self._followed[id(capture)] if capture.is_followed else None
 
     def _complete(self, batch: Batch | None, reduction: Reduction) -> Batch | None:
-        """Return reduced rows. If rows that they include never came, report the reduced rows as lost instead."""
+        """Return reduced rows. If they include rows that never arrived, report the reduced rows as lost instead."""
         if batch is None or reduction.is_whole(batch):
             return batch
-        self._report_failed(batch, "Rows that this one was reduced from were lost.")
+        self._report_failed(batch, "Rows that this row is reduced from were lost.")
         return None
 
     def _report_failed(self, batch: Batch, detail: str) -> None:

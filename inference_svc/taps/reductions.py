@@ -70,21 +70,21 @@ class Reduction:
         return Batch(self._capture, *self._prompt.take())
 
     def miss(self, positions: Sequence[int]) -> None:
-        """Note that the rows of these positions never come, so reductions over them are not whole."""
+        """Note that the rows of these positions will never arrive, so reductions over them are incomplete."""
         self._prompt.is_whole &= min(positions) >= self._prompt_tokens
         self._generated.is_whole &= max(positions) < self._prompt_tokens
 
     def is_whole(self, batch: Batch) -> bool:
-        """Return whether all rows came that a reduced batch includes."""
+        """Return whether all rows that a reduced batch includes have arrived."""
         return (self._generated if batch.positions[0] >= self._prompt_tokens else self._prompt).is_whole
 
     def finish(self) -> Batch | None:
-        """Return the reduced rows of the last generated positions; None if no generated row came."""
+        """Return the reduced rows of the last generated positions; None if no generated row arrived."""
         return Batch(self._capture, *self._generated.take()) if self._generated.positions else None
 
 
 class _Running:
-    """A running reduction: the first rows are folded into one, the last `keep` rows are kept as they are."""
+    """A running reduction: it folds all rows but the last `keep` into one row."""
 
     def __init__(self, reduction: capture_pb2.Reduction.ValueType, keep: int) -> None:
         self._reduction = reduction
@@ -93,9 +93,9 @@ class _Running:
         self._folded = 0
         self._rows: Tensor | None = None  # [units, positions, width]
         self.positions: list[int] = []
-        """The positions of the rows that are kept as they are."""
+        """The positions of the last rows, which are not folded."""
         self.is_whole = True
-        """Whether every row came."""
+        """Whether every row has arrived."""
 
     def add(self, positions: Sequence[int], rows: Tensor) -> None:
         old = rows[:, :0] if self._rows is None else self._rows

@@ -74,7 +74,7 @@ class RingWriter:
             batch.capture,
             batch.positions,
             capture_pb2.INCOMPLETE_REASON_OVERFLOW,
-            "The ring had no room left for rows of this store, and the capture's policy is SHED.",
+            "The ring had no room for rows of this store, and the capture's policy is SHED.",
         )
 
     def report_loss(

@@ -90,7 +90,7 @@ class BlockSink:
         return self._bases.keep_signs(projections)
 
     def send(self, blocks: Sequence[Block]) -> None:
-        """Move the rows of blocks on, and give the blocks back to the pool.
+        """Encode the rows of blocks into the ring or keep them for the self-test, and give the blocks back to the pool.
 
         When the ring is full, the capture's policy decides: WAIT holds up the step, SHED drops the rows and reports
         them as lost.
@@ -112,7 +112,7 @@ class BlockSink:
         self._followed.forget(capture)
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until every block that was sent has left the pool, and return whether it has. Here `send` does that."""
+        """Wait until every sent block has left the pool, and return whether all have. Here `send` does that."""
         del timeout_seconds
         return True
 
@@ -123,7 +123,7 @@ class BlockSink:
         reason: capture_pb2.IncompleteReason.ValueType,
         detail: str,
     ) -> None:
-        """Report rows of a capture that never come."""
+        """Report rows of a capture that will never arrive."""
         if capture.is_probe or not positions:
             return
         self._followed.miss(capture, positions)

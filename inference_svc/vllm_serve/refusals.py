@@ -48,7 +48,7 @@ def http_error(failure: Failure) -> Exception:
 
 
 def _message(failure: Failure) -> str:
-    """Return a failure's text, with sites as `residuum.Capture` names them, and the variable that arms them here."""
+    """Return a failure's text, with the client's names of sites and the variable that arms sites here."""
     if failure.reason != Reason.ERROR_REASON_UNKNOWN_SITE or "armed" not in failure.metadata:
         return failure.message
     site, *armed = (_site(name) for name in (failure.metadata["site"], *failure.metadata["armed"].split(",")))

@@ -1,6 +1,6 @@
 """The labels of captures in the database, and an index by their values.
 
-They are kept apart from manifests, because manifests of ended captures never change. They are not in the catalog,
+Labels are separate from manifests, because manifests of ended captures never change. They are not in the catalog,
 because they would take too much memory there.
 """
 
@@ -18,7 +18,7 @@ _NUMBERS_AT_ONCE = 512
 
 
 def read_labels(txn: Txn, number: int) -> bytes:
-    """Return the labels of a capture as a serialised CaptureManifest that has nothing else; empty if it has none.
+    """Return the labels of a capture as a serialised CaptureManifest with no other field; empty if it has none.
 
     Appended to a serialised manifest, they become its labels.
     """
@@ -73,8 +73,8 @@ class LabelReader:
             before: Only captures with a lower number; None for all.
 
         Returns:
-            Their numbers, newest first. None if the index cannot tell, because no condition is an equality or all
-            tenants are asked for.
+            Their numbers, newest first. None if the index cannot answer, because no condition is an equality or
+            `tenant` is None.
         """
         equal = next((condition for condition in conditions if condition.operator == "="), None)
         if equal is None or tenant is None:

@@ -1,4 +1,4 @@
-"""Leases: which inference services live. A service that is killed stops renewing its lease."""
+"""Leases: which inference services are running. A service that is killed stops renewing its lease."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class Database:
         self.sync()
         for folder in (path, *(folder.parent for folder in made)):
             _sync_folder(folder)
-        with suppress(StoreFullError):  # what is there can be read and deleted
+        with suppress(StoreFullError):  # stored captures can still be read and deleted
             self._check_disk(self.used_bytes())
 
     def read(self) -> _Reading:

@@ -57,7 +57,7 @@ def _mark(store_id: bytes, request: store_pb2.ListCapturesRequest, scope: str | 
     states = ",".join(str(int(state)) for state in sorted(set(request.states)))
     whose = (ANY_TENANT if scope is None else scope).encode()
     parts = [number, states.encode(), whose, request.prefix.encode()]
-    if request.where:  # tokens of lists without it are those of stores that did not know labels
+    if request.where:  # older stores made tokens without this part
         parts.append(request.where.encode())
     text = b"\0".join(parts)
     return hashlib.blake2b(text, key=store_id, digest_size=_MARK_BYTES).digest()

@@ -18,7 +18,7 @@ def ahead(items: Generator[_T, None, None], depth: int = 1) -> Generator[_T, Non
     The caller's own thread makes the first two items, so that an answer of one or two messages costs no thread.
 
     Exceptions of `items` are raised here. Closing this generator ends the thread and closes `items`; it waits until
-    `items` returns from whatever it waits for. So that wait must end when the caller has gone.
+    until `items` returns from whatever it waits for. So that wait must end when the caller has disconnected.
     """
     try:
         for _ in range(2):

@@ -58,7 +58,7 @@ class AppendStream:
         except Failure as failure:
             self.fail(failure)
         except grpc.RpcError:
-            self.cancel()  # the client has gone: queued messages are still written, but need no answer
+            self.cancel()  # the client has disconnected: queued messages are still written, but need no answer
 
     def responses(self) -> Iterator[store_pb2.AppendChunksResponse]:
         """Yield acknowledgements until everything is committed and synced.

@@ -1,4 +1,4 @@
-"""Decides what happens if a new capture has the ID of one that exists."""
+"""Decides what happens if a new capture has the ID of an existing one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = {
     "num_sequences": "number of sequences",
     "sampling_digest": "sampling",
 }
-"""What people call a field, where that is not its name."""
+"""The names of fields in messages, where they differ from the names in the contract."""
 
 
 def is_replaced(
@@ -39,8 +39,8 @@ def is_replaced(
         is_sealed: Whether the existing capture is sealed: its request has ended.
 
     Raises:
-        Failure: CAPTURE_EXISTS: the caller asks for neither, the existing capture is of another request, or its request
-            may still be running.
+        Failure: CAPTURE_EXISTS: `if_exists` is FAIL, the existing capture is of another request, or its request may
+            still be running.
     """
     if if_exists not in (capture_pb2.IF_EXISTS_REPLACE, capture_pb2.IF_EXISTS_SKIP):
         raise capture_exists(new.capture_id, existing.state)
@@ -61,8 +61,8 @@ def is_replaced(
 def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.CaptureDescription) -> str:
     """Return the name of the first field in which the two requests differ; empty if they are the same.
 
-    Of labels, those that the requests ask for count, in any order. Later changes of them do not. How often rows leave
-    does not count: the rows are the same.
+    Labels count only as the requests ask for them, in any order; later changes of labels do not count. The flush
+    interval does not count either, because the rows are the same.
     """
     existing, before = _comparable(existing)
     new, after = _comparable(new)
@@ -93,9 +93,9 @@ def _comparable(
 def _check_not_running(
     existing: capture_pb2.CaptureDescription, new: capture_pb2.CaptureDescription, leases: Leases
 ) -> None:
-    """Check that the request of an open capture does not run any more.
+    """Check that the request of an open capture is no longer running.
 
-    A service that opens a capture again has ended the earlier request itself. Of other services, the lease tells.
+    A service that opens a capture again has already ended the earlier request. For another service, its lease decides.
     """
     service = existing.service_instance
     if service == new.service_instance and service:
@@ -104,7 +104,7 @@ def _check_not_running(
         raise capture_exists(
             new.capture_id,
             OPEN,
-            "Its request may still be running: its inference service is of an older version, so the store cannot know. "
+            "Its request may still be running: its inference service is an older version, which renews no lease. "
             "If it is not running, delete the capture first (residuum rm).",
         )
     if leases.is_held(service):

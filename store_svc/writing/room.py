@@ -1,4 +1,4 @@
-"""Whether the store has room for what waits to be written."""
+"""Tracks whether the store has room for waiting writes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Room:
             self._regain()
 
     def try_again(self, *, freed: bool = False) -> None:
-        """If the store is full, find out whether it still is: write as much as was refused, and delete it again.
+        """If the store is full, test whether it still is: write as much as was refused, and delete it again.
 
         Only a write can tell. LMDB cannot use every free page at any time, and a quota or a bad disk does not show in
         the file system's figures.

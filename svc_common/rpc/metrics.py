@@ -41,7 +41,7 @@ class CallMetrics:
         )
         self._errors = Counter(
             "residuum_call_errors",
-            "Failed calls, by the reason in their ErrorInfo; CANCELLED if the caller had gone.",
+            "Failed calls, by the reason in their ErrorInfo; CANCELLED if the caller had disconnected.",
             ["method", "reason"],
             registry=registry,
         )

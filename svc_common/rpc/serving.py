@@ -34,7 +34,7 @@ OK = "OK"
 """The outcome of a call that did not fail."""
 
 CANCELLED = "CANCELLED"
-"""The outcome of a call whose caller had gone before it ended."""
+"""The outcome of a call whose caller disconnected before it ended."""
 
 CallEnded = Callable[[str, str, float], None]
 """Called when a call to a method of ours has ended, with three arguments: its method, such as "GetStats"; its outcome,
@@ -110,7 +110,7 @@ class _CallObserver:
 
 
 class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
-    """Turns exceptions of a sync server's handlers into a status; see `residuum.rpc.errors`."""
+    """Translates exceptions of a sync server's handlers into a status; see `residuum.rpc.errors`."""
 
     def intercept_service(
         self,
@@ -150,8 +150,8 @@ class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
         return guarded
 
     def _abort(self, error: Exception, context: grpc.ServicerContext, call: _Call) -> NoReturn:
-        # Of other services' methods, only what the interceptors raise is ours to send. gRPC handles the rest: when a
-        # caller drops a reflection stream, the handler raises the end of its request iterator, which is no failure.
+        # Of other services' methods, send only failures that the interceptors raise. gRPC handles the rest: if a caller
+        # drops a reflection stream, the handler raises the end of its request iterator, which is no failure.
         if _is_abort(error) or not (is_ours(call.method) or isinstance(error, Failure)):
             raise error
         context.abort_with_status(self._failure(error, call).to_status())
@@ -159,7 +159,7 @@ class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
 
 
 class AioErrorInterceptor(_CallObserver, grpc.aio.ServerInterceptor):
-    """Turns exceptions of an asyncio server's handlers into a status; see `residuum.rpc.errors`."""
+    """Translates exceptions of an asyncio server's handlers into a status; see `residuum.rpc.errors`."""
 
     async def intercept_service(
         self,

@@ -231,7 +231,7 @@ class AioStallInterceptor(grpc.aio.ServerInterceptor):
             with self._stall.over(time_out):
                 await context.write(response)
         except asyncio.CancelledError:
-            if not timed_out:  # the caller has gone
+            if not timed_out:  # the caller has disconnected
                 raise
             if sys.version_info >= (3, 11) and task is not None:
                 task.uncancel()

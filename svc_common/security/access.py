@@ -34,7 +34,7 @@ RIGHTS: dict[str, Right | None] = {
     _STORE + "ReadCaptures": Right.READ,
     # Callers that create captures may delete them; callers that only read them may not.
     _STORE + "DeleteCapture": Right.GENERATE,
-    # They may label them, too: at registration already, and so also later.
+    # For the same reason they may label them: they can set labels at registration, so they may also change them later.
     _STORE + "LabelCapture": Right.GENERATE,
     # Returns the caller's own tenant's statistics; admins get those of the whole store.
     _STORE + "GetStats": None,

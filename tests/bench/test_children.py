@@ -34,13 +34,13 @@ def main():
     from multiprocessing import shared_memory
     from bench.processes import hand_over
     left = shared_memory.SharedMemory(create=True, size=1)
-    # It would rather stay, as vLLM's processes do for some seconds.
+    # It ignores SIGTERM, as vLLM's processes do for some seconds.
     stays = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", stays])
     try:
         hand_over(Path(sys.argv[2]), {"pid": child.pid, "memory": left.name, "told": Path(sys.argv[1]).read_text()})
     finally:
-        time.sleep(600)  # a graceful end, which nobody has to wait for
+        time.sleep(600)  # a slow end, which must not delay the result
 """,
     )
     started = time.monotonic()

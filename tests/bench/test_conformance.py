@@ -48,7 +48,7 @@ def test_wrong_rows_have_a_fault(got: np.ndarray, fault: str) -> None:
     assert any(fault in found for found in compare(got.astype(np.float32)).faults(BOUNDS))
 
 
-def test_rows_that_went_to_another_expert_are_allowed_for_in_16_bits() -> None:
+def test_rows_routed_to_another_expert_are_tolerated_in_16_bits() -> None:
     got = EXPECTED * np.float32(1.001)
     got[1, 2] = EXPECTED[0, 0]
     assert compare(got).faults(Bounds(min_cosine=0.99, mean_cosine=0.9, max_error=0.15, outliers=0.1)) == []
@@ -56,7 +56,7 @@ def test_rows_that_went_to_another_expert_are_allowed_for_in_16_bits() -> None:
     assert Bounds.of("float32", routed=True).outliers == 0
 
 
-def test_rows_that_are_not_there_count_as_missing_and_are_not_compared() -> None:
+def test_absent_rows_count_as_missing_and_are_not_compared() -> None:
     present = ALL.copy()
     present[1, 2:4] = False
     comparison = compare(np.where(present[..., None], EXPECTED, np.nan), present)
@@ -64,7 +64,7 @@ def test_rows_that_are_not_there_count_as_missing_and_are_not_compared() -> None
     assert comparison.faults(BOUNDS) == ["2 rows are missing"]
 
 
-def test_positions_that_never_came_are_missing_whatever_the_manifest_says() -> None:
+def test_positions_without_rows_are_missing_whatever_the_manifest_says() -> None:
     comparison = compare(EXPECTED[:, :3], ALL[:, :3])
     assert comparison.missing == 6
     assert comparison.faults(BOUNDS) == ["6 rows are missing"]

@@ -50,7 +50,7 @@ def test_a_page_without_marks_is_refused(page):
 
 
 @pytest.mark.parametrize("name", ["README", "COSTS"])
-def test_figures_that_are_not_fresh_are_told(name, monkeypatch, tmp_path):
+def test_outdated_figures_are_reported(name, monkeypatch, tmp_path):
     real = {"README": README, "COSTS": COSTS}[name]
     page = tmp_path / real.parent.name / real.name  # the folder decides how the page links to the results
     page.parent.mkdir()

@@ -16,7 +16,7 @@ def test_configurations_fit_the_batch(capsys):
     assert "--configurations" in capsys.readouterr().err
 
 
-def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch):
+def test_a_part_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
     def fails(options):
         raise RunFailedError("no GPU")
 

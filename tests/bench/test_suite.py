@@ -192,7 +192,7 @@ def test_committed_figures_are_replaced_by_new_ones(tmp_path, monkeypatch, capsy
     later = {**CONTEXT, "revision": {"commit": "1234567"}}
     assert suite.earlier_parts(tmp_path / "suite.json", later, replace=True) == {}
     assert "suite.json was measured differently (another revision), so it is replaced." in capsys.readouterr().out
-    assert json.loads((tmp_path / "suite.json").read_text()) == RESULT  # until there is something better
+    assert json.loads((tmp_path / "suite.json").read_text()) == RESULT  # kept until there are new figures
 
 
 def test_figures_of_another_run_in_a_named_folder_are_kept(tmp_path):

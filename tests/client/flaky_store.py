@@ -12,7 +12,8 @@ from residuum.rpc.errors import Failure
 from residuum.v1 import store_pb2
 
 Change = Callable[[int, list[bytes]], Iterator[bytes]]
-"""Makes of the messages of the n-th read (from 0) what the reader gets; may raise a Failure, or a bare gRPC code."""
+"""Takes the number of a read, from 0, and its messages, and yields the messages that the reader gets. It may raise a
+Failure, or `Unknown` for a code of gRPC itself."""
 
 READS = ("/residuum.v1.StoreService/ReadChunks", "/residuum.v1.StoreService/ReadCaptures")
 

@@ -18,7 +18,7 @@ class Opened:
     rows: dict  # layer -> float32 [positions, hidden]
     positions: list
     token_ids: list
-    present: np.ndarray | None  # None: the file does not say, so all are there
+    present: np.ndarray | None  # None: the file has no such field, so all rows are present
 
 
 def of_arrays(arrays):

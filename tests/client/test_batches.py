@@ -118,7 +118,7 @@ def test_replies_come_as_they_complete_sync(endpoint, peer, monkeypatch):
         replies = client.generate_as_completed([[1], [2], [3], []], max_tokens=1)
         assert {index: reply.token_ids for index, reply in itertools.islice(replies, 2)} == {1: (3,), 2: (4,)}
         hold.set()
-        assert next(replies)[0] == 0, "the slow one comes last"
+        assert next(replies)[0] == 0, "the slow reply is the last"
         with pytest.raises(residuum.BatchFailed, match="1 of 4 prompts failed") as caught:
             next(replies)
         assert [reply and reply.token_ids for reply in caught.value.replies] == [(2,), (3,), (4,), None]
@@ -132,7 +132,7 @@ async def test_replies_come_as_they_complete_async(endpoint, peer, monkeypatch):
         index, reply = await anext(replies)
         assert (index, reply.token_ids) == (1, (3,))
         hold.set()
-        assert (await anext(replies))[0] == 0, "the slow one comes last"
+        assert (await anext(replies))[0] == 0, "the slow reply is the last"
         with pytest.raises(residuum.BatchFailed, match="1 of 3 prompts failed"):
             await anext(replies)
 
@@ -164,7 +164,7 @@ def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer, monkeypatch):
         assert stopped.wait(10)
 
 
-def test_an_interrupt_keeps_what_is_done_sync(endpoint, peer, monkeypatch):
+def test_an_interrupt_keeps_finished_replies_sync(endpoint, peer, monkeypatch):
     """Ctrl-C comes while one prompt still runs."""
     hold, wait = finish_all_but(peer, 1)
     monkeypatch.setattr(peer, "_deltas", wait)
@@ -182,7 +182,7 @@ def test_an_interrupt_keeps_what_is_done_sync(endpoint, peer, monkeypatch):
     assert "of 3 prompts were done" in str(caught.value)
 
 
-async def test_a_cancelled_batch_keeps_what_is_done_async(endpoint, peer, monkeypatch):
+async def test_a_cancelled_batch_keeps_finished_replies_async(endpoint, peer, monkeypatch):
     hold, wait = finish_all_but(peer, 1)
     monkeypatch.setattr(peer, "_deltas", wait)
     async with residuum.AsyncClient(endpoint) as client:
@@ -238,7 +238,7 @@ async def test_a_batch_names_its_requests(client, peer):
     assert sent == dict.fromkeys(names, capture_pb2.IF_EXISTS_SKIP)
 
 
-async def test_a_prompt_that_captures_nothing_has_nothing_that_exists(client, peer):
+async def test_if_exists_is_not_sent_for_prompts_without_a_capture(client, peer):
     names = [uuid.uuid4().hex for _ in range(2)]
     captures = [residuum.Capture(layers=[1]), None]
     steer = [None, [residuum.Add(vector(), layer=0)]]

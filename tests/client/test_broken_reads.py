@@ -72,7 +72,7 @@ async def test_retries_end_if_the_store_stays_unreachable(make, endpoint, flaky,
     assert flaky.reads > 3
 
 
-async def test_a_known_store_may_be_away_for_longer_than_the_clients_timeout(make, endpoint, flaky, capture_id):
+async def test_a_known_store_may_be_unreachable_for_longer_than_the_clients_timeout(make, endpoint, flaky, capture_id):
     def change(number, messages):
         if time.monotonic() < back_at:
             raise Unknown(grpc.StatusCode.UNAVAILABLE)

@@ -1,4 +1,4 @@
-"""Commands that take many prompts or captures, and what they say when they are cut off."""
+"""Commands that take many prompts or captures, and their messages when they are interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from residuum.values.replies import Usage
 
 @pytest.fixture
 def captures(endpoint):
-    """Three captures whose IDs begin alike, and one other."""
+    """Three captures whose IDs share a prefix, and one other."""
     names = ["alike-0", "alike-1", "alike-2", "other-0"]
     with residuum.Client(endpoint) as client:
         for name in names:
@@ -38,7 +38,7 @@ def listed(cli, *flags):
 
 
 def test_rm_by_prefix_deletes_only_with_yes(cli, captures, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # not a terminal, so nobody can be asked
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # not a terminal, so the command cannot ask
     code, _, err = cli("rm", "--prefix", "alike-")
     assert (code, listed(cli, "--prefix", "alike-")) == (1, {"alike-0", "alike-1", "alike-2"})
     assert "pass --yes" in err
@@ -141,7 +141,9 @@ def test_an_id_names_the_requests_of_a_file(cli, tmp_path, peer):
         ((), "give --capture, --id JOB and --if-exists skip"),
     ],
 )
-def test_an_interrupted_file_of_prompts_shows_what_is_done_and_how_to_go_on(cli, tmp_path, monkeypatch, more, advice):
+def test_an_interrupted_file_of_prompts_shows_finished_prompts_and_how_to_resume(
+    cli, tmp_path, monkeypatch, more, advice
+):
     usage = Usage(1, 1)
     done = residuum.Reply("job-1", (1,), (residuum.Sequence("two", (2,), "length"),), usage, captured=True)
 
@@ -179,7 +181,7 @@ def test_positions_take_slices(cli, peer):
     assert "slices such as" in err
 
 
-def test_a_wrong_choice_shows_the_choices_alone(capsys):
+def test_a_wrong_choice_shows_the_choices_once(capsys):
     from residuum.cli import main
 
     with pytest.raises(SystemExit):
@@ -189,7 +191,7 @@ def test_a_wrong_choice_shows_the_choices_alone(capsys):
     assert len(err.splitlines()) == 2
 
 
-def test_a_timeout_names_the_request_and_how_to_go_on(cli, peer):
+def test_a_timeout_names_the_request_and_how_to_resume(cli, peer):
     peer.script.hold = threading.Event()
     code, _, err = cli("generate", "a", "--id", "too-slow", "--capture", "1", "--timeout", "0.3")
     assert code == 1

@@ -164,7 +164,7 @@ def test_doctor_warns_if_the_disk_fills_before_the_stores_limit(free, disk, warn
 
 @pytest.mark.parametrize(("free", "used", "ok"), [(0, 1, False), (4, 1, False), (4, 20, True), (20, 1, True)])
 def test_doctor_fails_on_a_full_disk(free, used, ok):
-    """What the store can reuse within its file is room, too."""
+    """Space that the store can reuse within its file counts as room, too."""
     finding = look(
         "store x:1: disk", free_disk_bytes=free << 20, disk_bytes=(40 if used == 20 else 2) << 20, used_bytes=used << 20
     )

@@ -166,7 +166,7 @@ def joy(scale=1.0):
         ({"model": "huge"}, r"from the model 'huge', but positive: capture req from 'tiny'"),
         ({"steer": [joy()]}, r"was not steered, but negative: capture req was captured after steering"),
         ({"steer": [joy()], "before_steering": True}, "captured before steering"),
-        ({"before_steering": True}, None),  # of a request that is not steered it says nothing
+        ({"before_steering": True}, None),  # it has no effect for a request that is not steered
         ({"sites": ("resid_pre",)}, "Select one with"),
     ],
 )
@@ -263,7 +263,9 @@ def test_infinite_rows_of_a_capture_are_refused():
     values[1, 3, 0] = np.inf
     with pytest.raises(residuum.BadVector, match=r"capture req: it has NaN or infinite elements in the layers \[1\]"):
         directions.difference_of_means(activations(values), zeros())
-    assert directions.difference_of_means(activations(values), zeros(), positions=0), "at another position"
+    assert directions.difference_of_means(activations(values), zeros(), positions=0), (
+        "the infinite row is at another position"
+    )
 
 
 def test_positions_that_were_not_captured_are_refused():
@@ -292,7 +294,7 @@ def test_incomplete_captures_are_refused(state, kind):
             method(zeros(), zeros(state=state))
 
 
-def test_partial_captures_use_the_rows_that_are_there(random):
+def test_partial_captures_contribute_their_present_rows(random):
     present = np.ones((LAYERS, 4), dtype=bool)
     present[1, 2:] = False  # of one layer half of the rows are lost
     present[2] = False  # and of another all
@@ -416,7 +418,7 @@ def test_sets_of_different_sizes_are_not_pairs(random):
 
 
 def test_pairs_across_captures_and_mappings(random):
-    """However the examples of the two sets are split, the i-th goes with the i-th."""
+    """The i-th examples of both sets are a pair, however the sets are split into captures and mappings."""
     above, below = paired_rows(random, 37, HIDDEN)
     below = below.astype(np.float32)
     whole = directions.pca({0: above}, {0: below})

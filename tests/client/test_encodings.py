@@ -304,7 +304,9 @@ def test_encodings_are_sent_as_the_contract_says():
     assert list(capturing(encoding="project", vectors=iter([JOY])).to_proto().encoding_options.vectors) == [JOY.digest]
     plain = capturing().to_proto()
     assert (plain.encoding, plain.reduction, plain.HasField("encoding_options")) == (0, 0, False)
-    assert capturing(dimensions=64).to_proto().encoding_options.dimensions == 64  # the server knows its own encoding
+    assert (
+        capturing(dimensions=64).to_proto().encoding_options.dimensions == 64
+    )  # the server checks it against its default encoding
 
 
 @pytest.mark.parametrize(

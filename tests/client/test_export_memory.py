@@ -25,7 +25,7 @@ EXPORT = """
 import sys, residuum
 store, kind, folder = sys.argv[1:]
 
-def peak():  # of this process alone; getrusage would tell that of the process that started it
+def peak():  # of this process only; getrusage would include that of its parent
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 
 with residuum.Client("127.0.0.1:1", store=store) as client:

@@ -213,7 +213,7 @@ def test_aligned_batches_have_every_token_once_with_all_its_rows(endpoint, shuff
         assert tokens_of(batches, data) != TOKENS_OF_ALL
 
 
-def test_aligned_rows_are_selected_as_others_are(endpoint):
+def test_aligned_rows_can_be_selected(endpoint):
     data = ActivationDataset(
         endpoint, NAMES[:3], aligned=True, layers=[4], sites=["resid_pre", "resid_post"], sequences=1,
         positions="generated", batch_size=16, labels={name: number for number, name in enumerate(NAMES)},

@@ -108,7 +108,7 @@ def test_the_exception_tree_in_the_docstring_is_right():
 
 
 def _errors():
-    """One exception of every class."""
+    """Return one exception of every class."""
     manifest = residuum.Manifest.from_proto(capture_pb2.CaptureManifest())
     special = {
         residuum.Unreachable: lambda: residuum.Unreachable("away", endpoint="host:1"),

@@ -181,7 +181,7 @@ def test_log_probabilities_come_with_their_tokens(endpoint, peer):
     assert stream.reply.prompt_logprobs.top.shape == (1, 2), "nothing predicts the only token"
 
 
-async def test_there_are_no_log_probabilities_unless_they_are_asked_for(client):
+async def test_log_probabilities_are_none_by_default(client):
     reply = await client.generate("a", max_tokens=2)
     assert (reply.logprobs, reply.prompt_logprobs, reply.sequences[0].logprobs) == (None, None, None)
 

@@ -104,7 +104,7 @@ async def test_the_prompt_is_kept_if_asked(client):
 
 
 @given(st.one_of(st.text(max_size=20), st.integers(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False)))
-def test_what_is_written_is_read_back(value):
+def test_written_filters_are_parsed_back(value):
     text = write_value(value)
     (condition,) = parse_where(f"a = {text}")
     assert (condition.value, type(condition.value)) == (value, type(value))

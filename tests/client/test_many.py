@@ -43,12 +43,12 @@ def reader(make, endpoint, flaky):
 
 
 def asked(flaky):
-    """The captures that each read of many asked for."""
+    """The captures that each call of ReadCaptures asked for."""
     return [list(store_pb2.ReadCapturesRequest.FromString(data).capture_ids) for data in flaky.requests]
 
 
 def parts_of(messages):
-    """Each part of the stream as a message of its own."""
+    """Each part of the stream as a separate message."""
     parts = [part for data in messages for part in store_pb2.ReadCapturesResponse.FromString(data).captures]
     return [store_pb2.ReadCapturesResponse(captures=[part]).SerializeToString() for part in parts]
 
@@ -112,8 +112,8 @@ async def test_a_read_that_breaks_within_a_capture_yields_it_once(reader, flaky,
 
 
 @pytest.mark.parametrize("timeout", [None, 1.0])
-async def test_a_list_is_given_up_if_the_store_stays_away(make, endpoint, flaky, replies, timeout):
-    """As a single read: after the client's own timeout if it has never reached the store, else after the read's."""
+async def test_a_read_of_a_list_ends_if_the_store_stays_unreachable(make, endpoint, flaky, replies, timeout):
+    """The time limit is that of a single read: the client's timeout if it never reached the store, else the read's."""
 
     def change(number, messages):
         raise Unknown(grpc.StatusCode.UNAVAILABLE)
@@ -127,8 +127,8 @@ async def test_a_list_is_given_up_if_the_store_stays_away(make, endpoint, flaky,
     assert flaky.reads > 3
 
 
-async def test_a_known_store_may_be_away_in_the_middle_of_a_list(make, endpoint, flaky, replies):
-    """For longer than the client's timeout. Captures that had come are not asked for again."""
+async def test_a_known_store_may_be_unreachable_in_the_middle_of_a_list(make, endpoint, flaky, replies):
+    """The store is away for longer than the client's timeout. Captures that have arrived are not requested again."""
 
     def change(number, messages):
         parts = parts_of(messages)
@@ -165,7 +165,7 @@ async def test_unknown_captures_are_named(client, replies):
         await client.activations(["none-1"])
 
 
-async def test_what_is_no_id_is_refused(client):
+async def test_invalid_ids_are_refused(client):
     with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
         await client.activations(["a/b"])
     with pytest.raises(TypeError, match="A request must be an ID"):
@@ -238,7 +238,7 @@ async def test_rows_of_a_prefix_are_in_the_order_of_the_ids(client, replies):
 
 
 async def test_open_captures_of_a_prefix_are_waited_for_and_broken_ones_left_out(client, replies, endpoint, peer):
-    """Otherwise rows that were generated a moment ago would be missing, and nobody would know."""
+    """Otherwise rows that were generated a moment ago would be missing without notice."""
     prefix = replies[0].request_id[:-1]
     peer.script.delay_seal = threading.Event()
     with residuum.Client(endpoint) as other:

@@ -1,4 +1,4 @@
-"""`residuum serve` and `residuum.serve`: a real store, and a scripted inference service in the place of vLLM's."""
+"""`residuum serve` and `residuum.serve`: a real store, and a scripted inference service instead of vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sys.exit(main(["serve", "--model", "peer", *sys.argv[1:]]))
 
 @contextmanager
 def started(folder, *flags):
-    """`residuum serve` in a folder, as a process; it is ended by force if a test does not."""
+    """Runs `residuum serve` in a folder, in its own process. Kills it if a test does not end it."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "client")])
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *flags], cwd=folder, env={**os.environ, "PYTHONPATH": path},
@@ -47,7 +47,7 @@ def started(folder, *flags):
 
 
 def endpoints(process):
-    """What it prints when both services are up: store, inference and captures."""
+    """Return what it prints when both services are ready: store, inference and captures."""
     lines = [process.stdout.readline().split(maxsplit=1) for _ in range(3)]
     assert [line[:1] for line in lines] == [["store"], ["inference"], ["captures"]], process.stderr.read()
     return [line[1].strip() for line in lines]
@@ -92,7 +92,7 @@ def test_ctrl_c_while_the_model_is_loading(tmp_path):
     assert (process.returncode, out, err) == (0, "", "stopped\n")
 
 
-def test_a_service_that_fails_is_told_with_the_end_of_its_log(tmp_path):
+def test_a_service_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
     with started(tmp_path, "--no-such-flag") as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -118,7 +118,7 @@ def test_from_python(tmp_path, monkeypatch, capfd):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the server's distribution is asked for, in its place."""
+    """Records the calls of the server's distribution, which is replaced."""
     calls = []
 
     @contextmanager
@@ -132,7 +132,7 @@ def asked(monkeypatch):
     return calls
 
 
-def test_what_is_no_flag_of_ours_is_the_inference_services(asked):
+def test_unknown_flags_are_passed_to_the_inference_service(asked):
     assert main(["serve", "--max-model-len", "64", "--model", "m", "--enforce-eager", "--d", "x"]) == 0
     assert main(["serve", "--model", "m", "--data", "d"]) == 0
     flags = ["--max-model-len", "64", "--enforce-eager", "--d", "x"]
@@ -173,15 +173,15 @@ def test_without_the_server_it_says_what_to_install(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("flags", [["--listen=0.0.0.0:1"], ["--seed", "1", "--store", "x:1"]])
-def test_what_it_decides_itself_is_refused(tmp_path, flags):
+def test_flags_that_serve_sets_itself_are_refused(tmp_path, flags):
     with (
-        pytest.raises(ServiceFailedError, match="is decided by"),
+        pytest.raises(ServiceFailedError, match=r"sets --(listen|store) itself"),
         serve_command.serving("m", data=tmp_path, flags=flags),
     ):
         pass
 
 
-def test_what_is_missing_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
+def test_missing_modules_are_reported_before_anything_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(serve_command, "_NEEDED", ("no_such_module",))
     assert serve_command.main(model="m", data=tmp_path / "data", temporary=False, flags=[]) == 1
     assert "no_such_module cannot be imported: install residuum-server" in capsys.readouterr().err

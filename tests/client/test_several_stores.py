@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::residuum.EmptyCaptureWarning")
 
 
 class Group:
-    """Three stores, and a function to put a capture on any of them."""
+    """Three stores. `put` writes a capture to any of them."""
 
     def __init__(self, folder):
         self.stores = {name: RunningStore(folder / name) for name in NAMES}
@@ -36,7 +36,7 @@ class Group:
         return store_pb2_grpc.StoreServiceStub(self.channels[name])
 
     def put(self, store, capture_id):
-        """Keep a capture that has ended, of no rows."""
+        """Write an ended capture without rows."""
         description = capture_pb2.CaptureDescription(
             capture_id=capture_id, model="m", hidden_size=HIDDEN, num_layers=1, num_sequences=1,
             dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
@@ -89,7 +89,7 @@ def away():
 
 
 def placed(store, names=NAMES, start=0):
-    """An id that belongs to a store."""
+    """Return an ID that is placed on a store."""
     return next(name for at in range(start, 1 << 20) if first_rank(names, name := f"x-{at}") == store)
 
 
@@ -103,7 +103,7 @@ async def test_a_capture_is_found_on_a_store_of_any_rank(make, group):
 
 
 async def test_a_list_of_captures_comes_from_all_stores_in_its_order(make, group):
-    """Whichever store has them: the likely one, another one, and one of which the client has not heard yet."""
+    """Captures on the store of their placement, on another store, and on a store that the client does not know."""
     names = [group.put(NAMES[at % 3], f"listed-{at}") for at in range(12)]
     for _ in range(2):
         client = make("127.0.0.1:1", store=group.address())
@@ -113,7 +113,7 @@ async def test_a_list_of_captures_comes_from_all_stores_in_its_order(make, group
         await client.activations(["gone-1", names[0], "gone-2"], allow_partial=True)
 
 
-async def test_a_list_is_read_though_a_store_is_away_that_holds_none_of_it(make, group, away):
+async def test_a_list_is_read_although_a_store_without_its_captures_is_unreachable(make, group, away):
     stores = [*group.address("a", "b"), f"c={away}"]
     names = [group.put("a", f"there-{at}") for at in range(6)]
     client = make("127.0.0.1:1", store=stores)
@@ -198,7 +198,7 @@ async def test_pages_join_despite_concurrent_changes(make, group):
     client = make("127.0.0.1:1", store=group.address())
     page = await client.captures_page(page_size=4, prefix="n-")
     assert [summary.capture_id for summary in page.captures] == names[:4:-1]
-    await client.delete(names[5])  # was shown already: the page after it does not move
+    await client.delete(names[5])  # it was listed already, so the next page stays the same
     await client.delete(names[3])
     group.put("c", "n-99")
     page = await client.captures_page(page_size=2, page_token=page.next_page_token, prefix="n-")
@@ -228,7 +228,9 @@ async def test_invalid_page_tokens_are_refused(make, group):
     group.put("b", "newer")
     alone = (await more.captures_page(page_size=1)).next_page_token
     rest = await client.captures_page(page_token=alone)
-    assert [summary.capture_id for summary in rest.captures] == ["n-1", "n-0"], "what was added since is newer"
+    assert [summary.capture_id for summary in rest.captures] == ["n-1", "n-0"], (
+        "captures that were added since are newer"
+    )
 
 
 async def test_lists_and_stats_report_an_unreachable_store(make, group, away):

@@ -29,4 +29,4 @@ def test_a_slow_connection_is_waited_for(tmp_path: Path) -> None:
     finally:
         wakes.join()
         store.stop()
-    assert raised.value.code() == grpc.StatusCode.NOT_FOUND, "it was asked, and answered"
+    assert raised.value.code() == grpc.StatusCode.NOT_FOUND, "the store answered"

@@ -349,7 +349,7 @@ async def test_a_refused_steering_change_raises_the_exception_of_its_reason(clie
     peer.script.failures = [Failure(reason, "No.", request_id="r")]
     with pytest.raises(error, match=r"No\."):
         await client.update_steering("r", None)
-    assert peer.calls == ["UpdateSteering"], "it is not tried again: it may have been done"
+    assert peer.calls == ["UpdateSteering"], "no retry, because the change may have taken effect"
 
 
 async def test_steering_of_a_request_that_is_not_running_cannot_change(client):
@@ -443,6 +443,6 @@ def test_a_manifest_has_its_steering_and_its_changes():
 def test_steering_that_began_later_counts_as_steering():
     some = operation("add", digest=JOY.digest, scale=1.0)
     assert not manifest().steered
-    assert not manifest((), ([3], [])).steered, "it was updatable, and switched off what was not on"
+    assert not manifest((), ([3], [])).steered, "the change removed steering from a request without steering"
     assert manifest((), ([3], [some])).steered
     assert manifest([some]).steered

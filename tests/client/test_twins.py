@@ -11,10 +11,10 @@ import residuum
 
 TWINS = [(residuum.Client, residuum.AsyncClient), (residuum.Stream, residuum.AsyncStream)]
 RENAMED = {"aclose": "close"}
-"""What Python's own protocols call otherwise in asyncio."""
+"""Names that Python's protocols require to differ."""
 
 NOT_IN_SYNC = {residuum.AsyncStream: {"open"}}
-"""A synchronous stream is open when it is made."""
+"""A synchronous stream is open from the start."""
 
 SYNC_WORDS = {
     "AsyncClient": "Client",
@@ -28,12 +28,12 @@ def public(kind):
 
 
 def sync_type(annotation):
-    """An annotation as the synchronous client has it; annotations are texts here."""
+    """Return an annotation, which is a text here, as the synchronous client has it."""
     return re.sub(r"\bAsync\w+", lambda found: SYNC_WORDS[found[0]], str(annotation))
 
 
 def shape(method, annotation=str):
-    """Names, kinds, defaults and annotations of the parameters, and what is returned."""
+    """Return names, kinds, defaults and annotations of the parameters, and the annotation of the result."""
     signature = inspect.signature(method)
     parameters = [
         (item.name, item.kind, item.default, annotation(item.annotation)) for item in signature.parameters.values()
@@ -62,7 +62,7 @@ def test_a_method_has_the_same_signature(sync, aio, name):
     if isinstance(one, property):
         one, other = one.fget, other.fget
     assert not inspect.iscoroutinefunction(one)
-    assert not inspect.isasyncgenfunction(other)  # it would refuse bad arguments late
+    assert not inspect.isasyncgenfunction(other)  # it would check arguments only when iterated
     assert shape(one) == shape(other, sync_type)
 
 
@@ -77,8 +77,8 @@ def test_clients_are_made_with_the_same_arguments():
     assert shape(residuum.Client.__init__) == shape(residuum.AsyncClient.__init__, sync_type)
 
 
-def test_what_is_awaited():
-    """Everything but what returns an iterator."""
+def test_everything_but_iterators_is_awaited():
+    """Everything is awaited except methods that return an iterator."""
     for name in public(residuum.AsyncClient):
         method = inspect.getattr_static(residuum.AsyncClient, name)
         lazy = str(inspect.signature(method).return_annotation).startswith("Async")
@@ -86,7 +86,7 @@ def test_what_is_awaited():
 
 
 @pytest.mark.parametrize("kind", [residuum.AsyncClient, residuum.AsyncStream, residuum.Client, residuum.Stream])
-def test_a_class_says_where_it_is_imported_from(kind):
+def test_the_module_of_a_class_is_the_public_one(kind):
     home = "residuum.aio" if kind.__name__.startswith("Async") else "residuum.client"
     assert kind.__module__ == home
     assert f"{home}.{kind.__name__}" in repr(kind)

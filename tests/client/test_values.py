@@ -251,7 +251,7 @@ def test_steer_accepts_only_operations():
 
 @pytest.mark.parametrize(("given", "sent"), [(1, 1), (31, 31), (32, 0)])
 def test_the_default_flush_interval_is_not_sent(given, sent):
-    """An older server knows no other."""
+    """An older server knows only the default."""
     assert residuum.Capture(flush_interval=given).to_proto().flush_interval == sent
 
 

@@ -1,7 +1,7 @@
 """`make test-compose`: compose.yaml on a real container engine, with the client outside of it.
 
     python -m tests.compose                      both rounds
-    python -m tests.compose --only plain         compose.yaml as it stands
+    python -m tests.compose --only plain         compose.yaml unchanged
     python -m tests.compose --only secure        several stores, with TLS and tokens (profile sharded, compose.tls.yaml)
 
 Each round builds the images and starts all services with its own project name and ports. It uses them, kills the store
@@ -28,13 +28,15 @@ ROUNDS = {"plain": plain.run, "secure": secure.run}
 
 def main() -> int:
     """Run the rounds; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.compose", description="Try compose.yaml on a real engine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.compose", description="Test compose.yaml on a real container engine."
+    )
     parser.add_argument("--only", choices=ROUNDS, help="one of the rounds (default: all)")
     parser.add_argument("--eager", action="store_true", help="start sooner, without compiling (default: compile)")
     options = parser.parse_args()
     if program := os.environ.get(engine.VARIABLE):
         with engine.brought_up(program) as (prefix, environment):
-            # Run again where the published ports are reachable.
+            # Run this program again in the network in which the published ports are reachable.
             command = [*prefix, sys.executable, "-m", "tests.compose", *sys.argv[1:]]
             return subprocess.run(command, env=environment, check=False).returncode
     outcome = Outcome()

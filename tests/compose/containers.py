@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 USER = "10001"
 _CLEAN_ENDS = {0, 143}
-"""Of a process that SIGTERM asked to end: 143 is what init makes of it for one that has no handler for it."""
+"""Exit codes after SIGTERM. 143 is that of init for a process without a handler for the signal."""
 
 
 def check_confinement(project: Project, services: Iterable[str], outcome: Outcome) -> None:
@@ -25,7 +25,7 @@ def check_confinement(project: Project, services: Iterable[str], outcome: Outcom
         expect(host["CapDrop"] == ["ALL"] and not host["CapAdd"], f"{service} has capabilities")
         expect("no-new-privileges:true" in host["SecurityOpt"], f"{service} can gain privileges")
         expect(host["Memory"] > 0 and host["PidsLimit"] > 0, f"{service} has no limits")
-        expect(project.execute(service, "id", "-u").strip() == USER, f"{service} is another user")
+        expect(project.execute(service, "id", "-u").strip() == USER, f"{service} runs as another user")
         for place in ("/", "/usr", "/etc"):
             expect(_fails(project, service, "touch", f"{place}/here"), f"{service} can write to {place}")
     outcome.say("confined: user 10001, read-only root, no capabilities, no new privileges, limits")

@@ -79,7 +79,7 @@ def _answers(environment: Mapping[str, str], *arguments: str) -> bool:
 
 
 def _call(program: str, *arguments: str) -> str:
-    # Its background processes must not keep our pipes open; only the path of a socket is read from a pipe.
+    # Its background processes must not keep our pipes open, so only the path of the socket is read from a pipe.
     reads = arguments == ("socket",)
     done = subprocess.run(
         [program, *arguments],

@@ -31,10 +31,10 @@ class Outcome:
     recovered: int = 0
     """Captures that ended COMPLETE although their store was killed while they were written."""
     recovered_rows: int = 0
-    """Rows of those that came to the store after it was killed."""
+    """Rows of these captures that reached the store after the kill."""
     kills: int = 0
     sizes: dict[str, str] = field(default_factory=dict)
-    """Of each image its size."""
+    """The size of each image."""
     _start: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:

@@ -44,7 +44,7 @@ def _refuses_to_be_open(project: Project, outcome: Outcome) -> None:
         except DockerError as error:
             expect("where the port is published, can be reached from other machines" in str(error), str(error))
         else:
-            raise FailedError(f"{service} has served at all addresses of this machine, and ended")
+            raise FailedError(f"{service} started although its port was published without TLS")
     outcome.say("published beyond this machine, without TLS: refused")
 
 
@@ -58,7 +58,7 @@ def _use(client: residuum.Client, project: Project, endpoint: str, folder: Path,
     killed = steps.survive(client, project, "store", "killed", lambda: steps.kill_container(project, "store"), outcome)
     expect(
         (crashed.token_ids == killed.token_ids).all() and steps.same_rows(crashed, killed),
-        "the same request has other rows after another kill",
+        "the same request has different rows after the second kill",
     )
-    expect(steps.same_rows(client.activations("first"), acts), "what was captured before the kills has changed")
+    expect(steps.same_rows(client.activations("first"), acts), "rows captured before the kills have changed")
     steps.delete(client, endpoint, ["first", "steered", "crashed", "killed"], environment, outcome)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 900
-"""For an inference service that compiles on a busy machine."""
+"""Enough for an inference service that compiles on a busy machine."""
 
 _LABEL = "com.docker.compose.project"
 _LAST_LINES = 40
@@ -168,7 +168,7 @@ def _size(image: str, base: str) -> str:
         own = total - _bytes(base)
     except DockerError:  # the base was pulled only for the build
         return f"{total / 1e6:.0f} MB"
-    return f"{total / 1e6:.0f} MB, {own / 1e6:.0f} of them beside {base}"
+    return f"{total / 1e6:.0f} MB, {own / 1e6:.0f} of them without {base}"
 
 
 def _bytes(image: str) -> int:

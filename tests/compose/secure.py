@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FILES = ("compose.yaml", "deploy/compose.tls.yaml")
 SHARDS = {"a": "store-a", "b": "store-b"}
-"""Stores by the names that captures are placed by, and their services."""
+"""The services of the stores, by the names that placement uses."""
 SERVICES = (*SHARDS.values(), "inference-sharded")
 
 
@@ -82,7 +82,7 @@ def _refuses_strangers(endpoint: str, ca: Path) -> None:
     for what, refusal, arguments in (
         ("without TLS", residuum.Unreachable, {"tls": False}),
         ("without a token", residuum.Unauthenticated, {"tls": trusting}),
-        ("with a token of nobody's", residuum.Unauthenticated, {"tls": trusting, "token": "residuum-nobodys"}),
+        ("with an unknown token", residuum.Unauthenticated, {"tls": trusting, "token": "residuum-nobodys"}),
     ):
         with residuum.Client(endpoint, **arguments) as client:
             try:

@@ -25,7 +25,7 @@ PROMPT = "The capital of France is"
 STORY = "Once upon a time, in a land far away,"
 ALL = residuum.Capture(layers="all")
 STORY_TOKENS = 1200
-"""As long a reply as leaves time to kill and restart a store while it is generated."""
+"""Tokens of a reply that is long enough to kill and restart a store while it is generated."""
 TOKENS_BEFORE_KILL = 100
 ROWS_SECONDS = 60.0
 END_SECONDS = 300.0
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.05
 def capture_all(client: residuum.Client, request_id: str, outcome: Outcome) -> Activations:
     """Generate with every layer of every token captured, and read it."""
     reply = client.generate(PROMPT, max_tokens=8, capture=ALL, request_id=request_id)
-    expect("Paris" in reply.text, f"a model that knows France goes on otherwise than with {reply.text!r}")
+    expect("Paris" in reply.text, f"the reply does not mention Paris: {reply.text!r}")
     acts = client.activations(request_id)
     check(acts, client.info().num_layers, reply.usage.prompt_tokens + reply.usage.generated_tokens - 1)
     note(acts, outcome)
@@ -49,12 +49,12 @@ def check(acts: Activations, num_layers: int, num_positions: int) -> None:
     expect(acts.manifest.is_complete, f"{acts!r} is not complete: {acts.manifest.describe_missing()}")
     expect(
         acts.layers == tuple(range(num_layers)) and len(acts.positions) == num_positions,
-        f"{acts!r} has not {num_layers} layers of {num_positions} positions",
+        f"{acts!r} does not have {num_layers} layers of {num_positions} positions",
     )
     expect(acts.manifest.num_rows == num_layers * num_positions, f"{acts.manifest.num_rows} rows in the manifest")
     for layer in acts.layers:
         norms = np.linalg.norm(acts[layer], axis=1)
-        expect(np.isfinite(norms).all() and (norms > 0).all(), f"rows of layer {layer} are no numbers, or zero")
+        expect(np.isfinite(norms).all() and (norms > 0).all(), f"rows of layer {layer} are not finite, or zero")
 
 
 def note(acts: Activations, outcome: Outcome) -> None:
@@ -71,7 +71,7 @@ def steer(client: residuum.Client, acts: Activations, outcome: Outcome) -> None:
     operation = residuum.Add(residuum.Vector.from_array(direction), layer=layer, scale=scale)
     client.generate(PROMPT, max_tokens=1, capture=prompt, steer=operation, request_id="steered")
     steered = client.activations("steered")
-    expect(steered.manifest.is_complete and steered.manifest.steered, f"{steered!r} does not say that it was steered")
+    expect(steered.manifest.is_complete and steered.manifest.steered, f"{steered!r} is not marked as steered")
     rows = steered.positions
     expect(np.array_equal(steered[layer - 1], acts[layer - 1][rows]), "rows below the steered layer have changed")
     moved = (steered[layer] - acts[layer][rows]) @ direction
@@ -96,14 +96,17 @@ def delete(
 ) -> None:
     """Delete captures with the command; check that they are unknown and that no others exist."""
     names = list(names)
-    expect({item.capture_id for item in client.captures()} == set(names), "the store has other captures than were made")
+    expect(
+        {item.capture_id for item in client.captures()} == set(names),
+        "the store lists other captures than those of this round",
+    )
     run_command(endpoint, environment, "rm", *names)
     for name in names:
         try:
             client.manifest(name)
         except residuum.UnknownCapture:
             continue
-        raise FailedError(f"{name} was deleted, and is there")
+        raise FailedError(f"{name} is still there after it was deleted")
     expect(not list(client.captures()), "deleted captures are listed")
     outcome.say(f"deleted {len(names)} captures")
 
@@ -151,7 +154,7 @@ def survive(
         reply = stream.reply
     expect(generated_on > TOKENS_BEFORE_KILL, "the request had ended when the store was killed")
     _until_healthy(project, store)
-    expect(project.inspect(store)["State"]["StartedAt"] != started, f"{store} was not started anew")
+    expect(project.inspect(store)["State"]["StartedAt"] != started, f"{store} was not restarted")
     after = client.manifest(request_id, wait=END_SECONDS)
     expect(after.is_complete, f"{request_id} is {after.state}: {after.describe_missing()}")
     acts = client.activations(request_id)
@@ -169,11 +172,11 @@ def survive(
 def crash(project: Project, store: str) -> None:
     """Kill the store's process within its container, like a crash. The engine restarts it."""
     before = project.inspect(store)["RestartCount"]
-    with contextlib.suppress(DockerError):  # the container ends with its first process, and this command with it
+    with contextlib.suppress(DockerError):  # the container ends with its first process, and so does this command
         project.execute(store, "python", "-c", _KILL)
     end = time.monotonic() + HEALTHY_SECONDS
     while project.inspect(store)["RestartCount"] == before:
-        expect(time.monotonic() < end, f"{store} was not killed, or not started again by the engine")
+        expect(time.monotonic() < end, f"{store} was not killed, or the engine did not restart it")
         time.sleep(_POLL_SECONDS)
 
 
@@ -187,7 +190,7 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
     if words[1:3] == [b"-m", b"store_svc"]:
         os.kill(int(folder.name), signal.SIGKILL)
 """
-"""There is no pkill in the image. The store is a child of init there, which the kernel keeps from being killed."""
+"""The image has no pkill. The store is a child of init in the container; the kernel protects init from such signals."""
 
 
 def kill_container(project: Project, store: str) -> None:
@@ -202,7 +205,7 @@ def _some_rows(client: residuum.Client, request_id: str) -> residuum.Manifest:
     """Wait until some rows are written, and return the manifest."""
     end = time.monotonic() + ROWS_SECONDS
     while not (manifest := client.manifest(request_id)).num_rows:
-        expect(time.monotonic() < end, f"no row of {request_id} has come to the store")
+        expect(time.monotonic() < end, f"no row of {request_id} reached the store")
         time.sleep(_POLL_SECONDS)
     return manifest
 

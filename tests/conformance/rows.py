@@ -67,7 +67,7 @@ def stored_rows(engine: Engine, capture_id: str) -> dict[Row, Rows]:
             for i, layer in enumerate(header.layers):
                 for j, position in enumerate(header.positions):
                     row = Row(header.sequence, SITE_NAMES[header.site], layer, position)
-                    assert row not in found, f"{row} came twice"
+                    assert row not in found, f"{row} was sent twice"
                     found[row] = values[i, j]
     return found
 
@@ -121,7 +121,7 @@ def check_complete(
     expected = _expected_rows(manifest, reference, sites, layers, wanted, changes)
     rows = stored_rows(engine, request_id)
     _compare(rows, expected)
-    assert _named(manifest.present) == expected.keys(), "the manifest says what is there"
+    assert _named(manifest.present) == expected.keys(), "the manifest lists exactly the present rows"
     assert manifest.num_rows == len(expected)
     assert not manifest.missing
     if expected:
@@ -147,10 +147,10 @@ def check_partial(
     assert manifest.state in {"aborted", "incomplete"}
     expected = _expected_rows(manifest, reference, sites, layers, wanted, None)
     rows = stored_rows(engine, request_id)
-    assert not rows.keys() - expected.keys(), "no row that was not asked for"
+    assert not rows.keys() - expected.keys(), "only requested rows"
     _compare(rows, {row: expected[row] for row in rows})
     assert _named(manifest.present) == rows.keys()
-    assert _named(manifest.missing) == expected.keys() - rows.keys(), "what is not there is said to be missing"
+    assert _named(manifest.missing) == expected.keys() - rows.keys(), "the manifest lists exactly the missing rows"
     assert manifest.num_rows == len(rows)
     return rows
 
@@ -204,7 +204,7 @@ def _expected_rows(
 def _compare(rows: Mapping[Row, Rows], expected: Mapping[Row, Rows]) -> None:
     missing, beyond = sorted(expected.keys() - rows.keys()), sorted(rows.keys() - expected.keys())
     assert not missing, f"{len(missing)} rows are missing, first {missing[:3]}"
-    assert not beyond, f"{len(beyond)} rows were not asked for, first {beyond[:3]}"
+    assert not beyond, f"{len(beyond)} rows were not requested, first {beyond[:3]}"
     if expected:
         names = sorted(expected)
         error = relative_error(np.stack([rows[name] for name in names]), np.stack([expected[name] for name in names]))
@@ -231,4 +231,4 @@ def _check_client(engine: Engine, capture_id: str, rows: Mapping[Row, Rows]) -> 
                 values = one[layer]
                 for position, value in zip(one.positions.tolist(), values, strict=True):
                     assert np.array_equal(value, rows[Row(sequence, site, layer, position)])
-    assert acts.nbytes == sum(row.nbytes for row in rows.values()), "and no others"
+    assert acts.nbytes == sum(row.nbytes for row in rows.values()), "the client has no other rows"

@@ -81,7 +81,7 @@ def keeping_norm(change: Change) -> Change:
 
 
 def in_turn(changes: Sequence[tuple[int, Change | None]]) -> Change:
-    """Apply a change to rows from a position on, up to the next change; None changes nothing."""
+    """Apply a change to rows from its position on, up to the next change's position. None changes nothing."""
 
     def changed(x: torch.Tensor) -> torch.Tensor:
         starts = [start for start, _ in changes]

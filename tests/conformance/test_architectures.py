@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 _ENGINES = 2
-"""How many at a time: an engine uses one core when it starts, and none when it stops."""
+"""Engines that run at the same time. An engine uses one core while it starts, and none while it stops."""
 _STREAM = ("resid_post", "resid_pre")
 _SCALED = ("granite_hybrid",)
 """Architectures whose layers scale the outputs of attention and MLP before they add them."""

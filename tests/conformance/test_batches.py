@@ -1,4 +1,4 @@
-"""Many requests in one batch: none gets rows of another, and none gets rows that it did not ask for."""
+"""Many requests in one batch: each gets exactly its own rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _explicit(prompt: int, rows: int) -> Iterable[int]:
     return [p for p in range(rows) if p in {0, 5, 6, 30, prompt - 1}]
 
 
-# Position selections, and what each means for a given number of prompt tokens and rows.
+# Position selections, and the positions that each selects for a number of prompt tokens and of rows.
 SELECTIONS: dict[str, tuple[object, Wanted]] = {
     "all": (None, everything),
     "prompt": ("prompt", lambda prompt, rows: range(prompt)),
@@ -72,8 +72,8 @@ def test_64_requests_of_all_kinds_at_once(engine: Engine, reference: Reference) 
             pass
         check_capture(engine, reference, stream.reply, sites=sites, layers=layers, wanted=wanted)
     steps = engine.journal.steps_of(*(stream.request_id for stream, *_ in asked))
-    assert max(len(step.chunks) for step in steps) > 16, "many ran at once"
-    assert sum(step.is_mixed for step in steps) > 10, "decoding beside prefilling"
+    assert max(len(step.chunks) for step in steps) > 16, "many requests ran at once"
+    assert sum(step.is_mixed for step in steps) > 10, "steps decoded and prefilled together"
 
 
 def test_rows_keep_their_request_as_the_batch_changes(engine: Engine, reference: Reference) -> None:
@@ -93,10 +93,10 @@ def test_rows_keep_their_request_as_the_batch_changes(engine: Engine, reference:
     assert any(step.is_mixed for step in steps)
 
 
-def test_a_chunk_of_one_token_beside_others(engine: Engine, reference: Reference) -> None:
+def test_a_chunk_of_one_token_in_a_batch(engine: Engine, reference: Reference) -> None:
     """Running requests leave room for all but one token of a prompt."""
     rng = np.random.default_rng(7)
-    for _ in range(20):  # until the running ones have ended neither before the prompt is computed nor before they close
+    for _ in range(20):  # repeat if a running request ends before the prompt is computed or before it is closed
         running = [
             engine.client.stream(make_prompt(rng, 4), max_tokens=450, ignore_eos=True, capture=ALL) for _ in range(4)
         ]
@@ -111,7 +111,7 @@ def test_a_chunk_of_one_token_beside_others(engine: Engine, reference: Reference
         if engine.journal.chunks(reply.request_id)[:2] == [(0, room), (room, 1)] and ends == {"aborted"}:
             break
     else:
-        pytest.fail("no chunk was of one token")
+        pytest.fail("no chunk had one token")
     for stream in running:
         check_aborted(engine, reference, stream.request_id)
 
@@ -125,7 +125,7 @@ def test_a_seeded_request_whose_prompt_is_computed_in_chunks(engine: Engine, ref
     alone = engine.client.generate(prompt, seed=1, **asked)
     check_capture(engine, reference, alone)
     assert len(_chunks(engine, alone, size)) == -(-size // CHUNK)
-    for _ in range(10):  # the order in which the engine gets them is not fixed
+    for _ in range(10):  # the engine may get the requests in any order
         with engine.held():
             neighbours = [
                 engine.client.stream(make_prompt(rng, CHUNK - 14), seed=2, **asked),
@@ -141,7 +141,7 @@ def test_a_seeded_request_whose_prompt_is_computed_in_chunks(engine: Engine, ref
         if len(_chunks(engine, stream.reply, size)) > len(_chunks(engine, alone, size)):
             break
     else:
-        pytest.fail("the neighbours never took of its steps")
+        pytest.fail("the prompt never shared its steps with other requests")
     assert engine.client.generate(prompt, seed=2, **asked).token_ids != alone.token_ids
 
 

@@ -1,4 +1,4 @@
-"""Captures that are broken off: their rows are right and without gaps, missing rows are named, none is complete."""
+"""Captures of requests that are broken off: rows are right and gapless, missing rows are named, none is complete."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Broken:
     """A request that the test breaks off."""
 
     way: str
-    """How: "abort", "dropped stream" or "closed client"."""
+    """One of `WAYS`."""
     prompt: list[int]
     after: int
-    """After how many tokens of its reply; 0: as soon as it was accepted."""
+    """How many tokens the request generates first; 0: it is broken off as soon as it was accepted."""
     sequences: int
     positions: object
     wanted: Wanted
@@ -72,7 +72,7 @@ def break_off(engine: Engine, broken: Broken) -> str:
             next(stream)
         if broken.way == "abort":
             engine.client.abort(stream.request_id)
-            with suppress(residuum.RequestAborted):  # unless it came too late
+            with suppress(residuum.RequestAborted):  # raised unless the request had already ended
                 for _ in stream:
                     pass
         elif broken.way == "dropped stream":
@@ -81,7 +81,7 @@ def break_off(engine: Engine, broken: Broken) -> str:
 
 
 def test_requests_that_are_broken_off_at_random(engine: Engine, reference: Reference) -> None:
-    """Thirty at once, more than the KV cache holds, among six that run to their end."""
+    """Thirty requests at once, more than the KV cache holds, and six that run to their end."""
     rng = np.random.default_rng(14)
     broken = []
     for index in range(30):
@@ -105,7 +105,9 @@ def test_requests_that_are_broken_off_at_random(engine: Engine, reference: Refer
         check_capture(engine, reference, stream.reply)
     aborted = 0
     for name, one in zip(names, broken, strict=True):
-        if engine.client.manifest(name, wait=60).state == "complete":  # its last token had been delivered before
+        if (
+            engine.client.manifest(name, wait=60).state == "complete"
+        ):  # its last token was delivered before it was broken off
             check_complete(engine, reference, name, wanted=one.wanted)
         else:
             aborted += 1
@@ -116,7 +118,7 @@ def test_requests_that_are_broken_off_at_random(engine: Engine, reference: Refer
 
 
 def test_a_long_prompt_that_is_broken_off_before_its_first_token(engine: Engine, reference: Reference) -> None:
-    """While other requests take most of each step, it waits or is in the middle of its chunks."""
+    """Other requests take most of each step, so the prompt waits or is computed in chunks."""
     rng = np.random.default_rng(15)
     others = [engine.client.stream(make_prompt(rng, 400), max_tokens=2, capture=ALL) for _ in range(3)]
     stream = engine.client.stream(make_prompt(rng, 450), max_tokens=2, capture=ALL)
@@ -129,7 +131,7 @@ def test_a_long_prompt_that_is_broken_off_before_its_first_token(engine: Engine,
 
 
 def test_rows_that_are_shed_are_named(engine: Engine, reference: Reference) -> None:
-    """The store is stopped until the ring is full. Requests that may shed rows do not wait for it."""
+    """The store is stopped until the ring is full. Requests that may shed rows continue."""
     capture = residuum.Capture(sites=SITES, overflow="shed")
     held = (RING_MIB << 20) // (len(SITES) * LAYERS * HIDDEN * 4)  # positions that the ring holds
     assert held < 7 * 400

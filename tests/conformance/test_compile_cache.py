@@ -29,7 +29,7 @@ def test_the_taps_work_where_stock_vllm_compiled_first(
 ) -> None:
     """Otherwise the service would not have started: its self-test would have failed."""
     assert stock_before.compiled, "stock vLLM keeps its graph where this test looks"
-    assert stock.compiled_graphs(cache_root) > stock_before.compiled, "the service compiled one of its own"
+    assert stock.compiled_graphs(cache_root) > stock_before.compiled, "the service compiled its own graph"
     reply = engine.client.generate(stock.PROMPT, max_tokens=stock.NEW_TOKENS, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
     assert reply.token_ids == stock_before.token_ids
@@ -44,4 +44,4 @@ def test_stock_vllm_works_where_the_service_compiled_first(
     assert of_service
     after = stock.run(cache_root, stock_arguments(tiny_llama))
     assert after.token_ids == stock_before.token_ids
-    assert after.compiled > of_service, "it compiled one of its own"
+    assert after.compiled > of_service, "stock vLLM compiled its own graph"

@@ -141,7 +141,7 @@ def test_rows_of_every_encoding(engine: Engine, encoding: str) -> None:
 
 
 def test_rows_along_dimensions(engine: Engine) -> None:
-    """The error of each number is at most half a step of its dimension's spread, over some rows or all of them."""
+    """The error of each number is at most half a quantisation step of its dimension, over some rows or all of them."""
     reply = engine.client.generate(
         PROMPT, max_tokens=50, ignore_eos=True, capture=capture("full8", axis="dimension")
     )  # fmt: skip
@@ -206,7 +206,7 @@ def test_a_stop_text(engine: Engine) -> None:
     acts, raw = (engine.client.activations(reply.request_id) for reply in replies)
     check_reduced(acts, raw, "mean")
     computed = max(first + count for first, count in engine.journal.chunks(replies[0].request_id))
-    assert computed > 1 + acts.positions.max(), "the engine went further"
+    assert computed > 1 + acts.positions.max(), "the engine computed beyond the stop text"
 
 
 def test_sequences_of_one_prompt(engine: Engine) -> None:
@@ -220,7 +220,7 @@ def test_sequences_of_one_prompt(engine: Engine) -> None:
 
 
 def test_preempted_requests(engine: Engine) -> None:
-    """Encoded and reduced captures of preempted requests, side by side."""
+    """Encoded and reduced captures of preempted requests, in one batch."""
     rng = np.random.default_rng(42)
     kinds = [("rp8", None), ("full8", None), ("topk", None), ("project", None), *(("fp32", r) for r in REDUCTIONS)]
     prompts = [make_prompt(rng, int(rng.integers(20, 100))) for _ in range(14)]
@@ -252,7 +252,7 @@ def test_preempted_requests(engine: Engine) -> None:
                     phases = rows[: len(reply.prompt_token_ids)], rows[len(reply.prompt_token_ids) :]
                     wanted = np.stack([reduced(phase, reduction) for phase in phases])
                     np.testing.assert_allclose(got, wanted, atol=2e-4 * np.abs(wanted).max())
-                elif encoding != "topk":  # it is open which of two nearly equal elements is kept
+                elif encoding != "topk":  # either of two nearly equal elements may be kept
                     exact, bound = expected(rows, encoding)
                     assert (np.abs(got - exact) <= bound + 2e-4 * np.abs(exact).max()).all()
 

@@ -1,4 +1,4 @@
-"""How requests end: by a token, a text or the length, in several sequences; and IDs that are taken."""
+"""Ends of requests: by a token, a text or the length, in several sequences; and request IDs in use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 
 PROMPT = make_prompt(np.random.default_rng(12), 40)
 SEED = 1
-"""With it, four sequences differ from their first token on."""
+"""The temperature at which four sequences differ from their first token on."""
 
 
 @pytest.mark.parametrize("generated", [1, 2, 7, 33])
@@ -44,8 +44,8 @@ def test_the_end_token(engine: Engine, reference: Reference, generated: int) -> 
 
 
 @pytest.mark.parametrize("interval", [1, 5])
-def test_rows_leave_as_often_as_asked(engine: Engine, reference: Reference, interval: int) -> None:
-    """Whoever follows the capture need not wait for 32 tokens."""
+def test_rows_leave_at_the_flush_interval(engine: Engine, reference: Reference, interval: int) -> None:
+    """A follower does not wait for 32 tokens."""
     watched = residuum.Capture(layers=[1], positions="generated", flush_interval=interval)
     with engine.paced(), engine.client.stream(PROMPT, max_tokens=60, ignore_eos=True, capture=watched) as stream:
         pieces = engine.client.follow(stream.request_id)
@@ -75,7 +75,7 @@ def test_a_stop_text(engine: Engine, reference: Reference) -> None:
     assert reply.text == text[: end - len(stop)]
     rows = check_capture(engine, reference, reply)
     computed = max(first + count for first, count in engine.journal.chunks(reply.request_id))
-    assert computed > 1 + max(row.position for row in rows), "the engine went further"
+    assert computed > 1 + max(row.position for row in rows), "the engine computed beyond the stop text"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])
@@ -97,7 +97,9 @@ def test_sequences_of_a_prompt_of_one_token(engine: Engine, reference: Reference
     check_capture(engine, reference, reply, changes=steered.changes)
 
 
-def test_an_id_that_runs_is_refused_and_the_first_goes_on(engine: Engine, reference: Reference) -> None:
+def test_the_id_of_a_running_request_is_refused_and_the_first_request_continues(
+    engine: Engine, reference: Reference
+) -> None:
     name = make_id()
     stream = engine.client.stream(PROMPT, max_tokens=60, ignore_eos=True, capture=ALL, request_id=name)
     next(stream)

@@ -30,7 +30,7 @@ def store_endpoint(tmp_path: Path) -> Iterator[str]:
         store.stop()
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="vLLM gives each rank a core of its own")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="vLLM gives each rank its own core")
 def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")

@@ -22,7 +22,7 @@ MAX_SHORTFALL = 1e-2
 
 
 def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
-    """Fourteen long replies at once, nearly twice what the KV cache holds, each captured in another way."""
+    """Fourteen long replies at once, nearly twice what the KV cache holds, each with a different capture spec."""
     rng = np.random.default_rng(11)
     kinds = [
         (ALL, everything),

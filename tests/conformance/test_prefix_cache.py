@@ -32,19 +32,19 @@ def test_a_warm_cache_leaves_no_row_out(engine: Engine, reference: Reference, ex
     prompt = make_prompt(np.random.default_rng(30 + extra), 3 * KV_BLOCK + extra)
     cold = engine.client.generate(prompt, max_tokens=3, ignore_eos=True, capture=ALL)
     warm = engine.client.generate(prompt, max_tokens=3, ignore_eos=True)
-    assert read_from_cache(engine, warm) >= 2 * KV_BLOCK, "the cache is warm, and is read without a capture"
+    assert read_from_cache(engine, warm) >= 2 * KV_BLOCK, "without a capture, the request reads the warm cache"
     again = engine.client.generate(prompt, max_tokens=3, ignore_eos=True, capture=ALL)
     for reply in (cold, again):
         check_capture(engine, reference, reply)
         assert reply.token_ids == warm.token_ids
 
 
-def test_a_prompt_that_is_wholly_in_the_cache(engine: Engine, reference: Reference) -> None:
-    """Three whole blocks; a longer prompt with the same start came before."""
+def test_a_fully_cached_prompt(engine: Engine, reference: Reference) -> None:
+    """Three whole blocks, after a longer prompt with the same start."""
     prompt = make_prompt(np.random.default_rng(40), 5 * KV_BLOCK)
     engine.client.generate(prompt, max_tokens=1)
     longer = engine.client.generate(prompt[: 3 * KV_BLOCK + 1], max_tokens=1)
-    assert read_from_cache(engine, longer) == 3 * KV_BLOCK, "three blocks are there"
+    assert read_from_cache(engine, longer) == 3 * KV_BLOCK, "the cache has three blocks"
     capture = residuum.Capture(sites=SITES, positions="prompt")
     reply = engine.client.generate(prompt[: 3 * KV_BLOCK], max_tokens=2, ignore_eos=True, capture=capture)
     rows = check_capture(engine, reference, reply, wanted=lambda prompt, rows: range(prompt))
@@ -63,10 +63,10 @@ def test_a_partly_cached_block(engine: Engine, reference: Reference) -> None:
     check_capture(engine, reference, engine.client.generate(other, max_tokens=3, ignore_eos=True, capture=ALL))
 
 
-def test_steered_differently_after_one_another(
+def test_requests_with_different_steering_share_no_cache(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """One prompt with two vectors, then with none: each steering has its own cache, and equal steering shares it."""
+    """One prompt with two vectors, then without. Each steering has its own cache, and equal steering shares it."""
     prompt = make_prompt(np.random.default_rng(42), 2 * KV_BLOCK + 5)
     one, two = adding(direction, scale=0.7), adding(residuum.Vector.from_array(-direction.values[::-1]), scale=0.9)
     for steer, changes, is_warm in (
@@ -85,10 +85,10 @@ def test_steered_differently_after_one_another(
         assert captured.token_ids == plain.token_ids
 
 
-def test_steering_of_the_reply_alone_shares_no_prompt_that_is_longer(
+def test_steering_of_the_reply_is_not_shared_with_a_longer_prompt(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """Tokens that one request generated are the prompt of another: the same tokens, steered only in the first."""
+    """The prompt of the second request has the tokens that the first one generated, steered only in the first."""
     begin = make_prompt(np.random.default_rng(43), KV_BLOCK - 4)
     steered = adding(direction, scale=0.7, positions="generated")
     first = engine.client.generate(begin, max_tokens=40, ignore_eos=True, steer=steered.steer)

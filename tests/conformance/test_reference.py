@@ -1,4 +1,4 @@
-"""The reference of the conformance tests, checked by arithmetic: input plus additions equals output of each layer."""
+"""The reference of the conformance tests, checked by arithmetic: a layer's input plus additions is its output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_sites_of_a_layer_add_up(name: str, tmp_path: Path) -> None:
     assert post.shape == (LAYERS, len(TOKENS), HIDDEN)
     assert relative(rows["resid_pre"] + rows["attn_out"] + rows["mlp_out"] - post, post).max() < 1e-6
     np.testing.assert_array_equal(rows["resid_pre"][1:], post[:-1])
-    assert relative(np.diff(post, axis=0), post[1:]).min() > 0.05, "layers must be told apart"
+    assert relative(np.diff(post, axis=0), post[1:]).min() > 0.05, "the rows of neighbouring layers differ clearly"
     assert (np.linalg.norm(rows["attn_out"], axis=-1) > 0.01).all()
     assert architecture.mlp == () or (np.linalg.norm(rows["mlp_out"], axis=-1) > 0.01).all()
 

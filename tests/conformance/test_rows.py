@@ -1,4 +1,4 @@
-"""One request at a time: the rows of each site, and around the borders of blocks and chunks."""
+"""One request at a time: the rows of each site, and prompts and replies around the limits of blocks and chunks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
 PROMPT = make_prompt(np.random.default_rng(3), 150)
 
 
-def test_a_layer_is_what_transformers_calls_its_output(engine: Engine, reference: Reference) -> None:
+def test_rows_of_a_layer_are_transformers_hidden_states(engine: Engine, reference: Reference) -> None:
     """resid_post of layer k is hidden_states[k + 1], resid_pre hidden_states[k]; the last is the final norm's input."""
     reply = engine.client.generate(PROMPT[:20], max_tokens=4, ignore_eos=True, capture=ALL)
     acts = engine.client.activations(reply.request_id).select(site="resid_post")
     states = reference.hidden_states(acts.token_ids)
     for layer in range(LAYERS - 1):
         assert relative_error(acts[layer], states[layer + 1]) < MAX_ERROR
-        assert relative_error(acts[layer], states[layer]) > 0.01, "the layers differ, so a wrong one would show"
+        assert relative_error(acts[layer], states[layer]) > 0.01, (
+            "the layers differ, so the comparison would detect a wrong one"
+        )
         assert relative_error(acts[layer], states[layer + 2]) > 0.01
     before = acts.select(site="resid_pre")
     for layer in range(LAYERS):
-        assert relative_error(before[layer], states[layer]) < MAX_ERROR, "the first one is the embeddings"
+        assert relative_error(before[layer], states[layer]) < MAX_ERROR, (
+            "the input of the first layer is the embeddings"
+        )
     last = acts[LAYERS - 1]
     assert relative_error(reference.final_norm(last), states[LAYERS]) < MAX_ERROR
-    assert relative_error(last, states[LAYERS]) > 0.01, "before the final norm, not after"
+    assert relative_error(last, states[LAYERS]) > 0.01, "the row is taken before the final norm"
 
 
 def test_taps_are_folded_into_norms_in_one_engine_and_not_in_the_other(engine: Engine) -> None:
-    """This ensures that all other tests see both."""
+    """So all other tests cover both."""
     assert engine.serving()["folded_norms"] == (LAYERS if engine.name == "compiled" else 0)
 
 
@@ -52,7 +56,7 @@ def test_some_layers(engine: Engine, reference: Reference, layers: tuple[int, ..
     check_capture(engine, reference, reply, layers=layers)
 
 
-def test_what_enters_a_layer_and_what_is_added_make_what_leaves(engine: Engine, reference: Reference) -> None:
+def test_the_input_and_the_additions_of_a_layer_make_its_output(engine: Engine, reference: Reference) -> None:
     """Every site of every layer, for a prompt in three chunks and a reply: the rows are right and add up."""
     reply = engine.client.generate(PROMPT, max_tokens=40, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
@@ -63,7 +67,9 @@ def test_what_enters_a_layer_and_what_is_added_make_what_leaves(engine: Engine, 
     for layer in range(LAYERS):
         total = site["resid_pre"][layer] + site["attn_out"][layer] + site["mlp_out"][layer]
         assert relative_error(total, site["resid_post"][layer]) < MAX_ERROR
-        assert relative_error(site["attn_out"][layer], site["mlp_out"][layer]) > 0.1, "which is which would show"
+        assert relative_error(site["attn_out"][layer], site["mlp_out"][layer]) > 0.1, (
+            "the two sites differ, so the comparison would detect a swap"
+        )
         if layer:
             np.testing.assert_array_equal(site["resid_pre"][layer], site["resid_post"][layer - 1])
 
@@ -73,7 +79,7 @@ def test_what_enters_a_layer_and_what_is_added_make_what_leaves(engine: Engine, 
     ids=" and ".join,
 )  # fmt: skip
 def test_some_sites(engine: Engine, reference: Reference, sites: tuple[str, ...]) -> None:
-    """Some layers and positions only: nothing else is captured."""
+    """Only some layers and positions are captured."""
     capture = residuum.Capture(sites=sites, layers=(0, 2), positions=[3, (63, 65), (-1, None)])
     reply = engine.client.generate(PROMPT[:70], max_tokens=10, ignore_eos=True, capture=capture)
     check_capture(
@@ -90,7 +96,7 @@ def test_some_sites(engine: Engine, reference: Reference, sites: tuple[str, ...]
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150])
 def test_lengths_of_prompts(engine: Engine, reference: Reference, length: int) -> None:
-    """Lengths around capture blocks, vLLM's blocks and its chunks. With 65 and 129 tokens, the last chunk is one."""
+    """Lengths around the sizes of capture blocks, vLLM's blocks and chunks. 65 and 129 leave a chunk of one token."""
     reply = engine.client.generate(PROMPT[:length], max_tokens=34, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
     chunks = [(first, min(CHUNK, length - first)) for first in range(0, length, CHUNK)]
@@ -101,7 +107,9 @@ def test_lengths_of_prompts(engine: Engine, reference: Reference, length: int) -
 def test_one_generated_token(engine: Engine, reference: Reference, length: int) -> None:
     reply = engine.client.generate(PROMPT[:length], max_tokens=1, ignore_eos=True, capture=ALL)
     rows = check_capture(engine, reference, reply)
-    assert {row.position for row in rows} == set(range(length)), "a token that is never fed to the model has no row"
+    assert {row.position for row in rows} == set(range(length)), (
+        "the last token is never fed to the model, so it has no row"
+    )
 
 
 @pytest.mark.parametrize("generated", [32, 33, 64, 65, 66])
@@ -110,10 +118,10 @@ def test_lengths_of_replies(engine: Engine, reference: Reference, generated: int
     check_capture(engine, reference, reply)
 
 
-def test_both_engines_give_the_same(
+def test_both_engines_give_the_same_rows(
     engine: Engine, reference: Reference, replies_of_engines: dict[str, tuple[tuple[int, ...], dict[Row, Rows]]]
 ) -> None:
-    """The engine that runs second is compared with the first."""
+    """The second engine's replies are compared with the first one's."""
     reply = engine.client.generate(PROMPT, max_tokens=70, ignore_eos=True, capture=ALL)
     rows = check_capture(engine, reference, reply)
     replies_of_engines[engine.name] = (reply.token_ids, rows)

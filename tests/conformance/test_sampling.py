@@ -34,7 +34,7 @@ def log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def check_logprobs(found: residuum.Logprobs | None, token_ids: list[int], expected: npt.NDArray, k: int) -> None:
-    """Check the log-probabilities of tokens against those of the whole vocabulary, [tokens, vocabulary]."""
+    """Check the log-probabilities of tokens against the reference for the whole vocabulary, [tokens, vocabulary]."""
     assert found is not None
     assert (found.tokens.shape, found.top.shape, found.top_ids.shape) == ((len(expected),), *[(len(expected), k)] * 2)
     at = np.arange(len(expected))
@@ -46,7 +46,7 @@ def check_logprobs(found: residuum.Logprobs | None, token_ids: list[int], expect
 
 @pytest.mark.parametrize("size", [1, CHUNK + 1])
 def test_log_probabilities(engine: Engine, reference: Reference, direction: residuum.Vector, size: int) -> None:
-    """Of prompts in one step and in several, cold and warm, with and without a capture and steering."""
+    """Prompts in one step and in several, cold and warm, with and without a capture and steering."""
     prompt = make_prompt(np.random.default_rng(60 + size), size)
     steered = adding(direction, scale=0.7)
     for options, changes in (({}, None), ({"capture": ALL}, None), ({"steer": steered.steer}, steered.changes)):
@@ -74,7 +74,7 @@ def test_log_probabilities(engine: Engine, reference: Reference, direction: resi
 
 @pytest.mark.parametrize("size", [1, KV_BLOCK, CHUNK + 7])
 def test_a_prompt_alone(engine: Engine, reference: Reference, size: int) -> None:
-    """The capture has the rows of every position of the prompt, and none after."""
+    """The capture has a row for every position of the prompt, and no other rows."""
     prompt = make_prompt(np.random.default_rng(70 + size), size)
     for _ in range(2):  # the second time, the prefix cache is warm
         reply = engine.client.generate(prompt, max_tokens=0, capture=ALL, n=2, prompt_logprobs=1)
@@ -108,7 +108,7 @@ def test_a_stop_token(engine: Engine, reference: Reference) -> None:
 def check_greedy(
     reference: Reference, reply: residuum.Reply, change: Callable[[npt.NDArray, list[int]], npt.NDArray]
 ) -> None:
-    """Check that each token has the greatest logit, after a change that depends on the tokens before it."""
+    """Check that each token has the largest logit, after a change of the logits that depends on earlier tokens."""
     tokens = list(reply.token_ids)
     logits = reference.logits([*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
     for at, token in enumerate(tokens):
@@ -124,7 +124,7 @@ def generate(engine: Engine, **sampling: object) -> residuum.Reply:
 
 
 def test_penalties(engine: Engine, reference: Reference) -> None:
-    # Repeated tokens make the penalties matter: a bias makes three tokens by far the most likely.
+    # A bias makes three tokens by far the most likely, so that they repeat and the penalties matter.
     bias = dict.fromkeys((PROMPT[0], 100, 200), 30.0)
 
     def change(logits: npt.NDArray, before: list[int]) -> npt.NDArray:
@@ -158,8 +158,8 @@ def test_min_p(engine: Engine, reference: Reference) -> None:
     tokens = list(reply.token_ids)
     logits = reference.logits([*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
     behind = logits.max(axis=-1) - logits[np.arange(len(tokens)), tokens]
-    assert behind.max() <= 2.0 * np.log(2) + TOLERANCE, "at temperature 2, half as likely"
-    assert behind.max() > TOLERANCE, "it is not greedy"
+    assert behind.max() <= 2.0 * np.log(2) + TOLERANCE, "at least half as likely as the best token, at temperature 2"
+    assert behind.max() > TOLERANCE, "some token is not the most likely one"
 
 
 def test_bad_words(engine: Engine) -> None:
@@ -185,7 +185,7 @@ def test_a_json_schema(engine: Engine, reference: Reference) -> None:
         "required": ["ok", "kind"],
         "additionalProperties": False,
     }
-    # Without a bias, a random model writes white space for ever.
+    # Without a bias, a random model generates white space until the end.
     reply = engine.client.generate(PROMPT, max_tokens=200, json_schema=schema, n=2, capture=ALL, logprobs=0)
     for sequence in reply.sequences:
         assert sequence.logprobs is not None
@@ -210,7 +210,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("field", "sampling"), REFUSED.items(), ids=REFUSED)
-def test_what_vllm_would_refuse_is_named_before_anything_begins(engine: Engine, field: str, sampling: dict) -> None:
+def test_parameters_that_vllm_refuses_are_named_before_the_request_begins(
+    engine: Engine, field: str, sampling: dict
+) -> None:
     name = f"refused-{field.partition('.')[2]}-{engine.name}"
     registration = engine.client.register(capture=ALL, request_id=name)
     with pytest.raises(residuum.InvalidRequest) as caught:

@@ -45,18 +45,20 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_steering_is_what_it_says(engine: Engine, reference: Reference, direction: residuum.Vector, way: str) -> None:
+def test_steering_agrees_with_its_definition(
+    engine: Engine, reference: Reference, direction: residuum.Vector, way: str
+) -> None:
     operation, change = WAYS[way]
     reply = engine.client.generate(
         PROMPT[:70], max_tokens=10, ignore_eos=True, capture=ALL, steer=[operation(direction)]
     )
     check_capture(engine, reference, reply, changes={1: change(tensor(direction))})
     acts = engine.client.activations(reply.request_id).select(site="resid_post")
-    assert relative_error(acts[1], reference.rows(acts.token_ids)["resid_post"][1]) > 0.01, "it did something"
+    assert relative_error(acts[1], reference.rows(acts.token_ids)["resid_post"][1]) > 0.01, "the steering has an effect"
 
 
 def test_rows_of_another_request_can_be_set(engine: Engine, reference: Reference) -> None:
-    """Activation patching: from the patched positions on, the request goes on as the other one did."""
+    """Activation patching: from the patched positions on, the request continues like the other one."""
     rng = np.random.default_rng(9)
     clean, other = make_prompt(rng, 20), make_prompt(rng, 20)
     reply = engine.client.generate(clean, max_tokens=0, capture=ALL)
@@ -75,7 +77,7 @@ def test_rows_of_another_request_can_be_set(engine: Engine, reference: Reference
     everything = residuum.Set.from_activations(source, layers=[1])
     reply = engine.client.generate(other, max_tokens=1, capture=ALL, steer=everything)
     after = engine.client.activations(reply).select(site="resid_post")
-    assert relative_error(after[3], source[3]) < MAX_ERROR, "all of its positions are the other request's"
+    assert relative_error(after[3], source[3]) < MAX_ERROR, "every row equals that of the other request"
 
 
 def test_operations_are_applied_in_their_order(
@@ -95,7 +97,7 @@ def test_every_layer_at_once(engine: Engine, reference: Reference, direction: re
     check_capture(engine, reference, reply, changes=dict.fromkeys(range(4), add(tensor(direction), 0.2)))
 
 
-def test_every_layer_has_a_vector_of_its_own(engine: Engine, reference: Reference) -> None:
+def test_every_layer_has_its_own_vector(engine: Engine, reference: Reference) -> None:
     vectors = {layer: make_vector(layer) for layer in (0, 2, 3)}
     reply = engine.client.generate(
         PROMPT[:40], max_tokens=8, ignore_eos=True, capture=ALL, steer=residuum.Add(vectors, scale=0.3)
@@ -135,7 +137,7 @@ def test_rows_before_steering(engine: Engine, reference: Reference, direction: r
 def test_steering_is_seen_from_the_next_layer_on(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """Attention and MLP of the steered layer are unchanged; the input of the next layer is steered."""
+    """Attention and MLP of the steered layer are unchanged. The input of the next layer is steered."""
     steered = adding(direction, scale=0.7)
     reply = engine.client.generate(PROMPT[:70], max_tokens=4, ignore_eos=True, capture=ALL, steer=steered.steer)
     check_capture(engine, reference, reply, changes=steered.changes)
@@ -149,11 +151,11 @@ def test_steering_is_seen_from_the_next_layer_on(
     plain = reference.rows(acts.token_ids)
     assert relative_error(attention[1], plain["attn_out"][1]) < MAX_ERROR
     assert relative_error(mlp[1], plain["mlp_out"][1]) < MAX_ERROR
-    assert relative_error(attention[2], plain["attn_out"][2]) > 0.01, "it reaches the next layer's attention"
+    assert relative_error(attention[2], plain["attn_out"][2]) > 0.01, "the steering reaches the next layer's attention"
 
 
-def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, reference: Reference) -> None:
-    """Twelve at once, half of them steered, by three vectors. Rows or tokens show that each is steered as requested."""
+def test_captured_and_steered_requests_in_one_batch(engine: Engine, reference: Reference) -> None:
+    """Twelve requests at once, half of them steered, with three vectors. Rows or tokens show the steering of each."""
     rng = np.random.default_rng(9)
     vectors = [residuum.Vector.from_array(rng.standard_normal(HIDDEN).astype(np.float32)) for _ in range(3)]
     asked = []
@@ -183,10 +185,10 @@ def test_captured_steered_both_and_neither_in_one_batch(engine: Engine, referenc
     assert any(step.is_mixed and len(step.chunks) > 4 for step in steps)
 
 
-def test_a_request_is_not_touched_by_its_neighbours(
+def test_a_request_is_not_affected_by_its_neighbours(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """Steered and captured among seven plain requests, it equals the same request run alone."""
+    """A steered and captured request among seven plain ones equals the same request run alone."""
     steered = adding(direction, scale=1.5)
     asked = {"max_tokens": 24, "ignore_eos": True, "capture": ALL, "steer": steered.steer}
     alone = engine.client.generate(PROMPT[:30], **asked)
@@ -199,8 +201,10 @@ def test_a_request_is_not_touched_by_its_neighbours(
     together = stream.reply
     for neighbour in neighbours:
         reply = neighbour.reply
-        assert reference.shortfall(reply.prompt_token_ids, reply.token_ids) < MAX_SHORTFALL, "nor does it touch them"
-    assert all(len(step.chunks) > 1 for step in engine.journal.steps_of(together.request_id)), "it was never alone"
+        assert reference.shortfall(reply.prompt_token_ids, reply.token_ids) < MAX_SHORTFALL, (
+            "the plain requests are unaffected"
+        )
+    assert all(len(step.chunks) > 1 for step in engine.journal.steps_of(together.request_id)), "it shared every step"
     assert together.token_ids == alone.token_ids
     for reply in (alone, together):
         check_capture(engine, reference, reply, changes=steered.changes)

@@ -1,4 +1,4 @@
-"""Steering that changes while a request generates: exact from the announced position on, even if the engine preempts
+"""Steering that changes while a request generates. It is exact from the announced position on, even if vLLM preempts
 the request and computes it again."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_steering_is_changed_while_it_generates(
         read(stream, 5)
         (second,) = engine.client.update_steering(stream, None)
     finish(stream)
-    assert len(prompt) + 4 < first < second < len(prompt) + 199, "both changes came while it generated"
+    assert len(prompt) + 4 < first < second < len(prompt) + 199, "both changes came during the generation"
     check_capture(
         engine,
         reference,
@@ -55,7 +55,9 @@ def test_steering_is_changed_while_it_generates(
     assert [item.operation for item in manifest.steering] == ["add"]
 
 
-def test_each_sequence_is_changed_where_it_is(engine: Engine, reference: Reference, direction: residuum.Vector) -> None:
+def test_a_change_applies_at_each_sequences_own_position(
+    engine: Engine, reference: Reference, direction: residuum.Vector
+) -> None:
     """An unsteered request of three sequences that is steered later."""
     prompt = make_prompt(np.random.default_rng(51), 30)
     with engine.paced():
@@ -73,10 +75,10 @@ def test_each_sequence_is_changed_where_it_is(engine: Engine, reference: Referen
         assert relative_error(rows.stack(), expected["resid_post"]) < MAX_ERROR
 
 
-def test_what_is_computed_again_is_steered_as_the_first_time(
+def test_recomputed_positions_are_steered_as_the_first_time(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """Fourteen long replies, nearly twice what the KV cache holds, all changed during the reply."""
+    """Fourteen long replies, nearly twice what the KV cache holds, all changed during the generation."""
     rng = np.random.default_rng(52)
     v = tensor(direction)
     with engine.held(direction):
@@ -104,17 +106,17 @@ def test_what_is_computed_again_is_steered_as_the_first_time(
         for index in preempted
         if any(first < changes[index][0] for first, _ in engine.journal.chunks(streams[index].request_id)[-60:])
     ]
-    assert len(again) >= 2, "vLLM computed some again from before the change"
+    assert len(again) >= 2, "vLLM recomputed some requests from before the change"
     for index, stream in enumerate(streams):
         changed = {1: in_turn([(0, add(v, 0.7)), (changes[index][0], add(v, -0.7))])}
         wanted = {} if index % 2 else {"wanted": range}
         check_capture(engine, reference, stream.reply, changes=changed, **wanted)
 
 
-def test_nobody_reads_what_a_changed_request_computed(
+def test_no_request_reads_the_kv_cache_of_a_changed_request(
     engine: Engine, reference: Reference, direction: residuum.Vector
 ) -> None:
-    """The same steering without a change, over the other request's whole text: its KV cache must be its own."""
+    """A request with the old steering gets the changed request's text as its prompt. It must not share the KV cache."""
     prompt = make_prompt(np.random.default_rng(53), KV_BLOCK + 4)
     steer = residuum.Add(direction, layer=1, scale=0.7)
     with engine.paced():
@@ -123,14 +125,14 @@ def test_nobody_reads_what_a_changed_request_computed(
         stream.update_steering(None)
     finish(stream)
     text = [*prompt, *stream.reply.token_ids]
-    engine.client.generate(prompt, max_tokens=2, steer=steer)  # a request with this steering may share its own prompt
+    engine.client.generate(prompt, max_tokens=2, steer=steer)  # its cached prompt may be shared
     reply = engine.client.generate(text[: 4 * KV_BLOCK], max_tokens=8, ignore_eos=True, steer=steer)
     changes = {1: add(tensor(direction), 0.7)}
     assert reference.shortfall(reply.prompt_token_ids, reply.token_ids, changes) < MAX_SHORTFALL
-    assert engine.journal.chunks(reply.request_id)[0][0] <= KV_BLOCK, "of the text no more than the prompt was read"
+    assert engine.journal.chunks(reply.request_id)[0][0] <= KV_BLOCK, "at most the prompt was read from the cache"
 
 
-def test_a_request_that_was_not_made_for_it(engine: Engine, direction: residuum.Vector) -> None:
+def test_a_request_that_is_not_updatable_cannot_be_changed(engine: Engine, direction: residuum.Vector) -> None:
     with engine.paced(), engine.client.stream([5, 6], max_tokens=500, ignore_eos=True) as stream:
         with pytest.raises(residuum.NotUpdatable, match="updatable"):
             stream.update_steering(residuum.Add(direction, layer=1))

@@ -1,4 +1,4 @@
-"""If residuum misjudges a model, the service refuses to serve it: the self-test compares rows with the logits."""
+"""If residuum misjudges a model's structure, the service refuses to serve: the self-test compares rows with logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance"), pyte
 
 WRONG_GUESS = "tests.conformance.wrong_guess.WrongGuess"
 LEFTOVER, SUM = "exaone4", "llama"
-"""An architecture whose second tensor is unused, and one where it is part of the stream."""
+"""An architecture whose second tensor is unused, and one whose second tensor is part of the stream."""
 
 
 def test_a_wrong_guess_is_not_served(tmp_path):

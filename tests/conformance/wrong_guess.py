@@ -6,7 +6,7 @@ EXTENSION = f"{__name__}.WrongGuess"
 
 
 class WrongGuess:
-    """It adds nothing to a worker. Its only purpose is that the worker's process imports this module."""
+    """Adds nothing to a worker. Its purpose is that the worker's process imports this module."""
 
 
 _adds_residual = structure.adds_residual

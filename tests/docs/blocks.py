@@ -29,17 +29,17 @@ ELSEWHERE = [
         "tests/faults/README.md",
     )
 ]
-"""Documents that are pages of the site, too; their blocks are about containers, GPUs and minutes, and are only read."""
+"""Documents that are also pages of the site. Their blocks need containers, GPUs or minutes, so they are only parsed."""
 
 NOT_ON_THE_SITE = [ROOT / "examples/languages/README.md"]
-"""A document that is no page of the site; its links and commands are checked like theirs."""
+"""A document that is not on the site. Its links and commands are checked, too."""
 
 RUN = ("python", "pycon", "console")
 """Languages whose blocks are run against real services (tests/integration/test_docs.py)."""
 PARSED = ("toml",)
-"""Those of files, which are parsed, and compared with what reads them (tests/docs/test_blocks.py)."""
+"""Languages of configuration files, which are parsed and compared with the settings (tests/docs/test_blocks.py)."""
 OUTPUT = "text"
-"""What a program prints, or a formula: nothing to run."""
+"""The output of a program, or a formula. It is not run."""
 
 _FENCE = re.compile(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"<!-- not run: (.+?) -->\s*\Z", re.DOTALL)
@@ -55,7 +55,7 @@ class Block:
     language: str
     code: str
     reason: str | None
-    """Why it is not run; None if it is."""
+    """Why it is not run; None if it is run."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"

@@ -27,7 +27,7 @@ else:
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 OTHERS = {"cd", "chmod", "curl", "docker", "git", "grpcurl", "kubectl", "printf", "python", "ssh", "vllm"}
-"""Programs of others, whose flags are not ours to know."""
+"""Programs of other projects. Their flags are not checked."""
 SERVICES = {"inference_svc": InferenceSettings, "store_svc": StoreSettings}
 
 
@@ -40,9 +40,9 @@ def flags(settings):
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_every_block_is_run_or_read_or_has_a_reason_not_to(block: Block):
-    assert block.language in {*RUN, *PARSED, OUTPUT}, "give the block a language that the tests know"
-    assert block.reason is None or block.language in RUN, "only what would run needs a reason not to"
+def test_every_block_is_run_or_parsed_or_has_a_reason(block: Block):
+    assert block.language in {*RUN, *PARSED, OUTPUT}, "unknown language of a block"
+    assert block.reason is None or block.language in RUN, "only blocks that would run need a reason"
     assert block.reason is None or len(block.reason) > 10
 
 
@@ -58,7 +58,7 @@ def test_python_compiles(block: Block):
 
 @of("console")
 def test_console_blocks_are_valid_shell(block: Block):
-    assert block.commands, "what is typed begins with a dollar sign"
+    assert block.commands, "commands begin with a dollar sign"
     for command in block.commands:
         subprocess.run(["bash", "-n", "-c", command], check=True, capture_output=True, text=True)
 
@@ -99,7 +99,7 @@ def check_command(line):
             project = tomllib.loads((ROOT / folder.strip("/") / "pyproject.toml").read_text())["project"]
             assert set(asked.split(",")) <= set(project["optional-dependencies"])
     else:
-        assert program in OTHERS, f"what is {program}?"
+        assert program in OTHERS, f"unknown program {program}"
 
 
 @of("toml")

@@ -21,7 +21,7 @@ from tests.docs.blocks import DOCS, ELSEWHERE, NOT_ON_THE_SITE, PAGES, ROOT
 
 sys.path.insert(0, str(DOCS / "_extensions"))
 
-import docstrings  # the site's own extensions
+import docstrings  # an extension of the site
 import generated
 import repository
 
@@ -65,9 +65,7 @@ def test_included_documents_exist():
     for page, name in eval(found[1]).items():
         assert (ROOT / name).is_file()
         stub = (DOCS / page).with_suffix(".md")
-        assert posixpath.relpath(ROOT / name, stub.parent) in stub.read_text(), (
-            "readers of the repository are led there"
-        )
+        assert posixpath.relpath(ROOT / name, stub.parent) in stub.read_text(), "the repository's page links to it"
 
 
 def test_links_out_of_the_site_become_pages_files_or_plain_text():
@@ -83,7 +81,7 @@ def test_links_out_of_the_site_become_pages_files_or_plain_text():
 
 @pytest.mark.parametrize(("page", "tables", "plots"), [("README.md", 1, 1), ("docs/costs.md", 8, 0)])
 def test_pages_have_the_measured_figures(page: str, tables: int, plots: int):
-    """That they are those of the results, tests/bench/test_readme.py checks."""
+    """tests/bench/test_readme.py checks that they are those of the results."""
     (figures,) = re.findall(r"^<!-- figures: .*?-->$\n(.*?)^<!-- ", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     assert figures.count("| ---") >= tables
     assert len(re.findall(r"^!\[.+\]\(\S+\.png\)$", figures, re.MULTILINE)) == plots
@@ -102,7 +100,7 @@ def test_every_public_name_is_in_the_reference_once():
     assert len(named) == len(set(named))
     public = {f"residuum.{name}" for name in residuum.__all__} - {"residuum.__version__", "residuum.directions"}
     public |= {f"residuum.directions.{name}" for name in residuum.directions.__all__}
-    public -= {"residuum.directions.Directions"}  # which is residuum.Directions
+    public -= {"residuum.directions.Directions"}  # documented as residuum.Directions
     assert set(named) - {"residuum.torch.ActivationDataset", "residuum.torch.ActivationBatch"} == public
 
 

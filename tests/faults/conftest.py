@@ -1,4 +1,4 @@
-"""Fixtures that start the processes which fail, and end them all."""
+"""Fixtures that start processes which tests make fail, and end them all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def control_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_ring(control_path: Path) -> Iterator[Callable[..., Ring]]:
-    """Makes the worker's ring, which remembers acknowledgements."""
+    """Makes a worker's ring that records acknowledgements."""
     rings: list[Ring] = []
 
     def start(ring_bytes: int = 1 << 20) -> Ring:

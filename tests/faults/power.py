@@ -34,7 +34,7 @@ _HARMLESS = re.compile(r"openat\(.* = -1 |mmap\(.*PROT_READ, MAP_SHARED|\+\+\+|-
 
 
 def unavailable(folder: Path) -> str | None:
-    """Return why processes cannot be watched here; None if they can. The folder is for a log."""
+    """Return why strace cannot be used here; None if it can. The folder is for a log."""
     if shutil.which("strace") is None:
         return "strace is not installed"
     log = folder / "strace.log"
@@ -55,7 +55,7 @@ def has_ended(log: Path, pid: int, deadline: float = 20.0) -> bool:
 
 
 def watched(data: Path, log: Path) -> list[str]:
-    """Return the command prefix that records writes to a file; the process stays the command itself."""
+    """Return the command prefix that records writes to a file. The process keeps the PID of the command."""
     file = [*("-P", str(data)), *("-o", str(log))]
     return ["strace", "-D", "-f", "-q", "-ttt", "-y", "-xx", "-s", str(_LONGEST), "-e", f"trace={_CALLS}", *file]
 
@@ -142,7 +142,7 @@ def _parse(log: Path) -> Iterator[Write | Sync]:
 
 def _write(began: float, call: re.Match[str], at: int, parts: Sequence[str], durable: dict[str, bool]) -> Write:
     data = bytes.fromhex("".join(parts).replace("\\x", ""))
-    assert len(data) == int(call["done"]), "a write was cut short"
+    assert len(data) == int(call["done"]), "a write was incomplete"
     return Write(began, at, data, durable[call["descriptor"]])
 
 

@@ -45,7 +45,7 @@ class Tally:
     written: int = 0
     """Rows that were published and read back."""
     lost: int = 0
-    """Lost rows: acknowledged, or of a sealed capture, but missing."""
+    """Missing rows that were acknowledged, or that belong to a sealed capture."""
     doubled: int = 0
     """Rows that a read returned more than once."""
     wrong: int = 0
@@ -74,7 +74,7 @@ class Tally:
 
 
 class Soak:
-    """A store, shippers, and writers that never stop; see the module."""
+    """A store, shippers, and writers that run until the end; see the module."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Soak:
         self._length = length
         self._lock = threading.Lock()  # guards the tally and the captures
         self._stopping = threading.Event()
-        self._live: dict[str, Capture] = {}  # opened, and not yet being deleted
+        self._live: dict[str, Capture] = {}  # open or complete, and not being deleted
         self._store = Store(folder, "--log-level", "error")
         self._ring = Ring(folder / "ring", ring_bytes=_RING_BYTES)
         self._ring.start()
@@ -197,7 +197,7 @@ class Soak:
         for writer in self._writers:
             writer.join(DEADLINE)
         if any(writer.is_alive() for writer in self._writers) or not self._ring.drain(DEADLINE):
-            self._trouble("rows are still under way")
+            self._trouble("rows were not acknowledged in time")
         self._shippers.stop()
         self._ring.close()  # which wakes writers waiting for room
         status = self._store.stop()
@@ -210,8 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a soak; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600, help="how long (default: 600)")
-    parser.add_argument("--rounds", type=int, help="stop after so many kills, if that is sooner")
-    parser.add_argument("--seed", type=int, default=None, help="of the choice of victims and moments")
+    parser.add_argument("--rounds", type=int, help="stop after this many kills, if that is sooner")
+    parser.add_argument("--seed", type=int, default=None, help="seed for the choice of victims and moments")
     parser.add_argument("--shippers", type=int, default=2)
     parser.add_argument("--writers", type=int, default=3, help="captures that are written at once")
     parser.add_argument("--victims", default=",".join(VICTIMS), help=f"some of: {', '.join(VICTIMS)}")

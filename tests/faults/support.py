@@ -177,7 +177,7 @@ class Store:
         self.kill()
 
     def call(self, method: str, request: object) -> Any:
-        """Retry a call until it is answered, however often the store is restarted."""
+        """Retry a call until it is answered, even if the store restarts several times."""
         end = time.monotonic() + DEADLINE
         while True:
             try:
@@ -213,7 +213,7 @@ class Store:
         return self.call("GetCapture", request).manifest
 
     def delete(self, capture: Capture) -> None:
-        """Delete it. A retry after a lost answer finds that it does not exist, which is fine."""
+        """Delete a capture. After a lost answer, the retry may find that it no longer exists."""
         try:
             self.call("DeleteCapture", store_pb2.DeleteCaptureRequest(capture_id=capture.name))
         except grpc.RpcError as error:
@@ -221,7 +221,7 @@ class Store:
                 raise
 
     def read(self, capture: Capture) -> Found:
-        """Read everything, starting over if the store goes away during the read."""
+        """Read everything. Start over if the store disconnects during the read."""
         end = time.monotonic() + DEADLINE
         request = store_pb2.ReadChunksRequest(capture_id=capture.name)
         while True:

@@ -1,4 +1,4 @@
-"""An inference service is killed in the middle of a reply: what its caller learns, and what becomes of the capture."""
+"""An inference service is killed during a reply: the error for its caller, and the end of the capture."""
 
 from __future__ import annotations
 

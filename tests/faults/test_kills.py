@@ -73,7 +73,7 @@ def test_the_only_shipper_is_killed_with_rows_in_hand(
     store.seal_and_check(capture)
 
 
-def test_the_soak_says_what_it_found() -> None:
+def test_the_soak_prints_its_counts() -> None:
     command = [sys.executable, "-m", "tests.faults.soak", "--rounds", "1", "--victims", "shipper", "--writers", "1"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=4 * DEADLINE)
     assert done.returncode == 0, done.stderr

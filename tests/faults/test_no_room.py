@@ -60,7 +60,7 @@ def check_earlier(store: Store, capture: Capture) -> None:
     assert set(found.times) == capture.rows()
 
 
-def test_a_full_disk_holds_rows_up_until_there_is_room(
+def test_a_full_disk_delays_rows_until_there_is_room(
     small_disk: Path,
     start_store: Callable[..., Store],
     start_ring: Callable[..., Ring],
@@ -96,7 +96,7 @@ def test_a_full_disk_holds_rows_up_until_there_is_room(
     check_earlier(store, capture)
 
 
-def test_a_full_map_holds_rows_up_until_a_capture_is_deleted(
+def test_a_full_map_delays_rows_until_a_capture_is_deleted(
     start_store: Callable[..., Store], start_ring: Callable[..., Ring], start_shippers: Callable[..., Shippers]
 ) -> None:
     store, ring = start_store("--max-bytes", str(32 * MIB)), start_ring(ring_bytes=6 * BLOCK_BYTES)
@@ -117,7 +117,7 @@ def test_a_full_map_holds_rows_up_until_a_capture_is_deleted(
         check_earlier(store, earlier)
     store.delete(doomed)
     step.join(DEADLINE)
-    assert ring.drain(DEADLINE), "the room of a deleted capture is used again"
+    assert ring.drain(DEADLINE), "the space of a deleted capture is reused"
     store.seal_and_check(capture)
     check_earlier(store, kept)
     assert (store.folder / "data" / "data.mdb").stat().st_size <= 32 * MIB

@@ -71,7 +71,7 @@ def stay_away(store: Store, while_away: Callable[[], bool]) -> None:
     store.start()
 
 
-def test_the_model_waits_for_the_store_and_goes_on(
+def test_the_model_waits_for_the_store_and_continues(
     start_store: Callable[..., Store], start_ring: Callable[..., Ring], start_shippers: Callable[..., Shippers]
 ) -> None:
     store, ring = start_store(), start_ring(ring_bytes=RING_BLOCKS * BLOCK_BYTES)
@@ -86,7 +86,7 @@ def test_the_model_waits_for_the_store_and_goes_on(
     step = threading.Thread(target=model.compute, args=(blocks[4:],))
     step.start()
     wait_until(lambda: ring.stats().waits, "a full ring")
-    assert model.sent - 4 in FULL, "until the ring is full, the model does not notice"
+    assert model.sent - 4 in FULL, "the model continues until the ring is full"
     stay_away(store, lambda: model.sent - 4 in FULL and step.is_alive())
     step.join(DEADLINE)
     assert model.sent == len(blocks)
@@ -111,9 +111,9 @@ def test_rows_are_shed_and_named_and_later_ones_are_kept(
     step.join(DEADLINE)
     assert model.sent == len(blocks), "it never waits"
     assert ring.stats().waits == 0
-    assert len(blocks) - 4 - ring.stats().losses in FULL, "what fits the ring is kept"
+    assert len(blocks) - 4 - ring.stats().losses in FULL, "the rows that fit the ring are kept"
     stay_away(store, lambda: ring.stats().freed == 4)
-    assert ring.drain(DEADLINE), "the ring is empty again, and the losses are told"
+    assert ring.drain(DEADLINE), "the ring is empty again, and the losses are reported"
 
     store.seal(during)
     manifest = store.manifest(during, wait=True)

@@ -31,7 +31,7 @@ LAYERS = [0, 1, 2]
 WIDTH = 1024
 """Elements of a row, so that a chunk of one position is 12 KiB, more than a page."""
 NEVER = ("--sync-interval-seconds", "3600")
-"""A sync interval so long that no sync happens by time alone."""
+"""A sync interval that never expires during a test."""
 MAP_BYTES = 16 << 20
 
 
@@ -101,7 +101,7 @@ class Watched:
 
     def recording(self) -> Recording:
         recording = Recording(self._logs)
-        assert recording.everything() == self._data.read_bytes(), "the recording is not whole"
+        assert recording.everything() == self._data.read_bytes(), "the recording is incomplete"
         return recording
 
 
@@ -165,12 +165,12 @@ def run(watched: Watched, ack: str) -> None:
     watched.kill()
 
 
-def test_what_is_acknowledged_as_synced_outlives_the_loss_of_power(watched: Watched) -> None:
+def test_rows_acknowledged_as_synced_survive_a_power_failure(watched: Watched) -> None:
     run(watched, "synced")
     answers = watched.answers
 
     def check(moment: float, cells: set[Cell], manifest: capture_pb2.CaptureManifest | None) -> None:
-        assert cells >= answers.before("committed", moment), "with `synced`, no other acknowledgement is given"
+        assert cells >= answers.before("committed", moment), "with `synced`, every acknowledged row is synced"
         assert manifest
         if answers.ended < moment:
             assert manifest.state == capture_pb2.CAPTURE_STATE_COMPLETE
@@ -179,7 +179,7 @@ def test_what_is_acknowledged_as_synced_outlives_the_loss_of_power(watched: Watc
     cut_everywhere(watched, check)
 
 
-def test_what_is_only_committed_may_be_undone_by_the_loss_of_power_but_nothing_is_damaged(
+def test_a_power_failure_may_undo_the_last_commit_but_damages_nothing(
     watched: Watched,
 ) -> None:
     """At most the last commit is undone. An ended capture may be open again, but is never COMPLETE with fewer rows."""
@@ -190,7 +190,7 @@ def test_what_is_only_committed_may_be_undone_by_the_loss_of_power_but_nothing_i
     def check(moment: float, cells: set[Cell], manifest: capture_pb2.CaptureManifest | None) -> None:
         assert cells >= answers.before("synced", moment)
         missing = answers.before("committed", moment) - cells
-        assert len(missing) <= len(LAYERS), "more than the last commit"
+        assert len(missing) <= len(LAYERS), "more than the last commit was undone"
         undone.update(missing)
         if manifest and manifest.state == capture_pb2.CAPTURE_STATE_COMPLETE:
             assert cells == grid(LAYERS, range(30))
@@ -199,10 +199,10 @@ def test_what_is_only_committed_may_be_undone_by_the_loss_of_power_but_nothing_i
     assert undone, "the simulation undoes nothing, or `committed` means more than it says"
 
 
-def test_what_was_only_committed_before_a_crash_is_synced_before_it_is_acknowledged_as_synced(
+def test_rows_committed_before_a_crash_are_synced_before_they_are_acknowledged_as_synced(
     watched: Watched,
 ) -> None:
-    """A killed store's last root page is only in the kernel's cache, and a repeated append writes nothing."""
+    """A killed store's last root page is only in the kernel's cache, and repeated rows write nothing."""
     client = watched.start("--ack", "committed")
     client.open(describe("a", layers=LAYERS, prompt=30, width=WIDTH))
     stream = OpenStream(client)

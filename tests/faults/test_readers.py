@@ -92,7 +92,7 @@ def test_a_slow_reader_keeps_neither_pages_nor_writers(
 
 
 @pytest.mark.parametrize("at", ["following", "in mid-stream"])
-def test_a_reader_that_vanishes_leaves_its_place_to_another(
+def test_a_reader_that_vanishes_frees_its_slot(
     at: str,
     start_store: Callable[..., Store],
     write: Callable[..., None],

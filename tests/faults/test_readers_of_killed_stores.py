@@ -1,4 +1,4 @@
-"""Readers outlast a store that is killed. When it is back, they go on where they were, or begin."""
+"""Readers survive a store that is killed. When it is back, they continue, or begin."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def background() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.mark.parametrize("kind", [residuum.Client, residuum.AsyncClient])
 @pytest.mark.parametrize("arguments", [{}, {"timeout": DEADLINE}])
-def test_follow_goes_on_after_an_outage(
+def test_follow_continues_after_an_outage(
     store: Store, background: ThreadPoolExecutor, kind: type[Any], arguments: dict[str, float]
 ) -> None:
     blocks = list(CAPTURE.blocks())
@@ -120,7 +120,7 @@ def test_follow_goes_on_after_an_outage(
 
 
 @pytest.mark.parametrize("read", ["activations", "follow", "manifest", "wait"])
-def test_readers_that_begin_while_the_store_is_away_go_on(
+def test_readers_that_begin_during_an_outage_continue_after_it(
     store: Store, background: ThreadPoolExecutor, read: str
 ) -> None:
     for block in CAPTURE.blocks():
@@ -141,7 +141,7 @@ def test_readers_that_begin_while_the_store_is_away_go_on(
         assert reading.result(DEADLINE)
 
 
-def test_a_wrong_address_is_told_after_the_clients_timeout(store: Store) -> None:
+def test_a_wrong_address_is_reported_after_the_clients_timeout(store: Store) -> None:
     with residuum.Client("127.0.0.1:1", store="127.0.0.1:1", timeout=2.0) as client:
         for ask in (client.activations, client.manifest, lambda name: list(client.follow(name))):
             with pytest.raises(residuum.Unreachable, match=r"Nothing answers at 127\.0\.0\.1:1.*tried again for"):

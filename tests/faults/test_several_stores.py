@@ -103,7 +103,7 @@ def test_a_store_that_is_killed_in_mid_stream_touches_only_its_captures(stores, 
     assert ring.drain(60)
 
 
-def test_a_store_that_is_away_sheds_only_its_captures_blocks(stores, ring, start_shippers):
+def test_an_unreachable_store_sheds_only_blocks_of_its_captures(stores, ring, start_shippers):
     start_shippers(1)
     lost = captures_of("b", 1, blocks=40)[0]
     stores["b"].open(lost)

@@ -116,7 +116,7 @@ def test_two_writers_of_one_capture_store_each_row_once_and_the_first_one_stays(
     assert before.keys() == capture.rows()
     for (layer, position), value in before.items():
         either = {sender.values([layer], [position]).tobytes() for sender in (capture, other)}
-        assert value in either, "each row is one writer's, whole"
+        assert value in either, "each row comes from one writer"
     list(append(messages(capture, other, list(capture.blocks())), timeout=DEADLINE))
     store.seal(capture)
     assert store.manifest(capture, wait=True).state == COMPLETE
@@ -137,7 +137,7 @@ def stored_values(store: Store, capture: Capture) -> dict:
     return rows
 
 
-def test_a_shipper_that_was_given_up_and_goes_on_doubles_nothing(
+def test_a_shipper_that_continues_after_it_was_replaced_duplicates_nothing(
     start_store: Callable[..., Store], start_ring: Callable[..., Ring], start_shippers: Callable[..., Shippers]
 ) -> None:
     """A shipper loses its worker while the store is suspended. It and its successor send the same rows."""
@@ -149,11 +149,11 @@ def test_a_shipper_that_was_given_up_and_goes_on_doubles_nothing(
     with store.standing_still():
         for block in capture.blocks():
             ring.publish_rows(capture, block)
-        wait_until(lambda: not ring._dispatcher._inbox, "rows in its hands")
+        wait_until(lambda: not ring._dispatcher._inbox, "a shipper with rows")
         (link,) = ring._dispatcher._links
         link.connection.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: link not in ring._dispatcher._links, "a broken connection")
-        wait_until(lambda: ring.stats().connected_shippers == 1, "a shipper again")
+        wait_until(lambda: ring.stats().connected_shippers == 1, "a new connection of the shipper")
     assert ring.drain(DEADLINE)
     store.seal_and_check(capture)
     stats = store.stub.GetStats(store_pb2.GetStatsRequest())

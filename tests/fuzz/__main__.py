@@ -2,9 +2,9 @@
 
     python -m tests.fuzz --service store --minutes 10
 
-With atheris (`pip install --group fuzz`), what reaches new code is kept in the corpus, and an input that fails is
-written to a file whose name it prints; give that file's name to run it alone. Without atheris inputs are random, and
-nothing tells good ones from others; the seed of each is printed if it fails.
+With atheris (`pip install --group fuzz`), inputs that reach new code are kept in the corpus. A failing input is written
+to a file whose name is printed; pass that file to run it again. Without atheris, inputs are random, and the seed of a
+failing one is printed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--service", choices=_TARGETS, required=True)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--corpus", type=Path, help="a folder where inputs are kept (atheris)")
-    parser.add_argument("--seed", type=int, default=None, help="where random inputs begin; default: another each time")
-    parser.add_argument("--random", action="store_true", help="do without atheris")
-    parser.add_argument("inputs", nargs="*", type=Path, help="run these files alone")
+    parser.add_argument("--corpus", type=Path, help="the folder of the corpus (atheris)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="the first seed of random inputs (default: a different one each time)"
+    )
+    parser.add_argument("--random", action="store_true", help="use random inputs even if atheris is installed")
+    parser.add_argument("inputs", nargs="*", type=Path, help="run only these files")
     options = parser.parse_args()
     has_atheris = importlib.util.find_spec("atheris") is not None
     if options.inputs:

@@ -13,13 +13,13 @@ from google.protobuf.message_factory import GetMessageClass
 from residuum.rpc.errors import failure_from_rpc_error
 
 FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
-"""What no input may bring about."""
+"""Codes that no input may cause."""
 
 _BY_GRPC = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""What gRPC itself may answer, and the caller's own deadline; everything else has a reason from the catalogue."""
+"""Codes of gRPC itself, and of the caller's own deadline. Every other error must have a reason of the catalogue."""
 
 SECONDS = 20.0
-"""In which every call that waits for nothing has ended: far more than it takes."""
+"""A generous timeout for every call that waits for nothing."""
 
 
 @dataclass(frozen=True)
@@ -78,4 +78,4 @@ def check_error(method: str, error: grpc.RpcError) -> None:
     assert error.code() not in FAULTS, f"{method}: {error.code().name}: {error.details()}"
     known = failure_from_rpc_error(error)
     assert known is not None or error.code() in _BY_GRPC, f"{method}: no reason with {error.code().name}"
-    assert len(error.details() or "") < 4096, f"{method}: the answer repeats the question"
+    assert len(error.details() or "") < 4096, f"{method}: the error repeats a long input"

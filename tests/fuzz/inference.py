@@ -140,7 +140,7 @@ class FuzzedInference(contextlib.AbstractContextManager):
         assert events[-1].WhichOneof("event") == "finished"
         self._kept = self._register()
         registry = self.service.registry
-        assert not registry.running, "a request runs on that nobody waits for"
+        assert not registry.running, "a request still runs after its caller has left"
 
     def _register(self) -> str:
         name = f"kept-{secrets.token_hex(8)}"

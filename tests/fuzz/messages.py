@@ -26,7 +26,7 @@ _RANGES = {
 _MOST_REPEATED = 50_000
 _MOST_NESTED = 65
 _MOST_BYTES = 5 << 20
-"""A little more than a service takes."""
+"""A little more than a service accepts."""
 _DEEPEST = 6
 
 

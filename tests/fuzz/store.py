@@ -32,7 +32,7 @@ from tests.store.support import (
 
 SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
 _LASTING = {"GetCapture": 0.3, "ReadChunks": 0.3, "ReadCaptures": 0.3}
-"""Calls that may wait as long as they were asked to, and for how long they are let."""
+"""Calls that may wait as long as the request says, and the seconds after which they are cancelled."""
 _NAMES = ["a", "b", "c"]
 
 
@@ -127,7 +127,7 @@ def _seeds(method: str) -> list[Message]:
                 [1],
                 capture_pb2.CAPTURE_STATE_INCOMPLETE,
                 incomplete_reason=capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED,
-                incomplete_detail="it broke",
+                incomplete_detail="out of memory",
             ),
         ],
         "GetCapture": [

@@ -26,7 +26,7 @@ from tests.hostile.store import ATTACKS, MIB, WellBehaved, idle_streams, wide_ca
 LIMITS = {"max_streams": 128, "max_writers": 128, "max_open_mib": 64}
 IDLE = 1000
 INFERENCE_LIMITS = {"max_requests": 1100, "max_registration_mib": 8, "max_vector_mib": 8}
-"""Those of tests.hostile.inference_service."""
+"""The settings of tests.hostile.inference_service."""
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def idle_alone(folder: Path) -> bool:
     finally:
         peak.close()
         store.close()
-    _say(f"store: peak {peak.mib:.0f} MiB, bound {bound:.0f} MiB ({limits}, none of the streams moving)")
+    _say(f"store: peak {peak.mib:.0f} MiB, bound {bound:.0f} MiB ({limits}, all streams idle)")
     return peak.mib <= bound
 
 

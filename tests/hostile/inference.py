@@ -17,7 +17,7 @@ from tests.inference.service_support import JOY, ask, spec
 
 MIB = 1 << 20
 STUCK = 9
-"""The token that the scripted engine never comes back from."""
+"""The token on which the scripted engine hangs."""
 
 Stub = inference_pb2_grpc.InferenceServiceStub
 REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
@@ -97,7 +97,7 @@ async def abuse(stub: Stub, count: int) -> str:
     port = int(_endpoint(stub).rpartition(":")[2])
     resets = await asyncio.to_thread(rapid_reset, port, count)
     pings = await asyncio.to_thread(ping_flood, port, count)
-    return f"{resets} resets and {pings} pings before the service hung up"
+    return f"{resets} resets and {pings} pings before the service disconnected"
 
 
 async def _until_refused(call: Callable[[int], Awaitable[object]], count: int, what: str) -> str:
@@ -128,4 +128,4 @@ ATTACKS: dict[str, Callable[[Stub], Awaitable[str]]] = {
     "silent calls": lambda stub: silent_calls(stub, 64),
     "HTTP/2 abuse": lambda stub: abuse(stub, 5000),
 }
-"""By name; each is given a stub with its `endpoint`."""
+"""The attacks by name. Each takes a stub with its `endpoint`."""

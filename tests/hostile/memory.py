@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 _KEPT_MIB = 256
-"""What glibc keeps of freed memory (svc_common/memory.py)."""
+"""Freed memory that glibc keeps (svc_common/memory.py)."""
 
 
 def inference_bound_mib(*, base_mib: float, max_requests: int, max_registration_mib: int, max_vector_mib: int) -> float:

@@ -160,7 +160,7 @@ def bombs(port: int, count: int) -> str:
                 call(bytes(256 * MIB), timeout=60)
             except grpc.RpcError as error:
                 _expect(error, grpc.StatusCode.UNIMPLEMENTED)
-    return f"{count} messages of 256 MiB were refused packed"
+    return f"{count} compressed messages of 256 MiB were refused"
 
 
 def open_flood(port: int, count: int) -> str:
@@ -190,7 +190,7 @@ def append_flood(port: int, count: int) -> str:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(flood, range(count)))
-    return f"{count} streams sent {count * 8} MiB for nobody"
+    return f"{count} streams sent {count * 8} MiB for unknown captures"
 
 
 def _expect(error: grpc.RpcError, code: grpc.StatusCode) -> None:
@@ -207,7 +207,7 @@ ATTACKS: dict[str, Attack] = {
     "open flood": lambda port: open_flood(port, 2000),
     "zip bombs": lambda port: bombs(port, 3),
     "rapid reset": lambda port: f"{rapid_reset(port, 5000)} streams were opened and reset",
-    "ping flood": lambda port: f"{ping_flood(port, 5000)} pings before the server hung up",
+    "ping flood": lambda port: f"{ping_flood(port, 5000)} pings before the server disconnected",
     "huge headers": lambda port: f"{huge_headers(port, 64 << 10)} calls with headers of 64 KiB were sent whole",
 }
-"""By name; each is given the port."""
+"""The attacks by name. Each takes the port."""

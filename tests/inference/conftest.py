@@ -1,6 +1,6 @@
 """Fixtures: the service on a fake engine, with and without a store.
 
-They import their needs themselves: these load vllm, which the tests of the taps do without.
+The fixtures import their modules themselves, because these load vLLM, which the tests of the taps do not need.
 """
 
 from __future__ import annotations

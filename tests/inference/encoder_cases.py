@@ -50,7 +50,7 @@ class Case(NamedTuple):
         return torch.from_numpy(signs).to(device).to(self.rows.dtype if device == "cuda" else torch.float32)
 
     def check(self, payload: np.ndarray, *, exact_bfloat16: bool = True) -> None:
-        """Compare an encoder's payload with the reference's: bit by bit, except for sums, whose order is free."""
+        """Compare an encoder's payload with the reference's: bit by bit, except for sums, whose order is arbitrary."""
         units, positions, width = self.rows.shape
         values = self.rows.contiguous().view(torch.uint8).numpy().view(numpy_dtype(self.form.dtype))
         basis = basis_of(self.form, capture_pb2.EncodingOptions(seed=SEED), list(self.vectors))

@@ -1,6 +1,6 @@
 """Runs the GPU's encoders on the CPU, in Triton's interpreter, and fails if they differ from the reference.
 
-It is a program of its own, because TRITON_INTERPRET must be set before Triton is imported.
+It is a separate program, because TRITON_INTERPRET must be set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ memory = np.zeros(1 << 16, dtype=np.uint8)
 
 
 def main() -> None:
-    """Encode every case twice: as a whole, and in parts, through buffers that are too small for the whole."""
+    """Encode every case twice: in one pass, and in parts through buffers that are too small for the case."""
     kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
     for case in cases(((48, 16), (35, 7))):
         check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
@@ -44,7 +44,7 @@ def check(case: Case, encoder: GpuEncoder) -> None:
 
 
 def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """The interpreter takes only tensors."""
+    """The interpreter accepts only tensors."""
     offset = address - memory.ctypes.data
     rest = memory[offset : len(memory) - (len(memory) - offset) % dtype.itemsize]
     return torch.from_numpy(rest).view(dtype)

@@ -2,7 +2,7 @@
 
 It also compares steered rows with float64, and fails if they differ too much.
 
-It is a program of its own, because TRITON_INTERPRET must be set before Triton is imported.
+It is a separate program, because TRITON_INTERPRET must be set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def check_steering(seed: int, dtype: torch.dtype) -> None:
     case.check(got, roundings=2.0 if dtype == torch.bfloat16 else 1.0)  # the interpreter truncates to bfloat16
     mine = seed % rows
     beside = steering.neighbours(case, mine, seed + 1000)
-    assert steering.same_bits(got[mine], steered(beside)[mine]), "a row depends on those beside it"
+    assert steering.same_bits(got[mine], steered(beside)[mine]), "a row depends on other rows of the batch"
     case.hidden = steering.awkward_rows(dtype, rows, hidden, seed)
     case.operations = [steering.idle_operations()[row % 6 :] if row % 4 else [] for row in range(rows)]
-    assert steering.same_bits(steered(case), case.hidden), "a row was moved by nothing"
+    assert steering.same_bits(steered(case), case.hidden), "an operation that moves nothing changed a row"
     if has_residual:
         check_idle_norm(case)
 
@@ -124,7 +124,7 @@ def check_idle_norm(case: steering.Case) -> None:
     nobody = tables._replace(rows=torch.full_like(tables.rows, -1))
     case.residual = case.hidden.flip(0)  # negative and positive zeros add up
     for one, other in zip(run(tables), run(nobody), strict=True):
-        assert steering.same_bits(one, other), "the norm of a row was moved by nothing"
+        assert steering.same_bits(one, other), "an operation that moves nothing changed a norm"
 
 
 def steered(case: steering.Case) -> torch.Tensor:

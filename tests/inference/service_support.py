@@ -206,7 +206,7 @@ def stuck_after(*deltas):
 class FakeStore(store_pb2_grpc.StoreServiceServicer):
     """Records the calls of a store.
 
-    `refuse` is a reason to answer OpenCapture with, `refuse_seal` one for SealCapture. Calls hang until `gate` is set.
+    `refuse` is a reason to refuse OpenCapture with, `refuse_seal` one for SealCapture. Calls hang until `gate` is set.
     """
 
     def __init__(self):

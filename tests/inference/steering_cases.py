@@ -44,7 +44,7 @@ class Case:
         return bank
 
     def layout(self) -> StepLayout:
-        """Every row is a request of its own. As in the engine, rows with equal operations share a program."""
+        """Every row belongs to a separate request. As in the engine, rows with equal operations share a program."""
         numbers: dict[Program, int] = {}
         lines = []
         for row, operations in enumerate(self.operations):
@@ -83,7 +83,7 @@ def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) ->
         size = np.linalg.norm(x) + np.linalg.norm(plain) + abs(operation.scale) * np.linalg.norm(vector) + sum(bounds)
         later = (2 + abs(operation.scale)) * error + 1e-6 * size
         if operation.keep_norm and np.linalg.norm(plain):
-            # Where little is left of the row, rescaling it also scales up its error.
+            # If little is left of the row, rescaling also scales up its error.
             factor = np.linalg.norm(x) / np.linalg.norm(plain)
             later = 2 * factor * later + error + 1e-6 * np.linalg.norm(x)
         x, error = steer(x, operation, vector), later

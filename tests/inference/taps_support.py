@@ -1,4 +1,4 @@
-"""What the tests of the taps share: short constructors, a ring in this process, and a model of the expected results."""
+"""Shared by the tests of the taps: short constructors, a ring in this process, and a model of the expected results."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Ring:
 
     def acquire(self, nbytes, block, capture_id=""):
         if self.free is not None and self.free < nbytes:
-            assert not block, "a producer would wait for the store here"
+            assert not block, "a real producer would wait for the store here"
             return None
         if self.free is not None:
             self.free -= nbytes
@@ -119,7 +119,7 @@ class Ring:
             size = int(np.prod(shape)) * dtype.itemsize
             self.chunks.append(Chunk(capture_id, header, data[at : at + size].view(dtype).reshape(shape)))
             at += size
-        assert at == len(data), "nothing is sent that no header describes"
+        assert at == len(data), "the headers describe all bytes"
 
     def report_loss(self, capture_id, loss):
         self.losses.append((capture_id, loss))
@@ -188,11 +188,11 @@ class Tracked:
     pending: list = field(default_factory=list)
     """Positions that were captured and not sent yet."""
     capacity: int = 0
-    """At how many pending positions the block is sent."""
+    """The capacity of the pending block, in positions."""
     first_generated: int = 32
+    """The capacity of the first block of generated positions."""
     limit: int = 32
-    """With how many positions the pending block leaves."""
-    """The same for the first block of generated positions."""
+    """The number of positions at which the pending block is sent."""
 
 
 class Model:

@@ -44,7 +44,7 @@ async def manifest(real_store):
         yield get
 
 
-async def test_a_request_that_ends_by_itself_is_complete(service, manifest):
+async def test_a_request_that_ends_normally_is_complete(service, manifest):
     await service.events(ask(spec("r", NO_ROWS), num_sequences=2))
     sealed = await manifest("r")
     assert sealed.state == capture_pb2.CAPTURE_STATE_COMPLETE
@@ -63,7 +63,7 @@ async def test_a_dropped_stream_is_aborted(service, manifest):
     assert list(sealed.sequences[0].generated_token_ids) == [1]
 
 
-async def test_a_failed_request_is_incomplete_and_says_why(service, manifest):
+async def test_a_failed_request_is_incomplete_with_a_reason(service, manifest):
     async def script(call):
         yield Delta("x", [1])
         raise RuntimeError("out of luck")
@@ -76,7 +76,7 @@ async def test_a_failed_request_is_incomplete_and_says_why(service, manifest):
     assert sealed.incomplete_detail == "The engine failed; see its log."
 
 
-async def test_an_id_that_the_store_knows_from_before_is_refused(real_store, manifest):
+async def test_an_id_of_an_existing_capture_is_refused(real_store, manifest):
     """A new run of the service does not remember IDs of an earlier run, but the store does."""
     async with running_service(real_store) as first:
         await first.events(ask(spec("r", NO_ROWS)))

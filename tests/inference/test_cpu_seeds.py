@@ -39,7 +39,7 @@ def expected(seed, count):
 
 
 def test_vllm_alone_cannot_discard_a_seeded_token():
-    """When CPU generators can be rewound, cpu_seeds is not needed any more."""
+    """If this test fails, CPU generators can be rewound, and cpu_seeds is no longer needed."""
     runner = Runner()
     runner.input_batch.generators[0] = seeded(1)
     runner.discard_request_mask.np[0] = True
@@ -65,7 +65,7 @@ def test_rows_that_are_discarded_draw_nothing():
     assert drawn == {0: expected(10, 3), 2: expected(12, 1), 3: expected(13, 2)}
 
 
-def test_a_batch_that_was_made_anew_is_followed():
+def test_a_replaced_batch_is_handled():
     runner = Runner()
     attach(runner, "1.2.3")
     runner.input_batch = SimpleNamespace(generators={1: seeded(5)})
@@ -105,6 +105,6 @@ def without(name):
     ],
     ids=["generators", "mask", "everything"],
 )
-def test_a_missing_name_is_told_with_the_version(runner, missing):
+def test_a_missing_name_is_reported_with_the_version(runner, missing):
     with pytest.raises(IncompatibleEngineError, match=rf"vLLM 9\.8\.7: {type(runner).__name__} has no {missing},"):
         attach(runner, "9.8.7")

@@ -29,7 +29,7 @@ operations = st.builds(
 
 @settings(deadline=None)
 @given(st.lists(operations, max_size=6), st.none() | selections)
-def test_no_request_takes_more_than_it_was_told_to(steering, captured):
+def test_no_request_takes_more_room_than_its_bound(steering, captured):
     wanted = capture(layers=range(LAYERS), positions=captured) if captured else None
     plan = RequestPlan(40, wanted, tuple(steering))
     demand = demand_of([(item.layers, item.positions) for item in steering], captured)
@@ -42,7 +42,7 @@ def test_no_request_takes_more_than_it_was_told_to(steering, captured):
     assert len(set(numbers.tolist())) == len(numbers)
 
 
-def test_what_people_ask_for_takes_little():
+def test_common_requests_have_a_small_demand():
     every_layer = [((layer,), select()) for layer in range(36)]
     assert demand_of(every_layer, select()) == (1, 36)
     assert demand_of([(range(36), select())] * 256, None) == (1, 256)
@@ -50,7 +50,7 @@ def test_what_people_ask_for_takes_little():
     assert demand_of([], select(*[(2 * at, 2 * at) for at in range(64)])) == (2, 0)
 
 
-def test_room_that_was_left_in_pieces_is_won_back():
+def test_fragmented_table_room_is_reclaimed():
     from inference_svc.taps.steps.programs import Program, Step
 
     def program(first, count):
@@ -59,7 +59,7 @@ def test_room_that_was_left_in_pieces_is_won_back():
     table = ProgramTable(8, 8, TapPoints(0, 1), CPU)
     kept = [program(at, 2) for at in (0, 10, 20, 30)]
     table.place(kept)
-    wanted = [kept[1], program(40, 6)]  # around the entries of the program that stays, 2 and 4 are free
+    wanted = [kept[1], program(40, 6)]  # before and after the entries of the kept program, 2 and 4 are free
     numbers = table.place(wanted)
     first, count = table.lines[numbers[1], 1, :2].tolist()
     assert table.entries[first : first + count, 0].tolist() == list(range(40, 46))  # ADD is 0, so these are vectors

@@ -124,7 +124,7 @@ def test_a_capture_is_encoded_as_it_asks(name, dtype):
         np.testing.assert_allclose(got.astype(float), wanted.astype(float), atol=1e-5 + step)
 
 
-def test_rows_along_dimensions_are_encoded_together_as_far_as_a_chunk_takes_them():
+def test_rows_quantised_along_dimensions_fit_one_chunk():
     torch.manual_seed(0)
     engine = Engine(rows=8 * 400, largest_block=8 * 100)
     encoding = RowEncoding(FULL8, axis=BY_DIMENSION)
@@ -199,7 +199,7 @@ SELECTIONS = {
 @pytest.mark.parametrize("reduction", [LAST, MEAN, MAX, SUM])
 @pytest.mark.parametrize("positions", SELECTIONS.values(), ids=SELECTIONS)
 @pytest.mark.parametrize(("prompt", "tokens"), [(70, 115), (64, 65), (1, 40), (33, 33), (70, 74)])
-def test_one_row_stands_for_all_of_a_phase(reduction, positions, prompt, tokens):
+def test_a_reduction_has_one_row_for_each_phase(reduction, positions, prompt, tokens):
     torch.manual_seed(1)
     engine = Engine()
     engine.run(RequestPlan(prompt, capture(None, reduction, positions, spare_positions=7)), tokens)
@@ -217,7 +217,7 @@ def test_one_row_stands_for_all_of_a_phase(reduction, positions, prompt, tokens)
 
 
 @pytest.mark.parametrize("reduction", [LAST, MEAN, MAX, SUM])
-def test_reduced_rows_are_encoded_as_others_are(reduction):
+def test_reduced_rows_can_have_every_encoding(reduction):
     torch.manual_seed(2)
     engine = Engine(torch.bfloat16)
     engine.run(RequestPlan(70, capture(RowEncoding(FP32), reduction)), 120)
@@ -238,7 +238,7 @@ def test_reduced_rows_are_encoded_as_others_are(reduction):
 
 
 @pytest.mark.parametrize("reduction", [MEAN, MAX, SUM])
-def test_what_is_not_finite_is_not_hidden(reduction):
+def test_reductions_keep_values_that_are_not_finite(reduction):
     engine = Engine()
     plan = RequestPlan(3, capture(None, reduction))
     values = torch.ones(3, HIDDEN)
@@ -268,13 +268,13 @@ def test_a_position_that_is_computed_again_counts_once(reduction):
         np.testing.assert_allclose(row, reduced(rows, reduction), rtol=1e-5, atol=1e-5)
 
 
-def test_rows_that_never_come_make_no_reduction():
+def test_a_reduction_with_missing_rows_is_reported_as_lost():
     engine = Engine()
     engine.compute(("a", 0, 20), admitted=[("a", RequestPlan(60, capture(None, MEAN)))])
     engine.compute(("a", 25, 35))  # the engine read five positions from a cache
     engine.compute(("a", 60, 1))
     engine.compute(finished=["a"])
-    assert {position for _, _, position in engine.stored()} == {60}, "the reply's row is whole"
+    assert {position for _, _, position in engine.stored()} == {60}, "the reduction of the reply is complete"
     lost = [list(loss.positions) for _, loss in engine.worker.ring.losses]
     assert lost == [[20, 21, 22, 23, 24], [59]]
 
@@ -288,7 +288,7 @@ def test_an_aborted_prompt_has_no_row():
     assert not engine.worker.sink._followed
 
 
-def test_reduced_rows_that_are_shed_are_told():
+def test_shed_reduced_rows_are_reported():
     engine = Engine(ring_bytes=10)
     engine.run(RequestPlan(40, capture(None, MEAN, spare_positions=2, sheds=True)), 50)
     assert [list(loss.positions) for _, loss in engine.worker.ring.losses] == [[39], [47, 48, 49]]
@@ -305,8 +305,8 @@ def test_a_stage_encodes_and_reduces_its_own_layers():
         assert len(engine.stored()) == 2 * (60 if reduction == capture_pb2.REDUCTION_NONE else 2)
 
 
-def test_another_request_may_come_by_the_same_name():
-    """Before the first one's last block has left, as can happen on a GPU."""
+def test_another_request_may_use_the_same_id():
+    """The first request's last block has not left yet, as can happen on a GPU."""
     torch.manual_seed(5)
     engine = Engine()
     sink = engine.worker.sink
@@ -338,15 +338,15 @@ happenings = st.lists(st.one_of(st.integers(1, 45), st.just("preempt")), min_siz
     st.sampled_from([LAST, MEAN, MAX, SUM]),
     st.sampled_from(list(SELECTIONS.values())),
 )
-def test_reductions_however_a_request_is_computed(happenings, prompt, spare, reduction, positions):
-    """In chunks of any length, with preemption at any time: compared with all rows, one by one."""
+def test_reductions_do_not_depend_on_the_schedule(happenings, prompt, spare, reduction, positions):
+    """In chunks of any length, with preemption at any time, compared with all rows, one by one."""
     engine, position, reached = Engine(), 0, 0
     admitted = [("a", RequestPlan(prompt, capture(None, reduction, positions, spare_positions=spare)))]
     for happening in happenings:
         if happening == "preempt":
             position = 0
             continue
-        # A step computes known tokens: those of the prompt and of the reply, and one new one.
+        # A step computes known tokens of the prompt and the reply, and one new token.
         count = min(happening, max(prompt, reached + (reached >= prompt)) - position)
         engine.compute(("a", position, count), admitted=admitted)
         admitted, position = (), position + count

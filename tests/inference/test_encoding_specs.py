@@ -87,7 +87,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("spec", "field", "message"), BAD.values(), ids=BAD)
-def test_what_does_not_go_together_is_refused(spec, field, message):
+def test_contradictory_encoding_options_are_refused(spec, field, message):
     with pytest.raises(Failure) as caught:
         resolved(spec)
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": f"capture.{field}"})
@@ -99,7 +99,7 @@ def test_rows_too_wide_for_an_index_are_refused():
         resolved(capture(TOPK8), hidden_size=65537)
 
 
-def test_what_this_server_does_not_do_is_refused():
+def test_unsupported_encodings_and_reductions_are_refused():
     only = {"encodings": (RAW,), "reductions": (capture_pb2.REDUCTION_NONE,)}
     with pytest.raises(Failure, match="not support the encoding rp8; it supports raw"):
         resolved(capture(RP8), **only)
@@ -127,7 +127,7 @@ def test_options_are_filled_in(asked, options):
 
 
 @pytest.mark.parametrize("encoding", set(ENCODINGS.values()) - {PROJECT})
-def test_what_an_operator_chose_holds_where_a_request_says_nothing(encoding):
+def test_operator_defaults_apply_where_a_request_sets_nothing(encoding):
     found = resolved(capture(), capture_defaults=CaptureDefaults(encoding, projection=64, topk=9))
     assert found.encoding == encoding
     assert found.encoding_options.dimensions == {RP: 64, RP8: 64, TOPK: 9, TOPK8: 9}.get(encoding, 0)

@@ -50,18 +50,18 @@ def test_signs_are_those_of_the_contract_and_kept_within_bounds():
     assert cache.get(7, 10, torch.float32) is first
     cache.get(10, 10, torch.float32)
     assert cache.nbytes == 3 * 40 * 10 * 4
-    assert cache.get(7, 10, torch.float32) is first, "the one that was not used for longest has gone"
-    assert cache.get(1, 40, torch.float32).nbytes > 3 * 40 * 10 * 4, "one may be larger than all that stay"
+    assert cache.get(7, 10, torch.float32) is first, "the least recently used one was evicted"
+    assert cache.get(1, 40, torch.float32).nbytes > 3 * 40 * 10 * 4, "one matrix may exceed the limit"
     assert cache.nbytes == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_check_at_the_start_passes(dtype):
+def test_the_startup_check_passes(dtype):
     check_encodings(70, dtype, CPU, SignCache(70, CPU), encode)
 
 
 @pytest.mark.parametrize("index", range(11))
-def test_the_check_at_the_start_notices_each_encoder_that_is_wrong(index):
+def test_the_startup_check_detects_each_wrong_encoder(index):
     """Flip one bit in the result of each encoding in turn."""
     seen = []
 

@@ -81,7 +81,7 @@ def test_encoding_does_not_wait_for_the_device(memory, dtype):
         assert not held.query(), f"{form} waits for the device"
         torch.cuda.synchronize()
         grown = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
-        assert dtype == torch.float32 or not grown, f"{form} allots memory"
+        assert dtype == torch.float32 or not grown, f"{form} allocates memory"
 
 
 class Producer:
@@ -111,7 +111,7 @@ class Producer:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_blocks_of_all_encodings_and_reductions_pass_the_sink(dtype):
-    """All at once, through one sink, whose blocks are overwritten as soon as they are free."""
+    """All at once through one sink, whose blocks are overwritten as soon as they are free."""
     width, rng = 1024, np.random.default_rng(0)
     pool = BlockPool(UNITS * 40 * 96, width, dtype, DEVICE, largest_block=UNITS * 300)
     bank = VectorBank(8, width, DEVICE)

@@ -1,4 +1,4 @@
-"""The wrapper of the engine, on a fake AsyncLLM: what it asks of vLLM, and what it makes of the answers."""
+"""The wrapper of the engine, on a fake AsyncLLM: its calls of vLLM, and its interpretation of the answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Tokenizer:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + self.after
 
     after = ""
-    """What follows the last message although it is to be continued."""
+    """Text that the template adds after the last message although the message is to be continued."""
 
 
 class FakeLLM:
@@ -113,7 +113,7 @@ async def generate(engine, plan=None, cache_salt=None, prompt=(1, 2), **paramete
         return sampling, [delta async for delta in deltas]
 
 
-async def test_deltas_say_what_vllm_says(engine, llm):
+async def test_deltas_have_the_content_of_vllms_outputs(engine, llm):
     llm.outputs = [completion("a", [1]), completion("b", [2, 3], "stop", "###"), completion("", [], "stop", 42)]
     _, deltas = await generate(engine)
     assert deltas == [
@@ -134,10 +134,10 @@ SECOND = logprobs_of([(9, -4.0, 3), (3, -0.25, 1), (4, -2.0, 2)])
 """The token is not among the most likely two."""
 
 
-async def test_log_probabilities_are_what_vllm_says(engine, llm):
+async def test_log_probabilities_equal_vllms(engine, llm):
     llm.prompt_logprobs = [None, SECOND]
     llm.outputs = [completion("a", [7], logprobs=[FIRST]), completion("", [9], "length", logprobs=[FIRST, SECOND])]
-    llm.outputs.insert(1, completion("", [], logprobs=[FIRST]))  # some versions repeat what they said
+    llm.outputs.insert(1, completion("", [], logprobs=[FIRST]))  # some versions repeat earlier log-probabilities
     _, (first, empty, second) = await generate(engine, prompt=[5, 9], logprobs=2, prompt_logprobs=2)
     assert first.logprobs.part(slice(None)) == inference_pb2.Logprobs(
         tokens=[-0.5], num_top=2, top_token_ids=[7, 8], top=[-0.5, -1.5]
@@ -145,7 +145,7 @@ async def test_log_probabilities_are_what_vllm_says(engine, llm):
     assert empty.logprobs is None
     other = inference_pb2.Logprobs(tokens=[-4.0], num_top=2, top_token_ids=[3, 4], top=[-0.25, -2.0])
     assert second.logprobs.part(slice(None)) == other
-    assert first.prompt_logprobs.part(slice(None)) == other, "the first token of the prompt has none"
+    assert first.prompt_logprobs.part(slice(None)) == other, "the first token of the prompt has no log-probability"
     assert second.prompt_logprobs is None
     merged = first.followed_by(empty).followed_by(second)
     assert merged.logprobs.tokens.tolist() == [-0.5, -4.0]
@@ -159,7 +159,7 @@ async def test_log_probabilities_of_a_prompt_need_its_computation(engine, llm):
 
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), VLLMValidationError("no such thing")])
-async def test_what_vllm_refuses_is_an_invalid_request(engine, llm, error):
+async def test_a_refusal_of_vllm_is_an_invalid_request(engine, llm, error):
     llm.error = error
     with pytest.raises(Failure, match="vLLM refuses the request: no such thing") as caught:
         await generate(engine)
@@ -173,8 +173,8 @@ async def test_an_error_after_the_first_token_is_no_refusal(engine, llm):
         await generate(engine)
 
 
-async def test_what_vllm_may_refuse_is_checked_with_the_prompt(engine, llm, monkeypatch):
-    """vLLM names the parameter, or raises whatever a compiler of grammars raises."""
+async def test_parameters_that_vllm_may_refuse_are_checked_with_the_prompt(engine, llm, monkeypatch):
+    """vLLM names the parameter, or a grammar compiler raises an exception of its own."""
 
     def request(**parameters):
         token_ids = inference_pb2.TokenIds(ids=[1])
@@ -256,13 +256,13 @@ async def test_probes_of_all_ranks_are_joined(engine, llm):
     assert await engine.take_probe("self-test") == ["a", "b", "c"]
 
 
-async def test_ranks_that_make_logits_say_what_explains_them(engine, llm):
+async def test_ranks_that_compute_logits_return_an_explanation(engine, llm):
     llm.answers["residuum_explain_logits"] = [[None, [0.01, 0.0]]]
     assert await engine.explain_logits(b"rows", [3]) == [(0.01, 0.0)]
     assert llm.asked == [("residuum_explain_logits", (b"rows", [3]))]
 
 
-async def test_steering_is_changed_on_every_rank_alike(engine, llm):
+async def test_steering_is_changed_on_every_rank(engine, llm):
     llm.answers["residuum_change_steering"] = [[{"r#0": 5}] * 2, [{"r#0": 5}, {"r#0": 6}]]
     operation = Operation(Kind.ADD, 1, (0, 2), select(), 2.0)
     assert await engine.change_steering({"r#0": [operation]}) == {"r#0": 5}
@@ -275,7 +275,7 @@ async def test_steering_is_changed_on_every_rank_alike(engine, llm):
 
 
 async def test_an_engine_that_dies_during_a_change_of_steering_is_a_failure_of_the_contract(engine, llm, monkeypatch):
-    """Then vLLM never answers."""
+    """After the engine dies, vLLM never answers."""
     monkeypatch.setattr(engine_module, "_DEATH_POLL_SECONDS", 0.01)
 
     async def die(method, args):
@@ -328,7 +328,7 @@ async def test_prompts_become_tokens(engine, request_, tokens):
     assert await engine.tokenize(request_) == tokens
 
 
-async def test_the_text_of_a_prompt_is_what_was_sent_or_what_the_template_made(engine):
+async def test_the_text_of_a_prompt_is_the_sent_text_or_the_templates_output(engine):
     assert await engine.prompt_text(TEXT, [1, 97, 98]) == TEXT.text
     assert await engine.prompt_text(chat("system", "user"), [1, 2]) == "1 2"
     with pytest.raises(Failure, match="came as token IDs, so it has no text") as caught:
@@ -345,14 +345,14 @@ async def test_the_text_of_a_prompt_is_what_was_sent_or_what_the_template_made(e
     ],
     ids=["no prompt", "id beyond the vocabulary", "chat that the template refuses"],
 )
-async def test_prompts_that_cannot_be_are_refused(engine, request_, field):
+async def test_invalid_prompts_are_refused(engine, request_, field):
     with pytest.raises(Failure) as caught:
         await engine.tokenize(request_)
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
 
 
 async def test_a_reply_that_cannot_be_continued_is_refused(engine, monkeypatch):
-    """A tokenizer that does not know how to continue a message closes it: the model would answer anew."""
+    """A tokenizer without this ability closes the message, so the model would begin a new answer."""
     monkeypatch.setattr(Tokenizer, "after", "</assistant>")
     with pytest.raises(Failure, match="tokenizer cannot continue") as caught:
         await engine.tokenize(chat("user", "assistant"))
@@ -378,7 +378,7 @@ LONGEST = 4 * FACTS.max_model_len  # characters; the longest token has four
     ],
     ids=["text", "chat", "messages"],
 )
-async def test_what_no_model_could_take_is_not_even_read(engine, monkeypatch, request_):
+async def test_prompts_too_long_for_any_model_are_not_tokenized(engine, monkeypatch, request_):
     for method in ("encode", "apply_chat_template"):
         monkeypatch.delattr(Tokenizer, method)
     with pytest.raises(Failure) as caught:
@@ -386,11 +386,11 @@ async def test_what_no_model_could_take_is_not_even_read(engine, monkeypatch, re
     assert caught.value.reason_name == "PROMPT_TOO_LONG"
 
 
-async def test_the_service_goes_on_while_a_long_text_is_read(engine, monkeypatch):
+async def test_the_event_loop_continues_while_a_long_text_is_tokenized(engine, monkeypatch):
     other_did_run = threading.Event()
 
     def read_slowly(self, text):
-        assert other_did_run.wait(20), "the event loop stood still"
+        assert other_did_run.wait(20), "the event loop was blocked"
         return [1]
 
     monkeypatch.setattr(Tokenizer, "encode", read_slowly)
@@ -405,7 +405,7 @@ def engine_without_tokenizer(llm):
     return Engine(llm, None, FACTS)
 
 
-async def test_without_a_tokenizer_ids_are_taken_as_ever(engine_without_tokenizer):
+async def test_without_a_tokenizer_token_ids_are_accepted(engine_without_tokenizer):
     assert await engine_without_tokenizer.tokenize(ids(5, 6)) == [5, 6]
 
 
@@ -442,7 +442,7 @@ async def test_without_a_tokenizer_texts_are_refused(engine_without_tokenizer, r
     assert (caught.value.reason_name, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
 
 
-async def test_tokens_become_text_only_where_there_is_a_tokenizer(engine, engine_without_tokenizer, llm):
+async def test_tokens_become_text_only_with_a_tokenizer(engine, engine_without_tokenizer, llm):
     await generate(engine)
     await generate(engine_without_tokenizer)
     assert [asked.detokenize for _, asked, _ in llm.asked] == [True, False]
@@ -462,7 +462,7 @@ def test_every_sampling_parameter_reaches_vllm():
     assert (made.logprobs, made.prompt_logprobs, made.structured_outputs) == (0, 3, None)
     asked = inference_pb2.SamplingParameters(prompt_logprobs=3, json_schema="{}")
     later = sampling_params(asked, 1)
-    assert later.prompt_logprobs is None, "the first sequence has those of the prompt"
+    assert later.prompt_logprobs is None, "only the first sequence has those of the prompt"
     assert (later.structured_outputs.json, later.structured_outputs.regex) == ("{}", None)
     assert sampling_params(inference_pb2.SamplingParameters(regex="a"), 0).structured_outputs.regex == "a"
 
@@ -479,7 +479,7 @@ def test_sampling_defaults_are_the_contracts():
     assert made.output_kind == RequestOutputKind.DELTA
 
 
-def test_sampling_says_what_the_client_said():
+def test_explicit_sampling_reaches_vllm():
     made = sampling_params(
         inference_pb2.SamplingParameters(
             max_tokens=5, temperature=0.5, top_p=0.25, top_k=7, seed=3, stop=["x"], ignore_eos=True, min_tokens=2
@@ -495,14 +495,14 @@ def test_an_empty_stop_list_and_seed_zero_are_kept():
     assert (made.seed, made.stop) == (0, [])
 
 
-def test_the_taps_have_the_last_word_about_what_they_need():
+def test_engine_arguments_of_the_taps_take_precedence():
     settings = InferenceSettings(model="folder", max_model_len=77, engine_args={"block_size": 32})
     args = engine_arguments.tapped_engine_args(settings)
     assert args.worker_cls == "inference_svc.taps.vllm.cpu_worker.TappedCpuWorker"
     assert (args.model, args.max_model_len, args.block_size) == ("folder", 77, 32)
 
 
-def test_the_compile_caches_key_knows_what_is_in_the_graph():
+def test_the_compile_cache_key_depends_on_the_ops_in_the_graph():
     def key(**settings):
         return engine_arguments.tapped_engine_args(InferenceSettings(model="folder", **settings)).additional_config
 
@@ -512,7 +512,7 @@ def test_the_compile_caches_key_knows_what_is_in_the_graph():
     assert key(capture_sites="resid_pre, resid_post") == key(capture_sites="resid_post,resid_pre")
 
 
-def test_an_engine_without_taps_is_given_all_else():
+def test_an_engine_without_taps_gets_all_other_arguments():
     settings = InferenceSettings(model="folder", max_model_len=77, kv_cache_gib=0.5, engine_args={"block_size": 32})
     args, plain = engine_arguments.tapped_engine_args(settings), engine_arguments.engine_arguments(settings)
     assert {"worker_cls", "additional_config"}.isdisjoint(plain)
@@ -579,7 +579,7 @@ def test_a_stage_on_another_machine_is_refused(tmp_path):
         check_ranks([rank(0, 0, 2, here), rank(1, 2, 2, tmp_path / "rank1.sock")], 4)
 
 
-def test_what_the_taps_refused_is_what_the_service_says(monkeypatch, tmp_path):
+def test_the_service_reports_the_refusal_of_the_taps(monkeypatch, tmp_path):
     def fail(arguments):
         raise RuntimeError("Engine core initialization failed. See root cause above.")
 

@@ -84,7 +84,9 @@ async def test_an_aborted_request_can_be_done_again(service, store):
     stream = service.stub.Generate(ask(spec("r", NO_ROWS)))
     for _ in range(2):
         await stream.read()
-    assert (await failure_of(service.events(again(SKIP)))).reason_name == "REQUEST_EXISTS", "it is still running"
+    assert (await failure_of(service.events(again(SKIP)))).reason_name == "REQUEST_EXISTS", (
+        "the first request is still running"
+    )
     stream.cancel()
     assert (await ended(store)).state == capture_pb2.CAPTURE_STATE_ABORTED
     service.engine.script = three_tokens
@@ -101,7 +103,7 @@ async def test_a_complete_capture_answers_the_same_request_without_the_engine(se
     sampling = {"num_sequences": 2, "stop": ["END"]}
     first = await service.events(again(SKIP, **sampling))
     assert len(service.engine.calls) == 2
-    second = await service.events(again(SKIP, **sampling))  # at once: the seal may be on its way
+    second = await service.events(again(SKIP, **sampling))  # immediately, when the seal may still be in transit
     assert len(service.engine.calls) == 2
     started, *deltas, finished = second
     assert started.started.skipped
@@ -114,7 +116,7 @@ async def test_a_complete_capture_answers_the_same_request_without_the_engine(se
     assert finished.finished.usage == first[-1].finished.usage
     assert [item.finish_reason for item in finished.finished.sequences] == ["stop", "stop"]
     assert finished.finished.capture == first[-1].finished.capture
-    assert not service.parts.stores.of("r").num_open, "nothing is left to seal"
+    assert not service.parts.stores.of("r").num_open, "no capture is left to seal"
     async with running_service(endpoint) as another:  # of the same model, after a restart
         assert (await another.events(again(SKIP, **sampling)))[0].started.skipped
         assert not another.engine.calls
@@ -167,7 +169,7 @@ async def test_a_capture_cannot_answer_with_logprobs(service, store, asked):
     assert not service.engine.calls
     assert (await service.events(again(REPLACE, **asked)))[-1].finished.usage.generated_tokens == 3
     await ended(store)
-    assert (await service.events(again(SKIP)))[0].started.skipped, "log-probabilities do not change the request"
+    assert (await service.events(again(SKIP)))[0].started.skipped, "logprobs are not part of the request's identity"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ async def test_defaults_and_their_values_are_the_same_sampling():
         {"json_schema": "{}"}, {"regex": "{}"},
     ],
 )  # fmt: skip
-def test_what_decides_tokens_is_part_of_the_sampling(changed):
+def test_parameters_that_decide_tokens_are_part_of_the_sampling_digest(changed):
     same = sampling_digest(inference_pb2.SamplingParameters())
     assert sampling_digest(inference_pb2.SamplingParameters(**changed)) != same
 
@@ -234,7 +236,7 @@ async def test_a_service_with_a_long_request_keeps_its_lease_and_one_that_is_gon
             item.stream = item.stub.Generate(ask(spec(name, NO_ROWS)))
             await item.stream.read()
         keeper = dead.parts.stores.of("s")
-        keeper._renewing.cancel()  # what a kill leaves: a capture without a seal, and no renewals
+        keeper._renewing.cancel()  # the state after a kill: an unsealed capture and no renewals
         gone = await ended(store, "s")
         assert gone.incomplete_reason == capture_pb2.INCOMPLETE_REASON_SERVICE_GONE
         go_on.set()
@@ -244,7 +246,7 @@ async def test_a_service_with_a_long_request_keeps_its_lease_and_one_that_is_gon
 
 
 async def test_a_killed_batch_can_be_run_again_with_the_same_ids(service, store, endpoint):
-    """The first run is stopped while some of its requests generate. The second one does only what is missing."""
+    """The first run is stopped while some of its requests generate. The second run generates only the missing ones."""
     three_tokens, running = service.engine.script, asyncio.Event()
 
     async def some_are_stuck(call):

@@ -88,7 +88,7 @@ def logprobs(tokens, k=1):
 
 
 async def test_long_log_probabilities_take_several_messages(service):
-    """Merged deltas of a slow client, and long prompts, would not fit into one message."""
+    """Merged deltas of a slow client, and those of long prompts, would not fit into one message."""
     count, k = 9000, 20
 
     async def script(call):
@@ -125,7 +125,7 @@ async def test_a_request_that_captures_nothing_has_no_handle(service, store):
     assert not store.opened
 
 
-async def test_the_capture_is_opened_with_everything_that_is_known(service, store):
+async def test_the_capture_is_opened_with_the_whole_description(service, store):
     await service.put(JOY)
     await service.events(ask(spec("r", CAPTURE, [ADD_JOY]), num_sequences=2))
     (description,) = store.opened
@@ -157,7 +157,9 @@ async def test_labels_and_the_prompts_text_are_in_the_description(service, store
     request_id = (await service.register(spec("r", asked))).request_id
     failure = await failure_of(service.events(ask(request_id)))
     assert failure.metadata["field"] == "capture.keep_prompt"
-    await service.events(inference_pb2.GenerateRequest(request_id=request_id, text="so it is"))  # it was not used up
+    await service.events(
+        inference_pb2.GenerateRequest(request_id=request_id, text="so it is")
+    )  # the registration was not used up
     (opened,) = store.opened
     assert opened.prompt_text == "so it is"
     assert list(opened.spec.labels) == labels
@@ -189,7 +191,7 @@ async def test_a_complete_request_is_sealed_with_its_tokens(service, store):
     assert list(seal.sequences) == [capture_pb2.SequenceOutcome(generated_token_ids=[1, 2, 3], finish_reason="length")]
 
 
-async def test_sequences_are_generated_each_for_itself(service, store):
+async def test_sequences_are_generated_separately(service, store):
     async def script(call):
         number = int(call.engine_id[-1])
         for token in range(number + 1):
@@ -240,8 +242,8 @@ async def test_a_client_that_drops_the_stream_stops_the_engine(service, store):
     assert service.registry.running == ()
 
 
-async def test_a_client_that_reads_nothing_and_leaves_stops_the_engine(service, store):
-    """The service waits in sending then, not for the engine."""
+async def test_a_client_that_disconnects_without_reading_stops_the_engine(service, store):
+    """The service waits for the client to read, not for the engine."""
 
     async def flood(call):
         for _ in range(10_000):
@@ -284,7 +286,7 @@ async def test_a_failure_of_one_sequence_ends_the_request_as_incomplete(service,
     assert sorted(service.engine.closed) == ["r#0", "r#1"]
 
 
-async def test_a_dead_engine_is_told_and_blamed(service, store):
+async def test_a_dead_engine_is_reported_and_recorded(service, store):
     async def script(call):
         yield Delta("x", [1])
         raise Failure(Reason.ERROR_REASON_ENGINE_DEAD, "dead")
@@ -298,8 +300,8 @@ async def test_a_dead_engine_is_told_and_blamed(service, store):
 
 
 @pytest.mark.parametrize("capture", [None, CAPTURE])
-async def test_a_request_that_failed_leaves_nothing_for_the_collector(service, capture):
-    """A garbage collection stops everything; see `freeze_heap`."""
+async def test_a_failed_request_leaves_no_garbage(service, capture):
+    """Garbage collections stop the whole process; see `freeze_heap`."""
     errors = []
 
     async def script(call):
@@ -313,7 +315,7 @@ async def test_a_request_that_failed_leaves_nothing_for_the_collector(service, c
                 pass
         except Failure:
             return
-        raise AssertionError("it did not fail")
+        raise AssertionError("the request did not fail")
 
     service.engine.script = script
     gc.collect()
@@ -327,7 +329,7 @@ async def test_a_request_that_failed_leaves_nothing_for_the_collector(service, c
         gc.enable()
 
 
-async def test_sealing_is_tried_until_the_store_has_heard_it(service, store):
+async def test_sealing_is_retried_until_the_store_answers(service, store):
     store.failing_seals = 2
     await service.events(ask(spec("r", CAPTURE)))
     assert (await store.seal()).outcome == COMPLETE
@@ -338,7 +340,7 @@ async def test_an_id_of_a_request_without_a_capture_is_free_when_it_has_ended(se
         assert (await service.events(ask(spec("r"))))[-1].HasField("finished")
 
 
-async def test_an_id_that_is_running_is_refused_and_goes_on_running(service):
+async def test_the_id_of_a_running_request_is_refused(service):
     service.engine.script = stuck_after(Delta("x", [1]))
     stream = service.stub.Generate(ask(spec("r")))
     await stream.read()
@@ -427,8 +429,8 @@ async def test_a_client_that_leaves_while_the_capture_is_opened_leaves_none_open
     assert not service.engine.calls
 
 
-async def test_requests_run_side_by_side(service):
-    """One request waits for ever; another comes and goes in the meantime."""
+async def test_requests_run_concurrently(service):
+    """One request never ends. Another one runs to its end at the same time."""
     never = stuck_after()
     service.engine.script = lambda call: never(call) if call.engine_id == "stuck#0" else three_tokens(call)
     stuck = service.stub.Generate(ask(spec("stuck")))
@@ -438,7 +440,7 @@ async def test_requests_run_side_by_side(service):
     stuck.cancel()
 
 
-async def test_only_so_many_requests_run_or_wait(store):
+async def test_the_number_of_requests_is_limited(store):
     async with running_service(store.endpoint, max_requests=2) as service:
         service.engine.script = stuck_after()
         calls = [service.stub.Generate(ask()) for _ in range(2)]

@@ -100,12 +100,12 @@ def test_a_request_costs_a_few_lines_of_python(captures, steering):
     assert lines(many) - lines(few) <= 40 * (MANY - FEW)
 
 
-def test_requests_that_the_taps_have_nothing_to_do_for_cost_nothing():
+def test_requests_without_work_for_the_taps_cost_nothing():
     assert lines(decoding(0)) <= 20
 
 
 @pytest.mark.parametrize(("captures", "steering"), KINDS)
-def test_torch_is_called_as_often_whatever_the_batch(captures, steering):
+def test_the_number_of_torch_calls_does_not_depend_on_the_batch(captures, steering):
     few, many = (
         dispatched(decoding(requests, layers, captures=captures, steering=steering)).calls
         for requests, layers in ((FEW, LAYERS), (MANY, MANY_LAYERS))
@@ -115,16 +115,16 @@ def test_torch_is_called_as_often_whatever_the_batch(captures, steering):
 
 
 @pytest.mark.parametrize(("captures", "steering"), KINDS)
-def test_the_host_reads_nothing_back_and_waits_for_no_copy(captures, steering):
+def test_the_host_neither_reads_from_the_device_nor_waits_for_a_copy(captures, steering):
     seen = dispatched(decoding(captures=captures, steering=steering))
     aten = torch.ops.aten
     assert not seen.calls.keys() & {aten._local_scalar_dense, aten._to_copy, aten.nonzero, aten.clone, aten.cat}
-    assert seen.calls[aten.copy_] == captures, "places move on; what steers is there already"
+    assert seen.calls[aten.copy_] == captures, "only the places change; the programs are on the device"
     assert seen.blocking_copies == 0
 
 
 @pytest.mark.parametrize(("captures", "steering"), KINDS)
-def test_full_blocks_cost_torch_nothing_more(captures, steering):
+def test_full_blocks_add_no_torch_calls(captures, steering):
     loop = decoding(captures=captures, steering=steering)
     quiet = dispatched(loop).calls
     steps = [dispatched(loop).calls for _ in range(33)]
@@ -142,7 +142,7 @@ def test_nothing_is_logged(caplog):
     assert not caplog.records
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA itself says what waits for the device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: CUDA reports calls that wait for the device")
 @pytest.mark.parametrize(("captures", "steering"), KINDS)
 def test_no_step_waits_for_the_device(captures, steering):
     loop = decoding(captures=captures, steering=steering, device=Device.CUDA)

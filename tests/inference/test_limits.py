@@ -30,6 +30,6 @@ def test_a_plain_engine_is_served() -> None:
         (config(data_parallel=2), "data parallelism"),
     ],
 )
-def test_what_would_not_be_exact_is_refused_by_name(asked: SimpleNamespace, named: str) -> None:
+def test_inexact_configurations_are_refused_by_name(asked: SimpleNamespace, named: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=named):
         refuse_unsupported(asked)

@@ -66,12 +66,12 @@ def test_the_stream_explains_its_tokens(served):
     assert explanation.token_gap < 1e-5
 
 
-def test_other_rows_do_not(served):
+def test_wrong_rows_do_not_explain_the_tokens(served):
     check, rows, tokens = served
     assert check.explain(rows + 0.3 * torch.randn_like(rows), tokens, run).hidden_error > 0.05
 
 
-def test_the_rows_of_another_position_do_not(served):
+def test_rows_of_another_position_do_not_explain_the_tokens(served):
     check, rows, tokens = served
     assert check.explain(rows.flip(0), tokens, run).hidden_error > 0.05
 
@@ -81,13 +81,13 @@ def test_other_tokens_are_not_explained(served):
     assert check.explain(rows, [(token + 1) % VOCABULARY for token in tokens], run).token_gap > 0.05
 
 
-def test_numbers_that_are_none_explain_nothing(served):
+def test_nan_logits_explain_nothing(served):
     check, rows, tokens = served
     explanation = check.explain(torch.full_like(rows, float("nan")), tokens, run)
     assert not explanation.hidden_error < 0.05
 
 
-def test_logits_that_were_never_computed_are_told(served):
+def test_missing_logits_are_reported(served):
     check, rows, tokens = served
     check.listen()
     with pytest.raises(LookupError, match="Model computed logits for 0 of 2 tokens by compute_logits"):

@@ -1,4 +1,4 @@
-"""The service's metrics as a scrape sees them, and its log lines for requests."""
+"""The service's metrics in a scrape, and its log lines for requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scrape(service):
     listener = MetricsListener("127.0.0.1:0", service.metrics.registry)
 
     async def look():
-        """From a thread, like the listener's threads: the event loop goes on."""
+        """Scrape in a thread, like the listener's threads, so that the event loop continues."""
         return await asyncio.to_thread(samples, listener.port)
 
     yield look
@@ -231,7 +231,7 @@ def test_workers_and_shippers(tmp_path):
     assert ("residuum_inference_shipper_acked_bytes_total", "0", "h:1") not in found
 
 
-def test_an_address_that_is_taken_is_told():
+def test_an_address_in_use_is_reported():
     first = MetricsListener("127.0.0.1:0", make_registry())
     with pytest.raises(OSError, match=f"metrics: cannot listen on 127.0.0.1:{first.port}"):
         MetricsListener(f"127.0.0.1:{first.port}", make_registry())
@@ -290,7 +290,7 @@ async def test_the_other_calls_about_a_request_bind_it_too(service, lines, monke
     assert fault["request_id"] == "r"
 
 
-async def test_calls_do_not_hear_of_each_others_requests(service, lines, monkeypatch):
+async def test_log_lines_have_no_request_id_of_another_call(service, lines, monkeypatch):
     await service.events(ask(spec("r")))
 
     def fail(*_):

@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Its norms add; it passes on hidden and residual."""
+    """A layer whose norms add. It passes on hidden and residual."""
 
     def __init__(self, scale=1.0):
         super().__init__()
@@ -95,7 +95,7 @@ class LlamaLayer(nn.Module):
 
 
 class GemmaLayer(LlamaLayer):
-    """It has norms after attention and MLP too: their outputs are added to the stream."""
+    """A layer with norms also after attention and MLP, whose outputs are added to the stream."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class GemmaLayer(LlamaLayer):
 
 
 class GPTLayer(nn.Module):
-    """It adds by itself, and passes on one tensor."""
+    """Adds to the stream itself, and passes on one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class GPTLayer(nn.Module):
 
 
 class MambaLayer(nn.Module):
-    """It has a norm that adds, a mixer that combines tokens, and no MLP."""
+    """A layer with a norm that adds and a mixer that combines tokens, but no MLP."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +241,7 @@ def test_hooks_take_layers_that_return_one_tensor(tap):
     assert torch.equal(hidden, output)
 
 
-def test_what_the_tap_changes_the_next_layer_sees(tap):
+def test_the_next_layer_sees_the_taps_changes(tap):
     model = Decoder(layers(2))
     hook_layers({0: model.layers[0]})
     with torch.no_grad():
@@ -322,7 +322,7 @@ def test_the_parts_of_a_layer_are_found_and_add_up(tap, make, monkeypatch):
 
 
 class CohereLayer(nn.Module):
-    """It passes on a second tensor that nothing reads: the next layer starts a new one."""
+    """A layer that passes on a second tensor that nothing reads. The next layer starts a new one."""
 
     def __init__(self):
         super().__init__()
@@ -343,7 +343,7 @@ class CohereModel(LlamaModel):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_residual_that_nobody_reads_is_not_added(tap, count):
+def test_a_residual_that_nothing_reads_is_not_added(tap, count):
     model = CohereModel([CohereLayer() for _ in range(count)])
     structure, numbered, run = watch(model)
     assert not structure.adds_residual
@@ -359,7 +359,7 @@ def test_a_residual_that_is_read_is_added(count):
 
 
 @pytest.mark.parametrize("make", [CohereLayer, LlamaLayer])
-def test_what_a_module_finds_in_memory_says_nothing_of_the_residual(make):
+def test_uninitialised_memory_does_not_affect_the_residual_check(make):
     class Careless(make):
         def forward(self, positions, hidden, residual):
             hidden, residual = super().forward(positions, hidden, residual)

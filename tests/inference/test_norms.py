@@ -61,7 +61,7 @@ def test_an_idle_tap_changes_nothing(tap, kind, dtype):
 
 @pytest.mark.parametrize("kind", [RMSNorm, GemmaRMSNorm])
 @torch.inference_mode()
-def test_what_is_steered_is_what_is_normalised(tap, kind):
+def test_the_norm_sees_the_steered_sum(tap, kind):
     norm, plain = make_norm(kind, torch.float32), make_norm(kind, torch.float32)
     fold(norm, POINT)
     program = Program.make(steps=[Step(Kind.ADD, 0, (0,), 3.0, 0.0, 0.0)])
@@ -73,15 +73,15 @@ def test_what_is_steered_is_what_is_normalised(tap, kind):
         torch.testing.assert_close(got, expected)
 
 
-def test_norms_of_another_make_are_left_alone(monkeypatch):
+def test_other_norms_are_not_folded(monkeypatch):
     class OtherNorm(RMSNorm):
         pass
 
     dtype = torch.float32
-    assert not can_fold(make_norm(OtherNorm, dtype), dtype), "it may compute something else"
-    assert not can_fold(make_norm(RMSNorm, dtype, var_hidden_size=32), dtype), "the variance of a part"
+    assert not can_fold(make_norm(OtherNorm, dtype), dtype), "a subclass may compute something else"
+    assert not can_fold(make_norm(RMSNorm, dtype, var_hidden_size=32), dtype), "the variance of only a part of the row"
     assert not can_fold(make_norm(RMSNorm, dtype, has_weight=False), dtype)
-    assert not can_fold(make_norm(RMSNorm, torch.bfloat16), dtype), "it rounds where the model does not"
+    assert not can_fold(make_norm(RMSNorm, torch.bfloat16), dtype), "the norm's dtype differs from the model's"
     assert not can_fold(torch.nn.LayerNorm(WIDTH), dtype)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not can_fold(make_norm(RMSNorm, dtype), dtype), "vLLM then has a norm of its own"
+    assert not can_fold(make_norm(RMSNorm, dtype), dtype), "vLLM's batch-invariant mode has its own norm"

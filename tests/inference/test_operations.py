@@ -72,7 +72,7 @@ def test_each_row_gets_its_own_operation(case):
         size = np.abs(x[row]).sum() + max(abs(operation.scale), 1) * (np.abs(vector).max() + np.abs(x[row]).sum())
         size += max((abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)), default=0)
         if operation.keep_norm:
-            # Where little is left of the row, rescaling it also scales up its error.
+            # If little is left of the row, rescaling also scales up its error.
             left = np.linalg.norm(steer(x[row].astype(np.float64), replace(operation, keep_norm=False), vector))
             size *= max(np.linalg.norm(x[row]) / left, 1) if left > 1e-3 * size else np.inf
         np.testing.assert_allclose(result[row], expected, rtol=1e-5, atol=2e-6 * size)

@@ -73,7 +73,7 @@ def test_a_request_without_a_plan_has_none(extra_args):
     assert RequestPlan.from_extra_args(extra_args) is None
 
 
-def test_others_may_use_extra_args_as_well():
+def test_other_users_of_extra_args_are_ignored():
     plan = RequestPlan(3)
     assert RequestPlan.from_extra_args({"other": 1, **plan.to_extra_args()}) == plan
     assert list(plan.to_extra_args()) == [KEY]

@@ -1,4 +1,4 @@
-"""The signs that workers are told to keep: those of running requests, within the limits."""
+"""The signs that workers keep: those of running requests, within the limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def projecting(seed=0, encoding=RP, reduction=capture_pb2.REDUCTION_NONE):
 
 
 class Workers:
-    """Replaces the engine: records what it was told to keep last, and answers as scripted."""
+    """Replaces the engine: records the last list of projections to keep, and answers as scripted."""
 
     def __init__(self):
         self.kept = []
@@ -68,7 +68,7 @@ def test_which_captures_project():
     assert projection_of(projecting(3, RP8, capture_pb2.REDUCTION_MEAN)) == Projection(3, SIZE, computed=True)
 
 
-async def test_the_signs_are_there_when_the_context_begins_and_those_of_running_requests_stay():
+async def test_signs_are_ready_in_the_context_and_signs_in_use_are_kept():
     workers = Workers()
     workers.ready.clear()
     projections = made(workers)
@@ -86,7 +86,7 @@ async def test_the_signs_are_there_when_the_context_begins_and_those_of_running_
         assert set(workers.kept) == {numbered(1), numbered(4)}
 
 
-async def test_requests_beyond_the_room_take_their_turns():
+async def test_requests_without_room_wait_for_their_turn():
     workers = Workers()
     projections, order = made(workers), []
 
@@ -117,7 +117,7 @@ async def test_requests_beyond_the_room_take_their_turns():
     assert len(workers.kept) <= 2
 
 
-async def test_waiting_ends_with_a_failure_and_one_that_is_larger_than_all_room_goes_alone():
+async def test_waiting_ends_with_a_failure_and_an_oversized_projection_runs_alone():
     workers = Workers()
     projections = made(workers, room=1, wait=SOON)
     large = Projection(9, 3 * SIZE, computed=False)
@@ -131,7 +131,7 @@ async def test_waiting_ends_with_a_failure_and_one_that_is_larger_than_all_room_
         assert workers.kept == [numbered(1)]
 
 
-async def test_one_that_is_cancelled_in_the_moment_in_which_it_gives_up_takes_no_room_with_it():
+async def test_a_request_cancelled_at_its_timeout_releases_its_room():
     workers = Workers()
     projections = made(workers, room=1)
 
@@ -153,7 +153,7 @@ async def test_one_that_is_cancelled_in_the_moment_in_which_it_gives_up_takes_no
     assert workers.kept == [numbered(3)]
 
 
-async def test_small_ones_are_no_more_than_the_workers_can_be_told_of_each_time():
+async def test_the_number_of_kept_projections_is_limited():
     workers = Workers()
     projections = Projections(workers.keep, WIDTH, LONG)
     for seed in range(300):
@@ -163,7 +163,7 @@ async def test_small_ones_are_no_more_than_the_workers_can_be_told_of_each_time(
     assert workers.kept[-1] == numbered(299)
 
 
-async def test_a_failure_of_the_engine_is_told_and_leaves_no_trace():
+async def test_a_failure_of_the_engine_is_reported_and_frees_everything():
     workers = Workers()
     projections = made(workers)
     workers.error = Failure(Reason.ERROR_REASON_ENGINE_DEAD, "scripted")
@@ -176,7 +176,7 @@ async def test_a_failure_of_the_engine_is_told_and_leaves_no_trace():
         assert workers.kept == [numbered(1)]
 
 
-async def test_signs_that_cannot_be_made_fail_those_who_need_them_and_are_tried_again():
+async def test_signs_that_cannot_be_made_fail_their_requests_and_are_retried():
     workers = Workers()
     projections = made(workers)
     workers.bad[numbered(1)] = "OutOfMemoryError"
@@ -196,7 +196,7 @@ def engine():
     return engine
 
 
-async def test_a_request_goes_to_the_engine_when_its_signs_are_there(store, engine):
+async def test_a_request_goes_to_the_engine_when_its_signs_are_ready(store, engine):
     async with running_service(store.endpoint, engine) as service:
         service.engine.signs_ready.clear()
         running = asyncio.create_task(service.events(ask(spec("r", projecting(7)))))

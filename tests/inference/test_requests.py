@@ -143,7 +143,7 @@ def test_an_inline_request_cannot_take_a_registered_id(registry):
     assert reason_of(registry.start_inline, make_spec()) == ("REQUEST_EXISTS", {"request_id": "r"})
 
 
-def test_only_so_many_ended_ids_are_remembered(registry, monkeypatch):
+def test_the_number_of_remembered_ids_is_limited(registry, monkeypatch):
     monkeypatch.setattr(requests_module, "_REMEMBERED_IDS", 2)
     for name in "abca":
         registry.end(registry.start_inline(make_spec(name)))
@@ -184,7 +184,7 @@ def test_abort_reaches_the_running_request(registry):
     assert not other.aborted.is_set()
 
 
-def test_abort_tells_who_asked_to_be_told(registry):
+def test_abort_calls_the_requests_callback(registry):
     running, told = registry.start_inline(make_spec("r")), []
     running.on_abort = lambda: told.append(running.aborted.is_set())
     registry.abort("r")
@@ -198,7 +198,7 @@ def test_abort_drops_a_registration(registry):
     assert reason_of(registry.abort, "r")[0] == "UNKNOWN_REQUEST"
 
 
-def test_abort_of_what_has_ended_is_fine(registry):
+def test_abort_of_an_ended_request_is_no_error(registry):
     registry.end(registry.start_inline(make_spec()))
     registry.abort("r")
 
@@ -235,7 +235,7 @@ def leased(registry):
     return {name for name in "abc" if registry.is_leased(name.encode() * 32)}
 
 
-def test_registrations_take_only_so_much_memory(clock):
+def test_the_memory_of_registrations_is_limited(clock):
     registry = RequestRegistry(TIME_TO_LIVE, max_registrations=100, clock=clock, max_bytes=100)
     size = make_spec("a", b"d" * 32).num_bytes
     assert 33 < size <= 50

@@ -1,4 +1,4 @@
-"""Is the second tensor of a layer part of the stream? Decided while uninitialised memory holds garbage."""
+"""Is the second tensor of a layer part of the stream? The answer must not depend on uninitialised memory."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def adds_residual(model):
 @pytest.mark.parametrize("writing", [False, True], ids=["returns", "writes"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("make", [SumLayer, LeftoverLayer])
-def test_what_memory_holds_decides_nothing(make, count, writing):
+def test_uninitialised_memory_does_not_affect_the_result(make, count, writing):
     for seed in range(40):
         assert adds_residual(model_of(make, seed, count, writing=writing)) == (make is SumLayer), seed
 
 
-def test_a_stream_that_is_neither_is_refused():
+def test_a_stream_that_is_neither_sum_nor_first_tensor_is_refused():
     class Scaled(SumLayer):
         scale = 0.5
 
@@ -154,7 +154,7 @@ def test_layers_that_differ_are_refused():
         adds_residual(Mixed())
 
 
-def test_a_stage_that_shows_nothing_is_refused():
+def test_a_stage_that_computes_nothing_after_its_layer_is_refused():
     class Stage(Model):
         def forward(self, hidden):
             super().forward(hidden)
@@ -180,5 +180,5 @@ def test_a_model_whose_values_differ_from_run_to_run_is_refused():
 
     model = model_of(LeftoverLayer, 0)
     careless = CarelessModel([Careless(layer.attention) for layer in model.layers], sums=False)
-    with pytest.raises(CannotTapError, match="After layer 0 the model's values differ from run to run"):
+    with pytest.raises(CannotTapError, match="After layer 0 the model's values differ between equal runs"):
         adds_residual(careless)

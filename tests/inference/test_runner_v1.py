@@ -23,7 +23,7 @@ class Runner:
         return scheduler_output, num_scheduled_tokens
 
 
-def test_rows_are_told_in_the_order_of_the_batch():
+def test_rows_are_in_the_order_of_the_batch():
     runner, placed = Runner(), []
     attach(runner, lambda tell: placed.append(tell()), "1.2.3")
     output, counts = SimpleNamespace(), np.array([1, 5])
@@ -56,6 +56,6 @@ class OtherSignature(Runner):
     ],
     ids=["req_ids", "num_computed_tokens_cpu", "signature", "everything"],
 )
-def test_a_missing_name_is_told_with_the_version(runner, missing):
+def test_a_missing_name_is_reported_with_the_version(runner, missing):
     with pytest.raises(IncompatibleEngineError, match=rf"vLLM 9\.8\.7: {type(runner).__name__} has no .*{missing}"):
         attach(runner, print, "9.8.7")

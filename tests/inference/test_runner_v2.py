@@ -28,7 +28,7 @@ class Runner:
         return InputBatch(ids, counts, np.arange(len(ids)) * 10)
 
 
-def test_rows_are_told_in_the_order_of_the_batch() -> None:
+def test_rows_are_in_the_order_of_the_batch() -> None:
     runner, placed = Runner(), []
     attach(runner, lambda tell: placed.append(tell()), "1.2.3")
     batch = runner.prepare_inputs({"prefill": 7, "decode": 1}, object())
@@ -38,7 +38,7 @@ def test_rows_are_told_in_the_order_of_the_batch() -> None:
     assert batch.req_ids == ["decode", "prefill"], "the runner gets what it returned"
 
 
-def test_nothing_is_told_that_is_not_asked_for() -> None:
+def test_rows_are_not_computed_unless_they_are_read() -> None:
     runner = Runner()
     attach(runner, lambda tell: None, "1.2.3")
     runner.prepare_inputs({"r": 1}, object())
@@ -49,6 +49,6 @@ class Renamed:
         """Another version of vLLM might rename it."""
 
 
-def test_a_missing_name_is_named_with_the_version() -> None:
+def test_a_missing_name_is_reported_with_vllms_version() -> None:
     with pytest.raises(IncompatibleEngineError, match=r"vLLM 9\.8\.7: Renamed has no prepare_inputs"):
         attach(Renamed(), print, "9.8.7")

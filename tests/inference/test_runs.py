@@ -27,6 +27,6 @@ def test_free_runs_never_overlap_and_come_back_whole(asked: list[tuple[int, bool
     assert runs.take(40) == 0
 
 
-def test_what_is_taken_from_the_end_leaves_the_start_whole() -> None:
+def test_runs_taken_from_the_end_leave_the_start_contiguous() -> None:
     runs = FreeRuns(10)
     assert [runs.take(2, from_end=True), runs.take(3), runs.take(5), runs.take(1)] == [8, 0, 3, None]

@@ -31,7 +31,7 @@ def rows_of(push):
 
 
 class ProbedEngine:
-    """An engine with a model of four layers. `fault` takes its rows and whether they are steered, and corrupts them."""
+    """An engine with a model of four layers. `fault` takes its rows and whether they are steered, and damages them."""
 
     facts = dataclasses.replace(FACTS, num_layers=LAYERS, hidden_size=HIDDEN)
 

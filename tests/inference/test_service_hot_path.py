@@ -40,7 +40,7 @@ async def test_a_client_that_keeps_up_has_a_message_for_each_step(service):
             assert list((await stream.read()).delta.token_ids) == [1]
 
 
-async def test_what_comes_of_a_sequence_while_nobody_takes_it_is_one_message(service):
+async def test_unread_deltas_of_a_sequence_are_merged_into_one_message(service):
     async with generating(service, spec("r"), num_sequences=2) as (stream, hand):
         await service.engine.until(lambda: len(service.engine.calls) == 2)
         for last in (False, False, True):
@@ -57,7 +57,7 @@ async def test_what_comes_of_a_sequence_while_nobody_takes_it_is_one_message(ser
     assert [item.finish_reason for item in end.finished.sequences] == ["stop", "stop"]
 
 
-async def test_a_token_late_in_a_long_reply_costs_what_an_early_one_does(service):
+async def test_a_token_late_in_a_long_reply_costs_as_much_as_an_early_one(service):
     peaks = {}
     async with generating(service, spec("r"), max_tokens=LONG + 1) as (stream, hand):
         tracemalloc.start()
@@ -148,13 +148,13 @@ class OwnCode:
 
 
 async def test_a_plain_request_has_one_task_and_few_steps(service):
-    """The cost that all requests of a crowd have before the first token."""
+    """The cost of each of many concurrent requests before their first token."""
     await service.events(ask(spec("first")))
     with OwnCode() as own:
         for number in range(10):
             await service.events(ask(spec(f"r{number}"), max_tokens=3))
     assert own.tasks == ["_generate"] * 10
-    assert own.steps / 10 < 180  # it includes three tokens
+    assert own.steps / 10 < 180  # including three tokens
 
 
 async def test_a_token_takes_few_steps(service):
@@ -197,7 +197,7 @@ class CountingTokenizer:
 
 
 @pytest.mark.parametrize("prompt", [{"text": "abc"}, {"token_ids": inference_pb2.TokenIds(ids=[0, 1, 2])}])
-async def test_a_request_asks_the_one_tokenizer_for_its_text_alone(prompt):
+async def test_a_request_only_encodes_its_prompt_with_the_tokenizer(prompt):
     """No request or token copies the tokenizer or reads its special tokens; only the prompt's text is encoded."""
     tokenizer = CountingTokenizer()
     llm = FakeLLM()

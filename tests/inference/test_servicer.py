@@ -47,7 +47,7 @@ async def check_store(service):
     return await service.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(check_store=True))
 
 
-async def test_model_info_tells_the_time_and_asks_the_store_only_when_told_to(service, store):
+async def test_model_info_has_the_time_and_checks_the_store_only_on_request(service, store):
     info = await model_info(service)
     assert abs(info.server_time.ToNanoseconds() / 1e9 - time.time()) < DEADLINE
     assert not info.HasField("store_check")
@@ -57,7 +57,7 @@ async def test_model_info_tells_the_time_and_asks_the_store_only_when_told_to(se
     assert store.checks == 1
 
 
-async def test_model_info_tells_why_the_store_does_not_answer(service_without_store):
+async def test_model_info_says_why_the_store_does_not_answer(service_without_store):
     async with running_service(NOWHERE) as service:
         check = (await check_store(service)).store_check
     assert check.error.reason == errors_pb2.ERROR_REASON_STORE_UNREACHABLE
@@ -70,7 +70,7 @@ async def find_missing(service, *digests):
     return list(response.missing_digests)
 
 
-async def test_model_info_tells_the_facts_and_the_limits(store):
+async def test_model_info_has_the_facts_and_the_limits(store):
     async with running_service(store.endpoint, max_vectors=5, max_active_vectors=4, max_registrations=3) as service:
         info = await model_info(service)
     assert (info.model, info.num_layers, info.hidden_size, info.dtype) == ("tiny", 3, 4, FACTS.dtype)
@@ -103,7 +103,7 @@ async def test_without_a_store_there_are_no_store_endpoints(service_without_stor
     assert not (await model_info(service_without_store)).store_endpoints
 
 
-async def test_while_loading_every_call_says_so(service):
+async def test_while_loading_every_call_answers_not_serving(service):
     service.servicer.load(None)
     assert (await failure_of(model_info(service))).reason_name == "NOT_SERVING"
 
@@ -117,14 +117,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-async def test_while_it_does_not_serve_only_the_model_is_told(service, call):
+async def test_while_not_serving_only_model_info_answers(service, call):
     service.servicer.set_serving(serving=False)
     failure = await failure_of(call(service))
     assert (failure.reason_name, failure.code) == ("NOT_SERVING", grpc.StatusCode.UNAVAILABLE)
     assert (await model_info(service)).model == "tiny"
 
 
-async def test_abort_is_heard_while_the_service_drains(service):
+async def test_abort_works_while_the_service_drains(service):
     await service.register(spec("r"))
     service.servicer.set_serving(serving=False)
     await service.abort("r")
@@ -132,7 +132,7 @@ async def test_abort_is_heard_while_the_service_drains(service):
     assert (await failure_of(service.events(ask("r")))).reason_name == "UNKNOWN_REQUEST"
 
 
-async def test_registering_answers_with_what_is_missing_and_for_how_long(service):
+async def test_registering_returns_missing_vectors_and_the_time_to_live(service):
     response = await service.register(spec("r", CAPTURE, [ADD_JOY]))
     assert (response.request_id, list(response.missing_digests)) == ("r", [JOY.digest])
     assert response.time_to_live.seconds == 600
@@ -172,7 +172,7 @@ def reason_of(result):
     return errors_pb2.ErrorReason.Name(result.error.reason)
 
 
-async def test_a_digest_of_any_length_is_answered_in_short(service):
+async def test_the_error_for_a_long_digest_is_short(service):
     long, good = vector(4, 3, 2, 1), JOY
     long.digest = b"d" * (3 << 20)
     refused, accepted = await service.put(long, good)
@@ -213,7 +213,7 @@ async def test_abort_of_the_unknown_is_refused(service):
 
 
 @pytest.mark.parametrize("call", ["register", "inline"])
-async def test_a_store_that_is_away_refuses_captures_alone(call):
+async def test_an_unreachable_store_affects_only_captures(call):
     async with running_service(NOWHERE) as service:
         wanted = spec("r", CAPTURE)
         failure = await failure_of(service.register(wanted) if call == "register" else service.events(ask(wanted)))
@@ -224,7 +224,7 @@ async def test_a_store_that_is_away_refuses_captures_alone(call):
         assert (await service.events(ask(spec("r"))))[-1].HasField("finished")
 
 
-async def test_a_store_that_is_away_is_asked_once_more_over_a_new_connection(service, store):
+async def test_an_unreachable_store_is_called_again_over_a_new_connection(service, store):
     """The caller who asks for the capture gets the error at once, and may retry."""
     store.away = True
     with pytest.raises(Failure) as caught:
@@ -288,7 +288,7 @@ async def test_a_message_over_the_limit_is_refused(service):
     assert (await service.events(ask()))[-1].HasField("finished")
 
 
-async def test_a_defect_is_told_by_number_and_not_in_detail(service, monkeypatch):
+async def test_an_unexpected_exception_is_reported_only_by_its_incident_number(service, monkeypatch):
     def defect(digests):
         raise KeyError("secret")
 
@@ -309,7 +309,7 @@ async def test_a_call_that_sends_nothing_is_ended(method):
 
 
 @pytest.mark.parametrize("method", ["GetModelInfo", "Generate"])
-async def test_a_call_that_ends_without_its_message_is_told_so(service, method):
+async def test_a_call_that_ends_without_its_message_is_an_error(service, method):
     call = service.channel.stream_stream(METHOD + method)(iter(()))
     failure = await failure_of(call.read())
     assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": ""})

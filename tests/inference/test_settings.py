@@ -116,7 +116,7 @@ def test_a_file_may_write_names_as_flags_are_written(tmp_path, name, sites):
         ("model = ", "x.toml is not TOML"),
     ],
 )
-def test_a_file_that_cannot_be_meant_ends_the_start(tmp_path, text, told):
+def test_an_invalid_settings_file_is_an_error(tmp_path, text, told):
     with pytest.raises(SystemExit, match="bad settings") as ended:
         load(tmp_path / "x.toml", text)
     assert told in ended.value.code
@@ -131,7 +131,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize(("name", "meant"), SLIPS.items())
-def test_a_variable_that_looks_like_a_setting_and_is_none_ends_the_start(monkeypatch, name, meant):
+def test_a_misspelt_variable_is_an_error(monkeypatch, name, meant):
     monkeypatch.setenv(name, "rsd_secret")
     with pytest.raises(SystemExit, match="bad settings") as ended:
         load_settings(InferenceSettings, "program", ["--model", "x", "--ring-mib", "5"])
@@ -140,7 +140,7 @@ def test_a_variable_that_looks_like_a_setting_and_is_none_ends_the_start(monkeyp
     assert "rsd_secret" not in ended.value.code, "it may be a token"
 
 
-def test_all_that_is_wrong_is_told_at_once(monkeypatch):
+def test_all_bad_settings_are_reported_at_once(monkeypatch):
     monkeypatch.setenv("RESIDUUM_MODL", "x")
     with pytest.raises(SystemExit) as ended:
         load_settings(InferenceSettings, "program", ["--listen", "nonsense"])
@@ -148,14 +148,14 @@ def test_all_that_is_wrong_is_told_at_once(monkeypatch):
         assert told in ended.value.code
 
 
-def test_a_variable_of_somebody_else_is_logged_and_passes(monkeypatch, capsys):
+def test_an_unknown_variable_is_logged_and_ignored(monkeypatch, capsys):
     monkeypatch.setenv("RESIDUUM_XYZZY", "1")
     load_settings(InferenceSettings, "program", ["--model", "x"])
     log_unknown_variables(InferenceSettings)
     assert "RESIDUUM_XYZZY" in "".join(capsys.readouterr())
 
 
-def test_what_others_of_the_project_read_passes_in_silence(monkeypatch, capsys, tmp_path):
+def test_variables_of_other_parts_of_the_project_are_ignored_silently(monkeypatch, capsys, tmp_path):
     for name in SETTINGS - {name.upper() for name in InferenceSettings.model_fields} | OTHERS:
         monkeypatch.setenv(f"RESIDUUM_{name}", "1")
     load(tmp_path / "x.toml", 'model = "x"')
@@ -163,7 +163,7 @@ def test_what_others_of_the_project_read_passes_in_silence(monkeypatch, capsys, 
     assert "".join(capsys.readouterr()) == ""
 
 
-def test_what_kubernetes_tells_of_services_of_that_name_passes_in_silence(monkeypatch):
+def test_variables_of_kubernetes_services_are_ignored_silently(monkeypatch):
     links = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_50052_TCP", "PORT_50052_TCP_ADDR"]
     monkeypatch.setenv("RESIDUUM_PORT", "1")
     assert unknown_variables(["port_file"]) == {"RESIDUUM_PORT": ["RESIDUUM_PORT_FILE"]}
@@ -221,6 +221,6 @@ def test_stores_and_where_clients_reach_them(arguments, stores, advertised):
         (["--advertise-store", "x:1"], "there is no store. Give --store."),
     ],
 )
-def test_lists_of_stores_that_cannot_be_meant(arguments, told):
+def test_invalid_lists_of_stores_are_refused(arguments, told):
     with pytest.raises(SystemExit, match=told):
         load_settings(InferenceSettings, "program", ["--model", "x", *arguments])

@@ -59,7 +59,7 @@ def test_no_step_makes_signs(makers, name, reduction):
 
 
 def test_signs_stay_until_the_last_block_of_their_request_has_left(makers):
-    """The service drops them when the request has ended. The worker learns of the end one step later."""
+    """The service drops the signs when the request has ended. The worker learns of the end one step later."""
     engine = Engine()
     encoding = encoding_of("rp")
     plan = RequestPlan(20, capture(encoding))
@@ -74,7 +74,7 @@ def test_signs_stay_until_the_last_block_of_their_request_has_left(makers):
     assert max(position for _, _, position in engine.stored()) == 20
 
 
-def test_what_is_kept_does_not_go_for_others():
+def test_kept_signs_are_not_evicted_for_others():
     cache = SignCache(WIDTH, CPU, max_bytes=2 * EACH)
     kept = [Signs(seed, SIZE, torch.float32) for seed in range(3)]
     wait_for(lambda: cache.keep(kept))
@@ -91,7 +91,7 @@ def test_what_is_kept_does_not_go_for_others():
     assert cache.nbytes == 2 * EACH
 
 
-def test_signs_that_nobody_wants_any_more_are_not_made(makers, monkeypatch):
+def test_signs_that_are_no_longer_needed_are_not_made(makers, monkeypatch):
     began, go_on = threading.Event(), threading.Event()
 
     def slow(*arguments):
@@ -126,7 +126,7 @@ def outcome(cache, *keys):
     return [told[key] for key in keys]
 
 
-def test_a_matrix_that_cannot_be_made_is_told_and_tried_again(monkeypatch):
+def test_a_matrix_that_cannot_be_made_is_reported_and_retried(monkeypatch):
     cache = SignCache(WIDTH, CPU)
     key = Signs(1, SIZE, torch.float32)
     with monkeypatch.context() as patch:
@@ -136,7 +136,7 @@ def test_a_matrix_that_cannot_be_made_is_told_and_tried_again(monkeypatch):
     assert cache.nbytes == EACH
 
 
-def test_a_matrix_that_cannot_be_made_fails_no_other(monkeypatch):
+def test_a_matrix_that_cannot_be_made_does_not_affect_others(monkeypatch):
     def picky(seed, *arguments):
         return fail() if seed == 1 else projection_signs(seed, *arguments)
 
@@ -144,17 +144,17 @@ def test_a_matrix_that_cannot_be_made_fails_no_other(monkeypatch):
     cache = SignCache(WIDTH, CPU)
     bad, good, other = (Signs(seed, SIZE, torch.float32) for seed in (1, 2, 3))
     assert outcome(cache, bad, good) == ["MemoryError", True]
-    assert outcome(cache, other) == [True], "what nobody wants any more is told to nobody"
+    assert outcome(cache, other) == [True], "failures of matrices that are no longer needed are not reported"
 
 
-def test_idle_ones_are_few_however_small():
+def test_the_number_of_idle_matrices_is_limited():
     cache = SignCache(1, CPU)
     for seed in range(3 * IDLE_MATRICES):
         cache.get(seed, 1, torch.float32)
     assert cache.nbytes == 4 * IDLE_MATRICES
 
 
-def test_all_that_the_service_may_ask_for_is_no_more_than_is_left_free():
+def test_the_signs_that_the_service_may_keep_fit_the_reserved_memory():
     cache = SignCache(2048, CPU)
     kept = [Signs(seed, 2048, torch.float32) for seed in range(KEPT_BYTES // (4 * 2048 * 2048))]
     wait_for(lambda: cache.keep(kept))
@@ -165,7 +165,7 @@ def test_all_that_the_service_may_ask_for_is_no_more_than_is_left_free():
 
 
 @pytest.mark.parametrize("reduction", [capture_pb2.REDUCTION_NONE, capture_pb2.REDUCTION_MEAN])
-def test_a_step_that_cannot_make_signs_loses_the_rows_of_that_request_alone(monkeypatch, reduction):
+def test_a_step_that_cannot_make_signs_loses_only_the_rows_of_that_request(monkeypatch, reduction):
     engine = Engine()
     monkeypatch.setattr(signs_module, "projection_signs", fail)
     engine.run(RequestPlan(20, capture(encoding_of("rp"), reduction)), 40)

@@ -27,7 +27,7 @@ def run_request(worker, plan, tokens):
     return tensors
 
 
-def test_a_full_ring_sheds_what_may_be_shed_and_says_so():
+def test_a_full_ring_sheds_rows_and_reports_the_loss():
     worker = Worker(ring_bytes=40 * 2 * 8 * 4)
     run_request(worker, RequestPlan(70, capture("c", layers=(0, 1), sheds=True)), 70)
     assert [chunk.positions for chunk in worker.ring.take()] == [[*range(32)], [*range(64, 70)]]
@@ -38,7 +38,7 @@ def test_a_full_ring_sheds_what_may_be_shed_and_says_so():
     assert worker.pool.free_rows == 16 * 2 * 32
 
 
-def test_a_full_ring_holds_up_the_step_of_what_must_not_be_shed():
+def test_a_full_ring_blocks_the_step_of_a_capture_that_must_not_be_shed():
     worker = Worker(ring_bytes=40 * 2 * 8 * 4)
     with pytest.raises(AssertionError, match="would wait"):
         run_request(worker, RequestPlan(70, capture("c", layers=(0, 1))), 70)
@@ -66,14 +66,14 @@ def test_a_probe_outlives_its_block():
     assert torch.equal(probe.rows, kept)
 
 
-def test_a_capture_of_another_stages_layers_ships_nothing_here():
+def test_a_stage_ships_nothing_of_layers_of_other_stages():
     worker = Worker(layers=range(4, 6))
     run_request(worker, RequestPlan(40, capture("c", layers=(0, 1))), 40)
     assert worker.ring.chunks == worker.ring.losses == []
     assert worker.pool.free_rows == 16 * 2 * 32
 
 
-def test_a_chunk_says_what_it_holds():
+def test_a_chunk_header_describes_its_rows():
     worker = Worker(dtype=torch.bfloat16, hidden=4)
     run_request(worker, RequestPlan(3, capture("c", layers=(1,), positions=select((1, None)))), 3)
     (chunk,) = worker.ring.take()
@@ -94,10 +94,12 @@ def test_a_pool_that_is_too_small_fails_loudly():
         pool.take(capture(), 1)
 
 
-def test_a_block_takes_what_is_asked_for_and_no_more():
+def test_a_block_has_the_requested_capacity():
     pool = BlockPool(4000, 4, torch.float32, CPU, largest_block=600)
     blocks = [pool.take(capture(layers=layers), positions) for layers, positions in (((3,), 1), ((0, 5, 9), 500))]
-    assert [block.num_rows for block in blocks] == [32, 3 * 200], "32 positions at least; what fits the ring at most"
+    assert [block.num_rows for block in blocks] == [32, 3 * 200], (
+        "at least 32 positions, at most as many as fit the ring"
+    )
     assert pool.free_rows == 4000 - 632
     for block in blocks:
         pool.give_back(block)
@@ -111,7 +113,7 @@ def test_a_pool_without_a_long_run_gives_a_short_one():
 
 
 def test_a_block_travels_through_the_real_ring(tmp_path):
-    """When a shipper learns of an extent, the rows are in shared memory as the header says."""
+    """When a shipper is told of an extent, the rows are in shared memory as the header describes."""
     pool = BlockPool(128, 4, torch.bfloat16, CPU, largest_block=0)
     producer = RingProducer(tmp_path / "ring", ring_bytes=1 << 16)
     producer.start()
@@ -144,7 +146,7 @@ def receive_extent(shipper):
                 return message
 
 
-def test_the_real_ring_holds_up_a_step_until_there_is_room(tmp_path):
+def test_the_real_ring_blocks_a_step_until_there_is_room(tmp_path):
     pool = BlockPool(96, 4, torch.float32, CPU, largest_block=0)
     producer = RingProducer(tmp_path / "ring", ring_bytes=1 << 16)
     producer.start()

@@ -34,7 +34,7 @@ def tell(answers):
     answers.put(("vllm.v1.engine.async_llm" in sys.modules, gc.get_freeze_count() > 100_000, gc.isenabled()))
 
 
-def test_it_imports_vllm_without_looking_for_garbage():
+def test_a_spawned_process_imports_vllm_without_garbage_collection():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["(True, True, True)"], done.stderr

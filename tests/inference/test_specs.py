@@ -153,18 +153,18 @@ def test_bad_specs_are_refused(spec, reason, metadata):
     assert (failure.reason_name, failure.metadata) == (reason, metadata)
 
 
-def test_what_is_wrong_is_told_with_what_is_right():
+def test_errors_name_the_valid_values():
     message = refusal(resolve_spec, capturing(layer_list(7)), FACTS).message
     assert "There is no layer 7: tiny has 4 layers, 0 to 3" in message
     assert "serves tiny" in refusal(resolve_spec, inference_pb2.RequestSpec(model="x"), FACTS).message
 
 
-def test_the_empty_spec_is_good():
+def test_the_empty_spec_is_valid():
     resolved = resolve_spec(inference_pb2.RequestSpec(), FACTS)
     assert (resolved.request_id, resolved.capture, resolved.steering, resolved.digests) == ("", None, None, [])
 
 
-def test_the_served_models_name_is_good():
+def test_the_served_models_name_is_valid():
     assert resolve_spec(inference_pb2.RequestSpec(model="tiny"), FACTS).capture is None
 
 
@@ -184,7 +184,7 @@ def test_a_flush_interval_out_of_range_is_refused():
     assert (failure.reason_name, failure.metadata) == ("INVALID_FIELD", {"field": "capture.flush_interval"})
 
 
-def test_what_a_capture_names_stays():
+def test_explicit_capture_fields_are_kept():
     spec = capture_pb2.CaptureSpec(
         layers=layer_list(1, 3),
         sites=[capture_pb2.SITE_RESID_POST],
@@ -267,8 +267,8 @@ def test_the_prompts_length_does_not_matter_to_absolute_positions(positions):
     [select((-1, None)), select((0, -2)), select(phases=[PROMPT]), select(phases=[GENERATED])],
     ids=["last token", "all but the last", "prompt", "generated"],
 )
-def test_where_the_prompt_ends_matters_to_positions_that_depend_on_it(positions):
-    """The second turn of a chat starts with the tokens of the first, and steers other positions of them."""
+def test_the_prompts_length_matters_to_positions_relative_to_its_end(positions):
+    """The second turn of a chat starts with the tokens of the first, but steers other positions of them."""
     first, second = (salt(add(), add(positions=positions), prompt_tokens=tokens) for tokens in (10, 11))
     assert first != second
 
@@ -348,7 +348,7 @@ def test_sampling_out_of_range_is_refused(field, parameters):
         {"regex": "ä" * 32768},
     ],
 )
-def test_sampling_in_range_is_good(parameters):
+def test_sampling_in_range_is_valid(parameters):
     check_sampling(inference_pb2.SamplingParameters(**parameters), FACTS)
 
 

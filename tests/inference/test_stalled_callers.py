@@ -16,7 +16,7 @@ from tests.inference.service_support import CAPTURE, DEADLINE, ask, failure_of, 
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 """A client whose window is 64 KiB. By default it grows to megabytes."""
 STALL = 1.0
-"""Seconds in which even a busy machine reads everything that is sent here."""
+"""Enough time to read everything that is sent here, even on a busy machine."""
 FULL = 200_000
 """Characters of one message: more than the client's window and the server's buffer."""
 
@@ -63,7 +63,7 @@ async def next_event(stream):
         return None
 
 
-async def test_what_was_generated_and_never_taken_is_no_complete_capture(store):
+async def test_a_capture_with_unread_tokens_is_not_complete(store):
     async with running_service(store.endpoint, stall_seconds=STALL) as service:
         service.engine.script = five_full
         async with small_window(service) as stub:
@@ -81,7 +81,7 @@ async def five_full(call):
     yield Delta("x" * FULL, [1], "length")
 
 
-async def test_those_who_wait_for_tokens_may_wait(store):
+async def test_a_caller_may_wait_for_tokens(store):
     async with running_service(store.endpoint, stall_seconds=STALL) as service:
         gates = {"slow": asyncio.Event()}
 
@@ -119,7 +119,7 @@ async def test_a_caller_that_leaves_while_it_is_waited_for_has_not_stalled(store
         assert stalled_calls(service) == 0
 
 
-async def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else():
+async def test_an_alarm_rings_only_after_its_timeout():
     alarm, rung, early = AioAlarm(0.2), asyncio.Event(), []
     loop = asyncio.get_running_loop()
     for _ in range(100):
@@ -135,7 +135,7 @@ async def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else():
         await asyncio.wait_for(rung.wait(), DEADLINE)
 
 
-async def test_an_alarm_goes_on_when_one_cannot_be_rung():
+async def test_an_alarm_continues_after_a_failed_callback():
     alarm, rung = AioAlarm(0.05), asyncio.Event()
 
     def fail():
@@ -146,7 +146,7 @@ async def test_an_alarm_goes_on_when_one_cannot_be_rung():
 
 
 @pytest.mark.parametrize("value", ["0", "-1"])
-def test_the_time_must_be_one(value):
+def test_the_timeout_must_be_positive(value):
     from pydantic import ValidationError
 
     from inference_svc.settings import InferenceSettings

@@ -1,4 +1,4 @@
-"""A batch that is laid out at once gets the same layout as request by request."""
+"""A steady batch, laid out at once, gets the same layout as request by request."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ happenings = st.one_of(
 
 
 class Pair:
-    """Two workers that get the same steps. One of them lays out every request by itself."""
+    """Two workers that get the same steps. One of them lays out every request separately."""
 
     def __init__(self):
         self.workers = (Worker(steadies=True), Worker(steadies=False))
@@ -154,11 +154,11 @@ def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, then):
     assert steady.pool.free_rows == plain.pool.free_rows == len(steady.pool.memory)
 
 
-def test_what_steers_alone_is_not_armed_again():
+def test_a_batch_that_is_only_steered_is_armed_once():
     worker = Worker(steadies=True)
     plan = RequestPlan(PROMPT_TOKENS, None, (Operation(Kind.ADD, 0, (0,), select()),), "r")
     worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", plan)])
     for position in range(2, 40):
         worker.step([("r", position, 1)])
-    assert worker.armed == 2, "once for the prompt, once for every generated token"
+    assert worker.armed == 2, "armed once for the prompt, and once for all generated tokens"
     assert isinstance(worker.runtime._steady, SteadyBatch)

@@ -71,7 +71,7 @@ def scales(steps):
     return [row[0].scale if row else None for row in steps]
 
 
-def test_a_change_holds_from_the_first_position_that_was_not_computed(engine):
+def test_a_change_applies_from_the_first_position_that_was_not_computed(engine):
     assert scales(engine.step(("r", 0, 4), admitted=[("r", plan(add(scale=1)))])) == [1] * 4
     assert scales(engine.step(("r", 4, 1))) == [1]
     assert engine.change(add(scale=2)) == 5
@@ -79,7 +79,7 @@ def test_a_change_holds_from_the_first_position_that_was_not_computed(engine):
     assert scales(engine.step(("r", 6, 1))) == [2]
 
 
-def test_what_is_computed_again_is_steered_as_it_was(engine):
+def test_recomputed_positions_keep_their_steering(engine):
     engine.step(("r", 0, 4), admitted=[("r", plan(add(scale=1)))])
     engine.change(add(scale=2))
     engine.step(("r", 4, 1))
@@ -95,7 +95,7 @@ def test_a_change_in_the_middle_of_a_prompt_or_of_a_second_computation(engine):
     assert engine.change(add(scale=2)) == 3
     assert scales(engine.step(("r", 3, 3))) == [2] * 3
     engine.step(("r", 0, 2))  # preempted
-    assert engine.change(add(scale=3)) == 6, "what was computed before it was preempted is not steered otherwise"
+    assert engine.change(add(scale=3)) == 6, "positions computed before the preemption keep their steering"
     assert scales(engine.step(("r", 2, 6))) == [1, 2, 2, 2, 3, 3]
 
 
@@ -112,7 +112,7 @@ def test_steering_is_switched_off_and_on_again(engine):
     assert [step.scale for step in engine.step(("r", 4, 1))[0]] == [2, 5]
     engine.change()
     assert scales(engine.step(("r", 5, 1))) == [None]
-    assert engine.layout is None, "a step that steers nothing leaves the tap idle"
+    assert engine.layout is None, "the tap is idle in a step without steering"
     engine.change(add(scale=4))
     assert scales(engine.step(("r", 6, 1))) == [4]
 
@@ -124,7 +124,7 @@ def test_positions_of_a_change_are_counted_in_the_whole_sequence(engine):
     assert scales(engine.step(("r", 0, 7))) == [None, None, None, None, 1, 1, None]
 
 
-def test_a_change_that_comes_before_its_request_holds_from_its_start(engine):
+def test_a_change_before_the_request_applies_from_its_start(engine):
     assert engine.change(add(scale=2)) == 0
     assert engine.change(add(scale=3)) == 0
     assert scales(engine.step(("r", 0, 4), admitted=[("r", plan(add(scale=1)))])) == [3] * 4
@@ -132,7 +132,7 @@ def test_a_change_that_comes_before_its_request_holds_from_its_start(engine):
     assert scales(engine.step(("r", 0, 5))) == [3] * 4 + [4]
 
 
-def test_a_change_of_a_request_that_will_not_come_is_forgotten(engine):
+def test_a_change_of_a_request_that_never_starts_can_be_forgotten(engine):
     engine.change(add(scale=2))
     engine.change(add(scale=3), name="other")
     engine.runtime.forget(["n", "never heard of"])
@@ -140,14 +140,14 @@ def test_a_change_of_a_request_that_will_not_come_is_forgotten(engine):
     assert scales(rows) == [None, 3]
 
 
-def test_a_request_that_has_ended_is_told_so(engine):
+def test_a_change_of_an_ended_request_returns_none(engine):
     engine.step(("r", 0, 4), admitted=[("r", plan(add()))])
     engine.step(finished=["r"])
     assert engine.change(add(scale=2)) is None
     assert engine.runtime.open_requests == 0
 
 
-def test_only_so_many_ended_requests_are_remembered(engine, monkeypatch):
+def test_the_number_of_remembered_requests_is_limited(engine, monkeypatch):
     monkeypatch.setattr(runtime_module, "_REMEMBERED_NAMES", 1)
     for name in "ab":
         engine.step((name, 0, 1), admitted=[(name, plan(name=name))])
@@ -162,7 +162,7 @@ def test_a_request_that_is_announced_again_keeps_its_changes(engine):
     assert scales(engine.step(("r", 0, 5), admitted=[("r", first)])) == [1] * 4 + [2]
 
 
-def test_requests_beside_a_changed_one_are_steered_as_before(engine):
+def test_other_requests_of_a_batch_keep_their_steering(engine):
     engine.step(("a", 0, 4), ("b", 0, 4), admitted=[("a", plan(add(scale=1))), ("b", plan(add(scale=1), name="m"))])
     engine.change(add(scale=2))
     assert scales(engine.step(("b", 4, 1), ("a", 4, 1))) == [1, 2]
@@ -220,7 +220,7 @@ actions = st.one_of(
     st.lists(actions, max_size=40),
     st.booleans(),
 )
-def test_each_position_is_steered_by_what_was_in_force_when_it_was_first_computed(prompt, start, happenings, early):
+def test_each_position_keeps_the_steering_of_its_first_computation(prompt, start, happenings, early):
     engine, reference = Engine(), Reference(prompt, start)
     request = RequestPlan(prompt, None, start, "n")
     known, computed, is_new = prompt, 0, True
@@ -292,9 +292,11 @@ def test_captures_of_a_changed_request_have_each_position_once(prompt, happening
 
 
 def test_a_request_that_was_never_changed_is_not_divided(monkeypatch):
-    monkeypatch.setattr(RequestState, "divide", lambda *_: pytest.fail("every step of every request pays for this"))
+    monkeypatch.setattr(
+        RequestState, "divide", lambda *_: pytest.fail("this would slow down every step of every request")
+    )
     engine = Engine()
     engine.step(("r", 0, 4), admitted=[("r", plan(add()))])
     engine.step(("r", 0, 5))
     engine.change(add(scale=2))
-    engine.step(("r", 5, 1))  # a request that goes on after a change costs no more either
+    engine.step(("r", 5, 1))  # nor does it divide a request after its change

@@ -45,15 +45,15 @@ def test_steering_by_any_operations_agrees_with_float64(seed, dtype, rows, hidde
 
 @settings(deadline=None, max_examples=100)
 @given(SEEDS, SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 17, 64, 1000]), st.booleans())
-def test_a_steered_row_depends_on_its_own_request_alone(seed, other_seed, dtype, rows, hidden, has_residual):
+def test_a_steered_row_depends_only_on_its_own_request(seed, other_seed, dtype, rows, hidden, has_residual):
     case = make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
     mine = seed % rows
     assert same_bits(steered(case)[mine], steered(neighbours(case, mine, other_seed))[mine])
 
 
 @pytest.mark.parametrize("hidden", [576, 4096])
-def test_a_steered_row_is_the_same_beside_steered_rows_and_beside_others(hidden):
-    """The number of steered rows changes the shape of torch's tensors, even in a batch of the same size."""
+def test_a_steered_row_does_not_depend_on_the_steering_of_other_rows(hidden):
+    """The number of steered rows changes the shape of torch's tensors, even if the batch has the same size."""
     case = make_case(1, torch.bfloat16, 64, hidden, 8, has_residual=True)
     case.operations[5] = (
         make_case(2, torch.bfloat16, 1, hidden, 8, has_residual=True).operations[0] or case.operations[5]
@@ -65,7 +65,7 @@ def test_a_steered_row_is_the_same_beside_steered_rows_and_beside_others(hidden)
 
 @settings(deadline=None, max_examples=100)
 @given(SEEDS, DTYPES, st.integers(1, 64), st.integers(1, 40), st.integers(1, 6), st.booleans())
-def test_steering_with_scale_zero_or_by_nothing_leaves_rows_to_the_bit(seed, dtype, rows, hidden, count, has_residual):
+def test_steering_that_moves_nothing_keeps_every_bit_of_rows(seed, dtype, rows, hidden, count, has_residual):
     case = make_case(seed, dtype, rows, hidden, 1, has_residual=has_residual)
     case.hidden = awkward_rows(dtype, rows, hidden, seed)
     case.operations = [idle_operations()[row % 6 :][:count] if row % 3 else [] for row in range(rows)]
@@ -80,7 +80,7 @@ def test_no_steering_makes_an_infinity_or_nan(dtype, has_residual):
 
 # ------------------------------------------------------------------------------------------------ the kernel on a GPU
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: there the kernel is compiled")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to run the compiled kernel")
 CUDA = torch.device("cuda")
 
 
@@ -109,7 +109,7 @@ def test_steering_on_a_gpu_agrees_with_float64_and_depends_on_no_other_row(
 @needs_gpu
 @settings(deadline=None, max_examples=100)
 @given(SEEDS, DTYPES, st.sampled_from([2, 70, 576, 1024]), st.booleans())
-def test_steering_on_a_gpu_that_moves_nothing_leaves_rows_to_the_bit(seed, dtype, hidden, has_residual):
+def test_steering_on_a_gpu_that_moves_nothing_keeps_every_bit_of_rows(seed, dtype, hidden, has_residual):
     case = make_case(seed, dtype, 24, hidden, 1, has_residual=has_residual)
     case.hidden = awkward_rows(dtype, 24, hidden, seed)
     case.operations = [idle_operations()[row % 6 :] if row % 4 else [] for row in range(24)]

@@ -1,4 +1,4 @@
-"""UpdateSteering: the calls of the engine, what is recorded, and every way in which it fails."""
+"""UpdateSteering: its calls of the engine, its records, and every way in which it fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add(of=JOY, scale=1.0):
 
 
 class Hand:
-    """Lets a test produce the tokens of the service's engine one by one."""
+    """Lets a test generate the tokens of the service's engine one by one."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -57,7 +57,7 @@ class Hand:
                 return
 
     def token(self, name="r#0", *, last=False):
-        """Produce a token. The position from which a change would hold moves on."""
+        """Generate a token. The position from which a change would apply advances."""
         self.queues.setdefault(name, asyncio.Queue()).put_nowait(Delta("x", [1], "stop" if last else None))
         self.engine.positions[name] = None if last else (self.engine.positions.get(name) or 2) + 1
 
@@ -82,7 +82,7 @@ async def read_all(stream):
 
 
 async def another_request(service, hand):
-    """Let another request come and go. By then, every earlier call has got as far as it can."""
+    """Start another request and wait for its end. By then, every earlier call has got as far as it can."""
     hand.token("another#0", last=True)
     assert (await service.events(ask(spec("another"))))[-1].HasField("finished")
 
@@ -109,7 +109,7 @@ async def test_a_change_of_steering_reaches_the_engine_and_the_seal(service, sto
     assert [list(change.first_positions) for change in seal.steering_changes] == [[3], [4], [4]]
     assert [len(change.steering.operations) for change in seal.steering_changes] == [1, 2, 0]
     assert seal.steering_changes[0].steering.operations[0] == add(scale=2.0)
-    assert not service.engine.forgotten, "every sequence was there: nothing is left to forget"
+    assert not service.engine.forgotten, "every sequence was in the workers, so there is nothing to forget"
 
 
 async def test_the_recorded_steering_has_every_default_filled_in(service, store):
@@ -122,7 +122,7 @@ async def test_the_recorded_steering_has_every_default_filled_in(service, store)
         await read_all(stream)
     (change,) = (await store.seal()).steering_changes
     assert list(change.steering.operations[0].layers.list.layers) == [0, 1, 2]
-    assert not change.steering.updatable, "what is ignored is not recorded"
+    assert not change.steering.updatable, "ignored fields are not recorded"
 
 
 async def test_an_updatable_request_has_a_name_in_the_engine_and_a_salt_of_its_own(service):
@@ -143,7 +143,7 @@ async def test_a_request_without_a_capture_can_be_changed_as_well(service_withou
         assert (await read_all(stream))[-1].HasField("finished")
 
 
-async def test_sequences_are_changed_where_each_of_them_is(service, store):
+async def test_a_change_returns_the_position_of_each_sequence(service, store):
     await service.put(JOY)
     async with generating(service, num_sequences=4) as (stream, hand):
         for _ in range(2):
@@ -166,7 +166,7 @@ async def test_sequences_are_changed_where_each_of_them_is(service, store):
     assert service.engine.forgotten == [["r#0", "r#1", "r#2", "r#3"]]
 
 
-async def test_a_sequence_that_has_just_ended_in_the_engine_tells_the_number_of_its_tokens(service, store):
+async def test_a_change_after_the_end_in_the_engine_returns_the_number_of_tokens(service, store):
     """Its last tokens are on their way to the service when the workers report its end."""
     async with generating(service) as (stream, hand):
         hand.token()
@@ -181,7 +181,7 @@ async def test_a_sequence_that_has_just_ended_in_the_engine_tells_the_number_of_
     assert list((await store.seal()).steering_changes[0].first_positions) == [6]
 
 
-async def test_changes_of_steering_are_made_one_after_the_other(service, store):
+async def test_changes_of_steering_are_sequential(service, store):
     await service.put(JOY)
     async with generating(service) as (stream, hand):
         service.engine.answers.clear()
@@ -202,7 +202,7 @@ async def test_changes_of_steering_are_made_one_after_the_other(service, store):
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
-async def test_steering_of_what_is_not_generating_cannot_be_changed(service):
+async def test_steering_of_a_request_that_is_not_generating_cannot_be_changed(service):
     await service.register(spec("waits", updatable=True))
     async with generating(service, spec("over", updatable=True)) as (stream, hand):
         hand.token("over#0", last=True)
@@ -281,7 +281,7 @@ async def test_bad_steering_is_refused_and_changes_nothing(service, store, opera
     assert not (await store.seal()).steering_changes
 
 
-async def test_steering_is_changed_so_many_times_and_no_more(service, store):
+async def test_the_number_of_steering_changes_is_limited(service, store):
     await service.put(JOY)
     async with generating(service, spec("r", CAPTURE, [ADD_JOY], updatable=True)) as (stream, hand):
         for number in range(256):
@@ -340,14 +340,14 @@ async def test_no_room_among_the_active_vectors_refuses_a_change_of_steering(sto
         async with generating(service, spec("r", CAPTURE, [add(JOY)], updatable=True)):
             failure = await failure_of(service.update("r", add(WOE), add(AWE)))
             assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "max_active_vectors"})
-            assert "uses 3 vectors" in failure.message, "its own row will never be free"
+            assert "uses 3 vectors" in failure.message, "the request's own row will never be free"
             await service.update("r", add(WOE))
             other = failure_of(service.events(ask(spec("other", None, [add(AWE)]))))
             assert (await other).metadata == {"limit": "max_active_vectors"}
         assert len(service.engine.changes) == 1
 
 
-async def test_more_vectors_than_are_kept_are_refused_as_that_and_not_as_missing(store):
+async def test_too_many_vectors_are_refused_and_not_reported_as_missing(store):
     """Otherwise clients would send the dropped vectors again, and so cause others to be dropped."""
     async with running_service(store.endpoint, max_vectors=2) as service:
         await service.put(JOY, WOE, AWE)
@@ -410,7 +410,7 @@ async def test_an_engine_that_fails_at_a_change_of_steering_leaves_the_request_r
         hand.token(last=True)
         assert (await read_all(stream))[-1].HasField("finished")
     assert (await store.seal()).outcome == COMPLETE
-    assert service.engine.forgotten == [["r#0"]], "whether the workers remember it is not known"
+    assert service.engine.forgotten == [["r#0"]], "the workers may remember the change"
 
 
 async def test_a_change_of_steering_is_recorded_though_its_caller_has_gone(service, store):
@@ -424,7 +424,7 @@ async def test_a_change_of_steering_is_recorded_though_its_caller_has_gone(servi
         call.cancel()
         after = asyncio.create_task(service.update("r"))
         await another_request(service, hand)
-        assert len(service.engine.changes) == 1, "the next one waits until this one is recorded"
+        assert len(service.engine.changes) == 1, "the next change waits until this one is recorded"
         service.engine.answers.set()
         await after
         hand.token(last=True)
@@ -473,7 +473,7 @@ async def test_a_request_that_is_stopped_records_the_change_that_is_under_way(se
 
 
 async def test_a_request_does_not_wait_for_ever_for_an_engine_that_does_not_answer(service, store, monkeypatch):
-    """Its step waits for a store that does not answer. The change holds after all computed positions."""
+    """The engine's step waits for a store that does not answer. The change applies after all computed positions."""
     monkeypatch.setattr(steering_changes, "_ANSWER_SECONDS", 0.05)
     async with generating(service) as (stream, _):
         service.engine.answers.clear()
@@ -506,11 +506,11 @@ async def test_a_change_of_steering_that_waits_for_room_ends_with_its_request(st
         hand = Hand(service.engine)
         hand.token("after#0", last=True)
         events = await asyncio.wait_for(service.events(ask(spec("after", None, [add(WOE)]))), DEADLINE)
-        assert events[-1].HasField("finished"), "no row is held by what has ended"
+        assert events[-1].HasField("finished"), "an ended request holds no row"
 
 
 async def test_steering_can_be_changed_when_all_was_generated_and_not_yet_read(service, store):
-    """It changes nothing any more, and says so: the first position is the number of tokens."""
+    """The change has no effect and says so: the first position is the number of tokens."""
     async with generating(service) as (stream, hand):
         hand.token()
         hand.token(last=True)
@@ -525,7 +525,7 @@ async def test_steering_can_be_changed_when_all_was_generated_and_not_yet_read(s
     assert (await store.seal()).outcome == COMPLETE
 
 
-async def test_a_change_of_steering_after_the_end_holds_nothing(service):
+async def test_a_change_of_steering_after_the_end_holds_no_vectors(service):
     """The last moment: the run is over, but the service has not forgotten the request yet."""
     await service.put(JOY)
     async with generating(service, spec("r", updatable=True)):

@@ -70,7 +70,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("bad", "field"), BAD.values(), ids=BAD)
-def test_steering_that_makes_no_sense_is_refused(bad, field):
+def test_invalid_steering_is_refused(bad, field):
     for call in (lambda: resolve_spec(spec(operation(), bad), FACTS), lambda: resolve_steering(steering(bad), FACTS)):
         with pytest.raises(Failure) as caught:
             call()
@@ -78,14 +78,14 @@ def test_steering_that_makes_no_sense_is_refused(bad, field):
         assert caught.value.metadata["field"].endswith(f"].{field}")
 
 
-def test_a_layer_that_is_not_there_is_named_before_the_digests():
+def test_an_unknown_layer_is_reported_before_wrong_digests():
     with pytest.raises(Failure) as caught:
         resolve_spec(spec(by_layer(layers=layer_list(3, 4))), FACTS)
     assert (caught.value.reason_name, caught.value.metadata["layer"]) == ("UNKNOWN_LAYER", "4")
 
 
 @pytest.mark.parametrize("kind", ["add", "ablate", "cap", "replace", "set"])
-def test_a_vector_for_each_layer_is_good_for_every_operation_of_steering(kind):
+def test_every_operation_accepts_a_vector_for_each_layer(kind):
     bounds = {"max": 1.0} if kind == "cap" else {}
     resolved = resolve_spec(spec(by_layer(kind, keep_norm=True, **bounds)), FACTS).steering
     assert digests_of(resolved) == [A, B]
@@ -106,7 +106,7 @@ def test_steering_can_be_updatable_without_operations():
     assert resolve_spec(spec(), FACTS).steering is None
 
 
-def test_every_sequence_of_an_updatable_request_has_a_cache_of_its_own():
+def test_sequences_of_an_updatable_request_share_no_cache():
     resolved = resolve_spec(spec(operation(), updatable=True), FACTS)
     salts = {resolved.cache_salt(5) for _ in range(10)}
     assert len(salts) == 10
@@ -153,14 +153,14 @@ def made(*operations):
     return make_operations(resolve_steering(steering(*operations), FACTS), ROWS)
 
 
-def test_to_replace_is_to_cap_with_equal_bounds():
+def test_replace_is_a_cap_with_equal_bounds():
     (replaced,) = made(operation("replace", B, layer_list(1, 2), value=-2.5, keep_norm=True))
     assert replaced == Operation(Kind.CAP, 1, (1, 2), select(), 1.0, -2.5, -2.5, keep_norm=True)
     (capped,) = made(operation("cap", B, layer_list(1, 2), min=-2.5, max=-2.5))
     assert replaced == replace(capped, keep_norm=True)
 
 
-def test_to_replace_by_nothing_sets_zero():
+def test_replace_without_a_value_sets_zero():
     (operation_,) = made(operation("replace", value=0.0))
     assert (operation_.low, operation_.high) == (0.0, 0.0)
 
@@ -190,7 +190,7 @@ def test_only_steering_that_may_be_changed_has_a_name_in_the_worker(updatable):
     assert RequestPlan.from_extra_args(carried) == plan
 
 
-def test_an_updatable_request_has_a_plan_though_nothing_is_done_yet():
+def test_an_updatable_request_without_operations_has_a_plan():
     plan = make_plan(Running("r", resolve_spec(spec(updatable=True), FACTS), was_registered=False), 0, 5, {})
     assert plan == RequestPlan(5, None, (), "r#0")
 

@@ -1,4 +1,4 @@
-"""Turns for the rows of the banks: first come, first served; only requests that need no room go ahead."""
+"""Requests get rows of the banks in order of arrival. Only requests that need no room go ahead."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_request_whose_vectors_are_in_use_goes_ahead():
         assert b.holding == ["holds", "shares"]
 
 
-async def test_a_request_whose_vectors_are_there_and_idle_takes_its_turn():
+async def test_a_request_whose_vectors_are_loaded_and_idle_waits_for_its_turn():
     """Otherwise two requests that alternate would keep the rows from one that needs both."""
     async with bench(2) as b:
         b.start("a", 1)
@@ -150,7 +150,7 @@ async def test_a_waiter_that_is_cancelled_leaves_the_queue():
         assert b.holding == ["holds", "small"]
 
 
-async def test_a_waiter_that_waited_too_long_leaves_the_queue():
+async def test_a_waiter_that_times_out_leaves_the_queue():
     async with bench(2, SOON) as b:
         b.start("holds", 1)
         await settle()
@@ -162,7 +162,7 @@ async def test_a_waiter_that_waited_too_long_leaves_the_queue():
         assert b.holding == ["holds", "small"]
 
 
-async def test_those_behind_a_waiter_that_gives_up_go_on_at_once():
+async def test_requests_behind_a_waiter_that_gives_up_continue_at_once():
     async with bench(2, SOON) as b:
         b.start("holds", 1)
         await settle()
@@ -172,11 +172,11 @@ async def test_those_behind_a_waiter_that_gives_up_go_on_at_once():
         await asyncio.wait({waiting})
         assert isinstance(waiting.exception(), Failure)
         await settle()
-        assert b.holding == ["holds", "small"], "its own time has not run out"
+        assert b.holding == ["holds", "small"], "its own timeout has not expired"
 
 
-async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_who_loads():
-    """As when a client disconnects from a request that is being aborted."""
+async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_a_load():
+    """This happens when a client disconnects from a request that is being aborted."""
     async with bench(2) as b:
         b.start("holds", 1, 2)
         await settle()
@@ -192,7 +192,7 @@ async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_who_loads():
         assert b.activator._changed.locked()
         b.start("shares", 3)
         await settle()
-        assert b.holding == ["holds"], "nobody uses a row that is only half there"
+        assert b.holding == ["holds"], "no request uses a row that is being written"
         b.loading.set()
         await asyncio.wait({waiter})
         assert waiter.cancelled()
@@ -200,7 +200,7 @@ async def test_a_waiter_that_is_cancelled_twice_does_not_disturb_who_loads():
         assert b.holding == ["holds", "loads", "shares"]
 
 
-async def test_two_that_wait_for_the_same_vector_load_it_once():
+async def test_two_waiting_requests_load_a_shared_vector_once():
     async with bench(1) as b:
         b.start("holds", 1)
         await settle()
@@ -219,7 +219,7 @@ async def test_two_that_wait_for_the_same_vector_load_it_once():
         max_size=40,
     ),
 )
-def test_everybody_is_served_whatever_others_do(rows, happenings):
+def test_every_request_is_served_eventually(rows, happenings):
     async def run():
         b = Bench(rows)
         for number, (what, wanted) in enumerate(happenings):
@@ -238,7 +238,9 @@ def test_everybody_is_served_whatever_others_do(rows, happenings):
             holders = [name for name in b.tasks if name in b.holding]
             waiters = [name for name in b.tasks if name not in b.holding]
             await b.end(*holders)
-            assert not waiters or waiters[0] in b.holding, "whoever is first has its rows, if nobody holds any"
+            assert not waiters or waiters[0] in b.holding, (
+                "if no rows are held, the first waiting request gets its rows"
+            )
         b.check_idle()
 
     asyncio.run(run())
@@ -261,7 +263,7 @@ async def test_a_hold_of_vectors_grows_and_is_given_back_as_a_whole():
 
 
 async def test_a_hold_of_vectors_cannot_wait_for_itself():
-    """So it does not delay others either."""
+    """Waiting for itself would also delay other requests."""
     async with bench(2) as b, VectorHold(b.activator) as hold:
         await hold.add([numbered(1).digest])
         with pytest.raises(Failure, match="uses 3 vectors, but at most 2"):
@@ -269,7 +271,7 @@ async def test_a_hold_of_vectors_cannot_wait_for_itself():
         await hold.add([numbered(2).digest])
 
 
-async def test_what_could_not_be_added_to_a_hold_of_vectors_is_not_held():
+async def test_vectors_that_could_not_be_added_to_a_hold_are_not_held():
     async with bench(2, SOON) as b:
         b.start("holds", 1)
         await settle()
@@ -283,7 +285,7 @@ async def test_what_could_not_be_added_to_a_hold_of_vectors_is_not_held():
 # -------------------------------------------------------------------------------------------------------------- leases
 
 
-def test_asking_for_a_lease_of_a_vector_does_not_look_at_every_request():
+def test_a_vectors_lease_is_looked_up_without_a_scan():
     class Digest(bytes):
         compared = 0
 

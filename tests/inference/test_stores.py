@@ -82,7 +82,7 @@ def placed(store, names=NAMES, start=0):
     return next(name for at in range(start, 1 << 20) if first_rank(names, name := f"x-{at}") == store)
 
 
-async def test_each_capture_goes_to_its_store_and_the_caller_is_told_which(group):
+async def test_each_capture_goes_to_its_store_and_the_handle_names_it(group):
     async with running_service(group.addresses()) as service:
         ids = {name: placed(name) for name in NAMES}
         for name, capture_id in ids.items():
@@ -94,7 +94,7 @@ async def test_each_capture_goes_to_its_store_and_the_caller_is_told_which(group
         assert [await group.ids(name) for name in NAMES] == [{ids[name]} for name in NAMES]
 
 
-async def test_an_id_that_another_store_has_from_before_is_refused(group):
+async def test_an_id_that_an_earlier_store_holds_is_refused(group):
     """A store was added: the ID now belongs to the new one, but an earlier store holds a capture with it."""
     name = placed("c")
     before = first_rank(("a", "b"), name)
@@ -112,8 +112,8 @@ async def test_an_id_that_another_store_has_from_before_is_refused(group):
         assert await group.ids("c") == {name}
 
 
-async def test_a_store_that_is_away_refuses_its_own_captures_alone(group):
-    """If the list never changed, no other store matters: neither for IDs of callers nor for those of the service."""
+async def test_an_unreachable_store_affects_only_its_own_captures(group):
+    """If the list of stores never changed, no other store matters, for IDs of callers and for the service's IDs."""
     await group.stop("c")
     async with running_service(group.addresses(), fixed_stores=True) as service:
         for call in (service.register, lambda wanted: service.events(ask(wanted))):
@@ -136,7 +136,7 @@ async def test_ids_that_callers_chose_need_every_store_unless_the_list_never_cha
         failure = await failure_of(service.events(ask(spec(placed("a"), NO_ROWS))))
         assert (failure.reason_name, failure.metadata["store"]) == ("STORE_UNREACHABLE", "c")
         assert "Let the service choose the ID" in failure.message
-        assert not await group.ids("a"), "nothing was made"
+        assert not await group.ids("a"), "no capture was created"
         await group.start("c")
         await service.events(ask(spec(placed("a"), NO_ROWS)))
 
@@ -144,14 +144,16 @@ async def test_ids_that_callers_chose_need_every_store_unless_the_list_never_cha
 async def test_ids_that_the_service_makes_avoid_a_store_that_does_not_answer(group):
     await group.stop("c")
     async with running_service(group.addresses()) as service:
-        await failure_of(service.register(spec(placed("c"), NO_ROWS)))  # now the service knows it is away
+        await failure_of(
+            service.register(spec(placed("c"), NO_ROWS))
+        )  # now the service knows that the store does not answer
         for _ in range(12):
             request_id = (await service.register(spec("", NO_ROWS))).request_id
             await service.events(ask(request_id))
             await service.events(ask(spec("", NO_ROWS)))
         counts = [len(await group.ids(name)) for name in "ab"]
         assert sum(counts) == 24
-        assert all(counts), "the others share them"
+        assert all(counts), "the other stores share the captures"
 
 
 async def test_a_store_that_failed_is_tried_again_after_a_while(monkeypatch):
@@ -206,7 +208,7 @@ async def test_a_capture_is_sealed_although_the_token_cannot_be_read_for_a_while
     await keeper.close(0)
 
 
-async def test_without_any_store_that_answers_ids_are_made_all_the_same():
+async def test_ids_are_made_although_no_store_answers():
     stores = Stores(parse_stores(["a=127.0.0.1:1", "b=127.0.0.1:2"]))
     for keeper in stores.keepers.values():
         with pytest.raises(Failure):
@@ -216,7 +218,7 @@ async def test_without_any_store_that_answers_ids_are_made_all_the_same():
     await stores.close(0)
 
 
-async def test_model_info_names_the_stores_and_tells_which_answer(group):
+async def test_model_info_lists_the_stores_and_whether_they_answer(group):
     await group.stop("b")
     async with running_service(group.addresses()) as service:
         info = await service.stub.GetModelInfo(inference_pb2.GetModelInfoRequest(check_store=True))
@@ -225,5 +227,5 @@ async def test_model_info_names_the_stores_and_tells_which_answer(group):
     assert [(check.store, check.HasField("error")) for check in info.store_checks] == [
         ("a", False), ("b", True), ("c", False),
     ]  # fmt: skip
-    assert info.store_check == info.store_checks[1], "older clients hear of the one that fails"
+    assert info.store_check == info.store_checks[1], "older clients see the store that fails"
     assert f"The store b (127.0.0.1:{group.ports['b']}) does not answer" in info.store_check.error.message

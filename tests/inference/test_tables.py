@@ -38,7 +38,9 @@ def vectors_on(table: ProgramTable, number: int, layer: int) -> list[int]:
     first, count = table.lines[number, 1 + layer, :2].tolist()
     entries = table.entries[first : first + count, 0]
     if count:
-        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first].tolist(), "the first one is in both"
+        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first].tolist(), (
+            "the line repeats the first entry"
+        )
     return (entries & (MAX_BANK_ROWS - 1)).tolist()
 
 
@@ -85,7 +87,7 @@ def test_a_program_is_written_once_and_keeps_its_number() -> None:
     assert (table.lines[number] == 77).all()
 
 
-def test_the_one_that_was_not_used_for_longest_makes_room() -> None:
+def test_the_least_recently_used_program_is_replaced() -> None:
     table = make_table(programs=2, layers=1)
     old, kept, new = (program(step(row, 0)) for row in (1, 2, 3))
     numbers = [number_of(table, old), number_of(table, kept)]
@@ -99,10 +101,10 @@ def test_a_step_that_needs_more_than_fits() -> None:
     table.place(held[:2])
     with pytest.raises(TablesFullError, match="2 programs"):
         table.place(held)
-    assert vectors_on(table, number_of(table, held[2]), 0) == [2]  # the next step works again
+    assert vectors_on(table, number_of(table, held[2]), 0) == [2]  # the next step works
 
 
-def test_what_stands_apart_is_uploaded_too() -> None:
+def test_separate_changes_of_the_tables_are_uploaded() -> None:
     table = make_table(programs=8, layers=1)
     first, kept, last = (program(*(step(row + at, 0) for at in range(2))) for row in (1, 3, 5))
     table.place([first, kept, last])

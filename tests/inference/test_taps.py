@@ -181,7 +181,7 @@ def check_steering(model, step, tensors, originals, dtype):
             wanted = model.steered(name, position, layer, before, None if delayed is None else delayed[row])
             wanted = wanted if is_after else None
             if wanted is None:
-                assert now[row].tobytes() == before.tobytes(), f"{name}'s row was touched"
+                assert now[row].tobytes() == before.tobytes(), f"{name}'s row was changed"
             else:
                 np.testing.assert_allclose(now[row].astype(np.float64), wanted, rtol=rounding, atol=1e-4)
 
@@ -194,7 +194,7 @@ def check_steering(model, step, tensors, originals, dtype):
     with_residual=st.booleans(),
     largest_block=st.sampled_from([0, 200, 1000]),
 )
-def test_taps_do_what_the_model_says(dtype, steps, stage, with_residual, largest_block):
+def test_taps_agree_with_the_model(dtype, steps, stage, with_residual, largest_block):
     size = pool_size(steps, len(stage))
     worker = Worker(hidden=HIDDEN, layers=stage, dtype=dtype, rows=size, largest_block=largest_block, vectors=VECTORS)
     model = Model(stage, VECTORS, largest_block)
@@ -254,8 +254,8 @@ def lost_rows(worker):
     }
 
 
-def test_requests_are_steered_by_their_own_vectors_alone():
-    """The rows of a request have the same bits whatever the other requests do."""
+def test_requests_are_steered_only_by_their_own_vectors():
+    """The rows of a request have the same bits, whatever other requests do."""
 
     def run(neighbours_row):
         worker = Worker(hidden=HIDDEN, vectors=VECTORS)
@@ -293,7 +293,7 @@ def test_operations_on_a_layer_round_once():
     ],
     ids=["add", "ablate", "cap"],
 )
-def test_an_operation_that_moves_nothing_leaves_the_row_to_the_bit(idle):
+def test_an_operation_that_moves_nothing_keeps_every_bit_of_the_row(idle):
     """Even with a residual so large that adding and subtracting it would lose digits."""
     worker = Worker(hidden=HIDDEN, vectors=VECTORS)
     hidden, residual = torch.full((1, HIDDEN), 0.1), torch.full((1, HIDDEN), 1e4)
@@ -310,7 +310,7 @@ def test_a_rank_that_only_steers_captures_nothing():
     np.testing.assert_array_equal(hidden, np.stack([VECTORS[0]] * 2))
 
 
-def test_a_step_of_others_alone_finds_the_tap_idle():
+def test_the_tap_is_idle_in_a_step_without_tapped_requests():
     worker = Worker(hidden=HIDDEN, vectors=VECTORS)
     plan = RequestPlan(1, capture(), (Operation(Kind.ADD, 0, (0,), select()),))
     worker.step([("a", 0, 1)], admitted=[("a", plan)])

@@ -86,7 +86,7 @@ def test_bad_vectors_are_refused_and_not_kept(cache, bad, reason, metadata):
     assert cache.missing([bad.digest]) == [bad.digest]
 
 
-def test_what_was_put_is_there(cache):
+def test_a_vector_that_was_put_is_in_the_cache(cache):
     cache.put(numbered(1))
     cache.put(numbered(1))  # a second time does no harm
     assert cache.get(numbered(1).digest) == numbered(1).values
@@ -99,7 +99,7 @@ def test_missing_vectors_are_named_once_and_in_order(cache):
     assert cache.missing([three, one, two, three]) == [three, one]
 
 
-def test_the_vector_that_was_not_used_for_longest_goes_first(cache):
+def test_the_least_recently_used_vector_is_evicted_first(cache):
     for number in (1, 2, 3):
         cache.put(numbered(number))
     cache.missing([numbered(1).digest])  # asking for a vector counts as a use
@@ -115,7 +115,7 @@ def test_a_vector_in_use_is_not_dropped(cache, users):
     assert cache.missing([numbered(number).digest for number in (1, 2, 3, 4)]) == [numbered(3).digest]
 
 
-def test_no_room_is_told_and_changes_nothing(cache, users):
+def test_a_full_cache_is_an_error_and_changes_nothing(cache, users):
     kept = [numbered(number) for number in (1, 2, 3)]
     for item in kept:
         cache.put(item)
@@ -128,8 +128,8 @@ def test_no_room_is_told_and_changes_nothing(cache, users):
 
 
 @pytest.mark.parametrize("tenant", ["", "alice"])
-def test_room_is_found_without_passing_all_that_is_in_use_again_and_again(tenant):
-    """Of 400 vectors, the 200 oldest are in use. Then 1,000 new ones come, one after the other."""
+def test_eviction_does_not_search_vectors_in_use_repeatedly(tenant):
+    """Of 400 vectors, the 200 oldest are in use. Then 1,000 new ones are added, one after the other."""
     held = {vector_name(tenant, numbered(number).digest) for number in range(200)}
     asked = []
     cache = VectorCache(10_000 if tenant else 400, HIDDEN, lambda name: bool(asked.append(name)) or name in held)
@@ -145,7 +145,7 @@ def test_room_is_found_without_passing_all_that_is_in_use_again_and_again(tenant
     assert cache.num_vectors == (410 if tenant else 400)
 
 
-def test_more_vectors_than_are_kept_are_told(cache):
+def test_more_vectors_than_the_cache_holds_are_an_error(cache):
     cache.check_number(3)
     with pytest.raises(Failure, match="uses 4 vectors, but the service keeps at most 3") as caught:
         cache.check_number(4)
@@ -250,7 +250,7 @@ async def test_requests_share_a_vectors_row(bench):
     assert bench.bank.loads == 2
 
 
-async def test_an_idle_vector_is_still_there_for_the_next_request(bench):
+async def test_an_idle_vector_stays_for_the_next_request(bench):
     async with bench.active(1):
         pass
     async with bench.active(1) as rows:
@@ -258,7 +258,7 @@ async def test_an_idle_vector_is_still_there_for_the_next_request(bench):
     assert bench.bank.loads == 1
 
 
-async def test_the_row_that_was_idle_for_longest_is_used_again(bench):
+async def test_the_row_that_was_idle_for_longest_is_reused(bench):
     for number in (1, 2, 1):
         async with bench.active(number):
             pass
@@ -291,7 +291,7 @@ async def test_a_row_in_use_is_not_taken_though_it_was_used_before_others(bench)
 
 
 async def test_a_request_does_not_take_a_row_from_itself(bench):
-    """One of its vectors is active and idle, so its row is not room for the other."""
+    """One of its vectors is active and idle, so that row is not free for the other vector."""
     async with bench.active(1):
         pass
     done = asyncio.Event()
@@ -342,7 +342,7 @@ async def test_more_vectors_than_rows_fail_at_once(bench):
     await bench.check_untouched()
 
 
-async def test_a_vector_that_is_not_here_any_more_is_asked_for(bench):
+async def test_an_evicted_vector_is_reported_as_missing(bench):
     with pytest.raises(Failure) as caught:
         await bench.active(9, 8).__aenter__()
     missing = ",".join(numbered(number).digest.hex() for number in (9, 8))
@@ -382,7 +382,7 @@ async def test_cancelling_a_load_leaves_no_trace(bench):
     await bench.check_untouched()
 
 
-async def test_nobody_uses_a_row_that_is_being_loaded(bench):
+async def test_no_request_uses_a_row_that_is_being_loaded(bench):
     bench.bank.gate.clear()
     done = asyncio.Event()
     tasks = [asyncio.create_task(bench.hold((1,), done)) for _ in range(2)]

@@ -18,13 +18,13 @@ if "sandbox" in sys.argv:
         raise PermissionError(1, "Operation not permitted")
     os.pidfd_open = refuse
 watchdog.end_with({int(sys.argv[1])})
-print("watching", file=sys.stderr, flush=True)  # what is logged goes to stdout
+print("watching", file=sys.stderr, flush=True)  # stdout has the log
 time.sleep(600)  # a step that waits for the store for ever
 """
 
 
 @pytest.mark.parametrize("place", ["host", "sandbox"])
-def test_it_ends_when_its_service_is_killed(place: str) -> None:
+def test_a_worker_ends_when_its_service_is_killed(place: str) -> None:
     service = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     worker = subprocess.Popen(
         [sys.executable, "-c", _WORKER, str(service.pid), place],
@@ -45,7 +45,7 @@ def test_it_ends_when_its_service_is_killed(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "sandbox"])
-def test_it_ends_when_its_service_has_ended_already(place: str) -> None:
+def test_a_worker_ends_if_its_service_has_already_ended(place: str) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     worker = subprocess.run(

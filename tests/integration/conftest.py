@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process has this engine."""
+    """Run these tests in one process, which has the engine."""
     sharing.check(items, "services", "integration", Path(__file__).parent)
 
 

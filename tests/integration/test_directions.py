@@ -44,7 +44,7 @@ def test_steering_along_a_direction_moves_the_model_along_it(
 
     for happy, sad in UNSEEN:
         above, below = (joy.project(acts)[LAYER][0] for acts in capture(client, (happy, sad)))
-        assert above > below, "it tells apart what it was not made of"
+        assert above > below, "the direction separates prompts that it was not computed from"
 
     (plain,) = capture(client, (NEUTRAL,))
     before = {layer: rows[0] for layer, rows in joy.project(plain).items()}
@@ -60,8 +60,10 @@ def test_steering_along_a_direction_moves_the_model_along_it(
     assert up[LAYER] - before[LAYER] == pytest.approx(length, rel=0.02)
     assert down[LAYER] - before[LAYER] == pytest.approx(-length, rel=0.02)
     for layer in range(LAYER + 1, 30):
-        assert down[layer] < before[layer] < up[layer], "the layers after it take it on in their own directions"
-    assert up[LAYER - 1] == pytest.approx(before[LAYER - 1], abs=0.02 * length), "those before it do not"
+        assert down[layer] < before[layer] < up[layer], "the steering affects later layers"
+    assert up[LAYER - 1] == pytest.approx(before[LAYER - 1], abs=0.02 * length), (
+        "the steering does not affect earlier layers"
+    )
 
     assert steered(joy.ablate(layers=LAYER))[LAYER] == pytest.approx(0, abs=0.02 * length)
     bound = before[LAYER] - length

@@ -44,7 +44,7 @@ def run() -> Iterator[Callable[[Service], Service]]:
 def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it did not come to pass in time"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.05)
 
 
@@ -119,7 +119,7 @@ def test_the_store_may_start_late_and_be_killed_without_losing_rows(
         assert acts.manifest.state == "complete"
         assert len(acts.positions) == 3 + 300 - 1
         again = client.activations(reply.request_id)
-        assert again.manifest.state == "complete", "what was acknowledged before the kill is there"
+        assert again.manifest.state == "complete", "rows acknowledged before the kill are in the store"
 
 
 def test_sigterm_drains_requests_and_leaves_no_processes(

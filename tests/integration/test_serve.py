@@ -1,4 +1,4 @@
-"""`residuum serve` as a user types it: a tiny model, real services, one prompt, its rows, Ctrl-C."""
+"""`residuum serve` in a shell: a tiny model, real services, one prompt, its rows, Ctrl-C."""
 
 from __future__ import annotations
 

@@ -71,10 +71,12 @@ def test_killing_one_store_does_not_affect_the_other(tiny_llama: Path, tmp_path:
             for at in range(4):
                 name = placed("a", start=1000 * at)
                 client.generate([5, 6, 7], max_tokens=20, capture=ALL, request_id=name)
-                assert client.activations(name).manifest.is_complete, "the other store takes what is its own"
+                assert client.activations(name).manifest.is_complete, "the other store accepts its own captures"
             with pytest.raises(residuum.StoreUnreachable, match="The store b "):
                 client.generate([5, 6, 7], max_tokens=2, capture=ALL, request_id=placed("b", start=1000))
-            assert client.generate([5, 6, 7], max_tokens=2, capture=ALL).captured, "an id whose store answers is drawn"
+            assert client.generate([5, 6, 7], max_tokens=2, capture=ALL).captured, (
+                "the service chose an ID whose store answers"
+            )
             with pytest.raises(residuum.Unreachable, match="The store b "):
                 list(client.captures())
             run(start_store(tmp_path / "b", port=port)).wait_until_serving(30)

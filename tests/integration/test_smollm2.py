@@ -55,7 +55,9 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(client: residuum.Clien
     reply = client.generate([question, {"role": "assistant", "content": begun}], max_tokens=1)
     assert reply.text == " Paris"
     anew = client.generate([question], max_tokens=1)
-    assert reply.prompt_token_ids[: len(anew.prompt_token_ids)] == anew.prompt_token_ids, "the same turn"
+    assert reply.prompt_token_ids[: len(anew.prompt_token_ids)] == anew.prompt_token_ids, (
+        "the prompt is in the same turn"
+    )
     with pytest.raises(residuum.InvalidRequest, match="empty"):
         client.generate([question, {"role": "assistant", "content": ""}], max_tokens=1)
 
@@ -69,7 +71,7 @@ def test_a_steered_capture_is_right_among_seven_plain_requests(client: residuum.
     alone = client.generate(prompt, max_tokens=24, capture=ALL, steer=steer)
     neighbours = [client.stream(other, max_tokens=60, ignore_eos=True) for other in PROMPTS[:7]]
     for neighbour in neighbours:
-        next(iter(neighbour))  # they are running
+        next(iter(neighbour))  # all neighbours are running
     together = client.generate(prompt, max_tokens=24, capture=ALL, steer=steer)
     for neighbour in neighbours:
         neighbour.close()
@@ -77,7 +79,7 @@ def test_a_steered_capture_is_right_among_seven_plain_requests(client: residuum.
     rows = [client.activations(reply.request_id).stack() for reply in (together, alone)]
     distance = np.linalg.norm(rows[0] - rows[1], axis=-1) / np.linalg.norm(rows[1], axis=-1)
     assert np.median(distance) < 0.01
-    assert distance.max() < 0.25, "bf16 noise, at its largest in single ill-conditioned rows"
+    assert distance.max() < 0.25, "bf16 noise, which is largest in a few ill-conditioned rows"
 
 
 def test_sequences_of_one_prompt_have_their_own_rows(client: residuum.Client) -> None:
@@ -139,7 +141,7 @@ def test_following_while_the_model_generates(client: residuum.Client) -> None:
         request_id = stream.started.request_id
         pieces = client.follow(request_id, layers=[0, 29])
         first = next(iter(pieces))
-        assert client.manifest(request_id).state == "open", "the first rows are here before the last token is"
+        assert client.manifest(request_id).state == "open", "the first rows arrive before the last token"
         for _ in stream:
             pass
     seen = {(piece.layer, position) for piece in (first, *pieces) for position in piece.positions.tolist()}

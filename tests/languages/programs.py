@@ -38,22 +38,22 @@ class Language:
 
     name: str
     folder: str
-    """Below examples/languages."""
+    """The folder below examples/languages."""
     tools: tuple[str, ...]
-    """Commands that must be there."""
+    """Commands that must be installed."""
     prepare: tuple[tuple[str, ...], ...]
-    """Commands that fail if libraries are missing,"""
+    """Commands that fail if libraries are missing."""
     build: tuple[tuple[str, ...], ...]
-    """and those that fail only if the example is wrong."""
+    """Commands that fail only if the example is wrong."""
     command: tuple[str, ...]
-    """How it is run, in its folder."""
+    """The command that runs it, in its folder."""
 
     def make(self) -> None:
         """Build it.
 
         Raises:
             MissingToolchainError: A tool or a library is missing.
-            BuildError: The build fails although the toolchain is there.
+            BuildError: The build fails although the toolchain is installed.
         """
         absent = [tool for tool in self.tools if shutil.which(tool) is None]
         if absent:
@@ -68,7 +68,7 @@ class Language:
                 raise BuildError(f"{self.name}: `{' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
 
     def round(self, vector: Path, out: Path, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run it with these variables, and without any others of residuum."""
+        """Run it with these variables, and without any other variables of residuum."""
         return self._run((*self.command, str(vector), str(out), *more), RUN_SECONDS, **environment)
 
     def _run(self, command: tuple[str, ...], seconds: int, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -87,7 +87,7 @@ class Language:
         )
 
     def _missing(self, what: str) -> str:
-        return f"{self.name}: {what.strip()}\nWhat it needs is installed by examples/languages/install_toolchains.sh"
+        return f"{self.name}: {what.strip()}\nInstall its toolchain with examples/languages/install_toolchains.sh"
 
 
 LANGUAGES = {

@@ -54,9 +54,9 @@ class Script:
     asked: list[str] = field(default_factory=list)
     """The `authorization` of calls to the inference service."""
     endless: bool = False
-    """Whether the generation ends only by being cancelled,"""
+    """Whether the generation ends only when it is cancelled."""
     cancelled: threading.Event = field(default_factory=threading.Event)
-    """which it was."""
+    """Set when the generation was cancelled."""
 
     def manifest(self) -> capture_pb2.CaptureManifest:
         captured = [LAYERS // 2, LAYERS - 1]

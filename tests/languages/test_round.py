@@ -88,7 +88,7 @@ def test_every_row_equals_that_of_the_python_client(services, program, vector, e
 
     said = outcome.summary
     assert (said["digest"], said["vectors_sent"]) == (steering.digest.hex(), 1)
-    assert client.find_missing_vectors([steering]) == [], "what it sent is what its digest says"
+    assert client.find_missing_vectors([steering]) == [], "the server has the vector under this digest"
 
     acts = client.activations(said["request_id"])
     rows = acts.stack()
@@ -103,7 +103,7 @@ def test_every_row_equals_that_of_the_python_client(services, program, vector, e
     assert said["generated_token_ids"] == list(manifest.sequences[0].generated_token_ids)
     assert said["rows_before_end"] > 0, "a follower has rows while the model still generates"
 
-    assert said["asked"] == ranks(STORES, said["request_id"])[:1], "the first that is asked is the one that has it"
+    assert said["asked"] == ranks(STORES, said["request_id"])[:1], "the first store that is asked has the capture"
     assert said["store"] == said["asked"][0]
     count.update(captures=1, rows=outcome.num_rows)
 
@@ -132,7 +132,7 @@ def test_the_same_request_from_python_gives_the_same_tokens_and_rows(services, p
     assert reply.text == said["text"]
     assert np.array_equal(rows, outcome.array)
     _, unsteered = again()
-    assert not np.array_equal(unsteered[:, 0], outcome.array[:, 0]), "what it steers with, it is steered by"
+    assert not np.array_equal(unsteered[:, 0], outcome.array[:, 0]), "the steering has an effect"
 
 
 def test_a_refused_request_is_reported_with_its_reason(services, program, vector, tmp_path, count):

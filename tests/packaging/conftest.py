@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(project, folder):
-    """A wheel, built by the environment's own hatchling: no download."""
+    """Build a wheel with the environment's own hatchling, without a download."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(folder), str(project)], check=True, capture_output=True)
     (built,) = folder.glob("*.whl")
@@ -41,7 +41,7 @@ def tool():
 
 @pytest.fixture(scope="session")
 def environment(tool, tmp_path_factory):
-    """A function: wheels, and what else uv is told → the Python of a fresh environment that has them."""
+    """A function that takes wheels and more arguments of uv. It returns the Python of a fresh environment with them."""
 
     def make(*wheels, python=sys.executable):
         folder = tmp_path_factory.mktemp("environment") / "venv"

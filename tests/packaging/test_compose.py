@@ -311,7 +311,7 @@ def in_memory(service):
 
 
 HEALTH_CHECK = 64 << 20
-"""The process that asks, beside the service's own."""
+"""The memory of the health check's process, which runs next to the service's own."""
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -358,7 +358,7 @@ def test_metrics_are_reachable_from_containers_and_not_published(service, settin
 
 
 def settings_with(name, monkeypatch, **variables):
-    """The settings of a service, with variables set for Compose."""
+    """Return the settings of a service, with variables set for Compose."""
     service = parsed(ROOT / "compose.yaml", **variables)["services"][name]
     return settings_from({**image_environment(dockerfile_of(service)), **service["environment"]}, name, monkeypatch)
 

@@ -104,7 +104,7 @@ class TestPage:
         anchors = [heading.lower().replace(".", "").replace(" ", "-") for heading in headings]
         assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= set(anchors)
         linked = {name for name in anchors if PAGE.count(f"(#{name})")}
-        assert all(anchors.count(name) == 1 for name in linked), "a link to a heading that stands twice is ambiguous"
+        assert all(anchors.count(name) == 1 for name in linked), "a link to a repeated heading is ambiguous"
 
     def test_the_page_has_every_description(self):
         assert not re.search(r"\|\s*\|\n(?!\| ---)", PAGE), "a field or value without a comment"

@@ -13,7 +13,7 @@ from svc_common.environment import OTHERS, PREFIX, SETTINGS
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(rf"{PREFIX}([A-Z0-9]+(?:_[A-Z0-9]+)*)")
 SLIPS = {"CAPTURE_SITE", "MODL", "PORT", "PORTS", "RETAIN_HOUR", "RING_MB", "STORES", "TOKENS_FILE", "XYZZY"}
-"""Tests and documents write these on purpose: they are no names."""
+"""Names that tests and documents use on purpose although they are no variables."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The committed synchronous client is what scripts/generate_sync.py makes of the asyncio one."""
+"""The committed synchronous client equals the output of scripts/generate_sync.py."""
 
 import shutil
 import subprocess

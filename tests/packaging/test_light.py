@@ -1,4 +1,4 @@
-"""`--light` skips what needs torch or vLLM where they are missing; without it, that fails."""
+"""`--light` skips tests that need torch or vLLM if these are missing. Without the flag, such tests fail."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ MISSING = "raise ModuleNotFoundError(\"No module named 'vllm'\", name='vllm.samp
 
 
 @pytest.mark.parametrize(("flags", "code", "words"), [(["--light"], 0, "1 passed, 2 skipped"), ([], 2, "1 error")])
-def test_what_is_missing_is_skipped_only_if_asked_for(flags, code, words, tmp_path):
+def test_tests_without_their_modules_are_skipped_only_with_the_flag(flags, code, words, tmp_path):
     (tmp_path / "test_imports.py").write_text(MISSING)
     (tmp_path / "test_inside.py").write_text(f"def test_a():\n    {MISSING}\ndef test_b():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

@@ -1,4 +1,4 @@
-"""The locks are what `make lock` would make of both pyproject.toml, and what is installed."""
+"""The locks equal the output of `make lock` for both pyproject.toml, and the installed packages."""
 
 import os
 import re
@@ -22,12 +22,12 @@ def pins(name):
     return {need.name: str(need.specifier)[2:] for need in needed if need.marker is None or need.marker.evaluate()}
 
 
-def test_making_the_locks_again_changes_nothing(tmp_path):
-    """A dependency that was added, or raised, is in the locks; versions that are newer since do not count."""
+def test_the_locks_are_up_to_date(tmp_path):
+    """The locks have every added or changed dependency. Newer versions on the index do not count."""
     shutil.copytree(
         ROOT, tmp_path / "tree", symlinks=True, ignore=shutil.ignore_patterns(".*", "bench", "build", "tests")
     )
-    # `make test ARGS=...` would hand its own arguments on.
+    # Do not pass on the arguments of `make test ARGS=...`.
     environment = {name: value for name, value in os.environ.items() if name not in {"ARGS", "MAKEFLAGS", "MAKELEVEL"}}
     for _ in range(2):  # an index may fail once
         made = subprocess.run(

@@ -34,8 +34,8 @@ def test_the_newest_entry_of_the_changelog_is_the_version():
     check_changelog(released, "0.2.0")
     check_changelog(released.replace("## [0.2.0]", "## [Unreleased]\n\n## [0.2.0]"), "0.2.0")
     for text, version, why in (
-        (released, "0.3.0", "says 0.3.0, and the newest entry"),
-        (released, "0.1.0", "says 0.1.0, and the newest entry"),
+        (released, "0.3.0", "says 0.3.0, but the newest entry"),
+        (released, "0.1.0", "says 0.1.0, but the newest entry"),
         (released.replace(" - 2026-01-31", ""), "0.2.0", "has no date"),
         (released.replace("[0.2.0] - 2026-01-31", "[Unreleased]"), "0.1.0", "under .Unreleased."),
         ("# Changelog\n", "0.1.0", "no entries"),
@@ -75,7 +75,7 @@ def test_a_build_that_differs_is_reported(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_licence_that_is_not_allowed_is_refused(tool, tmp_path, allowed):
-    """Of client and store: `make licences` asks the same about an environment made from store.lock."""
+    """For client and store. `make licences` checks the same in an environment made from store.lock."""
     pinned = [
         line.split("==")[0] for line in (ROOT / "requirements/store.lock").read_text().splitlines() if "==" in line
     ]
@@ -89,7 +89,7 @@ def test_a_licence_that_is_not_allowed_is_refused(tool, tmp_path, allowed):
         (tmp_path / "viral-1.dist-info/METADATA").write_text(
             "Name: viral\nVersion: 1\nLicense-Expression: GPL-3.0-only\n"
         )
-    python = tmp_path / "python"  # one that finds these, and nothing else
+    python = tmp_path / "python"  # a Python that finds only these packages
     python.write_text(f"#!/bin/sh\necho {tmp_path}\n")
     python.chmod(0o755)
     checked = subprocess.run(
@@ -120,7 +120,7 @@ def find_interpreter(version):
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_clients_dependencies_have_wheels_for_each_python(wheel, tool, python, tmp_path):
-    """Resolved for that Python, from the index: nothing is built, and nothing needs a newer one."""
+    """Dependencies are resolved for that Python from the index, without builds and without newer Python versions."""
     command = [tool("uv"), "pip", "install", "--quiet", "--dry-run", "--python-version", python]
     target = ["--only-binary=:all:", "--target", str(tmp_path), str(wheel)]
     for _ in range(2):  # an index may fail once

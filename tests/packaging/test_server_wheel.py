@@ -1,4 +1,4 @@
-"""`pip install . ./server` puts the services beside the client: built, installed into a fresh environment, seen."""
+"""`pip install . ./server` installs the services and the client: built, installed into a fresh environment, used."""
 
 import json
 import subprocess
@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def python(wheel, server_wheel, environment):
-    """The Python of an environment with both wheels, and what the store needs."""
+    """The Python of an environment with both wheels and the dependencies of the store."""
     return environment(wheel, f"{server_wheel}[store]", f"--constraint={ROOT / 'requirements/store.lock'}")
 
 
 def run(python, code, tmp_path):
-    """Run code isolated from this checkout, and read what it prints as JSON."""
+    """Run code isolated from this checkout, and return its JSON output."""
     result = subprocess.run([python, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)

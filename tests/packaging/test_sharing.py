@@ -1,4 +1,4 @@
-"""How tests are shared out goes by marks; who uses a shared engine without one is told."""
+"""Marks decide which tests share a process. A test that uses a shared engine without the mark is an error."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests import sharing
 
 
 class Item:
-    """As much of a test as is looked at."""
+    """The attributes of a test that `sharing` reads."""
 
     def __init__(self, path, *marks):
         self.path, self.nodeid, self.fixturenames = path, "tests/x.py::test_x", ["engine"]
@@ -24,7 +24,7 @@ def test_a_group_is_the_engine_of_the_mark_or_the_file():
         assert sharing.group_of(f"{file}::test_x") == file
 
 
-def test_who_uses_a_shared_engine_says_so(tmp_path):
+def test_a_test_of_a_shared_engine_needs_the_mark(tmp_path):
     file = tmp_path / "test_x.py"
     marked = (sharing.MARK, pytest.mark.shares_engine("one").mark)
     sharing.check([Item(file, marked)], "engine", "one", tmp_path)

@@ -1,4 +1,4 @@
-"""The independent reference of the conformance suite, and what its tests ask of it beside rows."""
+"""The independent reference of the conformance suite: rows, logits and hidden states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reference(reference.Reference):
         super().__init__(ARCHITECTURES["llama"], folder)
 
     def hidden_states(self, token_ids: Sequence[int]) -> Rows:
-        """Return what transformers itself calls hidden_states, [layers + 1, positions, hidden].
+        """Return transformers' hidden_states, [layers + 1, positions, hidden].
 
         The first are the embeddings; the last have passed the final norm.
         """
@@ -41,7 +41,7 @@ class Reference(reference.Reference):
         return normed
 
     def output_weights(self, token: int) -> Rows:
-        """Return the vector by which the logit of a token is taken, float32 [hidden]."""
+        """Return the output weights of a token, float32 [hidden]. Their product with the hidden state is its logit."""
         weights: Rows = self.model.lm_head.weight[token].detach().numpy().copy()
         return weights
 
@@ -54,10 +54,10 @@ class Reference(reference.Reference):
     def shortfall(
         self, prompt: Sequence[int], reply: Sequence[int], changes: Mapping[int, Change] | None = None
     ) -> float:
-        """Return by how much the logits of greedily generated tokens fall short of the largest ones, at most.
+        """Return the largest shortfall of a greedily generated token's logit from the largest logit.
 
-        0 if each is the most likely token after those before it. Not a comparison of tokens: where two are as likely,
-        either is right.
+        It is 0 if every token is the most likely one after those before it. Tokens are not compared, because two tokens
+        may be equally likely.
         """
         with torch.inference_mode():
             logits = self.model.lm_head(self.run([*prompt, *reply][:-1], changes)[len(prompt) - 1 :])

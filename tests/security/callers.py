@@ -47,7 +47,7 @@ class Caller:
         return list(self.stub.ReadChunks(request, timeout=20))
 
     def list(self, size=100, **tenant):
-        """Return all captures as (tenant, ID), page by page."""
+        """Return all listed captures as (tenant, ID), page by page."""
         request = store_pb2.ListCapturesRequest(page_size=size, **tenant)
         found = []
         while True:

@@ -85,7 +85,7 @@ def vector(number):
     return vector_message(np.full(4, number, np.float32))
 
 
-async def test_nobody_learns_whether_another_has_a_vector(tenants):
+async def test_a_tenant_cannot_tell_whether_another_has_a_vector(tenants):
     _, alice, bob = tenants
     joy = vector(1)
     assert not (await alice.put(joy))[0].HasField("error")
@@ -115,7 +115,7 @@ async def drain(call):
     return [event async for event in call]
 
 
-async def test_equal_vectors_of_two_have_rows_of_their_own(tenants):
+async def test_equal_vectors_of_two_tenants_have_separate_rows(tenants):
     service, alice, bob = tenants
     service.engine.script = stuck_after()
     running = []
@@ -135,13 +135,13 @@ async def test_limits_of_vectors(tenants):
     _, alice, bob = tenants
     vectors = [vector(number) for number in (1, 2, 3)]
     await alice.put(*vectors)
-    assert await alice.missing(*vectors) == [vectors[0].digest]  # the least recently used one
+    assert await alice.missing(*vectors) == [vectors[0].digest]  # the least recently used vector was evicted
     await bob.put(*vectors)
     assert await bob.missing(*vectors) == []
 
 
 async def test_limits_of_requests(tenants):
-    """A tenant cannot use another's slots, nor more of the engine than its limit."""
+    """A tenant cannot use another tenant's slots, nor more of the engine than its limit."""
     service, alice, bob = tenants
     service.engine.script = stuck_after()
     plain = inference_pb2.RequestSpec()
@@ -165,7 +165,7 @@ async def test_limits_of_requests(tenants):
         call.cancel()
 
 
-async def test_the_same_id_for_both(tenants):
+async def test_two_tenants_can_use_the_same_request_id(tenants):
     service, alice, bob = tenants
     for tenant in (alice, bob):
         assert (await tenant.register(captured("mine"))).request_id == "mine"
@@ -183,7 +183,7 @@ async def test_the_same_id_for_both(tenants):
     assert [call.plan.capture.capture_id for call in service.engine.calls] == ["alice/mine", "bob/mine"]
 
 
-async def test_the_request_of_another_does_not_exist(tenants):
+async def test_requests_of_another_tenant_do_not_exist(tenants):
     service, alice, bob = tenants
     service.engine.script = stuck_after()
     spec = steered(vector(1), updatable=True)
@@ -214,7 +214,7 @@ async def test_tenants_share_no_prefix_cache(tenants):
     assert first != other
 
 
-async def test_where_nobody_is_asked_the_cache_is_shared():
+async def test_without_authentication_requests_share_the_prefix_cache():
     async with running_service() as service:
         tokens = inference_pb2.TokenIds(ids=[1])
         await service.events(inference_pb2.GenerateRequest(token_ids=tokens, spec=inference_pb2.RequestSpec()))
@@ -222,7 +222,7 @@ async def test_where_nobody_is_asked_the_cache_is_shared():
 
 
 @pytest.mark.parametrize(("right", "words"), [(None, "This service does not know the token"), ("read", "'write'")])
-async def test_a_store_that_refuses_the_service_is_told_as_that(tokens, tmp_path, store, right, words):
+async def test_a_store_that_refuses_the_service_is_reported_as_unreachable(tokens, tmp_path, store, right, words):
     """The error must not blame the caller's token, which is valid."""
     own = tmp_path / "own"
     own.write_text(tokens.add("alice", right) if right else "rsd_unknown")

@@ -80,13 +80,13 @@ def test_within_one_transaction(tokens, alice):
     assert alice.get("a").num_bytes <= 3 * used
 
 
-def test_no_captures_at_all(tokens, alice):
+def test_a_limit_of_zero_open_captures(tokens, alice):
     tokens.limit("alice", max_open_captures=0)
     with failing_with(EXCEEDED):
         alice.open("a")
 
 
-def test_limits_outlast_a_restart(store, tokens):
+def test_limits_survive_a_restart(store, tokens):
     token = tokens.add("alice", "read", "write")
     tokens.limit("alice", max_open_captures=1)
     for name in ("a", "b"):
@@ -100,7 +100,7 @@ def test_limits_outlast_a_restart(store, tokens):
             caller.channel.close()
 
 
-def test_the_account_of_a_tenant_is_right_whatever_happens(store, tokens):
+def test_the_usage_of_a_tenant_is_counted_correctly(store, tokens):
     """Random work of two tenants, compared with their own counts, also after a restart."""
     rng = random.Random(7)
     given = {tenant: tokens.add(tenant, "read", "write", "generate") for tenant in ("alice", "bob")}
@@ -134,7 +134,7 @@ def work_at_random(rng, caller):
 
 
 class TestVectors:
-    """Limits of the vector cache of an inference service."""
+    """A tenant's limits in the vector cache of an inference service."""
 
     BYTES = 16  # four elements, as the tests' model has them
 
@@ -158,7 +158,7 @@ class TestVectors:
 
         return not cache.missing([vector_name(tenant, self.vector(number).digest)])
 
-    def test_a_tenants_oldest_goes_first(self, cache):
+    def test_a_tenants_least_recently_used_vector_is_evicted_first(self, cache):
         self.put(cache, 9, "bob")
         for number in (1, 2, 3):
             self.put(cache, number)
@@ -167,7 +167,7 @@ class TestVectors:
         self.put(cache, 3)
         assert self.has(cache, 2)
 
-    def test_what_its_requests_need_stays(self, cache):
+    def test_vectors_that_requests_need_are_kept(self, cache):
         from inference_svc.resources.vector_cache import vector_name
         from residuum.rpc.errors import Failure
 
@@ -181,7 +181,7 @@ class TestVectors:
         assert [self.has(cache, number) for number in (1, 2, 3)] == [True, True, False]
         self.put(cache, 3, "bob")
 
-    def test_less_than_one_vector_is_none(self, cache):
+    def test_a_limit_below_one_vector_allows_none(self, cache):
         from residuum.rpc.errors import Failure
 
         with pytest.raises(Failure):

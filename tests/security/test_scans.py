@@ -74,7 +74,7 @@ def test_strangers_leave_no_lines(knocked, monkeypatch):
     assert len(lines) < 10, events
 
 
-def test_whoever_asks_grpc_for_more_gets_it(knocked, monkeypatch):
+def test_grpcs_own_log_level_is_respected(knocked, monkeypatch):
     """Without the setting there are this many lines, so the first test is meaningful."""
     monkeypatch.setenv("GRPC_VERBOSITY", "INFO")
     lines = knocked(plain_http)

@@ -112,7 +112,7 @@ async def write(store, own, producer):
     await keeper.close(20)
 
 
-def test_rows_come_to_their_tenants(secure_store, own, start_shipper, producer, tokens, tmp_path):
+def test_rows_reach_their_tenants(secure_store, own, start_shipper, producer, tokens, tmp_path):
     start_shipper()
     asyncio.run(write(secure_store, own, producer))
     for value, tenant in enumerate(("alice", "bob"), start=1):
@@ -134,7 +134,7 @@ def test_rows_come_to_their_tenants(secure_store, own, start_shipper, producer, 
 
 
 def test_beyond_its_limit_a_tenants_capture_ends_incomplete(secure_store, own, start_shipper, producer, tokens):
-    """The capture is never silently partial: its manifest says why. The shipper goes on with other captures."""
+    """The capture is never silently partial: its manifest has the reason. The shipper continues with other captures."""
     start_shipper()
     given = {tenant: tokens.add(tenant, "read") for tenant in ("alice", "bob")}
     tokens.limit("alice", max_bytes=1000, max_open_captures=5)
@@ -151,7 +151,7 @@ def test_beyond_its_limit_a_tenants_capture_ends_incomplete(secure_store, own, s
 
 
 def test_a_shipper_waits_for_a_token_that_works(secure_store, own, start_shipper, producer, tokens, tmp_path):
-    """No row is lost meanwhile, because the rows stay in the ring."""
+    """No row is lost in the meantime, because rows stay in the ring."""
     good = own.token_file.read_text()
     own.token_file.write_text("rsd_not-yet-there")
     shipper = start_shipper()

@@ -40,7 +40,7 @@ def admin(call):
     return call("*", "admin")
 
 
-def test_tenants_use_the_same_id_and_never_meet(writer, alice, bob):
+def test_captures_of_two_tenants_with_the_same_id_are_separate(writer, alice, bob):
     writer.write(tenant="alice")
     with failing_with(UNKNOWN):
         bob.get()
@@ -108,14 +108,14 @@ def test_a_list_of_captures_shows_none_of_another_tenant(writer, alice, bob, nam
     assert answer.captures[0].chunks
 
 
-def test_an_id_that_looks_like_another_tenants_name(writer, bob):
+def test_an_id_with_another_tenants_name_in_it_is_unknown(writer, bob):
     writer.write(tenant="alice")
     for name in ("alice/a", "alice\0a", "../alice/a"):
         with failing_with(UNKNOWN):
             bob.get(name)
 
 
-def test_lists_hold_the_callers_own(writer, alice, bob, admin):
+def test_lists_have_only_the_callers_captures(writer, alice, bob, admin):
     for number in range(5):
         writer.open(f"c{number}", "alice")
         writer.open(f"c{number}", "bob")
@@ -130,7 +130,7 @@ def test_lists_hold_the_callers_own(writer, alice, bob, admin):
     assert admin.list(tenant="nobody") == []
 
 
-def test_a_page_token_is_its_tenants_own(writer, alice, bob, admin):
+def test_a_page_token_belongs_to_its_tenant(writer, alice, bob, admin):
     for number in range(3):
         writer.open(f"c{number}", "alice")
         writer.open(f"c{number}", "bob")
@@ -141,7 +141,7 @@ def test_a_page_token_is_its_tenants_own(writer, alice, bob, admin):
             caller.stub.ListCaptures(store_pb2.ListCapturesRequest(page_token=token))
 
 
-def test_page_tokens_do_not_count_the_captures_of_others(call, writer, alice):
+def test_page_tokens_do_not_reveal_the_number_of_captures(call, writer, alice):
     """Internal numbers ascend over all tenants, so alice's page tokens must not reveal them."""
     raw = []
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_an_admin_of_a_tenant_is_one_of_the_store(call, writer):
     carol = call("carol", "admin")
     carol.write()
     writer.write(tenant="alice")
-    assert carol.get().description.tenant == "carol"  # if it names no tenant, its own
+    assert carol.get().description.tenant == "carol"  # a caller that names no tenant gets its own
     assert carol.list() == [("alice", "a"), ("carol", "a")]
 
 
@@ -181,7 +181,7 @@ def test_a_writer_of_one_tenant(call):
     assert "may not act for the tenant 'bob'" in caught[0].message
 
 
-def test_who_writes_does_not_read_and_who_reads_does_not_write(call, writer):
+def test_a_writer_cannot_read_and_a_reader_cannot_write(call, writer):
     reader = call("alice", "read")
     writer.write(tenant="alice")
     reads = (writer.list, writer.get, writer.read, writer.delete)
@@ -215,7 +215,7 @@ def test_figures(call, writer, alice, bob, admin):
     assert whole.num_bytes == alice.get().num_bytes
     assert whole.commits > 0
     assert not whole.HasField("tenant")
-    for caller in (writer, call("alice", "generate")):  # enough rights to see that the store answers
+    for caller in (writer, call("alice", "generate")):  # any right is enough to see that the store answers
         assert {field.name for field, _ in caller.stats().ListFields()} == told - {"captures", "num_bytes"}
 
 
@@ -230,7 +230,7 @@ def anonymous(path, **settings):
         store.stop()
 
 
-def test_what_was_made_where_nobody_was_asked(tmp_path, tokens):
+def test_captures_without_authentication_belong_to_the_default_tenant(tmp_path, tokens):
     """Captures without authentication belong to the default tenant, which tokens may name. Names survive restarts."""
     with anonymous(tmp_path / "db") as caller:
         caller.write("old")
@@ -256,7 +256,7 @@ def test_what_was_made_where_nobody_was_asked(tmp_path, tokens):
         assert caller.get("live", tenant="alice").state == capture_pb2.CAPTURE_STATE_OPEN
 
 
-def test_without_tokens_nothing_asks(tmp_path):
+def test_without_tokens_no_authentication_is_required(tmp_path):
     with anonymous(tmp_path / "db") as caller:
         caller.write(tenant="alice")
         caller.write()

@@ -43,7 +43,7 @@ def test_a_client_that_trusts_the_ca_gets_through(store, stats, authority, serve
         assert stats(endpoint, tls=residuum.TLS(ca=authority.path))[0].num_bytes == 0
 
 
-def test_with_a_certificate_of_its_own_where_one_is_asked_for(store, stats, authority, server_pair, client_pair):
+def test_a_client_with_a_certificate_connects_with_mutual_tls(store, stats, authority, server_pair, client_pair):
     tls = residuum.TLS(ca=authority.path, cert=client_pair.cert, key=client_pair.key)
     with store(tls_cert=server_pair.cert, tls_key=server_pair.key, tls_client_ca=authority.path) as endpoint:
         assert stats(endpoint, tls=tls)[0].num_bytes == 0
@@ -71,7 +71,7 @@ def test_the_command_line(store, authority, server_pair, client_pair, capsys):
     assert "SERVING" in capsys.readouterr().out
 
 
-def test_health_takes_no_token_and_so_none_is_sent(store, tmp_path, monkeypatch, capsys):
+def test_no_token_is_sent_with_health_checks(store, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RESIDUUM_TOKEN", "secret-of-mine")
     with store() as endpoint:
         assert main(["health", "--endpoint", endpoint]) == 0
@@ -91,7 +91,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("server", "trusted", "words"), REFUSALS.values(), ids=REFUSALS)
-def test_what_a_client_is_told(store, stats, authority, stranger, server_pair, server, trusted, words):
+def test_connection_errors_say_what_is_wrong(store, stats, authority, stranger, server_pair, server, trusted, words):
     pairs = {
         "server": lambda: server_pair,
         "expired": lambda: authority.issue("expired", days=-1),
@@ -105,14 +105,14 @@ def test_what_a_client_is_told(store, stats, authority, stranger, server_pair, s
     assert endpoint in str(raised.value)
 
 
-def test_a_name_may_be_given(store, stats, authority):
+def test_the_name_in_the_certificate_can_be_set(store, stats, authority):
     pair = authority.issue("by-name", names=("store.example",))
     with store(tls_cert=pair.cert, tls_key=pair.key) as endpoint:
         assert stats(endpoint, tls=residuum.TLS(ca=authority.path, server_name="store.example"))
 
 
 @pytest.mark.parametrize("whose", ["nobody's", "a stranger's"])
-def test_a_client_certificate_is_asked_for(store, stats, authority, stranger, server_pair, whose):
+def test_a_client_certificate_is_required(store, stats, authority, stranger, server_pair, whose):
     pair = stranger.issue("intruder", names=())
     shown = {"cert": pair.cert, "key": pair.key} if whose == "a stranger's" else {}
     settings = {"tls_cert": server_pair.cert, "tls_key": server_pair.key, "tls_client_ca": authority.path}
@@ -132,13 +132,13 @@ def test_certificates_are_renewed_while_the_service_runs(store, tmp_path, author
             stats_sync(endpoint, tls=tls)
         key.write_text("in the middle of being replaced")
         with pytest.raises(residuum.Unreachable, match="has expired"):
-            stats_sync(endpoint, tls=tls)  # unusable files change nothing
+            stats_sync(endpoint, tls=tls)  # the service keeps its certificate
         shutil.copy(server_pair.key, key)
         shutil.copy(server_pair.cert, cert)
         assert stats_sync(endpoint, tls=tls)
 
 
-def test_files_that_cannot_be_used_are_told_at_the_start(store, tmp_path, authority, server_pair, client_pair):
+def test_unusable_files_are_reported_at_startup(store, tmp_path, authority, server_pair, client_pair):
     text = tmp_path / "text"
     text.write_text("no PEM")
     bad = [
@@ -150,7 +150,7 @@ def test_files_that_cannot_be_used_are_told_at_the_start(store, tmp_path, author
     for settings in bad:
         with pytest.raises(SecurityError, match="tls"), store(**settings):
             pass
-    with store():  # so the database was closed each time
+    with store():  # this works only if the database was closed each time
         pass
 
 
@@ -164,7 +164,7 @@ def test_files_that_cannot_be_used_are_told_at_the_start(store, tmp_path, author
         ({"token": "\u00e9"}, "must be one word"),
     ],
 )
-def test_bad_credentials_are_told_before_anything_is_sent(options, words):
+def test_bad_credentials_are_reported_before_anything_is_sent(options, words):
     with pytest.raises(residuum.BadCredentials, match=words):
         residuum.Client("localhost:1", **options)
     with pytest.raises(residuum.BadCredentials, match=words):
@@ -189,7 +189,7 @@ def test_a_token_is_not_sent_in_plain_text_to_another_machine(endpoint, authorit
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:1", "127.0.0.1:1", "127.1.2.3:1", "[::1]:1"])
-def test_on_this_machine_it_is(endpoint):
+def test_on_this_machine_a_token_is_sent_in_plain_text(endpoint):
     residuum.Client(endpoint, token="t").close()
 
 
@@ -208,7 +208,7 @@ def test_a_token_is_in_no_repr():
         ("192.0.2.1:1", {"token": "t", "tls": True}, False, "TLS, trusting public CAs, with a token"),
     ],
 )
-def test_the_doctor_says_what_is_shown_and_who_can_read_it(endpoint, options, warning, words):
+def test_the_doctor_reports_how_connections_are_secured(endpoint, options, warning, words):
     with residuum.Client(endpoint, **options) as client:
         (finding,) = doctor._credentials(client)
     assert (finding.ok, finding.warning) == (True, warning)
@@ -222,7 +222,7 @@ def start(*flags):
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "store.example:0"])
-def test_beyond_loopback_a_service_wants_tls_and_callers_who_say_who_they_are(address, server_pair):
+def test_beyond_loopback_a_service_requires_tls_and_authentication(address, server_pair):
     result = start("--listen", address)
     assert result.returncode == 1
     assert "can be reached from other machines" in result.stderr
@@ -233,7 +233,7 @@ def test_beyond_loopback_a_service_wants_tls_and_callers_who_say_who_they_are(ad
     assert "does not authenticate callers" in result.stderr
 
 
-def test_a_container_is_asked_for_as_much_as_its_published_port_needs(server_pair, tokens, tmp_path):
+def test_a_published_port_needs_the_same_security_as_a_listening_address(server_pair, tokens, tmp_path):
     refused = start("--listen", "0.0.0.0:0", "--published-on", "0.0.0.0")
     assert refused.returncode == 1
     assert "0.0.0.0, where the port is published, can be reached from other machines" in refused.stderr
@@ -249,13 +249,13 @@ def test_a_container_is_asked_for_as_much_as_its_published_port_needs(server_pai
         StoreSettings(**everywhere | enough)
 
 
-def test_published_beyond_loopback_it_does_not_help_to_listen_on_it():
+def test_a_port_published_beyond_loopback_needs_security_even_if_the_service_listens_on_loopback():
     refused = start("--listen", "127.0.0.1:0", "--published-on", "192.0.2.1")
     assert refused.returncode == 1
     assert "192.0.2.1, where the port is published, can be reached from other machines" in refused.stderr
 
 
-def test_published_on_loopback_alone_nobody_is_warned(store, capfd):
+def test_a_port_published_on_loopback_causes_no_warning(store, capfd):
     with store(listen="0.0.0.0:0", published_on="127.0.0.1") as endpoint:
         assert stats_sync(endpoint)
     assert "every process on this machine" in "".join(capfd.readouterr())
@@ -268,19 +268,19 @@ def test_published_on_loopback_alone_nobody_is_warned(store, capfd):
         (["--tls-client-ca", "a.pem"], "--tls-client-ca requires TLS"),
     ],
 )
-def test_settings_that_do_not_go_together(flags, words):
+def test_contradictory_settings_are_refused(flags, words):
     result = start(*flags)
     assert result.returncode == 1
     assert words in result.stderr
 
 
-def test_told_so_it_listens_everywhere(store, capfd):
+def test_with_insecure_a_service_listens_everywhere(store, capfd):
     with store(listen="0.0.0.0:0", insecure=True) as endpoint:
         assert stats_sync(endpoint)
     assert "every caller that reaches 0.0.0.0:0" in "".join(capfd.readouterr())
 
 
-def test_without_tokens_every_certificate_may_do_everything_and_that_is_said(
+def test_without_tokens_every_certificate_has_all_rights_and_a_warning_is_logged(
     store, tokens, authority, server_pair, client_pair, capfd
 ):
     tls = residuum.TLS(ca=authority.path, cert=client_pair.cert, key=client_pair.key)
@@ -302,6 +302,6 @@ def test_without_tokens_every_certificate_may_do_everything_and_that_is_said(
     assert "callers have all rights" not in "".join(capfd.readouterr())
 
 
-def test_an_authority_of_the_tests_differs_from_the_other(authority, stranger):
+def test_the_test_authorities_differ(authority, stranger):
     assert authority.path.read_bytes() != stranger.path.read_bytes()
     assert isinstance(authority, Authority)

@@ -51,14 +51,14 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "words"), BAD.values(), ids=BAD)
-def test_a_bad_file_is_told_at_the_start(store, tokens, text, words):
+def test_a_bad_tokens_file_is_reported_at_startup(store, tokens, text, words):
     tokens.replace(text)
     with pytest.raises(TokensError, match=words) as raised, store(tokens=tokens.path):
         pass
     assert "SECRET" not in str(raised.value)
 
 
-def test_no_file(store, tmp_path):
+def test_a_missing_tokens_file_is_reported(store, tmp_path):
     with pytest.raises(TokensError, match="cannot be read"), store(tokens=tmp_path / "none"):
         pass
 
@@ -70,7 +70,7 @@ def test_limits(tokens):
     assert table.limits_of("bob") == Limits()
 
 
-def test_tokens_come_and_go_while_the_service_runs(store, tokens, capfd):
+def test_tokens_can_be_added_and_removed_while_the_service_runs(store, tokens, capfd):
     first = tokens.add("alice", "read")
     with store(tokens=tokens.path) as endpoint:
         assert ask(endpoint, first)
@@ -103,7 +103,7 @@ def test_a_client_reads_its_file_again(store, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["environment", "file in the environment", "flag"])
-def test_where_the_command_finds_it(store, tokens, tmp_path, monkeypatch, capsys, way):
+def test_the_command_finds_the_token(store, tokens, tmp_path, monkeypatch, capsys, way):
     token = tokens.add("alice", "read")
     file = tmp_path / "token"
     file.write_text(token)
@@ -135,7 +135,7 @@ def test_figures_of_the_whole_store_are_for_admins(store, tokens, capsys, monkey
     assert f"max_bytes\t{64 << 30}" in capsys.readouterr().out
 
 
-def test_an_admins_list_tells_whose_each_capture_is(store, tokens, capsys, monkeypatch):
+def test_an_admins_list_shows_the_tenant_of_each_capture(store, tokens, capsys, monkeypatch):
     writer, admin = tokens.add("*", "write"), tokens.add("root", "admin")
     monkeypatch.setenv("RESIDUUM_TOKEN", admin)
     with store(tokens=tokens.path) as endpoint:
@@ -151,7 +151,7 @@ def test_an_admins_list_tells_whose_each_capture_is(store, tokens, capsys, monke
         assert "bob" not in capsys.readouterr().out
 
 
-def test_both_in_the_environment(monkeypatch):
+def test_two_tokens_in_the_environment_are_refused(monkeypatch):
     monkeypatch.setenv("RESIDUUM_TOKEN", "a")
     monkeypatch.setenv("RESIDUUM_TOKEN_FILE", "b")
     with pytest.raises(residuum.BadCredentials, match="both set"):
@@ -202,7 +202,7 @@ def test_the_command_adds_it_to_the_file(store, tokens, capsys):
         ["--tenant", "a", "--rights", "read", "--name", "\udcff"],
     ],
 )
-def test_what_the_command_refuses(flags, capsys):
+def test_invalid_command_lines_of_the_token_command_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as raised:
         main(["token", *flags])
     assert raised.value.code == 2

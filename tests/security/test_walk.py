@@ -49,7 +49,7 @@ EXPECTED = {
     f"/{HEALTH}/Watch": OPEN,
     f"/{HEALTH}/List": OPEN,
 }
-"""A second copy of the table of rights, so that every change of the table must be made twice."""
+"""A second copy of the table of rights, so that a change of the table must be made in both places."""
 
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -63,13 +63,13 @@ def test_every_method_is_in_the_list():
     assert health_pb2.DESCRIPTOR
     assert reflection_pb2.DESCRIPTOR
     found = set(methods_of(STORE, INFERENCE, HEALTH, REFLECTION))
-    assert found | {f"/{HEALTH}/List"} == set(EXPECTED)  # which older versions of the health service lack
+    assert found | {f"/{HEALTH}/List"} == set(EXPECTED)  # older versions of the health service lack List
     files = (inference_pb2.DESCRIPTOR, store_pb2.DESCRIPTOR)
     ours = {service.full_name for file in files for service in file.services_by_name.values()}
     assert ours == {STORE, INFERENCE}
 
 
-def test_a_method_that_nobody_decided_about_fails_at_the_start(monkeypatch):
+def test_a_method_without_a_required_right_fails_at_startup(monkeypatch):
     check_table([STORE, INFERENCE], EXPECTED)
     monkeypatch.delitem(access.RIGHTS, f"/{STORE}/ReadChunks")
     with pytest.raises(RuntimeError, match=r"ReadChunks has no required right"):
@@ -114,7 +114,7 @@ async def service(request, tokens, store, inference):
 
 
 @pytest.mark.parametrize("which", ["no token", "a wrong token", "an expired token"])
-async def test_who_shows_no_good_token(service, tokens, which):
+async def test_calls_without_a_valid_token_are_unauthenticated(service, tokens, which):
     endpoint, methods = service
     token = {"no token": "", "a wrong token": "rsd_wrong", "an expired token": tokens.add("alice", *RIGHTS, days=-1)}
     for name, method in methods.items():
@@ -126,7 +126,7 @@ async def test_who_shows_no_good_token(service, tokens, which):
 
 
 @pytest.mark.parametrize("right", RIGHTS)
-async def test_who_has_one_right(service, tokens, right):
+async def test_a_token_with_one_right(service, tokens, right):
     endpoint, methods = service
     token = tokens.add("alice", right)
     for name, method in methods.items():
@@ -137,7 +137,7 @@ async def test_who_has_one_right(service, tokens, right):
             assert (code, reason) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"), name
 
 
-async def test_several_at_once(service, tokens):
+async def test_concurrent_callers_are_told_apart(service, tokens):
     """The server tells callers apart whose calls share threads and the event loop."""
     endpoint, methods = service
     given = {right: tokens.add("alice", right) for right in RIGHTS}
@@ -149,7 +149,7 @@ async def test_several_at_once(service, tokens):
     await asyncio.gather(*(check(name, right) for name in methods for right in RIGHTS if EXPECTED[name] != OPEN))
 
 
-async def test_a_method_that_is_not_there(service, tokens):
+async def test_an_unknown_method_is_unimplemented(service, tokens):
     endpoint, methods = service
     unknown = next(iter(methods)).rpartition("/")[0] + "/Nothing"
     for token in ("", tokens.add("alice", "admin")):
@@ -169,7 +169,7 @@ async def test_a_method_that_is_not_there(service, tokens):
         [("authorization-bin", b"Bearer {}")],
     ],
 )
-async def test_headers_of_another_form(service, tokens, headers):
+async def test_malformed_authorization_headers_are_refused(service, tokens, headers):
     endpoint, methods = service
     token = tokens.add("alice", "admin")
     sent = [(key, value.format(token) if isinstance(value, str) else value) for key, value in headers]

@@ -27,11 +27,11 @@ from tests.inference.service_support import ADD_JOY, CAPTURE, JOY, FakeEngine, a
 PROMPT = [5, 6, 7]
 REQUEST_ID = "r"
 DEAD = object()
-"""What a sequence's script says when the engine dies."""
+"""A script's item for the death of the engine."""
 
 
 class ScriptedStore:
-    """Opens captures as `opening` says: "ok", "refused", "no answer", or "later", when `answers` is set."""
+    """Opens captures as `opening` says: "ok", "refused", "no answer", or "later", after `answers` is set."""
 
     def __init__(self, opening):
         self.opening = opening
@@ -80,7 +80,7 @@ class Face:
             self.error = error
 
     def abort(self):
-        """Abort the request by a call; without such a call, the client disconnects."""
+        """Abort the request by a call. If the entry point has no such call, the client disconnects."""
         self.consumer.cancel()
 
     def update(self):

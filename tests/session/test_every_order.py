@@ -1,4 +1,4 @@
-"""No capture is silently partial: in every order of events, at both entry points, it is sealed once and correctly."""
+"""No capture is silently partial: for every order of events, at both entry points, it is sealed once and correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPLETE, INCOMPLETE, ABORTED = (
     capture_pb2.CAPTURE_STATE_ABORTED,
 )
 _TURNS = 60
-"""Turns of the event loop after which nothing more happens by itself."""
+"""Turns of the event loop after which it is idle."""
 
 
 class EveryOrder(RuleBasedStateMachine):
@@ -26,7 +26,7 @@ class EveryOrder(RuleBasedStateMachine):
 
     face_name: str
     given_up = False
-    """Whether vLLM gave up a sequence, which it says without an exception."""
+    """Whether vLLM gave up a sequence, which it reports without an exception."""
 
     @initialize(num_sequences=st.integers(1, 3), opening=st.sampled_from(["ok", "ok", "later", "refused", "no answer"]))
     def start(self, num_sequences, opening):

@@ -1,4 +1,4 @@
-"""A store that fails as scripted, shipper processes, and rows of which every byte is known."""
+"""A store that fails as scripted, shipper processes, and rows with known bytes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, ROOTS))}
 
 
 def wait_until(condition, what="the condition", deadline=DEADLINE):
-    """Poll until the condition holds, where there is no event to wait for."""
+    """Poll until a condition holds that has no event to wait for."""
     end = time.monotonic() + deadline
     while not (result := condition()):
-        assert time.monotonic() < end, f"{what} did not come true in {deadline} s"
+        assert time.monotonic() < end, f"{what} did not happen in {deadline} s"
         time.sleep(0.01)
     return result
 
@@ -74,7 +74,7 @@ class Work:
 
 
 class EndOfStream(Exception):  # noqa: N818
-    """A script's way to end the stream with the status OK."""
+    """Raised by a script to end the stream with the status OK."""
 
 
 class ScriptedStore(store_pb2_grpc.StoreServiceServicer):

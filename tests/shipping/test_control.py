@@ -1,4 +1,4 @@
-"""The shipper's side of the control socket, with a worker that the test plays."""
+"""The shipper's side of the control socket. The test plays the worker."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def greet(worker, descriptors, *messages):
     ],
     ids=["version", "size", "no-hello", "two-hellos", "beyond", "across-the-end", "empty", "no-dtype", "done"],
 )
-def test_a_worker_that_talks_nonsense_is_left_and_tried_again(worker, descriptor, outbox, messages):
+def test_a_worker_with_invalid_messages_is_disconnected_and_retried(worker, descriptor, outbox, messages):
     connection = greet(worker, [descriptor], *messages)
     assert connection.recv(1) == b""
     connection.close()

@@ -1,4 +1,4 @@
-"""The figures of workers and shippers, as another process reads them."""
+"""The figures of workers and shippers, read by another process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_file_is_written_when_something_changed_and_not_too_often(tmp_path, mo
     written = path.stat().st_ino
     now[0] += 5
     file.refresh()
-    assert path.stat().st_ino == written, "nothing changed: nothing is written"
+    assert path.stat().st_ino == written, "without a change, nothing is written"
     file.remove()
     assert read_figures(path) == {}
     file.remove()
@@ -46,13 +46,13 @@ def test_a_file_is_written_when_something_changed_and_not_too_often(tmp_path, mo
     file.refresh()  # as on a full disk: no reason to fail
 
 
-def test_half_a_file_is_none(tmp_path):
+def test_a_truncated_figures_file_counts_as_empty(tmp_path):
     path = tmp_path / "x"
     path.write_text('{"a": ')
     assert read_figures(path) == {}
 
 
-async def test_a_worker_and_a_shipper_tell_what_they_did(
+async def test_a_worker_and_a_shipper_report_their_figures(
     start_producer, start_store, control_path, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])

@@ -51,7 +51,7 @@ def headers(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(headers())
-def test_frames_read_by_protobuf_itself_are_the_rows_again(header):
+def test_protobuf_parses_the_frames_into_the_same_rows(header):
     payload = payload_of(header)
     dtype = np.dtype(f"V{numpy_dtype(header.dtype).itemsize}")
     rows = np.frombuffer(payload, dtype).reshape(len(header.layers), len(header.positions), header.width)
@@ -91,7 +91,7 @@ def test_every_chunk_keeps_to_the_limits(header):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_every_encoding_are_the_same_however_they_are_cut(name):
+def test_rows_of_every_encoding_do_not_depend_on_the_cut(name):
     """3 layers of 900 positions, or of so many that one layer does not fit a chunk."""
     small = FORMATS[name]
     wide = dataclasses.replace(small, width=4096, dimensions=small.dimensions and 2048)
@@ -115,7 +115,7 @@ def test_rows_of_every_encoding_are_the_same_however_they_are_cut(name):
     assert (seen == 1).all()
 
 
-def test_pieces_lie_in_the_ring_itself():
+def test_pieces_are_views_of_the_ring():
     header = header_of(range(60), range(32), 576, BF16)
     payload = np.zeros(payload_bytes(header), np.uint8)
     pieces = list(cut(header, payload.data))
@@ -124,7 +124,7 @@ def test_pieces_lie_in_the_ring_itself():
     assert [len(piece.header.layers) for piece in pieces] == [30, 30]
 
 
-def test_worst_header_fits_beside_the_largest_layer():
+def test_the_largest_header_and_the_largest_layer_fit_a_chunk():
     positions = range(2**32 - 1 - MAX_CHUNK_POSITIONS, 2**32 - 1)
     width = ((2 << 20) - (64 << 10)) // (2 * MAX_CHUNK_POSITIONS)
     header = header_of([2**31], positions, width, BF16)
@@ -145,6 +145,6 @@ def test_worst_header_fits_beside_the_largest_layer():
     ],
     ids=["short", "long", "no-layers", "no-positions", "row-too-large", "no-dtype"],
 )
-def test_what_cannot_be_framed_is_refused(header, size):
+def test_payloads_that_cannot_be_framed_are_refused(header, size):
     with pytest.raises(ValueError, match=r"bytes|element type"):
         cut(header, memoryview(bytearray(size)))  # before anything is sent

@@ -1,4 +1,4 @@
-"""Which lane, and which reserve of the ring, a capture uses."""
+"""The lane, and the reserve of the ring, that a capture uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS = [f"x-{at}" for at in range(30)]
 
 
 @pytest.mark.parametrize("tenant", ["", "alice"])
-def test_what_is_captured_goes_to_the_store_of_its_id_whoever_asked(tenant):
+def test_rows_go_to_the_store_of_their_capture_id(tenant):
     lanes = Lanes(parse_stores([f"{name}=127.0.0.1:{at}" for at, name in enumerate(NAMES, 1)]), 1, Credentials())
     for name in IDS:
         path = tenant_path(tenant, name)
@@ -27,7 +27,7 @@ def test_what_is_captured_goes_to_the_store_of_its_id_whoever_asked(tenant):
 
 
 @pytest.mark.parametrize("tenant", ["", "alice"])
-def test_room_is_that_of_the_store_of_the_id(start_producer, tenant):
+def test_an_extent_comes_from_the_reserve_of_the_captures_store(start_producer, tenant):
     producer = start_producer(1 << 20, stores=NAMES)
     for name in IDS:
         before = producer._allotment.used

@@ -79,7 +79,7 @@ def test_one_parcel_may_always_be_under_way(outbox):
     assert outbox.take(outbox.start_stream())[0] == 1
 
 
-def test_parcels_are_made_only_as_there_is_room_for_them(outbox):
+def test_parcels_are_made_only_when_there_is_room(outbox):
     made = []
 
     def make():
@@ -112,7 +112,7 @@ def test_an_empty_source_is_nothing_to_send(outbox):
     assert outbox.take(stream) is None
 
 
-def test_an_ended_stream_lets_its_reader_go_and_gives_it_nothing_more(outbox):
+def test_an_ended_stream_releases_its_reader(outbox):
     old = outbox.start_stream()
     thread, taken = blocked_take(outbox, old)
     outbox.end_stream()

@@ -154,7 +154,7 @@ def test_acquire_without_waiting_returns_none_when_no_run_is_long_enough(start_p
     assert producer.stats().waits == 0
 
 
-def test_what_is_written_into_an_extent_stays_in_it(start_producer):
+def test_writes_to_an_extent_stay_within_it(start_producer):
     producer = start_producer(ring_bytes=PAGE)
     first, second = (producer.acquire(300, block=False) for _ in range(2))
     producer.view(first)[:] = 1
@@ -165,9 +165,9 @@ def test_what_is_written_into_an_extent_stays_in_it(start_producer):
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, PAGE + 1])
-def test_a_size_that_can_never_be_had_is_refused(start_producer, nbytes):
+def test_a_size_that_can_never_be_allocated_is_refused(start_producer, nbytes):
     producer = start_producer(ring_bytes=PAGE)
-    with pytest.raises(ValueError, match="cannot be had"):
+    with pytest.raises(ValueError, match="cannot be allocated"):
         producer.acquire(nbytes, block=True)
 
 
@@ -193,7 +193,7 @@ def test_acquire_waits_until_an_extent_is_given_back(start_producer, connect):
     wait_until(lambda: producer.stats().waits)
     shipper.send(Done(tickets[1]))
     wait_until(lambda: producer.stats().freed)
-    assert thread.is_alive()  # half of the room is there
+    assert thread.is_alive()  # only half of the room is free
     shipper.send(Done(tickets[0]))
     thread.join(DEADLINE)
     assert result == [Extent(0, PAGE)]
@@ -221,7 +221,7 @@ def test_closing_wakes_a_waiting_acquire(start_producer):
     assert isinstance(result[0], ProducerClosedError)
 
 
-def test_a_closed_producer_takes_nothing_and_leaves_nothing(start_producer, control_path):
+def test_a_closed_producer_refuses_calls_and_leaves_no_descriptors(start_producer, control_path):
     producer = start_producer()
     extent = producer.acquire(NBYTES, block=False)
     producer.close()
@@ -235,7 +235,7 @@ def test_a_closed_producer_takes_nothing_and_leaves_nothing(start_producer, cont
         producer.report_loss("a", store_pb2.RowLoss())
 
 
-def test_closing_what_was_never_started_leaves_no_descriptor(control_path):
+def test_closing_an_unstarted_producer_leaves_no_descriptor(control_path):
     before = open_files()
     RingProducer(control_path, ring_bytes=1).close()
     assert open_files() == before
@@ -268,7 +268,7 @@ def test_drain_waits_for_extents_and_losses(start_producer, connect):
     ],
     ids=["none", "empty", "second-empty", "too-large", "together-too-large", "no-dtype"],
 )
-def test_what_does_not_fit_an_extent_is_refused_at_once(start_producer, headers, why):
+def test_headers_that_do_not_fit_an_extent_are_refused_at_once(start_producer, headers, why):
     producer = start_producer()
     extent = producer.acquire(NBYTES, block=False)
     with pytest.raises(ValueError, match=why):
@@ -384,7 +384,7 @@ def test_a_lost_shippers_extents_go_to_the_next_one_in_order(start_producer, con
     assert [second.receive() for _ in range(2)] == [messages[0], messages[2]]
 
 
-def test_a_lost_shippers_extents_go_to_one_that_is_there(start_producer, connect):
+def test_a_lost_shippers_extents_go_to_a_connected_shipper(start_producer, connect):
     producer = start_producer()
     first, second = connect(producer), connect(producer)
     captures = [f"capture-{number}" for number in range(32)]
@@ -395,7 +395,7 @@ def test_a_lost_shippers_extents_go_to_one_that_is_there(start_producer, connect
         seen.add(second.receive().capture_id)
 
 
-def test_a_capture_stays_with_one_shipper_and_both_have_work(start_producer, connect):
+def test_a_capture_stays_with_one_shipper_and_captures_spread_over_shippers(start_producer, connect):
     producer = start_producer()
     shippers = [connect(producer), connect(producer)]
     publish(producer, *[f"capture-{number % 32}" for number in range(128)])
@@ -414,7 +414,7 @@ def test_a_capture_stays_with_one_shipper_and_both_have_work(start_producer, con
     assert seen[1]
 
 
-def test_a_leaving_shipper_keeps_what_it_has_and_gets_no_more(start_producer, connect):
+def test_a_leaving_shipper_keeps_its_items_and_gets_no_more(start_producer, connect):
     producer = start_producer()
     publish(producer, "a")
     shipper = connect()
@@ -429,7 +429,7 @@ def test_a_leaving_shipper_keeps_what_it_has_and_gets_no_more(start_producer, co
         shipper.socket.recv(1)
 
 
-def test_what_comes_back_goes_out_before_what_is_newer(start_producer, connect):
+def test_returned_items_go_out_before_newer_ones(start_producer, connect):
     producer = start_producer()
     publish(producer, "a", "b")
     leaving = connect(producer)
@@ -442,7 +442,7 @@ def test_what_comes_back_goes_out_before_what_is_newer(start_producer, connect):
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 64, Done(99).encode(), Hello(1).encode()])
-def test_a_peer_that_talks_nonsense_is_dropped_alone(start_producer, connect, data):
+def test_only_a_peer_with_invalid_messages_is_disconnected(start_producer, connect, data):
     producer = start_producer()
     publish(producer, "a")
     bad = connect()

@@ -16,7 +16,7 @@ def ring():
     os.close(descriptor)
 
 
-def test_it_is_whole_pages(ring):
+def test_the_ring_has_whole_pages(ring):
     ring, _ = ring
     assert ring.ring_bytes == ring.memory.nbytes == 12_288
     assert ring.memory.ctypes.data % mmap.PAGESIZE == 0
@@ -30,7 +30,7 @@ def test_extents_are_views_of_their_bytes(ring):
     assert set(ring.memory[200:256].tolist()) == {0}
 
 
-def test_an_attached_ring_shows_what_is_written_and_cannot_be_written(ring):
+def test_an_attached_ring_is_a_read_only_view(ring):
     ring, descriptor = ring
     attached = SharedRing.attach(descriptor, ring.ring_bytes)
     extent = Extent(512, 5000)
@@ -50,13 +50,13 @@ def test_memory_outlives_its_descriptor():
     assert view.sum() == 500
 
 
-def test_nobody_can_shrink_it_under_another(ring):
+def test_no_process_can_shrink_the_ring(ring):
     _, descriptor = ring
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 0)
 
 
-def test_it_has_no_name_that_could_be_left_behind(ring):
+def test_the_ring_has_no_name_in_the_file_system(ring):
     _, descriptor = ring
     file = Path(f"/proc/self/fd/{descriptor}")
     assert str(file.readlink()).startswith("/memfd:")
@@ -70,12 +70,12 @@ def test_no_extent_beyond_the_ends(ring, extent):
 
 
 @pytest.mark.parametrize("ring_bytes", [0, -1])
-def test_senseless_sizes_are_refused(ring_bytes):
+def test_invalid_sizes_are_refused(ring_bytes):
     with pytest.raises(ValueError, match="needs at least 1"):
         SharedRing.create(ring_bytes)
 
 
-def test_too_little_memory_is_an_error_and_takes_none():
+def test_too_little_memory_is_an_error_and_allocates_nothing():
     with pytest.raises(OSError, match="available"):
         SharedRing.create(1 << 50)
 

@@ -136,7 +136,7 @@ def test_one_shipper_serves_several_workers(start_producer, start_store, start_s
     assert store.rows == works[0].expected | works[1].expected
 
 
-def test_what_a_dead_worker_handed_over_is_delivered_and_its_successor_served(
+def test_items_of_a_dead_worker_are_delivered_and_its_successor_is_served(
     control_path, start_producer, start_store, start_shipper
 ):
     gate = threading.Event()
@@ -158,7 +158,7 @@ def test_what_a_dead_worker_handed_over_is_delivered_and_its_successor_served(
     assert store.rows.items() >= successor.expected.items()
 
 
-def test_sigterm_delivers_what_was_handed_over_and_takes_nothing_more(work, start_store, start_shipper):
+def test_sigterm_delivers_items_and_accepts_no_more(work, start_store, start_shipper):
     gate = threading.Event()
     store = start_store(lambda *_: gate.wait(DEADLINE) and None)
     shipper = start_shipper(store.endpoint)
@@ -176,7 +176,7 @@ def test_sigterm_delivers_what_was_handed_over_and_takes_nothing_more(work, star
     assert store.rows == work.expected
 
 
-def test_sigterm_with_the_store_away_ends_at_the_grace_and_loses_nothing(work, start_store, start_shipper):
+def test_sigterm_without_a_store_ends_at_the_grace_and_loses_nothing(work, start_store, start_shipper):
     shipper = start_shipper(unreachable_endpoint(), "--grace", "0.3")
     publish_some(work, count=4)
     wait_until(lambda: work.producer.stats().connected_shippers)

@@ -92,7 +92,7 @@ def store(tmp_path):
     store.close()
 
 
-def test_rows_come_back_as_they_were(store, start_producer, start_shipper):
+def test_rows_come_back_unchanged(store, start_producer, start_shipper):
     work = Work(start_producer())
     start_shipper(store.endpoint)
     for name in ("a", "b"):
@@ -105,7 +105,7 @@ def test_rows_come_back_as_they_were(store, start_producer, start_shipper):
     assert store.read("a") | store.read("b") == work.expected
 
 
-def test_several_headers_in_one_extent_and_a_large_one_come_back_as_they_were(store, start_producer, start_shipper):
+def test_several_headers_in_one_extent_and_a_large_extent_come_back_unchanged(store, start_producer, start_shipper):
     work = Work(start_producer(ring_bytes=48 << 20))
     start_shipper(store.endpoint)
     store.open("parts", 100)
@@ -119,7 +119,7 @@ def test_several_headers_in_one_extent_and_a_large_one_come_back_as_they_were(st
     assert store.read("parts") | store.read("large") == work.expected
 
 
-def test_a_reported_loss_ends_its_capture_incomplete_and_no_other(store, start_producer, start_shipper):
+def test_a_reported_loss_ends_only_its_capture_incomplete(store, start_producer, start_shipper):
     work = Work(start_producer())
     start_shipper(store.endpoint)
     for name in ("lost", "whole"):
@@ -141,7 +141,7 @@ def test_a_reported_loss_ends_its_capture_incomplete_and_no_other(store, start_p
     assert store.seal("whole").state == capture_pb2.CAPTURE_STATE_COMPLETE
 
 
-def test_rows_for_captures_that_are_gone_do_not_hold_up_others(store, start_producer, start_shipper):
+def test_rows_of_deleted_captures_do_not_delay_others(store, start_producer, start_shipper):
     work = Work(start_producer())
     start_shipper(store.endpoint)
     store.open("kept", 4)

@@ -79,9 +79,7 @@ async def test_a_killed_shipper_is_started_again_and_nothing_is_missing(start_pr
     assert store.rows == work.expected
 
 
-async def test_stopping_delivers_what_was_handed_over_and_ends_every_process(
-    start_producer, start_store, start_supervisor
-):
+async def test_stopping_delivers_items_and_ends_every_process(start_producer, start_store, start_supervisor):
     work, store = Work(start_producer()), start_store()
     supervisor = await start_supervisor(store.endpoint, 2)
     pids = [status.pid for status in supervisor.status()]
@@ -96,7 +94,7 @@ async def test_stopping_delivers_what_was_handed_over_and_ends_every_process(
     await supervisor.stop(grace_seconds=DEADLINE)
 
 
-async def test_what_is_meant_for_the_parents_group_passes_shippers_by_though_they_are_of_its_session(
+async def test_signals_to_the_parents_group_do_not_reach_shippers_of_its_session(
     start_producer, start_supervisor, start_store
 ):
     """In another session, niceness would have no effect on the engine; see autogroup in sched(7)."""
@@ -119,7 +117,7 @@ async def test_a_shipper_that_outlasts_the_grace_is_killed(start_producer, start
     assert supervisor.status()[0].last_exit == -signal.SIGKILL
 
 
-async def test_one_that_keeps_failing_is_restarted_ever_more_slowly_and_can_be_stopped(start_supervisor):
+async def test_a_failing_shipper_is_restarted_with_growing_delays_and_can_be_stopped(start_supervisor):
     supervisor = await start_supervisor("127.0.0.1:1", 1, "--no-such-option")
     await until(lambda: supervisor.status()[0].restarts >= 1)
     assert supervisor.status()[0].last_exit in (2, None)
@@ -167,7 +165,7 @@ child.wait()
 """
 
 
-def test_a_terminal_that_stops_what_writes_to_it_does_not_stop_a_shipper(tmp_path):
+def test_a_terminal_with_tostop_does_not_stop_a_shipper(tmp_path):
     command = [sys.executable, "-c", TERMINAL, str(tmp_path / "ring")]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.stdout.strip() in set("RSD"), (done.stdout, done.stderr)

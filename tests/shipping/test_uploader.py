@@ -1,4 +1,4 @@
-"""The stream to the store, with a store that fails on purpose. Only the processes are not real."""
+"""The stream to a store that fails on purpose. Everything runs in one process."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_no_more_than_the_limit_is_under_way(work, start_store, start_uploader):
 @pytest.mark.parametrize(
     "reason", [Reason.ERROR_REASON_UNKNOWN_CAPTURE, Reason.ERROR_REASON_CAPTURE_ENDED], ids=errors_pb2.ErrorReason.Name
 )
-def test_rows_that_nobody_wants_free_their_extent_without_a_word(work, start_store, start_uploader, reason):
+def test_rows_of_unknown_captures_free_their_extent_silently(work, start_store, start_uploader, reason):
     store = start_store(lambda store, request, context: reason if request.capture_id == "capture-0" else None)
     uploader, _ = start_uploader(store.endpoint)
     publish_some(work)

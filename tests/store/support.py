@@ -1,4 +1,4 @@
-"""Shared by the store's tests: small captures whose values are functions of their cells, and a plain client."""
+"""Shared by the store's tests: small captures with values that depend only on their cells, and a plain client."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Rows:
         for at, layer in enumerate(header.layers):
             for to, position in enumerate(header.positions):
                 cell = (header.sequence, header.site, layer, position)
-                assert cell not in self.cells, f"{cell} came twice"
+                assert cell not in self.cells, f"{cell} was sent twice"
                 np.testing.assert_array_equal(values[at, to], row(cell, header.width))
                 self.cells.add(cell)
 

@@ -24,7 +24,7 @@ def test_all_items_come_in_order(values: list[int], depth: int) -> None:
     assert not _threads()
 
 
-def test_the_next_item_is_made_while_one_is_dealt_with() -> None:
+def test_the_next_items_are_prefetched_while_one_is_handled() -> None:
     made = [threading.Event() for _ in range(6)]
 
     def items() -> Generator[int, None, None]:
@@ -35,9 +35,9 @@ def test_the_next_item_is_made_while_one_is_dealt_with() -> None:
     stream = ahead(items())
     for _ in range(3):
         next(stream)
-    assert made[3].wait(_SECONDS), "nobody makes the fourth while the third is dealt with"
-    assert made[4].wait(_SECONDS), "nobody works on the fifth while the fourth lies ready"
-    assert not made[5].is_set(), "more was made than is to lie ready"
+    assert made[3].wait(_SECONDS), "the fourth item is not prefetched while the third is handled"
+    assert made[4].wait(_SECONDS), "the fifth item is not started while the fourth waits"
+    assert not made[5].is_set(), "too many items were prefetched"
     stream.close()
     assert not _threads()
 
@@ -56,7 +56,7 @@ def test_short_streams_cost_no_thread() -> None:
 
 
 @pytest.mark.parametrize("good", [0, 1, 2, 3, 5])
-def test_what_the_items_raise_comes_after_the_items_before_it(good: int) -> None:
+def test_an_exception_is_raised_after_the_earlier_items(good: int) -> None:
     def items() -> Generator[int, None, None]:
         yield from range(good)
         raise LookupError("no more")

@@ -48,7 +48,7 @@ def test_an_empty_stream_is_fine(client: Client) -> None:
 
 
 @pytest.mark.parametrize("ack", ["committed", "synced"])
-def test_a_writer_that_waits_for_each_ack_goes_on(tmp_path: Path, ack: str) -> None:
+def test_a_writer_can_wait_for_each_acknowledgement(tmp_path: Path, ack: str) -> None:
     with serving(tmp_path / "store", ack=ack, sync_interval_seconds=0.01) as (_, client):
         client.open()
         stream = OpenStream(client)
@@ -131,7 +131,7 @@ def test_repeats_of_an_ended_capture_are_acknowledged(client: Client) -> None:
     assert client.get() == manifest
 
 
-def test_a_wrong_checksum_is_rejected_alone(client: Client) -> None:
+def test_only_the_chunk_with_a_wrong_checksum_is_rejected(client: Client) -> None:
     client.open()
     damaged = bytearray(make_chunk(LAYERS, [1]))
     damaged[-1] ^= 1
@@ -166,14 +166,14 @@ BAD_CHUNKS = {
 
 
 @pytest.mark.parametrize("name", BAD_CHUNKS)
-def test_a_chunk_that_can_never_be_written_is_rejected_alone(client: Client, name: str) -> None:
+def test_only_the_invalid_chunk_is_rejected(client: Client, name: str) -> None:
     client.open()
     answers = client.append([BAD_CHUNKS[name], make_chunk(LAYERS, [0])])
     assert rejections(answers) == {1: INVALID}
     assert cells_of(client.get().present) == grid(LAYERS, [0])
 
 
-def test_every_rejection_is_told_before_its_number_is_passed(client: Client) -> None:
+def test_every_rejection_is_sent_before_a_later_acknowledgement(client: Client) -> None:
     client.open()
     bad = make_chunk([7], [0])
     told: set[int] = set()
@@ -184,7 +184,7 @@ def test_every_rejection_is_told_before_its_number_is_passed(client: Client) -> 
     assert len(told) == 2500
 
 
-def test_a_name_of_any_length_is_answered_shortly(client: Client) -> None:
+def test_the_error_for_a_long_name_is_short(client: Client) -> None:
     name = "x" * 1_000_000
     with failing_with(Reason.ERROR_REASON_UNKNOWN_CAPTURE):
         client.get(name)
@@ -195,7 +195,7 @@ def test_a_name_of_any_length_is_answered_shortly(client: Client) -> None:
     assert answers[-1].ByteSize() < 1000
 
 
-def test_unknown_captures_are_rejected_alone(client: Client) -> None:
+def test_rows_of_unknown_captures_are_rejected(client: Client) -> None:
     client.open()
     answers = client.send(
         [
@@ -218,7 +218,7 @@ def test_unknown_captures_are_rejected_alone(client: Client) -> None:
         store_pb2.RowLoss(sites=[POST], layers=[0], positions=[0], reason=1, sequence=3),
     ],
 )
-def test_a_loss_that_makes_no_sense_is_rejected(client: Client, loss: store_pb2.RowLoss) -> None:
+def test_an_invalid_loss_is_rejected(client: Client, loss: store_pb2.RowLoss) -> None:
     client.open()
     assert rejections(client.send([loss_message(1, "a", loss)])) == {1: INVALID}
 
@@ -239,7 +239,7 @@ def test_a_stream_that_breaks_the_rules_fails(client: Client, messages: list[byt
     with failing_with(INVALID):
         client.send(messages)
     client.append([make_chunk(LAYERS, [0, 1])])
-    assert client.get().num_rows == 6, "the service goes on"
+    assert client.get().num_rows == 6, "the service continues"
 
 
 def test_a_message_over_the_limit_fails_its_stream_only(client: Client) -> None:
@@ -265,7 +265,7 @@ def test_the_stock_stub_is_a_writer(client: Client) -> None:
     assert client.read()[0] == grid(LAYERS, range(5))
 
 
-def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_disconnected_writer_frees_its_slot(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_writers=1) as (_, client):
         client.open()
         for position in range(5):  # more calls than slots, so each slot must be freed
@@ -282,10 +282,10 @@ def wait_until_released(client: Client) -> None:
         with suppress(grpc.RpcError):
             client.send([])
             return
-    pytest.fail("the streams of clients that have gone are still held")
+    pytest.fail("the streams of disconnected clients still hold their slots")
 
 
-def test_a_full_house_says_so(tmp_path: Path) -> None:
+def test_a_writer_beyond_the_limit_of_streams_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_writers=2) as (_, client):
         client.open()
         streams = [OpenStream(client), OpenStream(client)]
@@ -299,7 +299,7 @@ def test_a_full_house_says_so(tmp_path: Path) -> None:
             stream.cancel()
 
 
-def test_clients_that_wait_do_not_shut_writers_out(tmp_path: Path) -> None:
+def test_waiting_readers_do_not_block_writers(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_streams=2, max_writers=1) as (_, client):
         client.open()
         client.seal(generated=[1])

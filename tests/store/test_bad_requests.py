@@ -40,7 +40,7 @@ BAD_DESCRIPTIONS = {
 
 
 @pytest.mark.parametrize("name", BAD_DESCRIPTIONS)
-def test_a_description_that_makes_no_sense(client: Client, name: str) -> None:
+def test_an_invalid_description_is_refused(client: Client, name: str) -> None:
     description = describe()
     for field, value in BAD_DESCRIPTIONS[name].items():
         setattr(description, field, value)
@@ -63,7 +63,7 @@ def bad_specs() -> dict[str, capture_pb2.CaptureSpec]:
 
 
 @pytest.mark.parametrize("name", bad_specs())
-def test_a_spec_that_is_not_filled_in(client: Client, name: str) -> None:
+def test_a_spec_without_its_defaults_is_refused(client: Client, name: str) -> None:
     description = describe()
     description.spec.CopyFrom(bad_specs()[name])
     with failing_with(INVALID) as caught:
@@ -83,7 +83,7 @@ def test_a_spec_that_is_not_filled_in(client: Client, name: str) -> None:
         ({"incomplete_detail": "x" * (MAX_DETAIL_LENGTH + 1)}, "incomplete_detail"),
     ],
 )
-def test_a_seal_that_makes_no_sense(client: Client, fields: dict[str, object], field: str) -> None:
+def test_an_invalid_seal_is_refused(client: Client, fields: dict[str, object], field: str) -> None:
     client.open()
     with failing_with(INVALID) as caught:
         client.seal(**fields)
@@ -113,7 +113,7 @@ def test_page_tokens_that_are_not_the_stores(client: Client, token: str) -> None
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), [(-5, 0), (0, -1), (10**18, 0)])
-def test_waits_of_any_length_are_understood(client: Client, seconds: int, nanos: int) -> None:
+def test_waits_of_any_length_are_accepted(client: Client, seconds: int, nanos: int) -> None:
     client.open(describe(prompt=0))
     client.seal(generated=[1], outcome=4)
     request = store_pb2.GetCaptureRequest(capture_id="a")
@@ -134,7 +134,7 @@ def test_a_capture_of_more_tokens_than_a_manifest_can_name(client: Client, seque
     assert caught[0].metadata == {"field": "description.prompt_token_ids"}
 
 
-def test_a_description_larger_than_any_that_is_meant(client: Client) -> None:
+def test_a_description_that_is_too_large_is_refused(client: Client) -> None:
     description = describe()
     description.steering.operations.add(layer_digests=[b"d" * 32] * (MAX_DESCRIPTION_BYTES // 34))
     with failing_with(INVALID) as caught:
@@ -142,7 +142,7 @@ def test_a_description_larger_than_any_that_is_meant(client: Client) -> None:
     assert caught[0].metadata["field"] == "description"
 
 
-def test_a_seal_larger_than_any_that_is_meant(client: Client) -> None:
+def test_a_seal_that_is_too_large_is_refused(client: Client) -> None:
     client.open()
     outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1], finish_reason="x" * (2 << 20))
     with failing_with(INVALID):
@@ -151,7 +151,7 @@ def test_a_seal_larger_than_any_that_is_meant(client: Client) -> None:
         )
 
 
-def test_a_capture_of_more_rows_at_a_position_than_the_store_keeps_account_of(client: Client) -> None:
+def test_a_capture_of_too_many_rows_at_a_position_is_refused(client: Client) -> None:
     layers = range(MAX_CAPTURE_ROWS_AT_A_POSITION // 8 + 1)
     with failing_with(INVALID) as caught:
         client.open(describe(layers=layers, sequences=8))
@@ -159,7 +159,7 @@ def test_a_capture_of_more_rows_at_a_position_than_the_store_keeps_account_of(cl
     client.open(describe(layers=layers[:-1], sequences=8))
 
 
-def test_a_position_that_no_capture_can_have(client: Client) -> None:
+def test_an_impossible_position_is_rejected(client: Client) -> None:
     client.open()
     answers = client.append([make_chunk([0], [0, MAX_CAPTURE_TOKENS]), make_chunk([0], [MAX_CAPTURE_TOKENS - 1])])
     assert rejections(answers) == {1: INVALID}
@@ -176,7 +176,7 @@ def test_a_position_that_no_capture_can_have(client: Client) -> None:
     ],
     ids=["position", "positions", "layers", "sites", "detail"],
 )
-def test_a_loss_larger_than_any_that_is_meant(client: Client, fields: dict[str, object]) -> None:
+def test_a_loss_that_is_too_large_is_rejected(client: Client, fields: dict[str, object]) -> None:
     client.open()
     good = {"sites": [POST], "layers": [0], "positions": [0], "reason": capture_pb2.INCOMPLETE_REASON_OVERFLOW}
     answers = client.send([loss_message(1, "a", store_pb2.RowLoss(**{**good, **fields}))])

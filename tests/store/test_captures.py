@@ -96,7 +96,7 @@ def test_only_wanted_positions_are_expected(client: Client) -> None:
 
 def test_the_row_past_the_end_is_trimmed(client: Client) -> None:
     client.open()
-    client.append([make_chunk(LAYERS, range(7))])  # expected are 4 + 2 - 1 = 5
+    client.append([make_chunk(LAYERS, range(7))])  # 4 + 2 - 1 = 5 are expected
     manifest = client.seal(generated=[2])
     assert manifest.state == COMPLETE
     assert cells_of(manifest.present) == grid(LAYERS, range(5))
@@ -140,7 +140,7 @@ def check_ended_as(manifest: capture_pb2.CaptureManifest, ending: dict[str, Any]
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=["aborted", "failed"])
-def test_it_is_open_until_what_was_under_way_is_there(patient: Client, ending: dict[str, Any]) -> None:
+def test_a_capture_is_open_until_the_rows_in_flight_have_arrived(patient: Client, ending: dict[str, Any]) -> None:
     patient.open()
     sealed = patient.seal(generated=[2], **ending)
     assert (sealed.state, sealed.incomplete_reason, sealed.incomplete_detail) == (OPEN, 0, "")
@@ -159,20 +159,20 @@ def test_it_is_open_until_what_was_under_way_is_there(patient: Client, ending: d
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=["aborted", "failed"])
-def test_it_ends_when_nothing_that_was_under_way_comes_any_more(hasty: Client, ending: dict[str, Any]) -> None:
+def test_a_capture_ends_when_no_row_in_flight_arrives_any_more(hasty: Client, ending: dict[str, Any]) -> None:
     hasty.open()
     hasty.append([make_chunk(LAYERS, [0, 1])])
     assert hasty.seal(generated=[0], **ending).state == OPEN
     manifest = hasty.get(wait=20)
     check_ended_as(manifest, ending)
-    assert cells_of(manifest.missing) == grid(LAYERS, [2, 3]), "an aborted prompt expects the prompt"
+    assert cells_of(manifest.missing) == grid(LAYERS, [2, 3]), "an aborted request expects its prompt"
     answers = hasty.append([make_chunk(LAYERS, [0]), make_chunk(LAYERS, [1, 2])])
     assert rejections(answers) == {2: Reason.ERROR_REASON_CAPTURE_ENDED}
     assert hasty.get() == manifest
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=["aborted", "failed"])
-def test_it_ends_when_the_rest_was_lost(patient: Client, ending: dict[str, Any]) -> None:
+def test_a_capture_ends_when_its_missing_rows_were_lost(patient: Client, ending: dict[str, Any]) -> None:
     patient.open()
     patient.seal(generated=[2], **ending)
     loss = store_pb2.RowLoss(sites=[POST], layers=LAYERS, positions=[3, 4], reason=OVERFLOW, detail="ring full")
@@ -183,7 +183,7 @@ def test_it_ends_when_the_rest_was_lost(patient: Client, ending: dict[str, Any])
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=["aborted", "failed"])
-def test_it_ends_at_once_if_it_expects_nothing(patient: Client, ending: dict[str, Any]) -> None:
+def test_a_capture_that_expects_no_rows_ends_at_once(patient: Client, ending: dict[str, Any]) -> None:
     generated = selection_pb2.PositionSelection(phases=[selection_pb2.PHASE_GENERATED])
     patient.open(describe(positions=generated))
     check_ended_as(patient.seal(generated=[0], **ending), ending)
@@ -201,7 +201,7 @@ def test_a_loss_makes_it_incomplete_once_the_rest_is_there(client: Client, seale
     if sealed_first:
         client.seal(generated=[2])
         client.send(messages[:1])
-        assert client.get().state == OPEN, "rows that may still come are worth waiting for"
+        assert client.get().state == OPEN, "the store waits for rows that may still arrive"
         client.send(messages[1:])
     else:
         client.send(messages)
@@ -218,7 +218,7 @@ def test_a_loss_that_does_not_matter_is_no_loss(client: Client) -> None:
     assert client.seal(generated=[2]).state == COMPLETE  # lost row 2 arrived after all, and 17 was never expected
 
 
-def test_rows_that_do_not_come_time_out(tmp_path: Path) -> None:
+def test_a_capture_with_missing_rows_times_out(tmp_path: Path) -> None:
     with serving(tmp_path / "store", seal_timeout_seconds=0.2) as (_, client):
         client.open()
         client.append([make_chunk(LAYERS, range(4))])
@@ -230,7 +230,7 @@ def test_rows_that_do_not_come_time_out(tmp_path: Path) -> None:
         assert rejections(answers) == {1: Reason.ERROR_REASON_CAPTURE_ENDED}
 
 
-def test_an_open_capture_has_a_time_of_its_own(tmp_path: Path) -> None:
+def test_an_open_capture_has_its_own_timeout(tmp_path: Path) -> None:
     with serving(tmp_path / "store", seal_timeout_seconds=0.05, ending_timeout_seconds=0.05) as (_, client):
         client.open()
         assert client.get(wait=0.3).state == OPEN
@@ -301,7 +301,7 @@ def described_at(seconds: int) -> capture_pb2.CaptureDescription:
 def test_opening_again_at_another_time_is_the_same_while_nothing_was_written(client: Client) -> None:
     client.open(described_at(1))
     client.open(described_at(2))
-    assert client.get().description == described_at(1), "the first one stands"
+    assert client.get().description == described_at(1), "the first description remains"
     with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
         client.open(describe(prompt=5))
 
@@ -374,7 +374,7 @@ def test_lists_come_newest_first_in_pages(client: Client) -> None:
             listed(client, page_token=token, **wrong)
 
 
-def test_whether_an_id_is_free_is_told_and_nothing_created(client: Client) -> None:
+def test_a_check_for_a_free_id_creates_nothing(client: Client) -> None:
     def check(name: str, **changes: object) -> None:
         request = store_pb2.OpenCaptureRequest(description=describe(name, **changes), check_only=True)
         client.stub.OpenCapture(request)
@@ -407,7 +407,7 @@ def test_a_list_can_be_left_off_after_any_capture(client: Client) -> None:
         listed(client, page_token=first.page_token)
 
 
-def test_a_summary_says_what_the_manifest_says(client: Client) -> None:
+def test_a_summary_agrees_with_the_manifest(client: Client) -> None:
     client.open()
     client.append([make_chunk(LAYERS, range(5))])
     for state in (OPEN, COMPLETE):

@@ -63,7 +63,7 @@ def test_the_file_never_outgrows_its_limit(tmp_path: Path, size: int) -> None:
     db.close()
 
 
-def test_a_change_that_raises_leaves_nothing(tmp_path: Path) -> None:
+def test_a_change_that_raises_writes_nothing(tmp_path: Path) -> None:
     db = Database(tmp_path / "db", 16 * MIB, sync_roots=False)
 
     def change(txn: Txn) -> None:
@@ -86,7 +86,7 @@ def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A synced file is lost if a power failure removes its name, so folders are synced, too."""
+    """If a power failure removes a file's name, the synced file is lost, so folders are synced, too."""
     synced = []
 
     def fsync(descriptor: int) -> None:
@@ -140,7 +140,7 @@ def test_a_full_map_loses_nothing_and_recovers(tmp_path: Path) -> None:
         assert positions_of(client, "a") == list(range(count))
         assert client.get("a").num_rows == count
         client.seal("a", generated=[1], outcome=ABORTED)
-        assert client.get("a", wait=20).state == ABORTED, "ending works in a full store"
+        assert client.get("a", wait=20).state == ABORTED, "a full store can end captures"
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
         open_wide(client, "b")
         append_when_there_is_room(client, "b")
@@ -148,7 +148,7 @@ def test_a_full_map_loses_nothing_and_recovers(tmp_path: Path) -> None:
     assert (tmp_path / "store" / "data.mdb").stat().st_size <= 33 * MIB
 
 
-def test_a_stream_that_meets_a_full_store_says_how_far_it_came(tmp_path: Path) -> None:
+def test_a_stream_to_a_full_store_gets_its_last_acknowledgement(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_bytes=32 * MIB) as (_, client):
         open_wide(client, "a")
         acked = 0
@@ -189,7 +189,7 @@ def append_as_one_group(store: Store, client: Client, name: str, count: int) -> 
     return acked
 
 
-def test_as_much_of_a_large_group_is_written_as_there_is_room_for(tmp_path: Path) -> None:
+def test_as_much_of_a_large_group_is_written_as_fits(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_bytes=32 * MIB) as (store, client):
         open_wide(client, "a")
         acked = append_as_one_group(store, client, "a", 40)
@@ -197,7 +197,7 @@ def test_as_much_of_a_large_group_is_written_as_there_is_room_for(tmp_path: Path
         assert positions_of(client, "a") == list(range(acked))
 
 
-def test_a_large_group_takes_the_room_of_what_was_deleted(tmp_path: Path) -> None:
+def test_a_large_group_reuses_the_space_of_deleted_captures(tmp_path: Path) -> None:
     """LMDB reuses freed pages only two transactions later, and the first of these must fit into the remaining space."""
     with serving(tmp_path / "store", max_bytes=32 * MIB) as (store, client):
         for name in ("a", "b"):
@@ -268,7 +268,7 @@ def test_a_store_that_cannot_write_any_more_ends_with_an_error(tmp_path: Path, m
             list(idle.answers)
 
 
-def test_a_fault_of_ours_fails_only_the_work_that_meets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_fails_only_the_work_that_triggers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Batch.append
 
     def stumble(self: Batch, name: CaptureName, *content: object) -> bool:

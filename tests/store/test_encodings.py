@@ -56,8 +56,8 @@ def stored(client: Client, **query: object) -> dict[tuple[int, int], np.ndarray]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_every_encoding_come_back_as_they_were(client: Client, name: str) -> None:
-    """Of two overlapping chunks, the store keeps only the second's new rows, with their prefix."""
+def test_rows_of_every_encoding_come_back_unchanged(client: Client, name: str) -> None:
+    """If two chunks overlap, the store keeps only the second chunk's new rows, with their prefix."""
     form = FORMATS[name]
     client.open(describe_format(form))
     first, second = frame(form, [0, 1, 2], [0, 1, 2, 3, 4]), frame(form, [1, 2], [3, 4, 5, 6, 7, 8], seed=1)
@@ -90,7 +90,7 @@ def test_a_chunk_of_another_encoding_is_rejected(client: Client) -> None:
         assert "the capture's rows are rp8 of 10 dimensions" in rejection.error.message
 
 
-def test_a_capture_of_an_encoding_that_cannot_be_is_refused(client: Client) -> None:
+def test_a_capture_of_an_invalid_encoding_is_refused(client: Client) -> None:
     description = describe_format(FORMATS["full8"])
     description.spec.encoding_options.dimensions = 3
     with failing_with(Reason.ERROR_REASON_INVALID_FIELD) as caught:

@@ -1,4 +1,4 @@
-"""A new capture with the ID of one that exists: it fails, replaces the other, or is skipped, and rows never mix."""
+"""A new capture with the ID of an existing one: it fails, replaces the other, or is skipped, and rows never mix."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def test_late_rows_losses_and_seals_of_an_earlier_capture_never_reach_the_new_on
     assert client.get().num_rows == 0
     assert finish(client, 2).state == COMPLETE
     assert client.read()[0] == grid(LAYERS, range(5))
-    assert rejections(write(client, 1, range(5))) == {1: Reason.ERROR_REASON_UNKNOWN_CAPTURE}, "nor when it has ended"
+    assert rejections(write(client, 1, range(5))) == {1: Reason.ERROR_REASON_UNKNOWN_CAPTURE}, (
+        "late rows are refused after the end, too"
+    )
 
 
 def test_opening_again_after_no_answer_changes_nothing(client: Client) -> None:
@@ -220,7 +222,7 @@ def test_a_capture_without_the_prompts_text_is_not_skipped_if_it_is_wanted(clien
 
 
 @pytest.mark.parametrize("outcome", [INCOMPLETE, ABORTED])
-def test_skip_does_again_what_is_not_complete(client: Client, outcome: int) -> None:
+def test_skip_replaces_a_capture_that_is_not_complete(client: Client, outcome: int) -> None:
     open_(client, attempt_of(1))
     finish(client, 1, outcome)
     assert not open_(client, attempt_of(2), SKIP).HasField("existing")
@@ -296,7 +298,7 @@ def test_a_replacement_survives_a_restart_and_frees_the_old_rows(tmp_path: Path)
         assert client.stub.GetStats(store_pb2.GetStatsRequest()).captures[0].count == 1
 
 
-def test_followers_of_a_replaced_capture_are_told(client: Client, other: Client) -> None:
+def test_followers_of_a_replaced_capture_get_an_error(client: Client, other: Client) -> None:
     open_(client, attempt_of(1))
     following = other.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", follow=True), timeout=30)
     assert next(following).manifest.description.attempt == 1

@@ -32,7 +32,7 @@ def follow(client: Client, **fields: object) -> grpc.Call:
     return client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", follow=True, **fields), timeout=30)
 
 
-def test_rows_come_as_they_are_committed(client: Client) -> None:
+def test_rows_are_sent_as_they_are_committed(client: Client) -> None:
     client.open()
     answers = follow(client)
     assert next(answers).manifest.num_rows == 0
@@ -77,7 +77,7 @@ def test_each_row_comes_once_while_several_write(client: Client) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "loss", "time-out"])
-def test_it_ends_with_the_capture(tmp_path: Path, end: str) -> None:
+def test_following_ends_with_the_capture(tmp_path: Path, end: str) -> None:
     waits = {"seal_timeout_seconds" if end == "time-out" else "ending_timeout_seconds": 0.2}
     with serving(tmp_path / "store", **waits) as (_, client):
         client.open()
@@ -97,7 +97,7 @@ def test_it_ends_with_the_capture(tmp_path: Path, end: str) -> None:
         assert last.manifest.HasField("end_time")
 
 
-def test_it_ends_with_the_deletion(client: Client) -> None:
+def test_following_ends_when_the_capture_is_deleted(client: Client) -> None:
     client.open()
     answers = follow(client)
     next(answers)
@@ -107,7 +107,7 @@ def test_it_ends_with_the_deletion(client: Client) -> None:
         list(answers)
 
 
-def test_it_ends_with_the_store(tmp_path: Path) -> None:
+def test_following_ends_when_the_store_stops(tmp_path: Path) -> None:
     with serving(tmp_path / "store") as (store, client):
         client.open()
         answers = follow(client)
@@ -117,7 +117,7 @@ def test_it_ends_with_the_store(tmp_path: Path) -> None:
             list(answers)
 
 
-def test_readers_that_go_away_are_let_go(tmp_path: Path) -> None:
+def test_disconnected_readers_free_their_slots(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_streams=1) as (_, client):
         client.open()
         for _ in range(3):
@@ -132,7 +132,7 @@ def until_accepted(client: Client) -> grpc.Call:
             next(answers)
             return answers
         assert answers.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    return pytest.fail("the reader that has gone still holds its stream")
+    return pytest.fail("the disconnected reader still holds its stream")
 
 
 def test_following_an_aborted_capture_waits_for_what_is_under_way(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""A store without room says so to everyone who asks, ends what waits for too long, and goes on by itself."""
+"""A full store reports it to every caller, ends captures that wait for too long, and continues when it has room."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Serve = Callable[..., Iterator[tuple[Store, Client]]]
 
 @pytest.fixture(params=["the disk is full", "the limit is reached"])
 def small_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve]:
-    """Serves a store with room for some 20 rows of `wide`; what limits it is its disk, or --max-bytes."""
+    """Serves a store with room for about 20 rows of `wide`. Its disk or --max-bytes is the limit."""
     if request.param == "the limit is reached":
         yield contextmanager(lambda **fields: serving_within(tmp_path / "store", max_bytes=28 * MIB, **fields))
         return
@@ -78,7 +78,7 @@ def test_a_full_store_refuses_new_captures_until_one_is_deleted(small_store: Ser
 
 
 def test_ending_and_deleting_need_no_room(small_store: Serve) -> None:
-    """Many records are written to a full store, each in a transaction of its own, and then nothing is left."""
+    """Many records are written to a full store, each in a separate transaction. Afterwards nothing is left."""
     with small_store(ending_timeout_seconds=0.05) as (_, client):
         names = [f"c{number}" for number in range(60)]
         for name in names:
@@ -112,13 +112,13 @@ def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve
                     reader.activations("sealed")
             assert raised.value.reason == "STORE_FULL"
             assert raised.value.missing
-        # Its rows wait no longer in the ring of the inference service: they are rejected, not refused.
+        # Its rows no longer wait in the ring of the inference service, because they are rejected and not refused.
         assert rejections(client.append([wide_chunk(999)], "unsealed")) == {1: Reason.ERROR_REASON_CAPTURE_ENDED}
         assert stats(client).why_full
 
 
-def test_captures_that_waited_go_on_when_there_is_room(small_store: Serve) -> None:
-    """The time that the store was full does not count as a time in which no row came."""
+def test_captures_that_waited_continue_when_there_is_room(small_store: Serve) -> None:
+    """The time while the store is full does not count towards the timeout for rows."""
     with small_store(seal_timeout_seconds=1.0, full_timeout_seconds=60.0) as (_, client):
         for name in ("doomed", "waiting"):
             open_wide(client, name)
@@ -130,11 +130,11 @@ def test_captures_that_waited_go_on_when_there_is_room(small_store: Serve) -> No
         delete(client, "doomed")
         until(lambda: try_to_append(client, "waiting", 1) is None)
         ended = client.get("waiting", wait=20)
-        assert (ended.state, ended.incomplete_reason) == (INCOMPLETE, TIMED_OUT), "now it counts again"
+        assert (ended.state, ended.incomplete_reason) == (INCOMPLETE, TIMED_OUT), "the timeout runs again"
 
 
 def test_a_store_on_a_disk_that_others_filled(tmp_path: Path) -> None:
-    """The store's reserve is allocated: other programs cannot take it."""
+    """The store's reserve is allocated, so other programs cannot use it."""
     with small_disk(tmp_path / "disk", 28 * MIB) as disk, serving(disk / "store") as (_, client):
         open_wide(client, "a")
         client.append([wide_chunk(0), wide_chunk(1)], "a")
@@ -144,6 +144,6 @@ def test_a_store_on_a_disk_that_others_filled(tmp_path: Path) -> None:
         with failing_with(Reason.ERROR_REASON_STORE_FULL):
             client.open(describe("b"))
         (disk / "filler").unlink()
-        until(lambda: not stats(client).why_full)  # nobody writes, and the store finds out by itself
+        until(lambda: not stats(client).why_full)  # without any write, the store notices that it has room
         client.open(describe("b", layers=[0], prompt=1))
         client.seal("b", generated=[1], outcome=COMPLETE)

@@ -1,4 +1,4 @@
-"""Labels: set when a capture is opened or later, listed, filtered by, and gone with their capture."""
+"""Labels: set when a capture is opened or later, listed, used in filters, and deleted with their capture."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_labels_survive_a_restart(start):
 
 
 def test_a_database_without_labels_is_opened(tmp_path):
-    """A store that knew no labels made no tables for them."""
+    """A store version without labels made no tables for them."""
     import lmdb
 
     with serving(tmp_path / "store") as (_, client):
@@ -265,7 +265,7 @@ def expected(conditions, labels):
 
 @given(_CONDITIONS, _LABELS)
 @settings(deadline=None)
-def test_a_filter_means_what_it_says(conditions, labels):
+def test_a_filter_matches_the_reference_implementation(conditions, labels):
     conditions = [item for item in conditions if item[1] in ("=", "!=") or not isinstance(item[2], (bool, str))]
     where = " and ".join(f"{name} {sign} {written(value)}" for name, sign, value in conditions)
     assert matches(parse_where(where), labelled(**labels)) == expected(conditions, labels)

@@ -46,7 +46,7 @@ def store(folder: Path, **settings: float):
     return serving(folder / "store", **{"lease_seconds": LEASE, "ending_timeout_seconds": DRAIN, **settings})
 
 
-def test_the_captures_of_a_service_that_is_gone_end_and_say_why(tmp_path: Path) -> None:
+def test_captures_of_a_dead_service_end_with_the_reason(tmp_path: Path) -> None:
     with store(tmp_path) as (_, client):
         lease = open_of(client, "s").lease
         assert lease.ToNanoseconds() / 1e9 == pytest.approx(LEASE)
@@ -112,10 +112,10 @@ def test_a_service_that_was_out_of_reach_for_a_moment_keeps_its_captures(tmp_pat
             renew(client)
             time.sleep(0.05)
         assert client.get().state == OPEN
-        assert client.get(wait=30).incomplete_reason == GONE, "and its next absence is noticed"
+        assert client.get(wait=30).incomplete_reason == GONE, "its next absence is noticed"
 
 
-def test_a_restart_of_the_store_starts_the_leases_anew(tmp_path: Path) -> None:
+def test_a_restart_of_the_store_restarts_the_leases(tmp_path: Path) -> None:
     with store(tmp_path) as (_, client):
         open_of(client, "s")
     time.sleep(LEASE)
@@ -180,7 +180,7 @@ def test_leases_lapse_in_the_order_of_their_last_renewal() -> None:
     assert leases.next_end() is None
 
 
-def test_leases_start_anew_if_the_store_did_not_run() -> None:
+def test_leases_restart_if_the_store_did_not_run() -> None:
     clock = Clock()
     leases = Leases(10.0, clock)
     leases.renew("a")
@@ -191,7 +191,7 @@ def test_leases_start_anew_if_the_store_did_not_run() -> None:
     assert leases.take_lapsed() == {"a"}
 
 
-def test_only_so_many_leases_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_leases_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases_module, "_MAX_LEASES", 2)
     leases = Leases()
     assert [leases.renew(name) for name in "aba c".replace(" ", "")] == [True, True, True, False]

@@ -84,7 +84,7 @@ class Model:
 
 @settings(deadline=None)
 @given(selections, st.sampled_from(REDUCTIONS), events, events, st.lists(st.integers(0, 20), min_size=2, max_size=2))
-def test_the_ledger_counts_what_sets_count(
+def test_the_ledger_agrees_with_sets(
     selection: selection_pb2.PositionSelection,
     reduction: int,
     before: list[tuple[str, Cells]],
@@ -130,7 +130,7 @@ def check(ledger: Ledger, model: Model) -> None:
     assert ledger.outstanding == len(missing - model.lost)
 
 
-def test_a_fork_leaves_the_original_as_it_was() -> None:
+def test_a_fork_does_not_change_the_original() -> None:
     ledger = Ledger(describe())
     fork = ledger.fork()
     fork.add(Cells(0, POST, [0], Positions.of([1, 2])))

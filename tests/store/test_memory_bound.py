@@ -1,4 +1,4 @@
-"""The sum of a store's limits is the one in docs/operations/bounds.md; `tests/hostile` compares it with a store."""
+"""The memory bound of a store is the sum in docs/operations/bounds.md; `tests/hostile` compares it with a store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_sum_is_the_documented_one(limits: dict[str, int]) -> None:
     assert memory_bound(**limits) == documented(limits)
 
 
-def test_a_store_knows_its_own_by_its_settings() -> None:
+def test_a_store_computes_its_bound_from_its_settings() -> None:
     bound = StoreSettings(path=Path("captures")).memory_bound_bytes
     assert bound == memory_bound(**DEFAULTS)
     assert f"{bound / 2**30:.1f} GiB at the defaults" in (ROOT / "docs/operations/sizing.md").read_text()

@@ -61,7 +61,7 @@ def look(process: Process) -> Callable[[], Samples]:
     return lambda: scrape(port)
 
 
-def test_what_a_store_shows(process: Process, look: Callable[[], Samples]) -> None:
+def test_metrics_of_a_store(process: Process, look: Callable[[], Samples]) -> None:
     client = process.client
     before = look()
     assert before["residuum_store_captures", "open"] == 0
@@ -139,7 +139,7 @@ def test_names_follow_prometheus(look: Callable[[], Samples]) -> None:
     }
 
 
-def test_nothing_is_shown_unless_it_is_asked_for(start: Start) -> None:
+def test_metrics_are_off_by_default(start: Start) -> None:
     process = start()
     assert not [line for line in log_of(process) if line["event"] == "metrics"]
 
@@ -153,7 +153,7 @@ def test_a_store_stops_with_its_listener_and_may_start_again(start: Start) -> No
     assert start("--metrics", f"127.0.0.1:{port}").end() == 0
 
 
-def test_an_address_that_is_taken_is_told(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_address_in_use_is_reported(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     process = start("--metrics", "127.0.0.1:0")
     (port,) = (line["port"] for line in log_of(process) if line["event"] == "metrics")
     flags = ["--path", str(tmp_path / "other"), "--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{port}"]

@@ -189,7 +189,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.start_again(retain_hours=1e-9)
         end = time.monotonic() + 30
         while self.listed().keys() != kept:
-            assert time.monotonic() < end, "what has ended does not expire, or what is open does"
+            assert time.monotonic() < end, "ended captures do not expire, or open ones do"
         self.captures = {name: self.captures[name] for name in kept}
         self.start_again()
 

@@ -72,7 +72,7 @@ def test_a_call_that_sends_nothing_is_cancelled(tmp_path: Path, method: str) -> 
         client.open()
 
 
-def test_those_who_wait_for_something_may_wait(tmp_path: Path) -> None:
+def test_waiting_calls_are_not_cancelled(tmp_path: Path) -> None:
     with serving(tmp_path / "store", **HASTY) as (_, client):
         client.open()
         writer = OpenStream(client)
@@ -102,7 +102,7 @@ def test_a_reader_that_does_not_read_is_cancelled(tmp_path: Path) -> None:
         assert sum(answer.HasField("chunk") for answer in reader) == 8
 
 
-def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else() -> None:
+def test_an_alarm_rings_only_after_its_timeout() -> None:
     alarm, rung = Alarm(0.2), threading.Event()
     early: list[str] = []
     try:
@@ -118,7 +118,7 @@ def test_an_alarm_rings_for_what_takes_too_long_and_for_nothing_else() -> None:
         alarm.close()
 
 
-def test_an_alarm_goes_on_when_one_cannot_be_rung() -> None:
+def test_an_alarm_continues_after_a_failed_callback() -> None:
     alarm, rung = Alarm(0.05), threading.Event()
 
     def fail() -> None:
@@ -148,7 +148,7 @@ def test_health_watches_leave_room_for_calls(client: Client) -> None:
 
 
 @pytest.mark.parametrize("method", ["GetStats", "ReadChunks"])
-def test_a_call_that_ends_without_its_message_is_told_so(client: Client, method: str) -> None:
+def test_a_call_that_ends_without_its_message_is_an_error(client: Client, method: str) -> None:
     call = client.channel.stream_stream(f"/residuum.v1.StoreService/{method}")(iter(()), timeout=30)
     with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
         next(call)
@@ -172,7 +172,7 @@ def pages(client: Client, prefix: str) -> Iterator[list[str]]:
             return
 
 
-def test_a_list_looks_at_only_so_many_captures(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_examines_a_limited_number_of_captures(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "_SCANNED_FOR_A_PAGE", 3)
     names = ["x1", *(f"y{number}" for number in range(8)), "x2"]
     for name in names:
@@ -184,7 +184,7 @@ def test_a_list_looks_at_only_so_many_captures(client: Client, monkeypatch: pyte
     assert list(pages(client, "z"))[-1] == []
 
 
-def test_only_so_many_captures_are_kept(tmp_path: Path) -> None:
+def test_the_number_of_captures_is_limited(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_captures=2) as (_, client):
         for name in "ab":
             client.open(describe(name))
@@ -196,7 +196,7 @@ def test_only_so_many_captures_are_kept(tmp_path: Path) -> None:
         client.open(describe("c"))
 
 
-def test_open_captures_take_only_so_much_memory(tmp_path: Path) -> None:
+def test_the_memory_of_open_captures_is_limited(tmp_path: Path) -> None:
     with serving(tmp_path / "store", max_open_mib=1) as (store, client):
         client.open(describe("a", prompt=1))
         opened = 0
@@ -213,7 +213,7 @@ def test_open_captures_take_only_so_much_memory(tmp_path: Path) -> None:
         assert rejections(client.append([make_chunk([0], [0])])) == {}
 
 
-def test_rows_that_are_far_apart_count_as_what_they_take(tmp_path: Path) -> None:
+def test_the_memory_of_sparse_rows_is_counted(tmp_path: Path) -> None:
     """One row per block takes a hundred times the memory of the same rows in one block."""
     with serving(tmp_path / "store", max_open_mib=1) as (store, client):
         client.open(describe("near", layers=range(16)))

@@ -33,7 +33,7 @@ def test_sets_behave_as_sets(a: set[int], b: set[int]) -> None:
 
 @settings(deadline=None)
 @given(sets, sets)
-def test_equal_sets_are_equal_however_they_were_made(a: set[int], b: set[int]) -> None:
+def test_equal_sets_are_equal_whatever_their_construction(a: set[int], b: set[int]) -> None:
     assert positions(a) | positions(b) == positions(a | b)
     assert hash(positions(a) | positions(b)) == hash(positions(a | b))
     assert (positions(a) == positions(b)) == (a == b)
@@ -50,12 +50,12 @@ def test_runs_ascend_and_do_not_touch(a: set[int]) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=3000))
-def test_where_takes_the_true_ones(mask: list[bool]) -> None:
+def test_where_returns_the_true_positions(mask: list[bool]) -> None:
     assert numbers(Positions.where(np.array(mask, dtype=np.bool_))) == {at for at, on in enumerate(mask) if on}
 
 
 @settings(deadline=None)
 @given(sets)
-def test_that_keeps_what_is_wanted(a: set[int]) -> None:
+def test_filter_keeps_the_selected_positions(a: set[int]) -> None:
     kept = positions(a).filter(lambda first, count: np.arange(first, first + count) % 3 == 0)
     assert numbers(kept) == {number for number in a if number % 3 == 0}

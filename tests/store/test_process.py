@@ -63,7 +63,7 @@ def write_until_killed(process: Process, chunks: list[bytes], acks_before_kill: 
     return acked
 
 
-def test_what_was_acknowledged_outlives_a_kill(start: Start) -> None:
+def test_acknowledged_rows_survive_a_kill(start: Start) -> None:
     """Chunks are large, so transactions are long and the kill hits one in progress."""
     chooser = random.Random(7)
     length, width = 1200, 1 << 13
@@ -88,7 +88,7 @@ def test_what_was_acknowledged_outlives_a_kill(start: Start) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_everything_is_as_it_was_after_a_restart(start: Start, number: int) -> None:
+def test_everything_survives_a_restart(start: Start, number: int) -> None:
     process = start("--ending-timeout-seconds", "60")
     client = process.client
     names = ["open", "sealed", "complete", "aborting", "aborted", "lossy", "gone"]
@@ -110,21 +110,21 @@ def test_everything_is_as_it_was_after_a_restart(start: Start, number: int) -> N
 
     client = start("--ending-timeout-seconds", "60").client
     assert {name: client.get(name) for name in before} == before
-    assert client.stub.ListCaptures(page) == listed, "page tokens hold across restarts"
+    assert client.stub.ListCaptures(page) == listed, "page tokens stay valid across restarts"
     stats = client.stub.GetStats(store_pb2.GetStatsRequest())
     assert stats.num_bytes == sum(manifest.num_bytes for manifest in before.values())
 
     for name in ("sealed", "aborting", "lossy"):
         client.append([make_chunk(LAYERS, range(5))], name)
     assert client.get("sealed").state == COMPLETE
-    assert client.get("lossy").state == COMPLETE, "the lost row came after all"
+    assert client.get("lossy").state == COMPLETE, "the lost row arrived later"
     assert (client.get("aborting").state, client.get("aborting").num_rows) == (ABORTED, 15)
     assert client.get("open").state == OPEN
     client.open(describe("gone"))
     assert client.get("gone").num_rows == 0
 
 
-def test_losses_outlive_a_restart(start: Start) -> None:
+def test_losses_survive_a_restart(start: Start) -> None:
     process = start()
     process.client.open()
     losses = [
@@ -139,7 +139,7 @@ def test_losses_outlive_a_restart(start: Start) -> None:
     assert cells_of(manifest.missing) == grid([0, 1], [2])
 
 
-def test_the_wait_for_rows_starts_anew_after_a_restart(start: Start) -> None:
+def test_the_wait_for_rows_restarts_with_the_store(start: Start) -> None:
     process = start("--ending-timeout-seconds", "60")
     process.client.open(describe("unsealed"))
     for name, outcome in (("complete", COMPLETE), ("aborted", ABORTED)):
@@ -182,7 +182,7 @@ def test_a_stop_writes_and_acknowledges_what_was_sent(start: Start) -> None:
     assert start().client.get().num_rows == 3
 
 
-def test_it_says_that_it_serves_and_that_it_stops(start: Start) -> None:
+def test_the_store_reports_when_it_serves_and_when_it_stops(start: Start) -> None:
     process = start()
     health = health_pb2_grpc.HealthStub(process.client.channel)
     service = "residuum.v1.StoreService"
@@ -265,7 +265,7 @@ def test_a_misspelt_variable_ends_the_process_and_any_other_is_logged(tmp_path: 
     assert json.loads(line)["variables"] == ["RESIDUUM_XYZZY"]
 
 
-def test_a_port_that_is_taken_and_a_folder_in_use_are_said(tmp_path: Path, start: Start) -> None:
+def test_a_port_in_use_and_a_folder_in_use_are_reported(tmp_path: Path, start: Start) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -290,7 +290,7 @@ def test_malformed_requests_are_the_callers_fault(client: Client, method: str) -
     client.open()
 
 
-def test_a_store_beside_a_model_gives_way_to_it(start: Start) -> None:
+def test_a_store_on_the_models_machine_yields_the_processor(start: Start) -> None:
     process = start("--nice", "3")
     threads = [int(task.name) for task in Path(f"/proc/{process.process.pid}/task").iterdir()]
     expected = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)

@@ -65,7 +65,7 @@ subsets = st.builds(
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_exactly_the_wanted_rows_come(tmp_path: Path, sealed: bool) -> None:
+def test_exactly_the_wanted_rows_are_sent(tmp_path: Path, sealed: bool) -> None:
     with serving(tmp_path / "store") as (_, client):
         fill(client)
         if sealed:
@@ -87,7 +87,7 @@ def test_exactly_the_wanted_rows_come(tmp_path: Path, sealed: bool) -> None:
         check()
 
 
-def test_a_frame_that_is_wanted_whole_is_sent_as_it_came(client: Client) -> None:
+def test_a_frame_with_only_wanted_rows_is_sent_unchanged(client: Client) -> None:
     client.open()
     chunk = make_chunk([0, 1, 2], range(5))
     client.append([chunk])
@@ -152,7 +152,7 @@ def test_layers_are_numbers_not_text(client: Client) -> None:
     assert client.read(layers=[2, 10])[0] == grid([2, 10], [0])
 
 
-def test_what_the_capture_does_not_have_is_refused(client: Client) -> None:
+def test_layers_sites_and_sequences_that_the_capture_lacks_are_refused(client: Client) -> None:
     client.open()
     with failing_with(Reason.ERROR_REASON_UNKNOWN_LAYER) as caught:
         client.read(layers=[1, 3])

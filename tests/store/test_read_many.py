@@ -26,17 +26,17 @@ def put(client, name, *, layers=(0, 1), prompt=4, seal=True, width=4):
 
 
 class Found:
-    """What came of one capture."""
+    """The received parts of one capture."""
 
     def __init__(self):
         self.rows, self.states, self.error, self.is_last = Rows(), [], None, False
 
     def take(self, part):
-        assert not self.is_last, "a part came after the last one"
+        assert not self.is_last, "a part arrived after the last one"
         if part.HasField("manifest"):
             self.states.append(part.manifest.state)
         for chunk in part.chunks:
-            assert self.states, "rows came before the manifest"
+            assert self.states, "rows arrived before the manifest"
             self.rows.take(chunk)
         if part.HasField("error"):
             self.error = part.error
@@ -44,7 +44,7 @@ class Found:
 
 
 def read(client, names, **fields):
-    """Read captures; return the messages, and what came of each capture by its index, in the order in which it came."""
+    """Read captures. Return the messages, and the parts of each capture by its index, in order of arrival."""
     request = store_pb2.ReadCapturesRequest(capture_ids=names, **fields)
     messages = list(client.stub.ReadCaptures(request, timeout=30))
     found = {}
@@ -98,7 +98,7 @@ def test_unknown_captures_come_first_and_the_others_follow(client):
     assert found[2].rows.cells == grid([0, 1], range(5))
 
 
-def test_a_capture_without_the_layer_fails_alone(client):
+def test_only_the_capture_without_the_layer_fails(client):
     put(client, "a", layers=[0, 1])
     put(client, "b", layers=[0])
     put(client, "c", layers=[1])
@@ -107,7 +107,7 @@ def test_a_capture_without_the_layer_fails_alone(client):
     assert [found[index].rows.cells for index in (0, 2)] == [grid([1], range(5))] * 2
 
 
-def test_an_open_capture_comes_as_far_as_it_is(client):
+def test_an_open_capture_is_sent_as_far_as_it_is_written(client):
     put(client, "open", seal=False)
     put(client, "ended")
     _, found = read(client, ["open", "ended"])
@@ -151,7 +151,7 @@ def test_the_number_of_captures_is_limited(client, count):
     assert f"1 to 4096 captures, not {count}" in caught[0].message
 
 
-def test_a_damaged_chunk_fails_its_capture_alone(tmp_path):
+def test_a_damaged_chunk_fails_only_its_capture(tmp_path):
     with serving(tmp_path / "store") as (store, client):
         for name in ("a", "b", "c"):
             put(client, name)

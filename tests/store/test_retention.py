@@ -62,7 +62,7 @@ def names(retention: Retention) -> list[str]:
     return [item.name.capture_id for item in retention.take()]
 
 
-def test_the_oldest_go_until_the_rest_fits() -> None:
+def test_the_oldest_captures_are_deleted_until_the_rest_fits() -> None:
     catalog = catalog_of(10, 10, 10, 10)
     retention = Retention(RetentionPolicy(max_bytes=25), catalog, lambda: 100.0)
     assert retention.excess == 15
@@ -71,17 +71,17 @@ def test_the_oldest_go_until_the_rest_fits() -> None:
         ("1", "size", 99.0),
         ("2", "size", 98.0),
     ]
-    assert retention.seconds_to_next() is None, "nothing more is to do before something is written"
+    assert retention.seconds_to_next() is None, "nothing to do until the next write"
 
 
-def test_the_order_is_that_of_ends_not_of_beginnings() -> None:
+def test_captures_are_deleted_in_the_order_in_which_they_ended() -> None:
     catalog = Catalog()
     for number, ended in ((1, 30.0), (2, 10.0), (3, 20.0)):
         catalog.open_ended(number, summary(str(number), 10, ended))
     assert names(Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)) == ["2", "3"]
 
 
-def test_the_old_go_and_the_next_is_known() -> None:
+def test_old_captures_are_deleted_and_the_next_deadline_is_known() -> None:
     now = [12.0]
     retention = Retention(RetentionPolicy(max_age=10), catalog_of(1, 1, 5), lambda: now[0])
     assert retention.seconds_to_next() == 0
@@ -97,12 +97,12 @@ def test_a_clock_that_is_set_is_noticed_within_a_minute() -> None:
     assert retention.seconds_to_next() == 60.0
 
 
-def test_what_is_read_is_passed_over() -> None:
+def test_captures_that_are_being_read_are_skipped() -> None:
     catalog = catalog_of(10, 10, 10)
     retention = Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)
     with catalog.reading(CaptureName("", "1")), catalog.reading(CaptureName("", "1")):
         assert names(retention) == ["2", "3"]
-        assert retention.seconds_to_next() == 1.0, "its reader may go"
+        assert retention.seconds_to_next() == 1.0, "its reader may disconnect"
     with pytest.raises(Failure) as caught:  # although the writer has not deleted it yet
         catalog.require(CaptureName("", "2"))
     assert caught.value.reason == Reason.ERROR_REASON_UNKNOWN_CAPTURE
@@ -112,7 +112,7 @@ def test_what_is_read_is_passed_over() -> None:
     assert catalog.require(CaptureName("", "2")) == (2, None)
 
 
-def test_many_go_in_several_passes() -> None:
+def test_many_captures_are_deleted_in_several_passes() -> None:
     catalog = catalog_of(*[1] * 1500)
     retention = Retention(RetentionPolicy(max_bytes=0), catalog, lambda: 2000.0)
     taken = retention.take()
@@ -167,15 +167,15 @@ class Captures:
     def expire(self, _size: int) -> None:
         taken = [(item.number, item.num_bytes) for item in self.retention.take()]
         free = [item for item in self.ended if item[0] not in self.readers]
-        assert taken == free[: len(taken)], "in the order in which they ended, but for those that are read"
+        assert taken == free[: len(taken)], "in the order in which they ended, except captures that are being read"
         for number, _ in taken:
             self.catalog.delete(CaptureName("", str(number)), number)
         kept = [item for item in self.ended if item not in taken]
         total = sum(self.open.values()) + sum(size for _, size in kept)
         assert self.catalog.num_bytes == total
-        assert total <= self.limit or taken == free, "above the limit only if nothing more may go"
+        assert total <= self.limit or taken == free, "above the limit only if no other capture may be deleted"
         if taken:
-            assert total + taken[-1][1] > self.limit, "the newest of those that went had to"
+            assert total + taken[-1][1] > self.limit, "deleting the newest of them was necessary"
         self.ended = kept
 
 
@@ -183,7 +183,7 @@ class Captures:
     limit=st.integers(0, 60),
     steps=st.lists(st.tuples(st.sampled_from(["begin", "end", "read", "expire"]), st.integers(1, 20)), max_size=60),
 )
-def test_after_a_pass_there_is_never_too_much_while_something_may_go(limit: int, steps: list[tuple[str, int]]) -> None:
+def test_retention_deletes_enough_if_it_may(limit: int, steps: list[tuple[str, int]]) -> None:
     captures = Captures(limit)
     for step, size in [*steps, ("expire", 1)]:
         getattr(captures, step)(size)
@@ -220,13 +220,13 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_by_size_the_newest_and_the_open_stay(start: Start) -> None:
+def test_retention_by_size_keeps_the_newest_and_open_captures(start: Start) -> None:
     process = start("--retain-bytes", "200KiB")
     client = process.client
     make(client, "open", sealed=False)
     sizes = {name: make(client, name) for name in "abcdef"}
     until(lambda: stats_of(client).num_bytes <= 200 << 10)
-    assert listed(client) == ["open", "d", "e", "f"], "three of 48 KiB beside the open one"
+    assert listed(client) == ["open", "d", "e", "f"], "three captures of 48 KiB and the open one"
     stats = stats_of(client)
     assert stats.num_chunks >= 4
     retention = stats.retention
@@ -245,7 +245,7 @@ def test_by_size_the_newest_and_the_open_stay(start: Start) -> None:
     ]
 
 
-def test_by_age_all_that_ended_go_and_the_open_stay(start: Start) -> None:
+def test_retention_by_age_deletes_ended_captures_and_keeps_open_ones(start: Start) -> None:
     process = start("--retain-hours", "0.0008")  # about three seconds
     client = process.client
     make(client, "open", sealed=False)
@@ -261,7 +261,7 @@ def test_by_age_all_that_ended_go_and_the_open_stay(start: Start) -> None:
     until(lambda: not stats_of(client).num_chunks)
 
 
-def test_ages_go_on_while_the_store_is_away(start: Start) -> None:
+def test_captures_expire_while_the_store_is_stopped(start: Start) -> None:
     process = start()
     for name in "ba":
         make(process.client, name)
@@ -270,7 +270,7 @@ def test_ages_go_on_while_the_store_is_away(start: Start) -> None:
     until(lambda: not listed(client))
 
 
-def test_the_order_outlives_a_restart(start: Start) -> None:
+def test_the_order_survives_a_restart(start: Start) -> None:
     process = start()
     make(process.client, "last", sealed=False)
     for name in "cab":
@@ -303,7 +303,7 @@ def test_freed_pages_are_used_again(start: Start) -> None:
     for number in range(110):
         make(client, f"c{number}", positions=32)  # 1.5 MiB
         above += stats_of(client).num_bytes > 6 << 20
-    assert above <= 5, "above the limit only until the pass after the commit"
+    assert above <= 5, "above the limit only until retention runs after the commit"
     until(lambda: stats_of(client).num_bytes <= 6 << 20)
     stats = stats_of(client)
     assert listed(client)[-1] == "c109"
@@ -323,7 +323,7 @@ def test_a_reader_keeps_what_it_reads(tmp_path: Path) -> None:
             make(client, f"c{number}", positions=10)
         until(lambda: stats_of(client).num_bytes <= 20 << 20)
         assert listed(client)[0] == "slow"
-        assert "c0" not in listed(client), "what is read counts, too"
+        assert "c0" not in listed(client), "captures that are being read count, too"
         assert sum(len(answer.chunk.header.positions) for answer in answers) == 400
         make(client, "after")
         make(client, "more", positions=10)
@@ -331,7 +331,7 @@ def test_a_reader_keeps_what_it_reads(tmp_path: Path) -> None:
         assert "after" in listed(client)
 
 
-def test_a_follower_has_every_row_of_what_expires_at_its_end(tmp_path: Path) -> None:
+def test_a_follower_gets_every_row_of_a_capture_that_expires_when_it_ends(tmp_path: Path) -> None:
     with serving(tmp_path / "store", retain_bytes=1) as (_, client):
         client.open(describe("a", prompt=50, width=WIDE))
         found: list[object] = []
@@ -348,7 +348,7 @@ def test_a_follower_has_every_row_of_what_expires_at_its_end(tmp_path: Path) -> 
         until(lambda: not listed(client))
 
 
-def test_a_caller_may_delete_what_is_read_and_the_reader_hears_of_it(tmp_path: Path) -> None:
+def test_a_capture_that_is_being_read_can_be_deleted_and_its_reader_fails(tmp_path: Path) -> None:
     with serving(tmp_path / "store", retain_hours=1) as (_, client):
         make(client, "a", positions=400)  # more than gRPC's read-ahead
         answers = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a"), timeout=60)
@@ -368,7 +368,7 @@ def test_an_id_is_free_again_when_its_capture_has_expired(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("size", ["0", "15MiB", "-1"])
-def test_a_limit_that_cannot_hold_is_refused(tmp_path: Path, size: str) -> None:
+def test_an_impossible_limit_is_refused(tmp_path: Path, size: str) -> None:
     with pytest.raises(ValueError, match="retain_bytes"):
         StoreSettings(path=tmp_path, max_bytes="16MiB", retain_bytes=size)
     assert StoreSettings(path=tmp_path, max_bytes="16MiB", retain_bytes="14MiB").retain_bytes == 14 << 20

@@ -1,4 +1,4 @@
-"""Steering changes arrive with the seal and are kept in the manifest."""
+"""Steering changes arrive with the seal and are stored in the manifest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_changes_of_steering_are_in_the_manifest_in_their_order(client: Client) 
 
 
 @pytest.mark.parametrize("rows", ["all there", "some missing"])
-def test_changes_of_steering_outlive_a_restart(tmp_path: Path, rows: str) -> None:
+def test_changes_of_steering_survive_a_restart(tmp_path: Path, rows: str) -> None:
     """The store keeps changes with the seal while rows are outstanding, and with the manifest afterwards."""
     changes = [change(4), change(5, operations=0)]
     with serving(tmp_path / "store") as (_, client):
@@ -59,7 +59,7 @@ def test_changes_of_steering_outlive_a_restart(tmp_path: Path, rows: str) -> Non
             assert list(client.get().steering_changes) == changes
 
 
-def test_changes_of_steering_outlive_a_store_that_is_killed(tmp_path: Path) -> None:
+def test_changes_of_steering_survive_a_kill_of_the_store(tmp_path: Path) -> None:
     process = Process(tmp_path / "store")
     process.client.open(describe(layers=[0], prompt=0))
     process.client.seal(generated=[1], steering_changes=[change(1)])
@@ -92,7 +92,7 @@ def test_a_change_of_steering_has_a_first_position_for_every_sequence(
     assert not client.get().steering_changes
 
 
-def test_changes_of_steering_are_at_most_so_many_bytes_together(client: Client) -> None:
+def test_the_total_size_of_steering_changes_is_limited(client: Client) -> None:
     client.open()
     half = of_size(MAX_STEERING_CHANGES_BYTES // 2)
     with failing_with(INVALID) as caught:

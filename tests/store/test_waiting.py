@@ -79,14 +79,14 @@ OPEN_2_3 = [(2, 2.0), (3, 3.0)]
         (finish, {Wait.SEAL: OPEN_2_3, Wait.ROWS: [], Wait.REMNANTS: []}),
     ],
 )
-def test_progress_starts_the_wait_anew(
+def test_progress_restarts_the_wait(
     catalog: Catalog, step: Callable[[Capture, float], None], left: dict[Wait, list[tuple[int, float]]]
 ) -> None:
     change(catalog, 1, step, 9.0)
     assert waiting(catalog) == left
 
 
-def test_those_that_wait_for_rows_are_in_the_order_of_their_progress(catalog: Catalog) -> None:
+def test_captures_that_wait_for_rows_are_in_the_order_of_their_progress(catalog: Catalog) -> None:
     for at, number in enumerate((3, 1, 2)):
         change(catalog, number, seal, 10.0 + at)
     change(catalog, 1, add, 20.0)
@@ -94,7 +94,7 @@ def test_those_that_wait_for_rows_are_in_the_order_of_their_progress(catalog: Ca
     assert waiting(catalog)[Wait.ROWS] == [(3, 10.0), (2, 12.0), (1, 20.0)]
 
 
-def test_what_was_deleted_waits_for_nothing(catalog: Catalog) -> None:
+def test_deleted_captures_do_not_wait(catalog: Catalog) -> None:
     change(catalog, 1, seal, 9.0)
     for number in (1, 2):
         catalog.delete(CaptureName("", f"c{number}"), number)

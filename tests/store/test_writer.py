@@ -1,4 +1,4 @@
-"""What writer streams are told, and when: the writer thread and the streams, without a server."""
+"""The writer thread and the streams, without a server: what it tells streams, and when."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def append(writer: Writer, stream: Stream, number: int) -> None:
     writer.queue.append(Append(stream, number, CaptureName("", "a"), (frame, parse_chunk(frame)), len(frame)))
 
 
-def test_what_is_queued_of_a_failed_stream_is_dropped(writer: Writer, catalog: Catalog) -> None:
+def test_queued_messages_of_a_failed_stream_are_dropped(writer: Writer, catalog: Catalog) -> None:
     """The stream has failed, so its client knows that nothing after the last acknowledgement was written."""
     failed, good = Stream(failed=True), Stream()
     append(writer, failed, 1)

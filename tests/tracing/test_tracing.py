@@ -1,4 +1,4 @@
-"""A request is one trace across client, inference service and store processes. Without tracing there is none."""
+"""A request is one trace across client, inference service and store processes. Without tracing there is no trace."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ START_SECONDS = 240
 
 ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # the compilation of the rank counts of logprobs, which takes longer than all tests
+    "TORCH_COMPILE_DISABLE": "1",  # compiling the rank counts of logprobs takes longer than all tests
 }
 
 

@@ -82,7 +82,7 @@ async def test_a_stop_token_is_the_stop_reason_and_has_no_text(face):
     assert said == {0: (" 1 2", [1, 2], None), 1: ("", [3], 3)}
 
 
-async def test_what_to_do_with_a_capture_reaches_the_store(face):
+async def test_if_exists_reaches_the_store(face):
     for script in face.scripts:
         script.put_nowait(([1], "stop"))
     assert await answers_of(face, sampling("replace"))
@@ -97,7 +97,7 @@ async def test_a_capture_cannot_answer_with_logprobs(face):
     assert not face.store.opened
 
 
-def test_the_sampling_of_a_request_is_told_apart():
+def test_different_sampling_makes_a_different_request():
     same = {digest_of(sampling(output_kind=kind)) for kind in RequestOutputKind}
     assert len(same) == 1
     assert digest_of(sampling(temperature=0.5)) not in same

@@ -86,7 +86,7 @@ async def test_after_a_failed_self_test_requests_fail_with_its_cause(control):
     front = await started(Silent(LAYERS, control))
     told = refusal(front)
     assert "its self-test failed: SITE_RESID_POST: rows of layers [0, 1] did not arrive" in told
-    assert refusal(front) == told, "each is told"
+    assert refusal(front) == told, "every request gets the cause"
 
 
 async def test_requests_fail_if_a_layer_is_not_tapped(control):
@@ -114,7 +114,7 @@ async def test_requests_without_residuum_arguments_are_served(control):
     ("vllm_id", "name"),
     [
         ("cmpl-7f-0", "cmpl-7f"),  # the first prompt of a completion: as the answer's id
-        ("cmpl-7f-0-0", "cmpl-7f-0"),  # as before, and the caller's X-Request-Id ends so
+        ("cmpl-7f-0-0", "cmpl-7f-0"),  # the same, with an X-Request-Id that ends with -0
         ("cmpl-7f-1", "cmpl-7f-1"),  # the second prompt
         ("cmpl-7f-10", "cmpl-7f-10"),
         ("chatcmpl-7f-0", "chatcmpl-7f-0"),  # a chat has one prompt, and no number

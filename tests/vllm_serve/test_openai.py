@@ -137,7 +137,7 @@ def test_captured_and_plain_requests_run_concurrently(
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(ask, range(12)))
     for index, (text, _) in enumerate(answers):
-        assert text == answers[index % len(prompts)][0], "captured or not, streamed or not: the same reply"
+        assert text == answers[index % len(prompts)][0], "the reply does not depend on capture and streaming"
     names = [name for _, name in answers if name]
     assert len(names) == 8
     for name in names:

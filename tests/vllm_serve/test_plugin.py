@@ -47,7 +47,7 @@ def test_bad_settings_are_reported_before_the_model_is_loaded(monkeypatch):
 def test_settings_are_the_same_as_the_services(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "a=h:1,b=h:2")
     monkeypatch.setenv("RESIDUUM_RING_MIB", "7")
-    monkeypatch.setenv("RESIDUUM_LISTEN", "0.0.0.0:1")  # the service would also refuse to start with it
+    monkeypatch.setenv("RESIDUUM_LISTEN", "0.0.0.0:1")  # the service would refuse to start with this
     settings = from_environment(TapSettings)
     assert [store.name for store in settings.stores] == ["a", "b"]
     assert settings.ring_mib == 7

@@ -78,7 +78,7 @@ def test_other_arguments_are_kept():
         without_residuum_arguments({**others, "residuum": "{}", "residuum_vectors": [], "residuum_plan": {}}) == others
     )
     assert without_residuum_arguments({"residuum_plan": {}}) is None
-    assert has_residuum_arguments({"residuum_plan": 1}), "it must be taken out"
+    assert has_residuum_arguments({"residuum_plan": 1}), "it must be removed"
     assert read_residuum_arguments({"residuum_plan": 1}) is None
 
 
@@ -126,7 +126,7 @@ def test_misspelt_arguments_are_refused(name, meant):
         _check_untapped({name: "{}"})
 
 
-def test_arguments_of_others_are_not_taken_for_misspelt_ones():
+def test_arguments_of_other_plugins_are_no_misspelt_ones():
     others = ("residual", "residuals", "vectors", "session_id", "kv_transfer_params", "", "r", "resume")
     for arguments in (None, {}, dict.fromkeys(others, 1), dict.fromkeys(("residuum", "residuum_vectors"), "")):
         check_argument_names(arguments)

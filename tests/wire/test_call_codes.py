@@ -1,4 +1,4 @@
-"""Which code the span of an asyncio call ends with, however the call ends."""
+"""The status code of an asyncio call's span, for every kind of end."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MODULUS = 1 << 64
 
 
 def splitmix64(seed: int, count: int) -> list[int]:
-    """The rule of capture.proto in Python's own integers."""
+    """The rule of capture.proto, in Python's integers."""
     numbers = []
     for n in range(1, count + 1):
         z = (seed + n * 0x9E3779B97F4A7C15) % MODULUS
@@ -35,7 +35,7 @@ def signs_in_words(seed: int, width: int, dimensions: int) -> list[list[int]]:
     return [[-1 if groups[j // 64][i] >> (j % 64) & 1 else 1 for j in range(dimensions)] for i in range(width)]
 
 
-def test_the_generator_is_the_one_that_others_call_splitmix64():
+def test_the_generator_is_splitmix64():
     first = [int(number) for number in VECTORS["splitmix64"]["first"]]
     assert first[0] == 6457827717110365317  # published with the generator, for this seed
     assert splitmix64(int(VECTORS["splitmix64"]["seed"]), len(first)) == first

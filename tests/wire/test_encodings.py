@@ -38,7 +38,7 @@ from tests.encoding_cases import B16, F16, F32, FORMATS, WIDTH, basis, rows
 
 FINITE = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
 TINY = 1e-36
-"""The error allowed for numbers so small that float32 lacks the bits."""
+"""The allowed error of numbers that are too small for float32's precision."""
 
 
 def round_trip(form: RowFormat, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -51,7 +51,7 @@ def round_trip(form: RowFormat, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def rounding(values: np.ndarray) -> np.ndarray:
-    """Return the error that float32 arithmetic alone may add to quantised numbers."""
+    """Return the error that float32 arithmetic may add to quantised numbers."""
     return 4e-7 * np.abs(values).max(axis=-1, keepdims=True) + TINY
 
 
@@ -98,7 +98,7 @@ def test_full8_along_dimensions_by_hand():
 
 def test_topk_by_hand():
     row = np.array([[[0.5, -7.0, 3.0, -3.0, 0.0, 3.0]]], np.float32)
-    expected = struct.pack("<3H3f", 1, 2, 3, -7.0, 3.0, -3.0)  # among equal magnitudes the first win
+    expected = struct.pack("<3H3f", 1, 2, 3, -7.0, 3.0, -3.0)  # of equal magnitudes, the first are kept
     assert RowFormat(TOPK, 6, F32, dimensions=3).encode(row) == expected
     scale = np.float32(10) / np.float32(255)
     expected = struct.pack("<ff3H3B", scale, -7.0, 1, 2, 3, 0, 255, 102)
@@ -124,7 +124,7 @@ def test_projections_by_hand():
     assert form.encode(values, basis_of(form, capture_pb2.EncodingOptions(), vectors)) == struct.pack("<2f", 9, 0)
 
 
-def test_payloads_are_read_where_they_lie():
+def test_payloads_are_read_without_a_copy():
     form = FORMATS["full8 along dimensions"]
     buffer = bytearray(form.encode(rows(form.dtype)))
     prefixes, encoded = form.split(buffer, 2, 3)
@@ -165,7 +165,7 @@ def test_full8_along_dimensions_is_right_to_half_a_scale(values):
 
 
 @given(hnp.arrays(np.float32, (1, 3, 12), elements=FINITE), st.integers(1, 12))
-def test_topk_keeps_the_greatest_and_nothing_else(values, k):
+def test_topk_keeps_exactly_the_largest_elements(values, k):
     decoded, encoded, _ = round_trip(RowFormat(TOPK, 12, F32, dimensions=k), values)
     for row, back, index in zip(values[0], decoded[0], encoded["index"][0], strict=True):
         chosen = sorted(range(12), key=lambda at: (-abs(row[at]), at))[:k]
@@ -221,7 +221,7 @@ def test_rows_that_are_all_the_same_come_back_exactly():
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_not_finite_stays_visible_and_stays_where_it_is(name, odd):
+def test_values_that_are_not_finite_stay_visible_in_their_place(name, odd):
     form = FORMATS[name]
     values = rows(form.dtype)
     clean, _, _ = round_trip(form, values)
@@ -246,12 +246,12 @@ def test_what_is_not_finite_stays_visible_and_stays_where_it_is(name, odd):
         assert (encoded["q"][1, 2] == 0).all()
     if form.encoding == TOPK8:
         assert encoded["index"][1, 2].tolist() == [0, 1, 2, 3, 4]
-    if form.encoding == TOPK:  # it displaces another element
+    if form.encoding == TOPK:  # the non-finite element displaces another one
         touched[1, 2] = True
     np.testing.assert_array_equal(decoded[~touched], clean[~touched])
 
 
-def test_a_difference_that_is_not_finite_is_told():
+def test_a_difference_that_is_not_finite_is_reported():
     values = np.array([[[3e38, -3e38, 0.0]]], np.float32)
     with np.errstate(over="ignore"):
         decoded, encoded, _ = round_trip(RowFormat(FULL8, 3, F32), values)
@@ -261,7 +261,7 @@ def test_a_difference_that_is_not_finite_is_told():
     assert encoded["index"].tolist() == [[[0, 1]]]
 
 
-def test_what_fp16_cannot_hold_becomes_infinite():
+def test_values_beyond_fp16_become_infinite():
     with np.errstate(over="ignore"):
         decoded, _, _ = round_trip(RowFormat(FP16, 2, F32), np.array([[[70000.0, -65504.0]]], np.float32))
     assert decoded.tolist() == [[[math.inf, -65504.0]]]
@@ -297,7 +297,7 @@ def test_an_index_beyond_the_row_is_refused(name):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_formats_that_there_are_not(fields, message):
+def test_invalid_formats_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RowFormat(**{"encoding": RAW, "width": WIDTH, "dtype": F32, **fields})
 
@@ -314,7 +314,7 @@ def test_every_encoding_of_the_contract_has_a_name():
         assert ENCODING_NAMES[number] == name == capture_pb2.Encoding.Name(number).removeprefix("ENCODING_").lower()
 
 
-def test_what_is_left_unset_has_its_default():
+def test_unset_options_have_their_defaults():
     assert RowFormat(capture_pb2.ENCODING_UNSPECIFIED, WIDTH, F32) == RowFormat(RAW, WIDTH, F32)
     assert RowFormat(FULL8, WIDTH, F32) == RowFormat(FULL8, WIDTH, F32, axis=BY_ROW)
     assert str(FORMATS["rp8"]) == "rp8 of 10 dimensions, 24 elements of bfloat16"

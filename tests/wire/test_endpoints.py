@@ -30,13 +30,13 @@ def test_host_and_port(endpoint, parts):
         "::1:50051", "[::1:50051", "::1]:50051", "[]:1", "[host]:1",
     ],
 )  # fmt: skip
-def test_what_is_no_endpoint(endpoint):
+def test_invalid_endpoints(endpoint):
     for listening in (False, True):
         with pytest.raises(ValueError, match="is not host:port"):
             parse_endpoint(endpoint, listening=listening)
 
 
-def test_port_0_is_for_listening_alone():
+def test_port_0_is_only_for_listening():
     assert parse_endpoint("127.0.0.1:0", listening=True) == ("127.0.0.1", 0)
     with pytest.raises(ValueError, match="ports are 1 to 65535"):
         parse_endpoint("127.0.0.1:0")

@@ -84,7 +84,7 @@ def call(channel, method):
         list(getattr(channel, method)(f"/residuum.test/{method}")(request, timeout=10))
     except grpc.RpcError as error:
         return error
-    raise AssertionError("the call went well")
+    raise AssertionError("the call succeeded")
 
 
 async def aio_call(channel, method):
@@ -97,7 +97,7 @@ async def aio_call(channel, method):
             await answer
     except grpc.RpcError as error:
         return error
-    raise AssertionError("the call went well")
+    raise AssertionError("the call succeeded")
 
 
 class Log:
@@ -149,7 +149,7 @@ def test_a_failure_passes_a_sync_server(served, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_blunder_is_logged_and_not_told(served, method):
+def test_an_unexpected_exception_is_logged_and_hidden_from_the_caller(served, method):
     endpoint, behaviour, log = served
     behaviour.append(blunder)
     with channels.open_channel(endpoint) as channel:
@@ -160,7 +160,7 @@ def test_a_blunder_is_logged_and_not_told(served, method):
 
 
 class Noting(grpc.ServerInterceptor):
-    """Notes that a handler waits for a second message."""
+    """Sets an event when a handler waits for a second message."""
 
     def __init__(self):
         self.waiting = threading.Event()
@@ -180,7 +180,7 @@ class Noting(grpc.ServerInterceptor):
 
 
 def test_a_dropped_reflection_stream_is_no_incident():
-    """The handler waits for the next request of a caller that has gone."""
+    """The handler waits for the next request of a caller that has disconnected."""
     log, noting, pool = Log(), Noting(), ThreadPoolExecutor(4)
     server = grpc.server(pool, interceptors=[ErrorInterceptor(log), noting], options=channels.SERVER_OPTIONS)
     add_health_and_reflection(server, "residuum.test", health.HealthServicer())
@@ -209,7 +209,7 @@ class Refusing(grpc.ServerInterceptor):
 
 
 def test_a_refusal_of_an_interceptor_passes_for_any_method():
-    """Such as a missing token, or too many reflection streams."""
+    """For example, the token is missing, or there are too many reflection streams."""
     server = grpc.server(ThreadPoolExecutor(1), interceptors=[ErrorInterceptor(Log()), Refusing()])
     add_health_and_reflection(server, "residuum.test", health.HealthServicer())
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -235,7 +235,7 @@ async def aio_served(behave, log, inside):
 @pytest.mark.parametrize("by_thread", [False, True])
 async def test_a_failure_passes_an_asyncio_server(method, by_thread):
     async def inside(endpoint):
-        if by_thread:  # a sync client of an asyncio server
+        if by_thread:  # called by a sync client
             with channels.open_channel(endpoint) as channel:
                 return await asyncio.to_thread(call, channel, method)
         async with channels.open_aio_channel(endpoint) as channel:
@@ -245,7 +245,7 @@ async def test_a_failure_passes_an_asyncio_server(method, by_thread):
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_a_blunder_of_an_asyncio_server(method):
+async def test_an_unexpected_exception_of_an_asyncio_server(method):
     log = Log()
 
     async def inside(endpoint):
@@ -269,13 +269,13 @@ def test_item_errors():
     assert isinstance(item, errors_pb2.ItemError)
 
 
-def test_the_interceptors_take_the_services_own_log():
+def test_the_interceptors_use_the_services_log():
     ErrorInterceptor(structlog.get_logger("x"))
     AioErrorInterceptor(structlog.get_logger("x"))
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "\U0001f600", "\0"])
-def test_whatever_was_asked_for_the_answer_arrives(served, letter):
+def test_the_answer_arrives_however_long_the_request(served, letter):
     """Headers have at most 8 KiB; a longer status would be lost, with its reason."""
     endpoint, behaviour, _ = served
     long = letter * 100_000
@@ -292,7 +292,7 @@ def test_whatever_was_asked_for_the_answer_arrives(served, letter):
     assert got.message.endswith("…")
 
 
-def test_what_a_server_names_of_missing_vectors_arrives_whole(served):
+def test_the_digests_of_missing_vectors_arrive_complete(served):
     endpoint, behaviour, _ = served
     digests = ",".join(["d" * 64] * 64)
 

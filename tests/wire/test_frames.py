@@ -164,7 +164,7 @@ def test_a_chunk_without_a_header():
 
 @given(st.binary(max_size=200))
 @settings(max_examples=300)
-def test_noise_is_refused_or_is_what_protobuf_says(data):
+def test_random_bytes_are_refused_or_parsed_as_protobuf_does(data):
     for parse, kind in (
         (frames.parse_chunk, capture_pb2.Chunk),
         (frames.parse_append, store_pb2.AppendChunksRequest),

@@ -92,7 +92,7 @@ print(garbage() is None, gc.get_freeze_count() > 50_000, len(gc.get_objects()) <
 """
 
 
-def test_what_a_service_has_loaded_is_left_out_of_collections_and_no_garbage_with_it():
+def test_freezing_excludes_loaded_objects_from_collections_and_collects_garbage():
     done = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"] * 3
 
@@ -114,6 +114,6 @@ except ImportError:
 """
 
 
-def test_imports_are_not_held_up_by_looks_for_garbage_and_all_is_as_it_was_afterwards():
+def test_imports_run_without_garbage_collection_which_is_restored_afterwards():
     done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "True", "False"]

@@ -35,17 +35,17 @@ def test_the_rule_in_words(store, capture_id):
 
 
 @given(NAMES, IDS)
-def test_the_first_rank_is_the_first_of_the_ranks_whatever_the_order(names, capture_id):
+def test_the_first_rank_does_not_depend_on_the_order_of_the_stores(names, capture_id):
     assert first_rank(reversed(names), capture_id) == ranks(names, capture_id)[0]
     assert sorted(ranks(names, capture_id)) == sorted(names)
 
 
 @given(NAMES, IDS, IDS)
-def test_a_store_that_is_added_only_takes_captures_for_itself(names, added, capture_id):
+def test_an_added_store_only_moves_captures_to_itself(names, added, capture_id):
     if added in names:
         return
     after = ranks([*names, added], capture_id)
-    assert [name for name in after if name != added] == ranks(names, capture_id), "the others keep their order"
+    assert [name for name in after if name != added] == ranks(names, capture_id), "the other stores keep their order"
     assert first_rank([*names, added], capture_id) in (first_rank(names, capture_id), added)
 
 
@@ -69,7 +69,7 @@ def test_stores_get_equal_shares(names):
 
 def test_scores_decide_before_names(monkeypatch):
     monkeypatch.setattr("residuum.wire.placement.score", lambda store, _: {"c": 9}.get(store, 5))
-    assert ranks(["b", "c", "a"], "x") == ["c", "a", "b"], "equal scores: in the order of their names"
+    assert ranks(["b", "c", "a"], "x") == ["c", "a", "b"], "stores with equal scores are in the order of their names"
     assert first_rank(["b", "a"], "x") == "a"
 
 

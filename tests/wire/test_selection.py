@@ -60,7 +60,7 @@ def test_wanted_positions(selection, prompt_tokens, first, count):
 
 
 @given(selections, st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))
-def test_asking_in_parts_changes_nothing(selection, prompt_tokens, first, second):
+def test_asking_in_parts_gives_the_same_positions(selection, prompt_tokens, first, second):
     whole = wanted_positions(selection, prompt_tokens, 0, first + second)
     parts = [wanted_positions(selection, prompt_tokens, 0, first)]
     parts.append(wanted_positions(selection, prompt_tokens, first, second))

@@ -12,7 +12,7 @@ import (
 	"google.golang.org/grpc/credentials"
 )
 
-// settings say where the service is and who calls, by the same environment variables as residuum's own client.
+// settings describe the connection. They come from the same environment variables as for residuum's own client.
 type settings struct {
 	endpoint, token                             string
 	tlsCA, tlsServerName, clientCert, clientKey string
@@ -35,7 +35,7 @@ func settingsFromEnvironment() settings {
 	}
 }
 
-// connect makes a channel to either service; it connects when the first call is made.
+// connect makes a channel to either service. It connects with the first call.
 func connect(settings settings, endpoint string) (*grpc.ClientConn, error) {
 	transport := grpc.WithInsecure()
 	if settings.tlsCA != "" {
@@ -49,7 +49,7 @@ func connect(settings settings, endpoint string) (*grpc.ClientConn, error) {
 	if settings.token != "" {
 		if settings.tlsCA == "" && !settings.insecure && !isLoopback(endpoint) {
 			return nil, fmt.Errorf(
-				"the token would go to %s in plain text: set RESIDUUM_TLS_CA, or RESIDUUM_INSECURE=1 if you mean it", endpoint)
+				"the token would be sent to %s in plain text: set RESIDUUM_TLS_CA, or RESIDUUM_INSECURE=1 to send it", endpoint)
 		}
 		options = append(options, grpc.WithPerRPCCredentials(bearer(settings.token)))
 	}
@@ -75,14 +75,14 @@ func tlsConfig(settings settings) (*tls.Config, error) {
 	return config, nil
 }
 
-// bearer is a token that goes with each call.
+// bearer is a token that is sent with each call.
 type bearer string
 
 func (token bearer) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
 	return map[string]string{"authorization": "Bearer " + string(token)}, nil
 }
 
-// RequireTransportSecurity leaves it to connect who may see the token in plain text.
+// RequireTransportSecurity returns false, because connect checks where the token may be sent in plain text.
 func (token bearer) RequireTransportSecurity() bool { return false }
 
 func isLoopback(endpoint string) bool {

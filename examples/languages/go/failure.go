@@ -9,8 +9,8 @@ import (
 
 const domain = "residuum.dev"
 
-// reasonOf returns why a call failed, such as "UNKNOWN_CAPTURE", a reason of errors.proto that programs act on; "" if the
-// server did not say, because it was never reached.
+// reasonOf returns why a call failed, such as "UNKNOWN_CAPTURE", a reason of errors.proto; "" if the call did not reach
+// the server.
 func reasonOf(err error) string {
 	for _, detail := range status.Convert(err).Details() {
 		if info, ok := detail.(*errdetails.ErrorInfo); ok && info.GetDomain() == domain {
@@ -20,7 +20,7 @@ func reasonOf(err error) string {
 	return ""
 }
 
-// describe returns an error as a line for a person: "NotFound (UNKNOWN_CAPTURE): ...".
+// describe returns a line that describes an error to the user: "NotFound (UNKNOWN_CAPTURE): ...".
 func describe(err error) string {
 	failure, ok := status.FromError(err)
 	if !ok {

@@ -1,10 +1,9 @@
-// Command round does the whole round: it steers with a vector of its caller's, generates, follows the capture while it
-// runs, and reads it again.
+// Command round steers with the caller's vector, generates, follows the capture while it runs, and reads it again.
 //
 //	round VECTOR OUT [raw|fp32|fp16|bf16]
 //
-// VECTOR is a file of little-endian float32, as many as the model's hidden size; OUT is a folder. What is written there,
-// and which environment variables say where the service is, is in ../README.md.
+// VECTOR is a file of little-endian float32, as many as the model's hidden size. OUT is a folder. ../README.md
+// describes the files in OUT, and the environment variables for the connection.
 package main
 
 import (
@@ -171,7 +170,7 @@ func register(
 	if err != nil {
 		return "", 0, err
 	}
-	if len(answer.GetMissingDigests()) > 0 { // the only one that the request names
+	if len(answer.GetMissingDigests()) > 0 { // at most one: the request names only one vector
 		if err := putVectors(ctx, inference, vector); err != nil {
 			return "", 0, err
 		}
@@ -184,7 +183,7 @@ func layerList(layers ...uint32) *pb.LayerSelection {
 	return &pb.LayerSelection{Selection: &pb.LayerSelection_List{List: &pb.LayerList{Layers: layers}}}
 }
 
-// putVectors sends vectors. Each is accepted or refused by itself; it is an error if one is refused.
+// putVectors sends vectors. Each has its own result; it is an error if one is refused.
 func putVectors(ctx context.Context, inference pb.InferenceServiceClient, vectors ...*pb.Vector) error {
 	stream, err := inference.PutVectors(ctx)
 	if err != nil {
@@ -192,7 +191,7 @@ func putVectors(ctx context.Context, inference pb.InferenceServiceClient, vector
 	}
 	for _, vector := range vectors {
 		if err := stream.Send(&pb.PutVectorsRequest{Vector: vector}); err == io.EOF {
-			break // the call has ended; CloseAndRecv says why
+			break // the call has ended; CloseAndRecv returns the reason
 		} else if err != nil {
 			return err
 		}
@@ -214,14 +213,14 @@ type followedReply struct {
 	tokenIDs      []uint32
 	text          string
 	followed      *rows
-	rowsBeforeEnd int // rows that had come when the last token was made
+	rowsBeforeEnd int // rows that had arrived when the last token was generated
 }
 
-// generateAndFollow generates, and follows the capture meanwhile.
+// generateAndFollow generates, and follows the capture at the same time.
 func generateAndFollow(
 	ctx context.Context, inference pb.InferenceServiceClient, settings settings, requestID string,
 ) (*followedReply, error) {
-	ctx, cancel := context.WithCancel(ctx) // whatever fails, neither stream stays open
+	ctx, cancel := context.WithCancel(ctx) // closes both streams after any failure
 	defer cancel()
 	generation, err := inference.Generate(ctx, &pb.GenerateRequest{
 		Target: &pb.GenerateRequest_RequestId{RequestId: requestID},
@@ -254,7 +253,7 @@ func generateAndFollow(
 		request := &pb.ReadChunksRequest{CaptureId: reply.handle.GetCaptureId(), Follow: true}
 		_, err := readChunks(ctx, pb.NewStoreServiceClient(connection), request, reply.followed)
 		if err != nil {
-			cancel() // a generation that is not followed is of no use here
+			cancel() // without a follower, this example needs no generation
 		}
 		followed <- err
 	}()
@@ -262,14 +261,14 @@ func generateAndFollow(
 	if generateErr != nil {
 		cancel()
 	}
-	// Whichever failed first has cancelled the other: its own error is the one to tell.
+	// The one that failed first cancelled the other, so report its error.
 	if err := <-followed; err != nil && (generateErr == nil || status.Code(generateErr) == codes.Canceled) {
 		return nil, err
 	}
 	return reply, generateErr
 }
 
-// generate takes what a generation sends, to its end.
+// generate reads a generation to its end.
 func (reply *followedReply) generate(generation pb.InferenceService_GenerateClient) error {
 	finished := false
 	for {
@@ -298,7 +297,7 @@ type readCapture struct {
 	asked    []string
 }
 
-// readAgain reads a capture that has ended from the store that has it: they are asked in the order of their ranks.
+// readAgain reads an ended capture from its store. Stores are asked in the order of their ranks.
 func readAgain(
 	ctx context.Context, settings settings, stores []*pb.StoreAddress, captureID string,
 ) (*readCapture, error) {
@@ -314,7 +313,7 @@ func readAgain(
 			return nil, err
 		}
 	}
-	return nil, fmt.Errorf("no store holds %s; asked were %v", captureID, read.asked)
+	return nil, fmt.Errorf("no store holds %s; asked: %v", captureID, read.asked)
 }
 
 func readFrom(
@@ -339,7 +338,7 @@ func readFrom(
 	return readChunks(ctx, store, &pb.ReadChunksRequest{CaptureId: captureID}, rows)
 }
 
-// readChunks reads chunks into rows, and returns the last manifest, which tells which rows count.
+// readChunks reads chunks into rows, and returns the last manifest, which lists the rows that count.
 func readChunks(
 	ctx context.Context, store pb.StoreServiceClient, request *pb.ReadChunksRequest, rows *rows,
 ) (*pb.CaptureManifest, error) {

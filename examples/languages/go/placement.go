@@ -8,7 +8,7 @@ import (
 	pb "residuum.example/gen/residuumv1"
 )
 
-// score returns how much a store is wanted for a capture. The rule is in placement.proto.
+// score returns the rank score of a store for a capture. The rule is in placement.proto.
 func score(name, captureID string) uint64 {
 	hash := sha256.New()
 	hash.Write([]byte("residuum.store.v1"))
@@ -19,7 +19,7 @@ func score(name, captureID string) uint64 {
 	return binary.BigEndian.Uint64(hash.Sum(nil))
 }
 
-// ranked returns the stores in the order in which they are asked for a capture: the highest score first.
+// ranked returns the stores in the order in which a reader asks them for a capture: the highest score first.
 func ranked(stores []*pb.StoreAddress, captureID string) []*pb.StoreAddress {
 	order := append([]*pb.StoreAddress(nil), stores...)
 	sort.Slice(order, func(i, j int) bool {

@@ -14,7 +14,7 @@ import (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// rows are those of one sequence at one site, in whatever order they come. The layouts of chunks are in capture.proto.
+// rows are those of one sequence at one site, in any order. The layouts of chunks are in capture.proto.
 type rows struct {
 	mutex sync.Mutex
 	byRow map[rowKey][]float32
@@ -22,7 +22,7 @@ type rows struct {
 
 type rowKey struct{ layer, position uint32 }
 
-// shape says which rows count: an array of them is [layers][positions][width].
+// shape describes the rows that count. An array of them is [layers][positions][width].
 type shape struct {
 	layers    []uint32
 	positions []uint32
@@ -33,14 +33,14 @@ func newRows() *rows {
 	return &rows{byRow: make(map[rowKey][]float32)}
 }
 
-// count returns how many rows there are; it may be called while others come.
+// count returns the number of rows. It may be called while another goroutine adds rows.
 func (r *rows) count() int {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
 	return len(r.byRow)
 }
 
-// add takes the rows of a chunk. It fails if the chunk is damaged, or encoded in a way that is not decoded here.
+// add adds the rows of a chunk. It fails if the chunk is damaged or has an unsupported encoding.
 func (r *rows) add(chunk *pb.Chunk) error {
 	header := chunk.GetHeader()
 	layers, positions, width := header.GetLayers(), header.GetPositions(), int(header.GetWidth())
@@ -81,7 +81,7 @@ func (r *rows) array(form shape) ([]float32, error) {
 		for _, position := range form.positions {
 			row, there := r.byRow[rowKey{layer, position}]
 			if !there {
-				return nil, fmt.Errorf("the row of layer %d at position %d did not come", layer, position)
+				return nil, fmt.Errorf("the row of layer %d at position %d is missing", layer, position)
 			}
 			values = append(values, row...)
 		}
@@ -89,10 +89,10 @@ func (r *rows) array(form shape) ([]float32, error) {
 	return values, nil
 }
 
-// shapeOf returns which rows count, as the manifest of a complete capture of one sequence and site says.
+// shapeOf returns the rows that count, from the manifest of a complete capture of one sequence and site.
 func shapeOf(manifest *pb.CaptureManifest) (shape, error) {
 	if len(manifest.GetPresent()) != 1 {
-		return shape{}, fmt.Errorf("the rows of one sequence and site are expected, not %d sets", len(manifest.GetPresent()))
+		return shape{}, fmt.Errorf("this example reads one sequence and site, but the capture has %d", len(manifest.GetPresent()))
 	}
 	present := manifest.GetPresent()[0]
 	form := shape{layers: present.GetLayers(), width: int(manifest.GetDescription().GetHiddenSize())}
@@ -104,7 +104,7 @@ func shapeOf(manifest *pb.CaptureManifest) (shape, error) {
 	return form, nil
 }
 
-// elementType returns that of a chunk's payload: RAW is in the model's own.
+// elementType returns the element type of a chunk's payload. RAW has the model's own type.
 func elementType(header *pb.ChunkHeader) (pb.DataType, error) {
 	switch header.GetEncoding() {
 	case pb.Encoding_ENCODING_RAW:
@@ -116,11 +116,11 @@ func elementType(header *pb.ChunkHeader) (pb.DataType, error) {
 	case pb.Encoding_ENCODING_BF16:
 		return pb.DataType_DATA_TYPE_BFLOAT16, nil
 	default:
-		return 0, fmt.Errorf("rows encoded as %v are not decoded here", header.GetEncoding())
+		return 0, fmt.Errorf("rows encoded as %v are not supported here", header.GetEncoding())
 	}
 }
 
-// decode returns little-endian elements as float32; every value of the narrower types is one of float32.
+// decode returns little-endian elements as float32, which holds every value of the narrower types exactly.
 func decode(payload []byte, dtype pb.DataType) ([]float32, error) {
 	size := 2
 	if dtype == pb.DataType_DATA_TYPE_FLOAT32 {
@@ -144,7 +144,7 @@ func decode(payload []byte, dtype pb.DataType) ([]float32, error) {
 			values[i] = math.Float32frombits(float32Bits(binary.LittleEndian.Uint16(payload[2*i:])))
 		}
 	default:
-		return nil, fmt.Errorf("elements of type %v are not decoded here", dtype)
+		return nil, fmt.Errorf("elements of type %v are not supported here", dtype)
 	}
 	return values, nil
 }

@@ -11,8 +11,8 @@ import (
 
 const float32Bytes = 4
 
-// digestOf returns the SHA-256 that names a float32 vector: of the domain, the dtype, the length and the values. The rule
-// is in tensor.proto.
+// digestOf returns the digest of a float32 vector: the SHA-256 of the domain, the dtype, the length and the values. The
+// rule is in tensor.proto.
 func digestOf(values []byte) []byte {
 	hash := sha256.New()
 	hash.Write([]byte("residuum.vector.v1"))
@@ -24,7 +24,7 @@ func digestOf(values []byte) []byte {
 	return hash.Sum(nil)
 }
 
-// readVector reads a vector from a file of little-endian float32, which is also how it travels.
+// readVector reads a vector from a file of little-endian float32, the form in which it is sent.
 func readVector(path string, length int) (*pb.Vector, error) {
 	values, err := os.ReadFile(path)
 	if err != nil {

@@ -1,5 +1,5 @@
 #!/bin/sh
-# TypeScript from the contract, into gen/ (not committed): `npm run generate`. Needs protoc, and its own google/protobuf.
+# Generates TypeScript from the contract into gen/ (not committed): `npm run generate`. Needs protoc with its protos.
 set -eu
 
 options=env=node # bytes are Buffers

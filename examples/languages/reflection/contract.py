@@ -1,4 +1,4 @@
-"""The services' contract as they tell it themselves, by server reflection: calls without generated stubs."""
+"""The services' contract, read by server reflection: calls without generated stubs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ DOMAIN = "residuum.dev"
 
 
 class Service:
-    """A service of the contract, called by names: requests are dictionaries in the form of protobuf's JSON."""
+    """A service of the contract. Methods are called by name, with requests as dictionaries in protobuf's JSON form."""
 
     def __init__(self, endpoint: str, name: str) -> None:
-        """Connect, and ask what the service's methods and messages are."""
+        """Connect, and read the service's methods and messages."""
         self._channel = open_channel(endpoint)
-        # The pool asks the server for each file that a name leads to, once.
+        # The pool asks the server once for each file that it needs.
         self._pool = DescriptorPool(ProtoReflectionDescriptorDatabase(self._channel))
         try:
             self._service = self._pool.FindServiceByName(name)
         except KeyError:
-            raise SystemExit(f"{endpoint} does not tell of a service {name}.") from None
+            raise SystemExit(f"{endpoint} has no service {name}.") from None
         self._package = name.rpartition(".")[0]
 
     def unary(self, method: str, request: dict[str, Any], *, timeout: float = 90.0) -> Any:
@@ -48,7 +48,7 @@ class Service:
         return call((_message(described, request) for request in requests), timeout=timeout)
 
     def stream(self, method: str, request: dict[str, Any]) -> Any:
-        """Make a call with a stream of answers: an iterator that can be cancelled."""
+        """Make a call with a stream of answers. Return an iterator, which can be cancelled."""
         described = self._service.methods_by_name[method]
         call = self._channel.unary_stream(_path(described), _serialize, _parser(described))
         return call(_message(described, request))
@@ -69,18 +69,18 @@ class Service:
 
 
 def open_channel(endpoint: str) -> grpc.Channel:
-    """Return a channel to either service, by the same environment variables as residuum's own client.
+    """Return a channel to either service. It reads the same environment variables as residuum's own client.
 
     Raises:
-        SystemExit: The token would go to another machine in plain text.
+        SystemExit: The token would be sent to another machine in plain text.
     """
     authority, token = _file("RESIDUUM_TLS_CA"), os.environ.get("RESIDUUM_TOKEN", "")
     if authority is None:
         insecure = os.environ.get("RESIDUUM_INSECURE") == "1"
         if token and not insecure and not _is_loopback(endpoint):
             raise SystemExit(
-                f"The token would go to {endpoint} in plain text. Set RESIDUUM_TLS_CA, or RESIDUUM_INSECURE=1 if you "
-                "mean it."
+                f"The token would be sent to {endpoint} in plain text. Set RESIDUUM_TLS_CA, or RESIDUUM_INSECURE=1 to "
+                "send it anyway."
             )
         channel = grpc.insecure_channel(endpoint)
     else:
@@ -94,13 +94,13 @@ def open_channel(endpoint: str) -> grpc.Channel:
 
 
 def describe(error: grpc.RpcError) -> str:
-    """Return a failed call as a line for a person: `NOT_FOUND (UNKNOWN_CAPTURE): ...`."""
+    """Return a line that describes a failed call to the user: `NOT_FOUND (UNKNOWN_CAPTURE): ...`."""
     reason = reason_of(error)
     return f"{error.code().name}{f' ({reason})' if reason else ''}: {error.details()}"
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """Return why a call failed, a reason of errors.proto; "" if the server was never reached."""
+    """Return the reason of a failed call, as in errors.proto; "" if the call did not reach the server."""
     status = rpc_status.from_call(error)
     for detail in status.details if status else ():
         info = error_details_pb2.ErrorInfo()
@@ -131,7 +131,7 @@ class _Bearer(
 
 
 class _Details(grpc.ClientCallDetails):
-    """The details of a call, with other metadata."""
+    """The details of a call, with changed metadata."""
 
     def __init__(self, details: Any, metadata: list[tuple[str, str]]) -> None:
         self.method, self.timeout, self.credentials = details.method, details.timeout, details.credentials

@@ -1,10 +1,10 @@
-"""The whole round without generated stubs: what the services' own reflection tells is enough.
+"""Captures and steers without generated stubs, with only what the services' reflection provides.
 
     python round.py VECTOR OUT [raw|fp32|fp16|bf16]
 
-VECTOR is a file of little-endian float32, as many as the model's hidden size; OUT is a folder. What is written there,
-and which environment variables say where the service is, is in ../README.md. Needs grpcio-reflection, grpcio-status,
-crc32c and numpy, and nothing of residuum.
+VECTOR is a file of little-endian float32, as many as the model's hidden size. OUT is a folder. ../README.md describes
+the files in OUT, and the environment variables for the connection. Needs grpcio-reflection, grpcio-status, crc32c and
+numpy, and nothing of residuum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAIT = "60s"
 
 
 def main() -> None:
-    """Do the round."""
+    """Read the command line and run all steps."""
     if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], ["raw"], ["fp32"], ["fp16"], ["bf16"]):
         print("usage: round.py VECTOR OUT [raw|fp32|fp16|bf16]", file=sys.stderr)
         raise SystemExit(2)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def do_round(vector_file: Path, out: Path, encoding: str) -> None:
-    """Register, send the vector, generate and follow, read again, and write what came."""
+    """Register, send the vector, generate and follow, read again, and write the results."""
     with Service(os.environ.get("RESIDUUM_ENDPOINT", "localhost:50051"), INFERENCE) as inference:
         info = inference.unary("GetModelInfo", {})
         vector = read_vector(inference, vector_file, info.hidden_size)
@@ -74,11 +74,11 @@ def do_round(vector_file: Path, out: Path, encoding: str) -> None:
 
 
 def read_vector(inference: Service, path: Path, length: int) -> dict[str, str]:
-    """Read a vector from a file of little-endian float32, and name it by its digest; the rule is in tensor.proto."""
+    """Read a vector from a file of little-endian float32, and compute its digest by the rule in tensor.proto."""
     values = path.read_bytes()
     if len(values) != 4 * length:
         raise ValueError(
-            f"{path} has {len(values)} bytes; a vector for this model is {length} float32, {4 * length} bytes."
+            f"{path} has {len(values)} bytes; a vector for this model is {length} float32 values, {4 * length} bytes."
         )
     dtype = inference.enum("DataType").values_by_name["DATA_TYPE_FLOAT32"]
     digest = hashlib.sha256(b"residuum.vector.v1" + struct.pack("<IQ", dtype.number, length) + values).digest()
@@ -86,10 +86,10 @@ def read_vector(inference: Service, path: Path, length: int) -> dict[str, str]:
 
 
 def register(inference: Service, num_layers: int, vector: dict[str, str], encoding: str) -> tuple[str, int]:
-    """Register a request that captures two layers and is steered after the first; send the vector if need be.
+    """Register a request that captures two layers and is steered after the first. Send the vector if it is missing.
 
     Returns:
-        The request's id, and how many vectors were sent.
+        The request's ID, and how many vectors were sent.
     """
     middle, last = num_layers // 2, num_layers - 1
     add = {"layers": {"list": {"layers": [middle]}}, "add": {"digest": vector["digest"], "scale": SCALE}}
@@ -98,14 +98,14 @@ def register(inference: Service, num_layers: int, vector: dict[str, str], encodi
     if not answer.missing_digests:
         return answer.request_id, 0
     for result in inference.send("PutVectors", [{"vector": vector}]).results:
-        if result.HasField("error"):  # each is accepted or refused by itself
+        if result.HasField("error"):  # each vector has its own result
             reason = inference.enum("ErrorReason").values_by_number[result.error.reason].name
             raise ValueError(f"{reason}: vector {result.digest.hex()}: {result.error.message}")
     return answer.request_id, 1
 
 
 def generate_and_follow(inference: Service, request_id: str) -> dict[str, Any]:
-    """Generate, and follow the capture meanwhile, in a thread of its own."""
+    """Generate, and follow the capture in another thread at the same time."""
     sampling = {"maxTokens": MAX_TOKENS, "temperature": 0, "ignoreEos": True}
     events = inference.stream("Generate", {"requestId": request_id, "text": PROMPT, "sampling": sampling})
     handle = next(events).started.capture
@@ -124,14 +124,14 @@ def generate_and_follow(inference: Service, request_id: str) -> dict[str, Any]:
         except grpc.RpcError as error:
             chunks.cancel()
             if error.code() is grpc.StatusCode.CANCELLED:
-                following.result()  # if following failed first, it has cancelled the generation: that is the cause
+                following.result()  # if following failed first, it cancelled the generation, so its error is the cause
             raise
         following.result()
     return reply
 
 
 def read_again(stores: Any, capture_id: str) -> tuple[Any, Rows, list[str]]:
-    """Read a capture that has ended from the store that has it: they are asked in the order of their ranks.
+    """Read an ended capture from its store. Stores are asked in the order of their ranks.
 
     Returns:
         The manifest, the rows, and the names of the stores that were asked.
@@ -151,11 +151,11 @@ def read_again(stores: Any, capture_id: str) -> tuple[Any, Rows, list[str]]:
                 raise ValueError(f"The capture is {state}: {manifest.incomplete_detail}")
             rows = Rows()
             return read_chunks(store.stream("ReadChunks", {"captureId": capture_id}), rows), rows, asked
-    raise ValueError(f"No store holds {capture_id}; asked were {', '.join(asked)}.")
+    raise ValueError(f"No store holds {capture_id}; asked: {', '.join(asked)}.")
 
 
 def read_chunks(responses: Any, rows: Rows) -> Any:
-    """Read chunks into rows; return the last manifest, which tells which rows count."""
+    """Read chunks into rows. Return the last manifest, which lists the rows that count."""
     manifest = None
     for response in responses:
         if response.HasField("chunk"):
@@ -168,7 +168,7 @@ def read_chunks(responses: Any, rows: Rows) -> Any:
 
 
 def score(store: str, capture_id: str) -> int:
-    """Return how much a store is wanted for a capture; the rule is in placement.proto."""
+    """Return the rank score of a store for a capture; the rule is in placement.proto."""
     name = store.encode()
     digest = hashlib.sha256(b"residuum.store.v1" + struct.pack("<I", len(name)) + name + capture_id.encode()).digest()
     return int.from_bytes(digest[:8], "big")

@@ -1,4 +1,4 @@
-"""Chunks as they come from the store, and float32 rows as they are wanted. The layouts are in capture.proto."""
+"""Decodes chunks into float32 rows. The layouts are in capture.proto."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RAW_DTYPES = {"DATA_TYPE_FLOAT32": "FP32", "DATA_TYPE_FLOAT16": "FP16", "DATA_T
 
 
 class Shape(NamedTuple):
-    """Which rows count: an array of them is [layers, positions, width]."""
+    """The rows that count. An array of them is [layers, positions, width]."""
 
     layers: list[int]
     positions: list[int]
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
 
 class Rows:
-    """The rows of one sequence at one site, in whatever order they come."""
+    """The rows of one sequence at one site. They may arrive in any order."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
@@ -34,10 +34,10 @@ class Rows:
             return len(self._rows)
 
     def add(self, chunk: Any) -> None:
-        """Take the rows of a chunk.
+        """Add the rows of a chunk.
 
         Raises:
-            ValueError: It is damaged, or encoded in a way that is not decoded here.
+            ValueError: It is damaged, or has an unsupported encoding.
         """
         header = chunk.header
         if crc32c.crc32c(chunk.payload) != chunk.crc32c:
@@ -53,32 +53,32 @@ class Rows:
         """Return the rows of a shape as one array.
 
         Raises:
-            ValueError: One did not come.
+            ValueError: A row is missing.
         """
         with self._lock:
             try:
                 rows = [self._rows[layer, position] for layer in shape.layers for position in shape.positions]
             except KeyError as error:
                 layer, position = error.args[0]
-                raise ValueError(f"The row of layer {layer} at position {position} did not come.") from None
+                raise ValueError(f"The row of layer {layer} at position {position} is missing.") from None
         return np.stack(rows).reshape(len(shape.layers), len(shape.positions), shape.width)
 
 
 def shape_of(manifest: Any) -> Shape:
-    """Return which rows count, as the manifest of a complete capture of one sequence and site says.
+    """Return the rows that count, from the manifest of a complete capture of one sequence and site.
 
     Raises:
-        ValueError: There are other sequences or sites.
+        ValueError: The capture has other sequences or sites.
     """
     if len(manifest.present) != 1:
-        raise ValueError(f"The rows of one sequence and site are expected, not {len(manifest.present)} sets of them.")
+        raise ValueError(f"This example reads one sequence and site, but the capture has {len(manifest.present)}.")
     (present,) = manifest.present
     positions = [position for run in present.positions for position in range(run.first, run.last + 1)]
     return Shape(list(present.layers), positions, manifest.description.hidden_size)
 
 
 def _element_type(header: Any) -> str:
-    """Return that of a chunk's payload: RAW is in the model's own."""
+    """Return the element type of a chunk's payload. RAW has the model's own type."""
     names = header.DESCRIPTOR.fields_by_name
     encoding = names["encoding"].enum_type.values_by_number[header.encoding].name.removeprefix("ENCODING_")
     if encoding != "RAW":
@@ -87,12 +87,12 @@ def _element_type(header: Any) -> str:
 
 
 def _decode(payload: bytes, element_type: str, count: int) -> npt.NDArray[np.float32]:
-    """Return so many little-endian elements as float32; every value of the narrower types is one of float32."""
+    """Return `count` little-endian elements as float32, which holds every value of the narrower types exactly."""
     if element_type not in _NUMPY:
-        raise ValueError(f"Rows encoded as {element_type} are not decoded here.")
+        raise ValueError(f"Rows encoded as {element_type} are not supported here.")
     dtype = np.dtype(_NUMPY[element_type])
     if len(payload) != count * dtype.itemsize:
-        raise ValueError(f"A chunk has {len(payload)} bytes for {count} numbers of {dtype.itemsize}.")
+        raise ValueError(f"A chunk has {len(payload)} bytes instead of {count} numbers of {dtype.itemsize} bytes.")
     elements = np.frombuffer(payload, dtype)
     if element_type == "BF16":
         return (elements.astype(np.uint32) << 16).view(np.float32)

@@ -84,7 +84,7 @@ class Parcel:
 def extent_parcels(
     path: str, headers: Sequence[capture_pb2.ChunkHeader], rows: memoryview, on_done: Callable[[], None]
 ) -> Iterator[Parcel]:
-    """Yield the parcels of an extent, each made when it is asked for.
+    """Yield the parcels of an extent, one at a time as the caller takes them.
 
     Rows that do not fit any chunk become a loss report.
 

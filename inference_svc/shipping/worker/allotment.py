@@ -98,8 +98,8 @@ class SharedAllotment:
         """
         if not 0 < nbytes <= self.largest:
             raise ValueError(
-                f"an extent of {nbytes} bytes cannot be had: this ring allows 1 to {self.largest} bytes. Make the ring "
-                "larger (--ring-mib)."
+                f"an extent of {nbytes} bytes cannot be allocated: this ring allows 1 to {self.largest} bytes. Make "
+                "the ring larger (--ring-mib)."
             )
         extent = self._reserves[store].take(nbytes) or self._common.take(nbytes)
         if extent is not None:

@@ -217,7 +217,7 @@ class RingProducer:
             self._submit(item)
 
     def report_loss(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
-        """Report rows that will never come to the store, through a shipper. Do not change `loss` afterwards.
+        """Report to the store, through a shipper, rows that will never arrive. Do not change `loss` afterwards.
 
         Raises:
             ProducerClosedError: The producer is closed.

@@ -101,11 +101,11 @@ class StreamedSink(BlockSink):
             self._hand_over(blocks)
 
     def end(self, capture: Capture) -> None:
-        """Have the last rows of a followed capture sent, and have it forgotten."""
+        """Send the last rows of a followed capture, and forget it."""
         self._hand_over((), capture)
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until every block that was sent has left the pool, and return whether it has."""
+        """Wait until every sent block has left the pool, and return whether all have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
 

@@ -114,7 +114,7 @@ def _undecided(layers: Mapping[int, nn.Module], rounds: Sequence[Mapping[int, _C
         f"the model's values change, relative to their norm, by {changes.sum:.2g} if the sum takes the place of both, "
         f"by {changes.first:.2g} if the second tensor is left out, and by {changes.noise:.2g} between equal runs"
         if math.isfinite(changes.noise)
-        else "the model's values differ from run to run, or are not finite"
+        else "the model's values differ between equal runs, or are not finite"
     )
     return (
         f"{name} cannot be tapped: it returns two tensors, and the residual stream is neither clearly their sum nor "

@@ -1,4 +1,4 @@
-"""The limits of the taps: engine configurations that they refuse at startup, because captured rows would be wrong."""
+"""Engine configurations that the taps refuse at startup, because captured rows would be wrong."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ Settings Settings::from_environment() {
 
 Connection::Connection(const Settings& settings, const std::string& endpoint) : token_(settings.token) {
   if (!token_.empty() && settings.tls_ca.empty() && !settings.insecure && !is_loopback(endpoint)) {
-    throw std::runtime_error("The token would go to " + endpoint +
-                             " in plain text. Set RESIDUUM_TLS_CA, or RESIDUUM_INSECURE=1 if you mean it.");
+    throw std::runtime_error("The token would be sent to " + endpoint +
+                             " in plain text. Set RESIDUUM_TLS_CA, or RESIDUUM_INSECURE=1 to send it.");
   }
   grpc::ChannelArguments arguments;
   if (!settings.tls_server_name.empty()) arguments.SetSslTargetNameOverride(settings.tls_server_name);

@@ -1,4 +1,4 @@
-// Channels to both services, by the same environment variables as residuum's own client.
+// Channels to both services. They use the same environment variables as residuum's own client.
 
 #pragma once
 
@@ -15,11 +15,11 @@ struct Settings {
   static Settings from_environment();
 };
 
-// A channel, and what each call on it carries.
+// A channel, and the metadata of each call on it.
 class Connection {
  public:
-  // Makes a channel to either service; it connects when the first call is made. Throws std::runtime_error if the token
-  // would go to another machine in plain text.
+  // Makes a channel to either service, which connects with the first call. Throws std::runtime_error if the token
+  // would be sent to another machine in plain text.
   Connection(const Settings& settings, const std::string& endpoint);
 
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }

@@ -1,4 +1,4 @@
-// What a failed call says: its gRPC code, and the reason of errors.proto, which programs act on.
+// Describes failed calls: the gRPC code, and the reason of errors.proto.
 
 #pragma once
 
@@ -7,14 +7,14 @@
 
 #include <grpcpp/grpcpp.h>
 
-// A call failed. what() is a line for a person: "5 (UNKNOWN_CAPTURE): ...", with the number of the gRPC code.
+// A call failed. what() describes the error to the user: "5 (UNKNOWN_CAPTURE): ...", with the number of the gRPC code.
 class CallError : public std::runtime_error {
  public:
   explicit CallError(const grpc::Status& status);
 
   grpc::StatusCode code() const { return code_; }
 
-  // Why, such as "UNKNOWN_CAPTURE"; "" if the server did not say, because it was never reached.
+  // The reason, such as "UNKNOWN_CAPTURE"; "" if the call did not reach the server.
   const std::string& reason() const { return reason_; }
 
  private:

@@ -1,9 +1,9 @@
-// The whole round: steer with a vector of one's own, generate, follow the capture while it runs, and read it again.
+// Steers with the caller's vector, generates, follows the capture while it runs, and reads it again.
 //
 //   build/round VECTOR OUT [raw|fp32|fp16|bf16]
 //
-// VECTOR is a file of little-endian float32, as many as the model's hidden size; OUT is a folder. What is written there,
-// and which environment variables say where the service is, is in ../README.md.
+// VECTOR is a file of little-endian float32, as many as the model's hidden size. OUT is a folder. ../README.md
+// describes the files in OUT, and the environment variables for the connection.
 
 #include <bit>
 #include <chrono>
@@ -85,7 +85,7 @@ std::string hex(const std::string& bytes) {
   return text.str();
 }
 
-// Sends a vector. Throws if it is refused: then the call is OK, and the result says why.
+// Sends a vector. Throws if it is refused: the call is OK in that case, and the result has the reason.
 void put_vector(Inference& inference, const v1::Vector& vector) {
   grpc::ClientContext context;
   inference.connection.prepare(context, kUnaryTimeout);
@@ -93,7 +93,7 @@ void put_vector(Inference& inference, const v1::Vector& vector) {
   const auto writer = inference.stub->PutVectors(&context, &answer);
   v1::PutVectorsRequest request;
   *request.mutable_vector() = vector;
-  writer->Write(request);  // false if the call has ended: Finish says why
+  writer->Write(request);  // false if the call has ended; Finish returns the reason
   writer->WritesDone();
   check(writer->Finish());
   for (const v1::PutVectorResult& result : answer.results()) {
@@ -108,7 +108,7 @@ struct Registration {
   int vectors_sent = 0;
 };
 
-// Registers a request that captures two layers and is steered after the first of them; sends the vector if need be.
+// Registers a request that captures two layers and is steered after the first; sends the vector if it is missing.
 Registration register_request(Inference& inference, const v1::GetModelInfoResponse& info, const v1::Vector& vector,
                               v1::Encoding encoding) {
   const std::uint32_t middle = info.num_layers() / 2, last = info.num_layers() - 1;
@@ -126,14 +126,14 @@ Registration register_request(Inference& inference, const v1::GetModelInfoRespon
   v1::RegisterRequestResponse answer;
   check(inference.stub->RegisterRequest(&context, request, &answer));
   Registration registration{answer.request_id()};
-  if (!answer.missing_digests().empty()) {  // the only one that the request names
+  if (!answer.missing_digests().empty()) {  // at most one: the request names only one vector
     put_vector(inference, vector);
     registration.vectors_sent = 1;
   }
   return registration;
 }
 
-// Reads chunks into `rows`; returns the last manifest, which tells which rows count.
+// Reads chunks into `rows`; returns the last manifest, which lists the rows that count.
 v1::CaptureManifest read_chunks(Store& store, grpc::ClientContext& context, const v1::ReadChunksRequest& request,
                                 Rows& rows) {
   store.connection.prepare_stream(context);
@@ -156,10 +156,10 @@ struct Reply {
   std::vector<std::uint32_t> token_ids;
   std::string text;
   Rows followed;
-  std::size_t rows_before_end = 0;  // rows that had come when the last token was made
+  std::size_t rows_before_end = 0;  // rows that had arrived when the last token was generated
 };
 
-// Takes what a generation sends, to its end.
+// Reads a generation to its end.
 void generate(grpc::ClientReader<v1::GenerateResponse>& reader, Reply& reply) {
   bool finished = false;
   v1::GenerateResponse response;
@@ -177,7 +177,7 @@ void generate(grpc::ClientReader<v1::GenerateResponse>& reader, Reply& reply) {
   if (!finished) throw std::runtime_error("The generation broke off.");
 }
 
-// Generates, and follows the capture meanwhile, in a thread of its own.
+// Generates, and follows the capture in another thread at the same time.
 void generate_and_follow(Inference& inference, const Settings& settings, const std::string& request_id, Reply& reply) {
   v1::GenerateRequest request;
   request.set_request_id(request_id);
@@ -206,7 +206,7 @@ void generate_and_follow(Inference& inference, const Settings& settings, const s
       follow.set_follow(true);
       read_chunks(store, following, follow, reply.followed);
     } catch (...) {
-      generating.TryCancel();  // a generation that is not followed is of no use here
+      generating.TryCancel();  // without a follower, this example needs no generation
       throw;
     }
   });
@@ -214,7 +214,7 @@ void generate_and_follow(Inference& inference, const Settings& settings, const s
     generate(*reader, reply);
   } catch (const CallError& error) {
     following.TryCancel();
-    // If following failed first, it has cancelled the generation: its own error is the one to tell.
+    // If following failed first, it cancelled the generation, so report its error.
     if (error.code() == grpc::StatusCode::CANCELLED) followed.get();
     throw;
   } catch (...) {
@@ -251,7 +251,7 @@ void read_from(const Settings& settings, const std::string& endpoint, const std:
   read.manifest = read_chunks(store, reading, chunks, read.rows);
 }
 
-// Reads a capture from the store that has it: they are asked in the order of their ranks.
+// Reads a capture from its store. Stores are asked in the order of their ranks.
 void read_again(const Settings& settings, const v1::GetModelInfoResponse& info, const std::string& capture_id,
                 ReadCapture& read) {
   for (const v1::StoreAddress& address : ranked(info.stores(), capture_id)) {

@@ -1,4 +1,4 @@
-// Which of several stores has a capture. The rule is in placement.proto.
+// Ranks the stores for a capture. The rule is in placement.proto.
 
 #pragma once
 
@@ -9,6 +9,6 @@
 
 #include "residuum/v1/placement.pb.h"
 
-// The stores in the order in which they are asked for a capture: the highest score first.
+// Returns the stores in the order in which a reader asks them for a capture: the highest score first.
 std::vector<residuum::v1::StoreAddress> ranked(
     const google::protobuf::RepeatedPtrField<residuum::v1::StoreAddress>& stores, const std::string& capture_id);

@@ -19,7 +19,7 @@ std::uint32_t crc32c(const std::string& bytes) {
   return crc.checksum();
 }
 
-// The element type of a chunk's payload: RAW is in the model's own.
+// The element type of a chunk's payload. RAW has the model's own type.
 v1::DataType element_type(const v1::ChunkHeader& header) {
   switch (header.encoding()) {
     case v1::ENCODING_RAW:
@@ -31,7 +31,7 @@ v1::DataType element_type(const v1::ChunkHeader& header) {
     case v1::ENCODING_BF16:
       return v1::DATA_TYPE_BFLOAT16;
     default:
-      throw std::runtime_error("Rows encoded as " + v1::Encoding_Name(header.encoding()) + " are not decoded here.");
+      throw std::runtime_error("Rows encoded as " + v1::Encoding_Name(header.encoding()) + " are not supported here.");
   }
 }
 
@@ -45,7 +45,7 @@ std::uint32_t float32_bits(std::uint32_t half) {
   return sign | (113 - shift) << 23 | (fraction << shift & 0x3ff) << 13;
 }
 
-// Returns little-endian elements as float32; every value of the narrower types is one of float32.
+// Returns little-endian elements as float32, which holds every value of the narrower types exactly.
 std::vector<float> decode(const std::string& payload, v1::DataType dtype) {
   const std::size_t size = dtype == v1::DATA_TYPE_FLOAT32 ? 4 : 2;
   if (payload.size() % size != 0) {
@@ -66,7 +66,7 @@ std::vector<float> decode(const std::string& payload, v1::DataType dtype) {
         bits = float32_bits(bits);
         break;
       default:
-        throw std::runtime_error("Elements of type " + v1::DataType_Name(dtype) + " are not decoded here.");
+        throw std::runtime_error("Elements of type " + v1::DataType_Name(dtype) + " are not supported here.");
     }
     values.push_back(std::bit_cast<float>(bits));
   }
@@ -77,8 +77,8 @@ std::vector<float> decode(const std::string& payload, v1::DataType dtype) {
 
 Shape shape_of(const v1::CaptureManifest& manifest) {
   if (manifest.present_size() != 1) {
-    throw std::runtime_error("The rows of one sequence and site are expected, not " +
-                             std::to_string(manifest.present_size()) + " sets of them.");
+    throw std::runtime_error("This example reads one sequence and site, but the capture has " +
+                             std::to_string(manifest.present_size()) + ".");
   }
   const v1::RowSet& present = manifest.present(0);
   Shape shape{{present.layers().begin(), present.layers().end()}, {}, manifest.description().hidden_size()};
@@ -127,7 +127,7 @@ std::vector<float> Rows::array(const Shape& shape) const {
       const auto found = rows_.find({layer, position});
       if (found == rows_.end()) {
         throw std::runtime_error("The row of layer " + std::to_string(layer) + " at position " +
-                                 std::to_string(position) + " did not come.");
+                                 std::to_string(position) + " is missing.");
       }
       values.insert(values.end(), found->second.begin(), found->second.end());
     }

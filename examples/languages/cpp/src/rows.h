@@ -1,4 +1,4 @@
-// Chunks as they come from the store, and float32 rows as they are wanted. The layouts are in capture.proto.
+// Decodes chunks into float32 rows. The layouts are in capture.proto.
 
 #pragma once
 
@@ -11,26 +11,26 @@
 
 #include "residuum/v1/capture.pb.h"
 
-// Which rows count: an array of them is [layers][positions][width].
+// The rows that count. An array of them is [layers][positions][width].
 struct Shape {
   std::vector<std::uint32_t> layers;
   std::vector<std::uint32_t> positions;
   std::size_t width = 0;
 };
 
-// Returns which rows count, as the manifest of a complete capture of one sequence and site says.
+// Returns the rows that count, from the manifest of a complete capture of one sequence and site.
 Shape shape_of(const residuum::v1::CaptureManifest& manifest);
 
-// The rows of one sequence at one site, in whatever order they come. May be asked while another thread adds some.
+// The rows of one sequence at one site, in any order. Thread-safe.
 class Rows {
  public:
-  // How many rows there are.
+  // The number of rows.
   std::size_t count() const;
 
-  // Takes the rows of a chunk. Throws std::runtime_error if it is damaged, or encoded in a way that is not decoded here.
+  // Adds the rows of a chunk. Throws std::runtime_error if it is damaged or has an unsupported encoding.
   void add(const residuum::v1::Chunk& chunk);
 
-  // Returns the rows of a shape as one array. Throws std::runtime_error if one did not come.
+  // Returns the rows of a shape as one array. Throws std::runtime_error if a row is missing.
   std::vector<float> array(const Shape& shape) const;
 
  private:

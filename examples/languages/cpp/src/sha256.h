@@ -1,4 +1,4 @@
-// SHA-256 of parts that follow each other, and the integers that the contract's digests are made of.
+// The SHA-256 of concatenated parts, and integers as the contract's digests encode them.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 #include <string>
 #include <string_view>
 
-// The 32 bytes.
+// Returns the digest, 32 bytes.
 std::string sha256(std::initializer_list<std::string_view> parts);
 
-// The bytes of an unsigned integer, the least significant first.
+// Returns the bytes of an unsigned integer, least significant first.
 template <typename Unsigned>
 std::string little_endian(Unsigned value) {
   std::string bytes;

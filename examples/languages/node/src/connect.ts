@@ -1,4 +1,4 @@
-// Channels to both services, by the same environment variables as residuum's own client.
+// Channels to both services. They use the same environment variables as residuum's own client.
 
 import { readFileSync } from "node:fs";
 import {
@@ -77,7 +77,7 @@ function clientOptions(settings: Settings, endpoint: string): Partial<ClientOpti
   if (settings.token) {
     if (!settings.tlsCa && !settings.insecure && !isLoopback(endpoint)) {
       throw new Error(
-        `The token would go to ${endpoint} in plain text. Set RESIDUUM_TLS_CA, or RESIDUUM_INSECURE=1 if you mean it.`,
+        `The token would be sent to ${endpoint} in plain text. Set RESIDUUM_TLS_CA, or RESIDUUM_INSECURE=1 to send it.`,
       );
     }
     options.interceptors = [bearer(settings.token)];

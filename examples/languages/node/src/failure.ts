@@ -1,4 +1,4 @@
-// What a failed call says: its gRPC code, and the reason of errors.proto, which programs act on.
+// Describes failed calls: the gRPC code, and the reason of errors.proto.
 
 import { status, type ServiceError } from "@grpc/grpc-js";
 import { ErrorInfo, Status } from "../gen/google/rpc/status.js";
@@ -11,10 +11,10 @@ export function isServiceError(error: unknown): error is ServiceError {
   return error instanceof Error && "code" in error && "metadata" in error;
 }
 
-/** Return why a call failed, such as "UNKNOWN_CAPTURE"; "" if the server did not say, because it was never reached. */
+/** Return why a call failed, such as "UNKNOWN_CAPTURE"; "" if the call did not reach the server. */
 export function reasonOf(error: ServiceError): string {
   for (const value of error.metadata.get("grpc-status-details-bin")) {
-    if (typeof value === "string") continue; // never of a key that ends with -bin
+    if (typeof value === "string") continue; // values of -bin keys are buffers
     for (const detail of Status.decode(value).details) {
       if (detail.typeUrl !== ERROR_INFO) continue;
       const info = ErrorInfo.decode(detail.value);
@@ -24,7 +24,7 @@ export function reasonOf(error: ServiceError): string {
   return "";
 }
 
-/** Return an error as a line for a person: `NOT_FOUND (UNKNOWN_CAPTURE): …`. */
+/** Return a line that describes an error to the user: `NOT_FOUND (UNKNOWN_CAPTURE): …`. */
 export function describe(error: unknown): string {
   if (!isServiceError(error)) return error instanceof Error ? error.message : String(error);
   const reason = reasonOf(error);

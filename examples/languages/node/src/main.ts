@@ -1,9 +1,9 @@
-// The whole round: steer with a vector of one's own, generate, follow the capture while it runs, and read it again.
+// Steers with the caller's vector, generates, follows the capture while it runs, and reads it again.
 //
 //   node build/src/main.js VECTOR OUT [raw|fp32|fp16|bf16]
 //
-// VECTOR is a file of little-endian float32, as many as the model's hidden size; OUT is a folder. What is written there,
-// and which environment variables say where the service is, is in ../README.md.
+// VECTOR is a file of little-endian float32, as many as the model's hidden size. OUT is a folder. ../README.md
+// describes the files in OUT, and the environment variables for the connection.
 
 import { mkdirSync, writeFileSync } from "node:fs";
 import { endianness } from "node:os";
@@ -87,7 +87,7 @@ async function main(): Promise<void> {
   }
 }
 
-/** Register a request that captures two layers and is steered after the first of them; send the vector if need be. */
+/** Register a request that captures two layers and is steered after the first; send the vector if the server lacks it. */
 async function register(
   inference: InferenceServiceClient,
   info: GetModelInfoResponse,
@@ -118,7 +118,7 @@ function layerList(...layers: number[]) {
   return { selection: { $case: "list", value: { layers } } } as const;
 }
 
-/** Send vectors. Each is accepted or refused by itself; throws if one is refused. */
+/** Send vectors. Each has its own result. Throws if one is refused. */
 async function putVectors(inference: InferenceServiceClient, vectors: Vector[]): Promise<void> {
   const answer = await new Promise<PutVectorsResponse>((resolve, reject) => {
     const call = inference.putVectors((error, response) => (error ? reject(error) : resolve(response)));
@@ -135,11 +135,11 @@ interface Followed {
   tokenIds: number[];
   text: string;
   followed: Rows;
-  /** Rows that had come when the last token was made. */
+  /** Rows that had arrived when the last token was generated. */
   rowsBeforeEnd: number;
 }
 
-/** Generate, and follow the capture meanwhile. */
+/** Generate, and follow the capture at the same time. */
 async function generateAndFollow(
   inference: InferenceServiceClient,
   settings: Settings,
@@ -179,12 +179,12 @@ async function generateAndFollow(
     const [reply] = await Promise.all([generate(), follow]);
     return { handle, followed, ...reply };
   } finally {
-    generation.cancel(); // what has ended stays as it ended
+    generation.cancel(); // has no effect on a generation that has ended
     store?.close();
   }
 }
 
-/** Read a capture that has ended from the store that has it: they are asked in the order of their ranks. */
+/** Read an ended capture from its store. Stores are asked in the order of their ranks. */
 async function readAgain(
   settings: Settings,
   info: GetModelInfoResponse,
@@ -209,10 +209,10 @@ async function readAgain(
       store.close();
     }
   }
-  throw new Error(`No store holds ${captureId}; asked were ${asked.join(", ")}.`);
+  throw new Error(`No store holds ${captureId}; asked: ${asked.join(", ")}.`);
 }
 
-/** Read chunks into `rows`; return the last manifest, which tells which rows count. */
+/** Read chunks into `rows`; return the last manifest, which lists the rows that count. */
 async function readChunks(store: StoreServiceClient, request: ReadChunksRequest, rows: Rows): Promise<CaptureManifest> {
   let manifest: CaptureManifest | undefined;
   const responses: AsyncIterable<ReadChunksResponse> = store.readChunks(request);

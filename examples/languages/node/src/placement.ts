@@ -1,4 +1,4 @@
-// Which of several stores has a capture. The rule is in placement.proto.
+// Ranks the stores for a capture. The rule is in placement.proto.
 
 import { createHash } from "node:crypto";
 import type { StoreAddress } from "../gen/residuum/v1/placement.js";
@@ -13,7 +13,7 @@ function score(name: string, captureId: string): bigint {
   return hash.digest().readBigUInt64BE(0);
 }
 
-/** Return the stores in the order in which they are asked for a capture: the highest score first. */
+/** Return the stores in the order in which a reader asks them for a capture: the highest score first. */
 export function ranked(stores: readonly StoreAddress[], captureId: string): StoreAddress[] {
   const scored = stores.map((store) => ({ store, score: score(store.name, captureId) }));
   scored.sort((a, b) => {

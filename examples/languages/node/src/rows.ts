@@ -1,19 +1,19 @@
-// Chunks as they come from the store, and float32 rows as they are wanted. The layouts are in capture.proto.
+// Decodes chunks into float32 rows. The layouts are in capture.proto.
 
 import { crc32c } from "@node-rs/crc32";
 import { Encoding, type CaptureManifest, type Chunk, type ChunkHeader } from "../gen/residuum/v1/capture.js";
 import { DataType } from "../gen/residuum/v1/tensor.js";
 
-/** The rows of one sequence at one site, by layer and position, in whatever order they come. */
+/** The rows of one sequence at one site, by layer and position, in any order. */
 export class Rows {
   readonly #rows = new Map<string, Float32Array>();
 
-  /** How many rows there are. */
+  /** The number of rows. */
   get count(): number {
     return this.#rows.size;
   }
 
-  /** Take the rows of a chunk. Throws if the chunk is damaged, or encoded in a way that is not decoded here. */
+  /** Add the rows of a chunk. Throws if the chunk is damaged or has an unsupported encoding. */
   add(chunk: Chunk): void {
     const header = chunk.header;
     if (header === undefined || header.layers.length === 0 || header.positions.length === 0 || header.width === 0) {
@@ -41,7 +41,7 @@ export class Rows {
     for (const layer of layers) {
       for (const position of positions) {
         const row = this.#rows.get(key(layer, position));
-        if (row === undefined) throw new Error(`The row of layer ${layer} at position ${position} did not come.`);
+        if (row === undefined) throw new Error(`The row of layer ${layer} at position ${position} is missing.`);
         values.set(row, at);
         at += width;
       }
@@ -56,11 +56,11 @@ export interface Shape {
   width: number;
 }
 
-/** Return which rows count, as the manifest of a complete capture of one sequence and site says. */
+/** Return the rows that count, from the manifest of a complete capture of one sequence and site. */
 export function shapeOf(manifest: CaptureManifest): Shape {
   const [present, ...others] = manifest.present;
   if (present === undefined || others.length > 0) {
-    throw new Error(`The rows of one sequence and site are expected, not ${manifest.present.length} sets of them.`);
+    throw new Error(`This example reads one sequence and site, but the capture has ${manifest.present.length}.`);
   }
   const positions = present.positions.flatMap(({ first, last }) =>
     Array.from({ length: last - first + 1 }, (_, index) => first + index),
@@ -72,7 +72,7 @@ function key(layer: number, position: number): string {
   return `${layer}/${position}`;
 }
 
-/** Return the element type of a chunk's payload: RAW is in the model's own. */
+/** Return the element type of a chunk's payload. RAW has the model's own type. */
 function elementType(header: ChunkHeader): DataType {
   switch (header.encoding) {
     case Encoding.ENCODING_RAW:
@@ -84,11 +84,11 @@ function elementType(header: ChunkHeader): DataType {
     case Encoding.ENCODING_BF16:
       return DataType.DATA_TYPE_BFLOAT16;
     default:
-      throw new Error(`Rows encoded as ${Encoding[header.encoding] ?? header.encoding} are not decoded here.`);
+      throw new Error(`Rows encoded as ${Encoding[header.encoding] ?? header.encoding} are not supported here.`);
   }
 }
 
-/** Return little-endian elements as float32; every value of the narrower types is one of float32. */
+/** Return little-endian elements as float32, which holds every value of the narrower types exactly. */
 function decode(payload: Buffer, dtype: DataType): Float32Array {
   const bytes = dtype === DataType.DATA_TYPE_FLOAT32 ? 4 : 2;
   if (payload.length % bytes !== 0) throw new Error(`A payload of ${payload.length} bytes ends within a number.`);
@@ -105,7 +105,7 @@ function decode(payload: Buffer, dtype: DataType): Float32Array {
       for (let i = 0; i < bits.length; i++) bits[i] = float32Bits(view.getUint16(2 * i, true));
       break;
     default:
-      throw new Error(`Elements of type ${DataType[dtype] ?? dtype} are not decoded here.`);
+      throw new Error(`Elements of type ${DataType[dtype] ?? dtype} are not supported here.`);
   }
   return new Float32Array(bits.buffer);
 }
