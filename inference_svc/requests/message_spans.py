@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,10 @@ def find_spans(
     """
     text = render(messages)
     contents = _content_ranges(messages, render, text)
-    tokens = _token_ranges(text, token_ids, texts, tokenizer)
+    starts, ends = zip(*_token_ranges(text, token_ids, texts, tokenizer), strict=True)
     spans = capture_pb2.MessageSpans()
     for message, content in zip(messages, contents, strict=True):
-        first, count = _positions(tokens, content)
+        first, count = _positions(starts, ends, content)
         spans.spans.add(role=message["role"], first_position=first, num_positions=count)
     return spans
 
@@ -109,15 +110,15 @@ def _token_ranges(text: str, token_ids: Sequence[int], texts: Sequence[str], tok
         raise UnknownSpansError(_OTHER_TOKENS) from error
     if not same:
         raise UnknownSpansError(_OTHER_TOKENS)
-    # Some tokenizers leave white space out of the offsets. What is before a token belongs to it.
+    # Some tokenizers leave white space out of the offsets. It belongs to the token after it.
     befores = [0, *(end for _, end in offsets[:-1])]
-    return [(min(start, before), end) for (start, end), before in zip(offsets, befores, strict=True)]
+    return [
+        (before if text[before:start].isspace() else start, end)
+        for (start, end), before in zip(offsets, befores, strict=True)
+    ]
 
 
-def _positions(tokens: Sequence[Range], content: Range) -> Range:
-    """Return the first position of a range of characters, and the number of tokens that it overlaps."""
-    start, end = content
-    inside = [at for at, (first, last) in enumerate(tokens) if first < end and last > start]
-    if inside:
-        return inside[0], inside[-1] - inside[0] + 1
-    return next((at for at, (first, _) in enumerate(tokens) if first >= start), len(tokens)), 0
+def _positions(starts: Sequence[int], ends: Sequence[int], content: Range) -> Range:
+    """Return the first position whose token overlaps a range of characters, and the number of these tokens."""
+    first = bisect_right(ends, content[0])
+    return first, max(bisect_left(starts, content[1]) - first, 0) if content[0] < content[1] else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -59,8 +58,12 @@ class TokenTexts:
     def _step(self, token_id: int) -> str:
         if self._why_unknown:
             return ""
-        with suppress(Exception):  # a stream fails if a token changes the text before it, as some invalid bytes do
+        try:
             return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # noqa: BLE001 - a stream fails if a token changes the text before it, as invalid bytes may do
+            return self._restart(token_id)
+
+    def _restart(self, token_id: int) -> str:
         self._stream = self._new_stream()
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
