@@ -20,6 +20,7 @@ from residuum.wire.limits import (
     MAX_DESCRIPTION_BYTES,
     MAX_DETAIL_LENGTH,
     MAX_ID_LENGTH,
+    MAX_MESSAGE_SPANS,
     MAX_NAME_LENGTH,
     MAX_SEAL_BYTES,
     MAX_SEQUENCES,
@@ -146,6 +147,9 @@ def _check_described_tokens(seal: store_pb2.SealCaptureRequest, prompt_tokens: i
     _check_texts("prompt_token_texts", seal.prompt_token_texts, prompt_tokens)
     for sequence in seal.sequences:
         _check_texts("sequences.token_texts", sequence.token_texts, len(sequence.generated_token_ids))
+    if len(seal.message_spans.spans) > MAX_MESSAGE_SPANS:
+        given = len(seal.message_spans.spans)
+        raise invalid("message_spans", f"must be at most {MAX_MESSAGE_SPANS} messages, not {given}")
     for span in seal.message_spans.spans:
         if span.first_position + span.num_positions > prompt_tokens:
             raise invalid("message_spans", f"each must end within the prompt, which has {prompt_tokens} tokens")

@@ -19,7 +19,7 @@ from inference_svc.requests.token_texts import unknown_texts
 from inference_svc.session.sequences import GeneratedSequence
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, steering_pb2, store_pb2
-from residuum.wire.limits import MAX_SEAL_BYTES
+from residuum.wire.limits import MAX_MESSAGE_SPANS, MAX_SEAL_BYTES
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-_TOO_LONG = "The texts of all tokens are too long to be kept with the capture."
+_TEXTS_TOO_LONG = "The texts of all tokens are too long to be kept with the capture."
+_TOO_MANY_MESSAGES = "The conversation has too many messages, or too long roles, to keep their positions."
 _FAILED = "The texts could not be made; the log of the inference service says why."
 
 
@@ -161,7 +162,9 @@ class CaptureSession:
             seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_FAILED))
         if seal.ByteSize() > MAX_SEAL_BYTES:
             for texts in (seal.prompt_token_texts, *(sequence.token_texts for sequence in seal.sequences)):
-                texts.CopyFrom(unknown_texts(_TOO_LONG))
+                texts.CopyFrom(unknown_texts(_TEXTS_TOO_LONG))
+        if seal.ByteSize() > MAX_SEAL_BYTES or len(seal.message_spans.spans) > MAX_MESSAGE_SPANS:
+            seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_TOO_MANY_MESSAGES))
 
     def _description(self) -> capture_pb2.CaptureDescription:
         """Return the description of the request that the store keeps from the start of the capture."""

@@ -22,9 +22,8 @@ _STORE_FULL = capture_pb2.INCOMPLETE_REASON_STORE_FULL
 _SERVICE_GONE = capture_pb2.INCOMPLETE_REASON_SERVICE_GONE
 
 
-_TEXTS_TOO_LONG = (
-    "The manifest with the texts of all tokens would not fit into one message, so the store left them out."
-)
+_TEXTS_TOO_LONG = "The manifest would not fit into one message with the texts of all tokens."
+_SPANS_TOO_LONG = "The manifest would not fit into one message with the positions of all messages."
 
 
 class Wait(enum.Enum):
@@ -216,6 +215,8 @@ class Capture:
             manifest.prompt_token_texts.CopyFrom(unknown)
             for sequence in manifest.sequences:
                 sequence.token_texts.CopyFrom(unknown)
+        if manifest.ByteSize() > MAX_MANIFEST_BYTES:
+            manifest.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_SPANS_TOO_LONG))
         return manifest
 
     def record(self) -> capture_pb2.CaptureManifest:

@@ -16,7 +16,7 @@ from inference_svc.engine.logprobs import TokenLogprobs
 from inference_svc.engine.streams import Delta
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
-from residuum.wire.limits import MAX_SEAL_BYTES
+from residuum.wire.limits import MAX_MESSAGE_SPANS, MAX_SEAL_BYTES
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,
@@ -211,6 +211,25 @@ async def test_a_capture_is_sealed_even_if_its_tokens_cannot_be_described(servic
     assert seal.outcome == COMPLETE
     assert "the log of the inference service says why" in seal.prompt_token_texts.unknown_detail
     assert seal.sequences[0].token_texts == texts_of(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [capture_pb2.MessageSpan(role="x" * MAX_SEAL_BYTES)],
+        [capture_pb2.MessageSpan(role="user")] * (MAX_MESSAGE_SPANS + 1),
+    ],
+    ids=["too long", "too many"],
+)
+async def test_messages_that_do_not_fit_a_seal_are_left_out(service, store, monkeypatch, spans):
+    async def describe(request, token_ids, seal):
+        seal.message_spans.spans.extend(spans)
+
+    monkeypatch.setattr(service.engine, "describe_prompt", describe)
+    await service.events(ask(spec("r", CAPTURE)))
+    seal = await store.seal()
+    assert not seal.message_spans.spans
+    assert "too many messages, or too long roles" in seal.message_spans.unknown_detail
 
 
 async def test_texts_that_are_too_long_for_a_seal_are_left_out(service, store, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.limits import MAX_MESSAGE_SPANS
 from tests.store.support import ABORTED, COMPLETE, OPEN, Client, describe, failing_with, make_chunk, serving
 
 INVALID = Reason.ERROR_REASON_INVALID_FIELD
@@ -95,8 +96,12 @@ def test_why_they_are_not_known_is_kept(client: Client) -> None:
             },
             "message_spans",
         ),
+        (
+            {"message_spans": capture_pb2.MessageSpans(spans=[capture_pb2.MessageSpan()] * (MAX_MESSAGE_SPANS + 1))},
+            "message_spans",
+        ),
     ],
-    ids=["too few", "other lengths", "no lengths", "too many", "a message beyond the prompt"],
+    ids=["too few", "other lengths", "no lengths", "too many", "a message beyond the prompt", "too many messages"],
 )
 def test_texts_that_do_not_fit_the_tokens_are_refused(client: Client, changes: dict[str, object], field: str) -> None:
     client.open(describe(prompt=3))

@@ -900,7 +900,7 @@ class MessageSpans(_message.Message):
     """Why the positions are not known, in words, for a person. `spans` is then empty. Empty: they are known."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageSpan]:
-        """The messages of the prompt, in order. If the last one is the assistant's, the reply continues it; otherwise the reply
+        """The messages of the prompt, in order, at most 16384. If the last one is the assistant's, the reply continues it; otherwise the reply
         is one more message of the assistant. This does not list the reply: it begins after the prompt.
         """
 
@@ -1063,7 +1063,7 @@ class CaptureManifest(_message.Message):
 
     @_builtins.property
     def message_spans(self) -> Global___MessageSpans:
-        """The positions of the prompt's messages. Unset as `prompt_token_texts`."""
+        """The positions of the prompt's messages. Unset or left out as `prompt_token_texts`."""
 
     def __init__(
         self,
