@@ -20,6 +20,7 @@ from residuum.wire.limits import (
     MAX_DESCRIPTION_BYTES,
     MAX_DETAIL_LENGTH,
     MAX_ID_LENGTH,
+    MAX_MESSAGE_SPANS,
     MAX_NAME_LENGTH,
     MAX_SEAL_BYTES,
     MAX_SEQUENCES,
@@ -136,9 +137,32 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
     if any(len(change.first_positions) != description.num_sequences for change in seal.steering_changes):
         wanted = description.num_sequences
         raise invalid("steering_changes", f"each must have {wanted} first positions, one for each sequence")
+    _check_described_tokens(seal, len(description.prompt_token_ids))
     size = sum(change.ByteSize() for change in seal.steering_changes)
     if size > MAX_STEERING_CHANGES_BYTES:
         raise invalid("steering_changes", f"must take at most {MAX_STEERING_CHANGES_BYTES} bytes, not {size}")
+
+
+def _check_described_tokens(seal: store_pb2.SealCaptureRequest, prompt_tokens: int) -> None:
+    _check_texts("prompt_token_texts", seal.prompt_token_texts, prompt_tokens)
+    for sequence in seal.sequences:
+        _check_texts("sequences.token_texts", sequence.token_texts, len(sequence.generated_token_ids))
+    if len(seal.message_spans.spans) > MAX_MESSAGE_SPANS:
+        given = len(seal.message_spans.spans)
+        raise invalid("message_spans", f"must be at most {MAX_MESSAGE_SPANS} messages, not {given}")
+    for span in seal.message_spans.spans:
+        if span.first_position + span.num_positions > prompt_tokens:
+            raise invalid("message_spans", f"each must end within the prompt, which has {prompt_tokens} tokens")
+
+
+def _check_texts(field: str, texts: capture_pb2.TokenTexts, num_tokens: int) -> None:
+    if not texts.lengths and not texts.text:
+        return
+    if len(texts.lengths) != num_tokens:
+        raise invalid(field, f"must have one length for each of the {num_tokens} tokens, not {len(texts.lengths)}")
+    if sum(texts.lengths) != len(texts.text):
+        given, wanted = sum(texts.lengths), len(texts.text)
+        raise invalid(field, f"the lengths must add up to the {wanted} characters of the text, not to {given}")
 
 
 def check_many(request: store_pb2.ReadCapturesRequest) -> None:

@@ -51,8 +51,10 @@ if TYPE_CHECKING:
         LeftOutWarning,
         LimitReached,
         MissingVectors,
+        NoMessageSpans,
         NoStore,
         NotFound,
+        NoTokenTexts,
         NotServing,
         NotUpdatable,
         OpenCapture,
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
     )
     from residuum.values.rows import Rows
     from residuum.values.selections import Positions
+    from residuum.values.spans import MessageSpan
     from residuum.values.steering import Ablate, Add, Cap, Replace, Set
     from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
@@ -144,6 +147,7 @@ _MODULES = {
     "Cap": "residuum.values.steering",
     "Replace": "residuum.values.steering",
     "Set": "residuum.values.steering",
+    "MessageSpan": "residuum.values.spans",
     "Vector": "residuum.values.vector",
     "load_vectors": "residuum.values.vector",
     "vllm_xargs": "residuum.xargs",
@@ -188,9 +192,12 @@ __all__ = [
     "LimitReached",
     "Logprobs",
     "Manifest",
+    "MessageSpan",
     "MissingVectors",
     "ModelInfo",
+    "NoMessageSpans",
     "NoStore",
+    "NoTokenTexts",
     "NotFound",
     "NotServing",
     "NotUpdatable",

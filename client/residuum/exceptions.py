@@ -26,6 +26,8 @@
     │   └── AbortedCapture              the request was aborted
     ├── CaptureEnded                    the capture accepts no more rows
     ├── DamagedCapture                  rows do not match their checksum, or differ from the manifest
+    ├── NoTokenTexts                    the texts of the tokens are not known
+    ├── NoMessageSpans                  the prompt is no conversation, or the positions of its messages are not known
     ├── NoStore                         the server has no store, so it captures nothing
     ├── ResourceExhausted
     │   ├── StoreFull
@@ -213,6 +215,14 @@ class CaptureEnded(ResiduumError):
 
 class DamagedCapture(ResiduumError):
     """Rows do not match their checksum, or rows that the manifest lists are missing."""
+
+
+class NoTokenTexts(ResiduumError):
+    """The texts of the tokens are not known. The message says why. The token IDs are."""
+
+
+class NoMessageSpans(ResiduumError):
+    """The prompt is no conversation, or the positions of its messages are not known. The message says why."""
 
 
 class NoStore(ResiduumError):

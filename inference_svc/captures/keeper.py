@@ -136,11 +136,20 @@ class CaptureKeeper:
         self._hold_lease(description.service_instance, answer.lease)
         return None
 
-    def seal(self, request: store_pb2.SealCaptureRequest) -> None:
-        """Seal a capture in the background. Returns at once; a task retries until the store answers."""
+    def seal(
+        self,
+        request: store_pb2.SealCaptureRequest,
+        complete: Callable[[store_pb2.SealCaptureRequest], Awaitable[None]] | None = None,
+    ) -> None:
+        """Seal a capture in the background. Returns at once; a task retries until the store answers.
+
+        Args:
+            request: The seal.
+            complete: Adds to the seal what takes time, before it is sent. It must not raise.
+        """
         path = tenant_path(request.tenant, request.capture_id, request.attempt)
         name = tenant_path(request.tenant, request.capture_id)
-        task = asyncio.create_task(self._seal(request), name=name)
+        task = asyncio.create_task(self._seal(request, complete), name=name)
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
         task.add_done_callback(lambda _: self._open.discard(path))
@@ -229,7 +238,13 @@ class CaptureKeeper:
             async with self._connect() as fresh:
                 return await call(fresh)
 
-    async def _seal(self, request: store_pb2.SealCaptureRequest) -> None:
+    async def _seal(
+        self,
+        request: store_pb2.SealCaptureRequest,
+        complete: Callable[[store_pb2.SealCaptureRequest], Awaitable[None]] | None,
+    ) -> None:
+        if complete is not None:
+            await complete(request)
         backoff = 0.1
         cause: str | None = None
         while True:

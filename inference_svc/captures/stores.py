@@ -13,7 +13,7 @@ from residuum.wire.ids import make_id
 from residuum.wire.placement import StoreAddress, first_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from residuum.rpc.credentials import Credentials
     from residuum.v1 import store_pb2
@@ -113,9 +113,13 @@ class Stores:
         description.service_instance = self._instance
         return await keeper.open(description, if_exists)
 
-    def seal(self, request: store_pb2.SealCaptureRequest) -> None:
+    def seal(
+        self,
+        request: store_pb2.SealCaptureRequest,
+        complete: Callable[[store_pb2.SealCaptureRequest], Awaitable[None]] | None = None,
+    ) -> None:
         """Seal a capture in the background; see `CaptureKeeper.seal`."""
-        self.of(request.capture_id).seal(request)
+        self.of(request.capture_id).seal(request, complete)
 
     async def close(self, grace_seconds: float) -> None:
         """Wait up to the grace for seals in progress, then disconnect."""

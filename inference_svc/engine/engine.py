@@ -35,14 +35,19 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from inference_svc.engine.tap_settings import TapSettings
+    from inference_svc.requests.token_texts import TokenTexts
     from inference_svc.resources.projections import Projection
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.plan import Operation, RequestPlan
-    from residuum.v1 import inference_pb2
+    from residuum.v1 import capture_pb2, inference_pb2, store_pb2
 
 _DRAIN_POLL_SECONDS = 0.02
 _DEATH_POLL_SECONDS = 1.0
 """How often a call that waits for its answer checks whether the engine has died."""
+
+
+NO_CHAT = "The prompt is no conversation: it came as a text or as token IDs, which have no messages."
+"""Why the positions of messages are not known."""
 
 
 class EngineRefusedError(RuntimeError):
@@ -111,6 +116,23 @@ class Engine:
     async def reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
         """Return the text of a reply; see `PromptReader.reply_text`."""
         return await self._prompts.reply_text(prompt_token_ids, token_ids)
+
+    async def reply_token_texts(
+        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> capture_pb2.TokenTexts:
+        """Return the text of each token of a reply; see `PromptReader.reply_token_texts`."""
+        return await self._prompts.reply_token_texts(prompt_token_ids, token_ids)
+
+    def token_texts(self, before: Sequence[int]) -> TokenTexts | None:
+        """Return a collection for the texts of tokens; see `PromptReader.token_texts`."""
+        return self._prompts.token_texts(before)
+
+    async def describe_prompt(
+        self, request: inference_pb2.GenerateRequest, token_ids: Sequence[int], seal: store_pb2.SealCaptureRequest
+    ) -> None:
+        """Describe the tokens of a prompt in a seal; see `PromptReader.describe`."""
+        is_chat = request.WhichOneof("prompt") == "chat"
+        await self._prompts.describe(token_ids, request.chat if is_chat else NO_CHAT, seal)
 
     async def prompt_text(self, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> str:
         """Return the text of a prompt; see `PromptReader.text`."""

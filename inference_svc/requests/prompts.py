@@ -10,13 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference_svc.admission.fields import invalid
+from inference_svc.requests.message_spans import UnknownSpansError, find_spans
+from inference_svc.requests.token_texts import TokenTexts, texts_of
 from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from inference_svc.engine.facts import ModelFacts
-    from residuum.v1 import inference_pb2
+    from residuum.v1 import inference_pb2, store_pb2
 
 _CONTEXT_TOKENS = 8
 """Tokens of the prompt that a reply is decoded with."""
@@ -84,9 +87,57 @@ class PromptReader:
             return ""
         return await self.in_thread(self._decode_reply, list(prompt_token_ids), list(token_ids))
 
+    async def reply_token_texts(
+        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> capture_pb2.TokenTexts:
+        """Return the text of each token of a reply."""
+        return await self.in_thread(self._reply_token_texts, prompt_token_ids, token_ids)
+
+    def token_texts(self, before: Sequence[int] = ()) -> TokenTexts | None:
+        """Return a new collection of the texts of tokens that follow `before`; None without a tokenizer."""
+        return None if self._tokenizer is None else TokenTexts(self._tokenizer, before)
+
+    async def describe(
+        self, token_ids: Sequence[int], chat: inference_pb2.Chat | str, seal: store_pb2.SealCaptureRequest
+    ) -> None:
+        """Add to a seal the texts of a prompt's tokens, and the positions of its messages.
+
+        Args:
+            token_ids: The tokens of the prompt.
+            chat: The conversation that they were made from; or, in words, why there is none.
+            seal: The seal.
+        """
+        await self.in_thread(self._describe, token_ids, chat, seal)
+
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         """Do work that uses the tokenizer in the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def _describe(
+        self, token_ids: Sequence[int], chat: inference_pb2.Chat | str, seal: store_pb2.SealCaptureRequest
+    ) -> None:
+        texts = self.token_texts()
+        if texts is not None:
+            texts.add(token_ids)
+        seal.prompt_token_texts.CopyFrom(texts_of(texts))
+        if texts is None or isinstance(chat, str):
+            seal.message_spans.unknown_detail = str(chat)
+            return
+        try:
+            spans = find_spans(_messages(chat), self._chat_text, token_ids, texts.texts, self._tokenizer)
+        except (UnknownSpansError, Failure) as error:  # a Failure: the template refuses markers
+            spans = capture_pb2.MessageSpans(unknown_detail=str(error))
+        seal.message_spans.CopyFrom(spans)
+
+    def _chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of the prompt that the model's chat template makes of messages."""
+        return str(self._render(messages, tokenize=False, **_rendering(messages)))
+
+    def _reply_token_texts(self, prompt: Sequence[int], reply: Sequence[int]) -> capture_pb2.TokenTexts:
+        texts = self.token_texts(prompt)
+        if texts is not None:
+            texts.add(reply)
+        return texts_of(texts)
 
     def _decode_reply(self, prompt: list[int], reply: list[int]) -> str:
         # Decoded behind the prompt: alone, many tokenizers drop the space before the first word.
@@ -129,30 +180,40 @@ class PromptReader:
         self._check_characters(sum(len(message.role) + len(message.content) for message in chat.messages))
 
     def _apply_chat_template(self, chat: inference_pb2.Chat) -> list[int]:
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        messages = _messages(chat)
         if not messages:
             return []
         if messages[-1]["role"] != "assistant":
-            return list(self._render(messages, add_generation_prompt=True, tokenize=True))
+            return list(self._render(messages, tokenize=True, **_rendering(messages)))
         # The model continues the assistant's message. Some tokenizers ignore what they are asked to continue, and would
         # let the model begin another message.
-        options = {"add_generation_prompt": False, "continue_final_message": True}
         begun = messages[-1]["content"].strip()
         if not begun:
             raise invalid("chat", "The assistant's last message is empty, so it cannot be continued. Leave it out.")
-        if not str(self._render(messages, tokenize=False, **options)).rstrip().endswith(begun):
+        if not self._chat_text(messages).rstrip().endswith(begun):
             raise invalid(
                 "chat",
                 "The chat ends with a message of the assistant, which this model's tokenizer cannot continue. End the "
                 "chat with a message of the user, or send the prompt as a text that ends where the reply begins.",
             )
-        return list(self._render(messages, tokenize=True, **options))
+        return list(self._render(messages, tokenize=True, **_rendering(messages)))
 
     def _render(self, messages: Sequence[Mapping[str, str]], **options: bool) -> Any:
         try:
             return self._tokenizer.apply_chat_template(messages, return_dict=False, **options)
         except Exception as error:  # jinja and transformers raise unrelated classes for a template's errors
             raise invalid("chat", f"The model's chat template refuses the chat: {error}") from error
+
+
+def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def _rendering(messages: Sequence[Mapping[str, str]]) -> dict[str, bool]:
+    """Return how a chat template is applied: the model continues a last message of the assistant, or begins one."""
+    if messages[-1]["role"] == "assistant":
+        return {"add_generation_prompt": False, "continue_final_message": True}
+    return {"add_generation_prompt": True}
 
 
 def no_prompt_text() -> Failure:

@@ -15,18 +15,30 @@ from typing import TYPE_CHECKING, Protocol
 
 from inference_svc.captures.keeper import NoAnswerError
 from inference_svc.engine.finish_reasons import FAILED
+from inference_svc.requests.token_texts import unknown_texts
 from inference_svc.session.sequences import GeneratedSequence
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, steering_pb2, store_pb2
+from residuum.wire.limits import MAX_MESSAGE_SPANS, MAX_SEAL_BYTES
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
 
     from inference_svc.engine.facts import ModelFacts
     from inference_svc.requests.registry import Running
+    from inference_svc.requests.token_texts import TokenTexts
+
+    CompleteSeal = Callable[[store_pb2.SealCaptureRequest], Awaitable[None]]
+
+_log = get_logger(__name__)
+
+_TEXTS_TOO_LONG = "The texts of all tokens are too long to be kept with the capture."
+_TOO_MANY_MESSAGES = "The conversation has too many messages, or too long roles, to keep their positions."
+_FAILED = "The texts could not be made; the log of the inference service says why."
 
 
 class CaptureStore(Protocol):
@@ -41,7 +53,7 @@ class CaptureStore(Protocol):
     ) -> capture_pb2.CaptureManifest | None:
         """Create a capture; see `Stores.open`."""
 
-    def seal(self, request: store_pb2.SealCaptureRequest) -> None:
+    def seal(self, request: store_pb2.SealCaptureRequest, complete: CompleteSeal | None = None) -> None:
         """Seal a capture; see `Stores.seal`. Returns without waiting for the store."""
 
 
@@ -75,6 +87,8 @@ class CaptureSession:
         store: Callable[[], CaptureStore],
         cause_of: Callable[[Exception], Exception] = lambda error: error,
         sampling_digest: bytes = b"",
+        new_texts: Callable[[], TokenTexts | None] = lambda: None,
+        describe_prompt: CompleteSeal | None = None,
     ) -> None:
         """Prepare the session of a request.
 
@@ -87,6 +101,9 @@ class CaptureSession:
                 that captures.
             cause_of: Translates an exception that ended the request into the failure that the seal records.
             sampling_digest: A hash of its sampling parameters.
+            new_texts: Returns a new collection of the texts of tokens that follow the prompt; None without a tokenizer.
+            describe_prompt: Adds the texts of the prompt's tokens and the positions of its messages to a seal. Called
+                after the request has ended, so that no token waits for it.
         """
         self._facts = facts
         self._running = running
@@ -95,7 +112,8 @@ class CaptureSession:
         self._cause_of = cause_of
         self._sampling_digest = sampling_digest
         self.existing: capture_pb2.CaptureManifest | None = None
-        self.sequences = [GeneratedSequence() for _ in range(num_sequences)]
+        self._describe_prompt = describe_prompt
+        self.sequences = [GeneratedSequence(texts=new_texts()) for _ in range(num_sequences)]
         self.prompt_text = ""
         self.has_begun = False
         self.history: SteeringHistory | None = None
@@ -120,7 +138,7 @@ class CaptureSession:
             except (asyncio.CancelledError, NoAnswerError):
                 # The store may have opened the capture, and nothing else would seal it.
                 self.has_begun = True
-                store.seal(self._seal_request(None))
+                store.seal(self._seal_request(None), self._complete)
                 raise
         self.has_begun = True
         return self
@@ -131,7 +149,22 @@ class CaptureSession:
         """Seal the capture. Its outcome depends on the sequences, and on the exception that ended the request."""
         del kind, traceback
         if self._running.spec.capture is not None and self.existing is None:
-            self._store().seal(self._seal_request(error))
+            self._store().seal(self._seal_request(error), self._complete)
+
+    async def _complete(self, seal: store_pb2.SealCaptureRequest) -> None:
+        """Add what a seal can do without: descriptions of the tokens. The capture is sealed whatever happens here."""
+        try:
+            if self._describe_prompt is not None:
+                await self._describe_prompt(seal)
+        except Exception:  # noqa: BLE001 - of the tokenizer or the template, so of any class
+            _log.exception("the prompt's tokens are not described", request_id=seal.capture_id)
+            seal.prompt_token_texts.CopyFrom(unknown_texts(_FAILED))
+            seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_FAILED))
+        if seal.ByteSize() > MAX_SEAL_BYTES:
+            for texts in (seal.prompt_token_texts, *(sequence.token_texts for sequence in seal.sequences)):
+                texts.CopyFrom(unknown_texts(_TEXTS_TOO_LONG))
+        if seal.ByteSize() > MAX_SEAL_BYTES or len(seal.message_spans.spans) > MAX_MESSAGE_SPANS:
+            seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_TOO_MANY_MESSAGES))
 
     def _description(self) -> capture_pb2.CaptureDescription:
         """Return the description of the request that the store keeps from the start of the capture."""

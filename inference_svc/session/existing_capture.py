@@ -25,6 +25,8 @@ class KeptSequence:
     """The stop text that ended the sequence. Empty: none did."""
     stop_token_id: int | None = None
     """The stop token that ended the sequence. Its text is not part of the text."""
+    token_texts: capture_pb2.TokenTexts | None = None
+    """The texts of the tokens."""
 
 
 async def kept_sequences(
@@ -32,6 +34,7 @@ async def kept_sequences(
     stop: Sequence[str],
     stop_token_ids: Sequence[int],
     text_of: Callable[[Sequence[int], Sequence[int]], Awaitable[str]],
+    token_texts_of: Callable[[Sequence[int], Sequence[int]], Awaitable[capture_pb2.TokenTexts]] | None = None,
 ) -> list[KeptSequence]:
     """Return the sequences of a COMPLETE capture.
 
@@ -40,6 +43,7 @@ async def kept_sequences(
         stop: The stop texts of its request.
         stop_token_ids: The stop tokens of its request.
         text_of: Returns the text of a reply, from the tokens of the prompt and of the reply.
+        token_texts_of: Returns the text of each token of a reply in the same way. None: nobody needs them.
     """
     sequences = []
     for sequence in manifest.sequences:
@@ -48,7 +52,11 @@ async def kept_sequences(
         text = await text_of(manifest.description.prompt_token_ids, token_ids if last is None else token_ids[:-1])
         places = {text.find(word): word for word in stop if word in text} if ended == "stop" else {}
         end = min(places, default=len(text))
-        sequences.append(KeptSequence(token_ids, text[:end], ended, places.get(end, ""), None if places else last))
+        texts = sequence.token_texts
+        if token_texts_of is not None and len(texts.lengths) != len(token_ids):  # the capture is older than these texts
+            texts = await token_texts_of(manifest.description.prompt_token_ids, token_ids)
+        stopped_by = None if places else last
+        sequences.append(KeptSequence(token_ids, text[:end], ended, places.get(end, ""), stopped_by, texts))
     return sequences
 
 
@@ -78,6 +86,7 @@ async def replay(
                     stop_reason=item.stop_reason,
                     generated_tokens=len(item.token_ids),
                     stop_token_id=item.stop_token_id,
+                    token_texts=item.token_texts,
                 )
                 for item in sequences
             ],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.sampling import is_prefill_only
 from inference_svc.engine.sampling import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
+from inference_svc.requests.token_texts import texts_of
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ class Generation:
                     stop_reason=sequence.stop_reason,
                     generated_tokens=len(sequence.token_ids),
                     stop_token_id=sequence.stop_token_id,
+                    token_texts=texts_of(sequence.texts),
                 )
                 for sequence in self._sequences
             ],

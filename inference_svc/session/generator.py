@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.sampling import num_sequences, sampling_digest
@@ -117,6 +118,8 @@ class Generator:
             num_sequences(sampling),
             lambda: require_stores(self._stores),
             sampling_digest=sampling_digest(sampling) if running.spec.capture else b"",
+            new_texts=partial(self._engine.token_texts, token_ids),
+            describe_prompt=partial(self._engine.describe_prompt, request, token_ids),
         )
         with self._registered(running, session):
             self._admission.check_request(running.spec, tenant, len(token_ids), sampling)
@@ -129,7 +132,11 @@ class Generator:
                 handle = self._handle(running)
                 if session.existing is not None:
                     kept = await kept_sequences(
-                        session.existing, sampling.stop, sampling.stop_token_ids, self._engine.reply_text
+                        session.existing,
+                        sampling.stop,
+                        sampling.stop_token_ids,
+                        self._engine.reply_text,
+                        self._engine.reply_token_texts,
                     )
                     yield replay(session.existing, kept, handle)
                     return

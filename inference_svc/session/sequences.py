@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inference_svc.engine.finish_reasons import ABORTED, FAILED
+from inference_svc.requests.token_texts import texts_of
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from inference_svc.requests.token_texts import TokenTexts
 
 
 @dataclass
@@ -19,6 +22,8 @@ class GeneratedSequence:
 
     token_ids: list[int] = field(default_factory=list)
     """The tokens that were passed on to the caller."""
+    texts: TokenTexts | None = None
+    """Their texts; None without a tokenizer."""
     finish_reason: str = ""
     """Empty while the sequence generates."""
     stop_reason: str = ""
@@ -44,6 +49,8 @@ class GeneratedSequence:
     ) -> None:
         """Add the tokens of one step. The last step has a finish reason."""
         self.token_ids.extend(token_ids)
+        if self.texts is not None:
+            self.texts.add(token_ids)
         self.finish_reason = finish_reason or ""
         self.stop_reason = stop_reason
         self.stop_token_id = stop_token_id
@@ -51,5 +58,7 @@ class GeneratedSequence:
     def outcome(self) -> capture_pb2.SequenceOutcome:
         """Return how the sequence ended, in the store's form. A sequence that has not ended counts as aborted."""
         return capture_pb2.SequenceOutcome(
-            generated_token_ids=self.token_ids, finish_reason=self.finish_reason or ABORTED
+            generated_token_ids=self.token_ids,
+            finish_reason=self.finish_reason or ABORTED,
+            token_texts=texts_of(self.texts),
         )

@@ -17,7 +17,7 @@ from residuum.v1 import capture_pb2
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
     from concurrent.futures import Future
 
     from inference_svc.engine.tap_settings import TapSettings
@@ -62,12 +62,16 @@ class Delivery:
         manifest: capture_pb2.CaptureManifest | None = await asyncio.wrap_future(opening)
         return manifest
 
-    def seal(self, request: store_pb2.SealCaptureRequest) -> None:
+    def seal(
+        self,
+        request: store_pb2.SealCaptureRequest,
+        complete: Callable[[store_pb2.SealCaptureRequest], Awaitable[None]] | None = None,
+    ) -> None:
         """Seal a capture; see `Stores.seal`. After `close_stores`, the seal is only logged as lost."""
         if self._is_closed:
             _log.error("capture not sealed: the server is stopping", request_id=request.capture_id)
             return
-        self._loop.call_soon_threadsafe(self._stores.seal, request)
+        self._loop.call_soon_threadsafe(self._stores.seal, request, complete)
 
     def close_stores(self) -> None:
         """Wait up to 5 seconds until the stores have answered all seals. Seals that they did not answer are logged."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -45,7 +46,7 @@ from residuum.wire.ids import is_valid_id, make_id
 from residuum.wire.limits import MAX_SEQUENCES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from inference_svc.admission.specs import ResolvedSpec
     from inference_svc.engine.tap_settings import TapSettings
@@ -56,6 +57,12 @@ if TYPE_CHECKING:
 
 _FIRST_PROMPT = re.compile("(cmpl-.+)-0", re.DOTALL)
 """The ID that vLLM gives the first prompt of a completion: the answer's `id`, and the prompt's number."""
+
+
+_NO_CHAT = (
+    "vLLM's API server made the prompt's tokens, and does not tell residuum where its messages are. The inference "
+    "service keeps the positions of messages."
+)
 
 
 @dataclass(frozen=True)
@@ -210,7 +217,7 @@ class FrontEnd:
         with as_http_errors():
             await self._startup.wait()
             running = self._registry.start_inline(admitted.spec)
-            sampling = admitted.sampling
+            sampling, texts = admitted.sampling, await self._reader()
             session = CaptureSession(
                 self._facts,
                 running,
@@ -219,6 +226,8 @@ class FrontEnd:
                 self._require_delivery,
                 self._cause_of,
                 sampling_digest=digest_of(sampling) if running.spec.capture else b"",
+                new_texts=partial(texts.token_texts, admitted.token_ids) if running.spec.capture else lambda: None,
+                describe_prompt=partial(texts.describe, admitted.token_ids, _NO_CHAT),
             )
             session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
@@ -227,7 +236,7 @@ class FrontEnd:
                 async with self._reservations.reserve(running) as vectors, session:
                     if session.existing is not None:
                         kept = await kept_sequences(
-                            session.existing, sampling.stop or (), sampling.stop_token_ids or (), self._reply_text
+                            session.existing, sampling.stop or (), sampling.stop_token_ids or (), texts.reply_text
                         )
                         for output in kept_outputs(admitted.request_id, admitted.token_ids, kept, sampling.output_kind):
                             yield output
@@ -263,10 +272,11 @@ class FrontEnd:
             prompt = {**prompt, "cache_salt": f"{prompt.get('cache_salt') or ''}/{salt}"}
         return self._generate(prompt, sampling, admitted.request_id, **options)
 
-    async def _reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+    async def _reader(self) -> PromptReader:
+        """Return what knows the texts of tokens."""
         if self._texts is None:
             self._texts = PromptReader(await tokenizer_of(self._llm), self._facts)
-        return await self._texts.reply_text(prompt_token_ids, token_ids)
+        return self._texts
 
     def _require_delivery(self) -> Delivery:
         assert self._delivery is not None  # noqa: S101 - `_admit` refuses captures without a store

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.limits import MAX_MANIFEST_BYTES
 from store_svc.captures.ledger import Cells, Ledger
 from store_svc.captures.positions import Positions
 
@@ -19,6 +20,10 @@ ABORTED = capture_pb2.CAPTURE_STATE_ABORTED
 _TIMED_OUT = capture_pb2.INCOMPLETE_REASON_TIMED_OUT
 _STORE_FULL = capture_pb2.INCOMPLETE_REASON_STORE_FULL
 _SERVICE_GONE = capture_pb2.INCOMPLETE_REASON_SERVICE_GONE
+
+
+_TEXTS_TOO_LONG = "The manifest would not fit into one message with the texts of all tokens."
+_SPANS_TOO_LONG = "The manifest would not fit into one message with the positions of all messages."
 
 
 class Wait(enum.Enum):
@@ -155,6 +160,9 @@ class Capture:
         self._record.seal_time.CopyFrom(now)
         self._record.sequences.extend(seal.sequences)
         self._record.steering_changes.extend(seal.steering_changes)
+        for field in ("prompt_token_texts", "message_spans"):
+            if seal.HasField(field):
+                getattr(self._record, field).CopyFrom(getattr(seal, field))
         self.ledger.expect([len(sequence.generated_token_ids) for sequence in seal.sequences])
         self.advance(now)
 
@@ -202,6 +210,13 @@ class Capture:
         manifest.num_rows = self.ledger.num_rows
         manifest.present.extend(map(_row_set, self.ledger.present()))
         manifest.missing.extend(map(_row_set, self.ledger.absent()))
+        if manifest.ByteSize() > MAX_MANIFEST_BYTES:
+            unknown = capture_pb2.TokenTexts(unknown_detail=_TEXTS_TOO_LONG)
+            manifest.prompt_token_texts.CopyFrom(unknown)
+            for sequence in manifest.sequences:
+                sequence.token_texts.CopyFrom(unknown)
+        if manifest.ByteSize() > MAX_MANIFEST_BYTES:
+            manifest.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_SPANS_TOO_LONG))
         return manifest
 
     def record(self) -> capture_pb2.CaptureManifest:

@@ -20,9 +20,12 @@ STATES = {
 
 def activations(
     values, *, layers=None, positions=None, prompt=None, generated=1, sites=("resid_post",), model="tiny", name="req",
-    state="complete", present=None, steer=(), before_steering=False, dtype=ml_dtypes.bfloat16,
+    state="complete", present=None, steer=(), before_steering=False, dtype=ml_dtypes.bfloat16, texts=None, spans=None,
 ):  # fmt: skip
-    """Activations of one sequence; `values` [layers, positions, hidden], for each of `sites` times 1, 2, ..."""
+    """Activations of one sequence; `values` [layers, positions, hidden], for each of `sites` times 1, 2, ...
+
+    `texts` are the texts of all tokens; `spans` the (role, first position, number of positions) of each message.
+    """
     values = np.asarray(values)
     layers = tuple(range(len(values))) if layers is None else tuple(layers)
     positions = np.arange(values.shape[1]) if positions is None else np.asarray(positions)
@@ -38,9 +41,21 @@ def activations(
     manifest = capture_pb2.CaptureManifest(description=what, state=STATES[state])
     if state != "open":
         manifest.sequences.add(generated_token_ids=range(generated), finish_reason="length")
+    if texts is not None:
+        manifest.prompt_token_texts.CopyFrom(token_texts(texts[:prompt]))
+        manifest.sequences[0].token_texts.CopyFrom(token_texts(texts[prompt:]))
+    if spans is not None:
+        manifest.message_spans.SetInParent()
+        for role, first, count in spans:
+            manifest.message_spans.spans.add(role=role, first_position=first, num_positions=count)
     there = np.ones(values.shape[:2], dtype=np.bool_) if present is None else np.asarray(present)
     blocks = {
         (0, site): Block(positions, np.where(there[..., None], values * factor, np.nan).astype(dtype), there)
         for factor, site in enumerate(sites, start=1)
     }
     return residuum.Activations(residuum.Manifest.from_proto(manifest), layers, blocks)
+
+
+def token_texts(texts):
+    """The message for the texts of tokens."""
+    return capture_pb2.TokenTexts(text="".join(texts), lengths=map(len, texts))

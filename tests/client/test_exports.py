@@ -25,8 +25,9 @@ NAMES = """
     BatchCancelled BatchFailed BatchInterrupted
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
-    IncompleteCapture InvalidRequest LeftOutWarning LimitReached Logprobs Manifest MissingVectors ModelInfo NoStore
-    NotFound NotServing NotUpdatable OpenCapture PermissionDenied Piece Positions PromptTooLong PutResult
+    IncompleteCapture InvalidRequest LeftOutWarning LimitReached Logprobs Manifest MessageSpan MissingVectors ModelInfo
+    NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture PermissionDenied Piece Positions
+    PromptTooLong PutResult
     QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
     SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture

@@ -12,12 +12,16 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 
 from inference_svc.captures.stores import Stores
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.facts import ModelFacts
 from inference_svc.engine.streams import Delta
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.parts import Parts
+from inference_svc.requests.prompts import PromptReader
 from inference_svc.servicer import InferenceServicer
 from inference_svc.settings import InferenceSettings
 from residuum.rpc.channels import SERVER_OPTIONS, open_aio_channel
@@ -111,6 +115,21 @@ def plain_plan(plan):
     return replace(plan, capture=capture, name=without_attempt(plan.name))
 
 
+def tokenizer():
+    """A tokenizer of the library tokenizers, in which the text of token 7 is "t7"."""
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"t{number}": number for number in range(FACTS.vocab_size)}, "t0")
+    )
+    words.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+def texts_of(*token_ids):
+    """The message for the texts of these tokens."""
+    texts = [f"t{token_id}" for token_id in token_ids]
+    return capture_pb2.TokenTexts(text="".join(texts), lengths=map(len, texts))
+
+
 class FakeEngine:
     """Replaces `inference_svc.engine.engine.Engine`.
 
@@ -120,6 +139,7 @@ class FakeEngine:
     def __init__(self):
         self.facts = FACTS
         self.script = three_tokens
+        self._prompts = PromptReader(tokenizer(), FACTS)
         self.calls = []
         self.closed = []
         """Engine IDs of generators that have ended, in any way."""
@@ -148,6 +168,10 @@ class FakeEngine:
 
     async def reply_text(self, prompt_token_ids, token_ids):
         return "".join(f"t{token}" for token in token_ids)
+
+    token_texts = Engine.token_texts
+    reply_token_texts = Engine.reply_token_texts
+    describe_prompt = Engine.describe_prompt
 
     async def generate(self, engine_id, prompt_token_ids, sampling, plan, cache_salt):
         engine_id = without_attempt(engine_id)

@@ -13,7 +13,7 @@ from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
-from tests.inference.service_support import CAPTURE, DEADLINE, LAYERS, ask, failure_of, running_service, spec
+from tests.inference.service_support import CAPTURE, DEADLINE, LAYERS, ask, failure_of, running_service, spec, texts_of
 from tests.inference.taps_support import select
 
 NO_ROWS = capture_pb2.CaptureSpec(layers=LAYERS, positions=select((1000, None)))
@@ -115,6 +115,7 @@ async def test_a_complete_capture_answers_the_same_request_without_the_engine(se
     ]
     assert finished.finished.usage == first[-1].finished.usage
     assert [item.finish_reason for item in finished.finished.sequences] == ["stop", "stop"]
+    assert [item.token_texts for item in finished.finished.sequences] == [texts_of(7, 8)] * 2
     assert finished.finished.capture == first[-1].finished.capture
     assert not service.parts.stores.of("r").num_open, "no capture is left to seal"
     async with running_service(endpoint) as another:  # of the same model, after a restart

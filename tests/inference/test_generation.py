@@ -11,10 +11,12 @@ import grpc
 import numpy as np
 import pytest
 
+from inference_svc.engine.engine import NO_CHAT
 from inference_svc.engine.logprobs import TokenLogprobs
 from inference_svc.engine.streams import Delta
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
+from residuum.wire.limits import MAX_MESSAGE_SPANS, MAX_SEAL_BYTES
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,
@@ -26,6 +28,7 @@ from tests.inference.service_support import (
     running_service,
     spec,
     stuck_after,
+    texts_of,
     three_tokens,
     vector,
 )
@@ -49,7 +52,9 @@ async def test_events_come_in_order(service, store):
     assert "".join(item.delta.text for item in deltas) == "t1t2t3"
     assert [token for item in deltas for token in item.delta.token_ids] == [1, 2, 3]
     assert finished.finished == inference_pb2.GenerationFinished(
-        sequences=[inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=3)],
+        sequences=[
+            inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=3, token_texts=texts_of(1, 2, 3))
+        ],
         usage=inference_pb2.Usage(prompt_tokens=3, generated_tokens=3),
         capture=handle,
     )
@@ -66,11 +71,13 @@ async def test_a_request_without_tokens_captures_its_prompt(service, store):
     started, prompt, finished = await service.events(ask(spec("r", CAPTURE), max_tokens=0, prompt_logprobs=1))
     assert started.HasField("started")
     assert prompt.delta == inference_pb2.TokenDelta(prompt_logprobs=logprobs(2).part(slice(None)))
-    assert finished.finished.sequences == [inference_pb2.SequenceFinish(finish_reason="length")]
+    none = texts_of()
+    assert finished.finished.sequences == [inference_pb2.SequenceFinish(finish_reason="length", token_texts=none)]
     assert finished.finished.usage == inference_pb2.Usage(prompt_tokens=3)
     seal = await store.seal()
     assert seal.outcome == COMPLETE
-    assert seal.sequences == [capture_pb2.SequenceOutcome(finish_reason="length")]
+    assert seal.sequences == [capture_pb2.SequenceOutcome(finish_reason="length", token_texts=none)]
+    assert seal.prompt_token_texts == texts_of(5, 6, 7)
 
 
 async def test_a_request_without_tokens_sends_no_delta(service):
@@ -188,7 +195,58 @@ async def test_a_complete_request_is_sealed_with_its_tokens(service, store):
     await service.events(ask(spec("r", CAPTURE)))
     seal = await store.seal()
     assert (seal.capture_id, seal.attempt, seal.outcome) == ("r", store.opened[0].attempt, COMPLETE)
-    assert list(seal.sequences) == [capture_pb2.SequenceOutcome(generated_token_ids=[1, 2, 3], finish_reason="length")]
+    outcome = capture_pb2.SequenceOutcome(
+        generated_token_ids=[1, 2, 3], finish_reason="length", token_texts=texts_of(1, 2, 3)
+    )
+    assert list(seal.sequences) == [outcome]
+    assert seal.prompt_token_texts == texts_of(5, 6, 7)
+    assert seal.message_spans == capture_pb2.MessageSpans(unknown_detail=NO_CHAT)
+
+
+async def test_a_capture_is_sealed_even_if_its_tokens_cannot_be_described(service, store, monkeypatch):
+    async def fail(*_arguments):
+        raise RuntimeError("scripted")
+
+    monkeypatch.setattr(service.engine, "describe_prompt", fail)
+    await service.events(ask(spec("r", CAPTURE)))
+    seal = await store.seal()
+    assert seal.outcome == COMPLETE
+    assert "the log of the inference service says why" in seal.prompt_token_texts.unknown_detail
+    assert seal.sequences[0].token_texts == texts_of(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [capture_pb2.MessageSpan(role="x" * MAX_SEAL_BYTES)],
+        [capture_pb2.MessageSpan(role="user")] * (MAX_MESSAGE_SPANS + 1),
+    ],
+    ids=["too long", "too many"],
+)
+async def test_messages_that_do_not_fit_a_seal_are_left_out(service, store, monkeypatch, spans):
+    async def describe(request, token_ids, seal):
+        seal.message_spans.spans.extend(spans)
+
+    monkeypatch.setattr(service.engine, "describe_prompt", describe)
+    await service.events(ask(spec("r", CAPTURE)))
+    seal = await store.seal()
+    assert not seal.message_spans.spans
+    assert "too many messages, or too long roles" in seal.message_spans.unknown_detail
+
+
+async def test_texts_that_are_too_long_for_a_seal_are_left_out(service, store, monkeypatch):
+    async def describe(request, token_ids, seal):
+        seal.prompt_token_texts.CopyFrom(
+            capture_pb2.TokenTexts(text="x" * MAX_SEAL_BYTES, lengths=[MAX_SEAL_BYTES, 0, 0])
+        )
+
+    monkeypatch.setattr(service.engine, "describe_prompt", describe)
+    await service.events(ask(spec("r", CAPTURE)))
+    seal = await store.seal()
+    assert list(seal.sequences[0].generated_token_ids) == [1, 2, 3]
+    for texts in (seal.prompt_token_texts, seal.sequences[0].token_texts):
+        assert not texts.lengths
+        assert "too long" in texts.unknown_detail
 
 
 async def test_sequences_are_generated_separately(service, store):
@@ -228,6 +286,8 @@ async def test_abort_stops_every_sequence_and_seals_as_aborted(service, store):
     seal = await store.seal()
     assert seal.outcome == ABORTED
     assert [(list(item.generated_token_ids), item.finish_reason) for item in seal.sequences] == [([1], "abort")] * 2
+    assert [item.token_texts for item in seal.sequences] == [texts_of(1)] * 2
+    assert seal.prompt_token_texts == texts_of(5, 6, 7)
 
 
 async def test_a_client_that_drops_the_stream_stops_the_engine(service, store):

@@ -22,7 +22,7 @@ from inference_svc.vllm_serve.front import FrontEnd
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2, steering_pb2
 from residuum.wire.ids import make_id
-from tests.inference.service_support import ADD_JOY, CAPTURE, JOY, FakeEngine, ask, spec
+from tests.inference.service_support import ADD_JOY, CAPTURE, JOY, FakeEngine, ask, spec, tokenizer
 
 PROMPT = [5, 6, 7]
 REQUEST_ID = "r"
@@ -50,7 +50,7 @@ class ScriptedStore:
         elif self.opening == "no answer":
             raise NoAnswerError(Reason.ERROR_REASON_STORE_UNREACHABLE, "scripted")
 
-    def seal(self, request):
+    def seal(self, request, complete):
         self.seals.append(request)
 
     def handle(self, capture_id):
@@ -142,10 +142,11 @@ class OpenAIFace(Face):
         model = SimpleNamespace(
             served_model_name="tiny", max_model_len=64, dtype=torch.float32, enforce_eager=True,
             get_total_num_hidden_layers=lambda: 3, get_hidden_size=lambda: 4, get_vocab_size=lambda: 16,
-            max_logprobs=20,
+            max_logprobs=20, skip_tokenizer_init=False,
         )  # fmt: skip
         llm = SimpleNamespace(
             errored=False,
+            get_tokenizer=tokenizer,
             vllm_config=SimpleNamespace(
                 model_config=model,
                 parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),

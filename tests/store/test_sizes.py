@@ -6,7 +6,14 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.v1 import capture_pb2, selection_pb2, steering_pb2, store_pb2
-from residuum.wire.limits import MAX_CAPTURE_TOKENS, MAX_ID_LENGTH, MAX_MESSAGE_BYTES, MAX_STEERING_CHANGES_BYTES
+from residuum.wire.limits import (
+    MAX_CAPTURE_TOKENS,
+    MAX_ID_LENGTH,
+    MAX_MANIFEST_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_SEAL_BYTES,
+    MAX_STEERING_CHANGES_BYTES,
+)
 from store_svc.captures.ledger import Cells
 from store_svc.captures.lifecycle import Capture
 from store_svc.captures.positions import Positions
@@ -22,11 +29,16 @@ NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
 
 
 @pytest.mark.parametrize(
-    ("sequences", "prompt_share", "stored"),
-    [(1, 0.0, "every row"), (1, 0.5, "half of the rows"), (8, 0.0, "half of the rows")],
+    ("sequences", "prompt_share", "stored", "texts"),
+    [
+        (1, 0.0, "every row", False),
+        (1, 0.5, "half of the rows", False),
+        (1, 0.5, "half of the rows", True),
+        (8, 0.0, "half of the rows", False),
+    ],
 )
 def test_the_longest_manifest_fits_a_message_with_its_steering(
-    sequences: int, prompt_share: float, stored: str
+    sequences: int, prompt_share: float, stored: str, texts: bool
 ) -> None:
     """Select every second position at every site, which gives the most ranges of positions."""
     each = MAX_CAPTURE_TOKENS // sequences
@@ -45,6 +57,12 @@ def test_the_longest_manifest_fits_a_message_with_its_steering(
     change = steering_pb2.SteeringChange(first_positions=[LARGEST_TOKEN] * sequences)
     change.steering.operations.add(layer_digests=[b"d" * 32] * (MAX_STEERING_CHANGES_BYTES // 2 // 34 - 10))
     seal.steering_changes.extend([change] * 2)
+    if texts:  # as long as the service sends them
+        room = MAX_SEAL_BYTES - seal.ByteSize() - 100
+        length = [room - 2 * prompt - 20]
+        seal.prompt_token_texts.text = "x" * length[0]
+        seal.prompt_token_texts.lengths.extend(length + [0] * (prompt - 1))
+        assert MAX_SEAL_BYTES - prompt - 1000 < seal.ByteSize() <= MAX_SEAL_BYTES
     check_seal(seal, description)
     capture = Capture(1, description, NOW, 0.0)
     rows = Positions.of(range(0, each - 1, 2 if stored == "every row" else 4))
@@ -57,5 +75,10 @@ def test_the_longest_manifest_fits_a_message_with_its_steering(
     manifest = capture.manifest()
     assert manifest.state == seal.outcome
     assert len(manifest.present) == sequences * len(SITES)
+    if texts:
+        left_out = not manifest.prompt_token_texts.lengths
+        assert left_out == (manifest.ByteSize() + seal.prompt_token_texts.ByteSize() > MAX_MANIFEST_BYTES)
+        assert left_out == ("would not fit" in manifest.prompt_token_texts.unknown_detail)
+        assert all(item.token_texts.unknown_detail for item in manifest.sequences) == left_out
     answer = store_pb2.ReadChunksResponse(manifest=manifest)
     assert max(seal.ByteSize(), answer.ByteSize()) < MAX_MESSAGE_BYTES

@@ -33,7 +33,7 @@ class Store:
     async def open(self, description, *, is_new_id, if_exists):
         pass
 
-    def seal(self, request):
+    def seal(self, request, complete):
         self.seals.append(request)
 
 

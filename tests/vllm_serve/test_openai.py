@@ -98,6 +98,10 @@ def test_a_chat_is_captured_under_the_answers_id(
     assert len(acts.positions) == answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
     assert acts.manifest.model == MODEL
     check_rows(acts, reference)
+    assert acts.text.startswith("<|im_start|>")
+    assert "".join(acts.select(span="reply").tokens) in answer.choices[0].message.content
+    with pytest.raises(residuum.NoMessageSpans, match="vLLM's API server made the prompt's tokens"):
+        _ = acts.spans
 
 
 def test_a_capture_does_not_change_the_answer(api: openai.OpenAI, captures: residuum.Client) -> None:

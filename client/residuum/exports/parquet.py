@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from residuum.exceptions import NoTokenTexts
 from residuum.exports.formats import Advance
 from residuum.exports.parts import Selection, portable, selections, slices
 from residuum.exports.safetensors import FORMAT
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from residuum.values.activations import Activations
 
 _KEYS = ("capture_id", "sequence", "site", "layer", "position", "token_id")
+"""The columns with statistics, by which readers skip row groups."""
 
 
 def write(acts: Activations, path: Path, advance: Advance) -> None:
-    """Write the columns capture_id, sequence, site, layer, position, token_id and activation."""
+    """Write the columns capture_id, sequence, site, layer, position, token_id, token and activation."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -36,6 +38,7 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
             pa.field("layer", pa.int32()),
             pa.field("position", pa.int32()),
             pa.field("token_id", pa.int64()),  # null if unknown
+            pa.field("token", pa.string()),  # null if unknown
             pa.field("activation", pa.list_(pa.from_numpy_dtype(dtype), acts.width)),
         ],
         metadata={"residuum.format": FORMAT, "residuum.manifest": acts.manifest.to_json()},
@@ -45,37 +48,53 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
         schema,
         compression="zstd",
         compression_level=1,
-        use_dictionary=["capture_id", "site"],
+        use_dictionary=["capture_id", "site", "token"],
         write_statistics=list(_KEYS),
         # Byte-stream split stores each byte of an element in its own stream. Signs and exponents are similar, so they
         # compress well; former bfloat16 elements have two streams of zeros, which take almost no space.
         use_byte_stream_split=["activation.list.element"],
     ) as file:
         for selection in selections(acts):
-            tokens = selection.acts.token_ids
+            token_ids, tokens = selection.acts.token_ids, _tokens(selection.acts)
             for index in range(len(acts.layers)):
                 for part in slices(len(tokens), acts.width * dtype.itemsize):
-                    batch = _batch(selection, index, part, tokens[part], schema)
+                    batch = _batch(selection, index, part, token_ids[part], tokens[part], schema)
                     if batch.num_rows:
                         file.write_batch(batch)
                     advance(int(len(tokens[part]) * selection.kept_bytes))
 
 
-def _batch(selection: Selection, index: int, part: slice, token_ids: npt.NDArray[np.int64], schema: Any) -> Any:
+def _tokens(acts: Activations) -> npt.NDArray[np.object_]:
+    """Return the text of each position's token; None if they are not known."""
+    try:
+        return np.array(acts.tokens, dtype=np.object_)
+    except NoTokenTexts:
+        return np.full(len(acts.positions), None, dtype=np.object_)
+
+
+def _batch(
+    selection: Selection,
+    index: int,
+    part: slice,
+    token_ids: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.object_],
+    schema: Any,
+) -> Any:
     import pyarrow as pa
 
     acts, present = selection.acts, selection.block.present[index, part]
     rows = selection.rows(index, part)
     if not present.all():
         rows = rows[present]
-    count, tokens = len(rows), token_ids[present]
+    count, token_ids = len(rows), token_ids[present]
     columns = {
         "capture_id": [acts.manifest.capture_id] * count,
         "sequence": np.full(count, acts.sequence, np.int32),
         "site": [acts.site] * count,
         "layer": np.full(count, acts.layers[index], np.int32),
         "position": acts.positions[part][present].astype(np.int32),
-        "token_id": pa.array(tokens, mask=tokens < 0),
+        "token_id": pa.array(token_ids, mask=token_ids < 0),
+        "token": pa.array(tokens[present], type=pa.string(), mask=token_ids < 0),
         "activation": pa.FixedSizeListArray.from_arrays(
             pa.array(rows.astype(portable(rows.dtype), copy=False).reshape(-1)), acts.width
         ),

@@ -6,6 +6,7 @@ from residuum.exceptions import ResiduumError, ServerFault
 from residuum.v1 import inference_pb2
 from residuum.values.logprobs import Logprobs
 from residuum.values.replies import Reply, Sequence, TokenDelta, Usage
+from residuum.values.tokens import split_texts
 
 
 class ReplyBuilder:
@@ -110,14 +111,30 @@ class ReplyBuilder:
 
     def _sequence(self, index: int, end: inference_pb2.SequenceFinish) -> Sequence:
         text = "".join(self._texts.get(index, ()))
+        token_ids = tuple(self._tokens.get(index, ()))
         return Sequence(
             text,
-            tuple(self._tokens.get(index, ())),
+            token_ids,
             end.finish_reason,
             end.stop_reason,
             end.stop_token_id if end.HasField("stop_token_id") else None,
             _logprobs(self._logprobs.get(index, [])),
+            _token_texts(end, len(token_ids)),
         )
+
+
+def _token_texts(end: inference_pb2.SequenceFinish, count: int) -> tuple[str, ...] | None:
+    """Return the texts of so many tokens; None if the server does not know them.
+
+    Raises:
+        ServerFault: There is another number of texts.
+    """
+    if not end.HasField("token_texts") or end.token_texts.unknown_detail:
+        return None
+    texts = split_texts(end.token_texts)
+    if len(texts) != count:
+        raise ServerFault(f"The server sent {len(texts)} texts for {count} tokens.")
+    return texts
 
 
 def _logprobs(protos: list[inference_pb2.Logprobs], *, of_prompt: bool = False) -> Logprobs | None:

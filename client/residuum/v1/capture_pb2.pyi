@@ -791,25 +791,132 @@ class SequenceOutcome(_message.Message):
 
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """Why the sequence ended: "stop", "length" or "abort"."""
     @_builtins.property
     def generated_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The IDs of the generated tokens. The expected rows are those of prompt + generated - 1 tokens."""
 
+    @_builtins.property
+    def token_texts(self) -> Global___TokenTexts:
+        """The texts of the generated tokens. Unset: the writer is older than this field."""
+
     def __init__(
         self,
         *,
         generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _builtins.str = ...,
+        token_texts: Global___TokenTexts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token_texts", b"token_texts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generated_token_ids", b"generated_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generated_token_ids", b"generated_token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceOutcome: _TypeAlias = SequenceOutcome  # noqa: Y015
+
+@_typing.final
+class TokenTexts(_message.Message):
+    """The texts of consecutive tokens: of a prompt, or of the tokens generated from it.
+
+    The text of a token is what the token adds to the text of the tokens before it. Special tokens are shown, such as
+    "<|im_end|>". If a character takes several tokens, the last of them has it, and the others have an empty text. A
+    character that is never completed has no text. For example, five tokens whose last three are the bytes of an emoji:
+
+        text: "Hello 😀"    lengths: [5, 1, 0, 0, 1]
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    UNKNOWN_DETAIL_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """The texts of all tokens, joined."""
+    unknown_detail: _builtins.str
+    """Why the texts are not known, in words, for a person. The other fields are then empty. Empty: they are known."""
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The length of each token's text, in Unicode code points. They add up to the length of `text`."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+        unknown_detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "text", b"text", "unknown_detail", b"unknown_detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenTexts: _TypeAlias = TokenTexts  # noqa: Y015
+
+@_typing.final
+class MessageSpan(_message.Message):
+    """The positions of one message of a conversation: the tokens of its content, without those that the chat template puts
+    around it. A token that is partly content counts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    NUM_POSITIONS_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """The role of its author, as the request says."""
+    first_position: _builtins.int
+    """The position of its first token. If it has no tokens, where it would begin."""
+    num_positions: _builtins.int
+    """The number of its tokens."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        first_position: _builtins.int = ...,
+        num_positions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "num_positions", b"num_positions", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MessageSpan: _TypeAlias = MessageSpan  # noqa: Y015
+
+@_typing.final
+class MessageSpans(_message.Message):
+    """The positions of the messages of a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPANS_FIELD_NUMBER: _builtins.int
+    UNKNOWN_DETAIL_FIELD_NUMBER: _builtins.int
+    unknown_detail: _builtins.str
+    """Why the positions are not known, in words, for a person. `spans` is then empty. Empty: they are known."""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageSpan]:
+        """The messages of the prompt, in order, at most 16384. If the last one is the assistant's, the reply continues it; otherwise the reply
+        is one more message of the assistant. This does not list the reply: it begins after the prompt.
+        """
+
+    def __init__(
+        self,
+        *,
+        spans: _abc.Iterable[Global___MessageSpan] | None = ...,
+        unknown_detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans", "unknown_detail", b"unknown_detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MessageSpans: _TypeAlias = MessageSpans  # noqa: Y015
 
 @_typing.final
 class RowRange(_message.Message):
@@ -895,6 +1002,8 @@ class CaptureManifest(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     STEERING_CHANGES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
+    MESSAGE_SPANS_FIELD_NUMBER: _builtins.int
     state: Global___CaptureState.ValueType
     """The capture's state."""
     incomplete_reason: Global___IncompleteReason.ValueType
@@ -945,6 +1054,17 @@ class CaptureManifest(_message.Message):
     def labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Label]:
         """The current labels, by name. They are the only part of a manifest that can change after the capture has ended."""
 
+    @_builtins.property
+    def prompt_token_texts(self) -> Global___TokenTexts:
+        """The texts of the prompt's tokens. Unset until the capture is sealed, if it ended without a seal, and if the writer or
+        the store is older than this field. If the manifest would not fit into one message, the store leaves the texts of all
+        tokens out, and says so here and in `sequences`.
+        """
+
+    @_builtins.property
+    def message_spans(self) -> Global___MessageSpans:
+        """The positions of the prompt's messages. Unset or left out as `prompt_token_texts`."""
+
     def __init__(
         self,
         *,
@@ -962,10 +1082,12 @@ class CaptureManifest(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         steering_changes: _abc.Iterable[_steering_pb2.SteeringChange] | None = ...,
         labels: _abc.Iterable[Global___Label] | None = ...,
+        prompt_token_texts: Global___TokenTexts | None = ...,
+        message_spans: Global___MessageSpans | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "open_time", b"open_time", "seal_time", b"seal_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "message_spans", b"message_spans", "open_time", b"open_time", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

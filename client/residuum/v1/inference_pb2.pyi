@@ -1085,6 +1085,7 @@ class SequenceFinish(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """The reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output) or "length"."""
     stop_reason: _builtins.str
@@ -1093,6 +1094,12 @@ class SequenceFinish(_message.Message):
     """Number of generated tokens."""
     stop_token_id: _builtins.int
     """The stop token that ended the sequence. Unset: none. The model's own end-of-sequence token does not count as one."""
+    @_builtins.property
+    def token_texts(self) -> _capture_pb2.TokenTexts:
+        """The texts of the generated tokens. They show special tokens, stop tokens and stop texts, which the text of the deltas
+        leaves out. Unset: the server is older than this field.
+        """
+
     def __init__(
         self,
         *,
@@ -1100,10 +1107,11 @@ class SequenceFinish(_message.Message):
         stop_reason: _builtins.str = ...,
         generated_tokens: _builtins.int = ...,
         stop_token_id: _builtins.int | None = ...,
+        token_texts: _capture_pb2.TokenTexts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "token_texts", b"token_texts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "stop_reason", b"stop_reason", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "stop_reason", b"stop_reason", "stop_token_id", b"stop_token_id", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -264,6 +264,8 @@ class SealCaptureRequest(_message.Message):
     STEERING_CHANGES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
+    MESSAGE_SPANS_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The ID of the capture."""
     outcome: _capture_pb2.CaptureState.ValueType
@@ -291,6 +293,14 @@ class SealCaptureRequest(_message.Message):
         At most 256 KiB in all.
         """
 
+    @_builtins.property
+    def prompt_token_texts(self) -> _capture_pb2.TokenTexts:
+        """The texts of the prompt's tokens, one for each. Unset: they are not known."""
+
+    @_builtins.property
+    def message_spans(self) -> _capture_pb2.MessageSpans:
+        """The positions of the prompt's messages. Unset: they are not known."""
+
     def __init__(
         self,
         *,
@@ -302,10 +312,12 @@ class SealCaptureRequest(_message.Message):
         steering_changes: _abc.Iterable[_steering_pb2.SteeringChange] | None = ...,
         tenant: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        prompt_token_texts: _capture_pb2.TokenTexts | None = ...,
+        message_spans: _capture_pb2.MessageSpans | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message_spans", b"message_spans", "prompt_token_texts", b"prompt_token_texts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "outcome", b"outcome", "sequences", b"sequences", "steering_changes", b"steering_changes", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "message_spans", b"message_spans", "outcome", b"outcome", "prompt_token_texts", b"prompt_token_texts", "sequences", b"sequences", "steering_changes", b"steering_changes", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,8 @@ from residuum.exceptions import InvalidRequest
 from residuum.exports.job import Export, export_activations
 from residuum.values.blocks import AnyBlock, EncodedBlock
 from residuum.values.manifest import Manifest
+from residuum.values.spans import MessageSpan, SpanLike, places_in
+from residuum.values.tokens import offsets_of
 from residuum.wire.projection import projection_matrix
 
 FloatArray = npt.NDArray[np.float32]
@@ -95,6 +97,67 @@ class Activations(Mapping[int, FloatArray]):
         positions = self.positions
         known = positions < len(tokens)
         return np.where(known, tokens[np.where(known, positions, 0)] if len(tokens) else -1, -1)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The text of the token at each position; empty where a partial capture does not know the token.
+
+        A token's text is what it adds to the text of the tokens before it; special tokens are shown. If a character
+        takes several tokens, the last of them has it, and the others have an empty text.
+
+        Raises:
+            NoTokenTexts: The texts are not known; the message says why.
+
+        Example:
+            >>> for token, score in zip(acts.tokens, acts[12] @ direction):
+            ...     print(repr(token), score)
+        """
+        texts = self._manifest.tokens(self.sequence)
+        return tuple(texts[position] if position < len(texts) else "" for position in self.positions.tolist())
+
+    @property
+    def text(self) -> str:
+        """The text of the whole prompt and of the reply, with special tokens: of all tokens, whatever the positions.
+
+        Raises:
+            NoTokenTexts: The texts are not known; the message says why.
+        """
+        return "".join(self._manifest.tokens(self.sequence))
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where the text of each position's token begins and ends in `text`, in characters; int64 [positions, 2].
+
+        Raises:
+            NoTokenTexts: The texts are not known; the message says why.
+
+        Example:
+            >>> start, end = acts.offsets[5]
+            >>> acts.text[start:end] == acts.tokens[5]
+            True
+        """
+        texts = self._manifest.tokens(self.sequence)
+        offsets: npt.NDArray[np.int64] = offsets_of((*texts, ""))[np.minimum(self.positions, len(texts))]
+        return offsets
+
+    @property
+    def spans(self) -> tuple[MessageSpan, ...]:
+        """The positions of the messages of a conversation, in order. The last one is the assistant's, with the reply.
+
+        A span has the tokens of a message's content, without those that the chat template puts around it. If the prompt
+        ends with a message of the assistant, the reply continues it, and both are one span.
+
+        Raises:
+            NoMessageSpans: The prompt is no conversation, or the positions are not known; the message says why.
+
+        Example:
+            >>> for span in acts.spans:
+            ...     print(span.role, span.first, span.last)
+            system 3 8
+            user 13 20
+            assistant 25 48
+        """
+        return self._manifest.spans(self.sequence)
 
     @property
     def prompt_tokens(self) -> int:
@@ -207,20 +270,78 @@ class Activations(Mapping[int, FloatArray]):
         """
         return self._block.stack([self._index(layer) for layer in (self._layers if layers is None else layers)])
 
-    def select(self, *, sequence: int | None = None, site: str | None = None) -> Activations:
-        """Return the same activations with another sequence or site selected, without copying.
+    def mean(self, layer: int, *, span: SpanLike | None = None) -> npt.NDArray[np.float32]:
+        """Return the mean of a layer's rows, or of those of a span: float32 [width].
+
+        Rows that a partial capture lacks are left out. The sum is made in float64.
+
+        Args:
+            layer: The layer.
+            span: The positions to use, as for `select`; None means all.
+
+        Raises:
+            KeyError: The layer is not among `layers`.
+            InvalidRequest: There is no row, or the capture is reduced. The other errors are those of `select`.
+
+        Example:
+            >>> acts.mean(12, span="assistant").shape
+            (576,)
+        """
+        self._check_not_reduced()
+        part = self if span is None else self.select(span=span)
+        rows, present = part[layer], part.present[self._index(layer)]
+        if not present.any():
+            where = "" if span is None else f" in the span {span!r}"
+            raise self._invalid(
+                f"These activations have no row of layer {layer}{where}, so there is no mean. The last generated token "
+                "has no row, nor have positions that were not captured."
+            )
+        kept = rows if present.all() else rows[present]
+        mean: FloatArray = kept.mean(axis=0, dtype=np.float64).astype(np.float32)
+        return mean
+
+    def select(
+        self, *, sequence: int | None = None, site: str | None = None, span: SpanLike | None = None
+    ) -> Activations:
+        """Return the same activations with another sequence or site selected, or only the positions of a span.
+
+        Nothing is copied, unless the span has gaps, as two messages of one role have.
+
+        Args:
+            sequence: The sequence to select; None keeps the selected one.
+            site: The site to select; None keeps the selected one.
+            span: Only these positions, of every sequence and site. None keeps all. One of:
+
+                - "prompt" or "reply", for any prompt;
+                - a role of a conversation, "system", "user" or "assistant": all messages of that role. The reply is one
+                  of the assistant's;
+                - the index of a message in `spans`, such as -1 for the last one;
+                - a `MessageSpan`.
 
         Raises:
             KeyError: The sequence or site does not exist; the message lists those that do.
+            NoMessageSpans: The prompt is no conversation, or the positions of its messages are not known.
+            InvalidRequest: The conversation has no such message, or the capture is reduced: its rows stand for many
+                positions.
 
         Example:
             >>> second = acts.select(sequence=1)
+            >>> reply = acts.select(span="reply")
+            >>> reply.stack().shape == (len(reply.layers), len(reply.positions), reply.width)
+            True
         """
         key = (self.sequence if sequence is None else sequence, self.site if site is None else site)
         if key not in self._blocks:
             available = f"sequences {list(self.sequences)}, sites {list(self.sites)}"
             raise KeyError(f"sequence {key[0]} at site {key[1]} is not in these activations; choose among {available}")
-        return Activations(self._manifest, self._layers, self._blocks, key)
+        blocks = self._blocks
+        if span is not None:
+            self._check_not_reduced()
+            blocks = {
+                name: block.part(places_in(span, self._manifest, name[0], block.positions))
+                for name, block in blocks.items()
+            }
+        return Activations(self._manifest, self._layers, blocks, key)
 
     def to_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a safetensors file as captured, with the manifest in the metadata.
@@ -317,6 +438,18 @@ class Activations(Mapping[int, FloatArray]):
     @property
     def _block(self) -> AnyBlock:
         return self._blocks[self._selected]
+
+    def _check_not_reduced(self) -> None:
+        reduction = self._manifest.reduction
+        if reduction != "none":
+            raise self._invalid(
+                f"The capture is reduced: each row is the {reduction} of all selected positions of the prompt or of "
+                "the reply, so it has no rows of single positions. Read these rows with acts[layer]; for spans, "
+                "capture without a reduction."
+            )
+
+    def _invalid(self, message: str) -> InvalidRequest:
+        return InvalidRequest(message, reason="INVALID_FIELD", metadata={"capture_id": self._manifest.capture_id})
 
     def _index(self, layer: int) -> int:
         try:

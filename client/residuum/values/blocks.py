@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from residuum.wire.encodings import RowFormat
 
+Places = Union[slice, "npt.NDArray[np.intp]"]
+"""Some of a block's positions, by their indices."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -38,8 +41,8 @@ class Block:
         """Bytes in memory."""
         return self.values.nbytes
 
-    def part(self, places: slice) -> Block:
-        """Return the same rows at some of the positions only, given by their places; nothing is copied."""
+    def part(self, places: Places) -> Block:
+        """Return the same rows at some of the positions only, given by their places; a slice copies nothing."""
         return Block(self.positions[places], self.values[:, places], self.present[:, places])
 
     def layer(self, index: int) -> npt.NDArray[Any]:
@@ -84,8 +87,8 @@ class EncodedBlock:
         """Bytes in memory."""
         return self.rows.nbytes + (self.prefixes.nbytes if self.prefixes is not None else 0)
 
-    def part(self, places: slice) -> EncodedBlock:
-        """Return the same rows at some of the positions only, given by their places; nothing is copied."""
+    def part(self, places: Places) -> EncodedBlock:
+        """Return the same rows at some of the positions only, given by their places; a slice copies nothing."""
         group = self.group[:, places] if self.group is not None else None
         return EncodedBlock(
             self.positions[places], self.rows[:, places], self.present[:, places], self.form, self.prefixes, group

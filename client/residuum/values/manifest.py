@@ -10,11 +10,13 @@ from typing import Any
 
 from google.protobuf import json_format, timestamp_pb2
 
-from residuum.exceptions import InvalidRequest
+from residuum.exceptions import InvalidRequest, NoMessageSpans, NoTokenTexts
 from residuum.v1 import capture_pb2, steering_pb2
 from residuum.values.capture import AXES, REDUCTIONS, SITE_NAMES
 from residuum.values.manifest_json import from_document, to_document
 from residuum.values.selections import Positions
+from residuum.values.spans import MessageSpan, spans_of
+from residuum.values.tokens import split_texts
 from residuum.wire.dtypes import dtype_name
 from residuum.wire.encodings import ENCODING_NAMES, FULL8, RAW, RowFormat
 from residuum.wire.labels import LabelValue, to_dict
@@ -216,6 +218,78 @@ class Manifest:
     def width(self) -> int:
         """Elements of a decoded row: `hidden_size`, unless rows were projected."""
         return self.row_format.decoded_width
+
+    def tokens(self, sequence: int = 0) -> tuple[str, ...]:
+        """Return the text of each token of the prompt and of one sequence.
+
+        A token's text is what it adds to the text of the tokens before it; special tokens are shown. If a character
+        takes several tokens, the last of them has it, and the others have an empty text.
+
+        Args:
+            sequence: The sequence.
+
+        Raises:
+            NoTokenTexts: The texts are not known; the message says why.
+            KeyError: The sequence does not exist.
+
+        Example:
+            >>> manifest.tokens()[:3]
+            ('The', ' sea', ' is')
+        """
+        self._check_sequence(sequence)
+        parts = [self.proto.prompt_token_texts] if self.proto.HasField("prompt_token_texts") else []
+        if sequence < len(self.proto.sequences) and self.proto.sequences[sequence].HasField("token_texts"):
+            parts.append(self.proto.sequences[sequence].token_texts)
+        detail = next((part.unknown_detail for part in parts if part.unknown_detail), "")
+        if detail or len(parts) < 2:  # noqa: PLR2004 - the prompt and the reply
+            raise NoTokenTexts(
+                f"The capture {self.capture_id} has no texts of its tokens: {detail or self._why_not_described()} Its "
+                "token IDs are in token_ids.",
+                metadata={"capture_id": self.capture_id},
+            )
+        return split_texts(parts[0]) + split_texts(parts[1])
+
+    def spans(self, sequence: int = 0) -> tuple[MessageSpan, ...]:
+        """Return the positions of the messages of a conversation, in order: those of the prompt, and the reply.
+
+        The reply is a message of the assistant. If the prompt ends with a message of the assistant, the reply continues
+        it, and both are one span.
+
+        Args:
+            sequence: The sequence of the reply.
+
+        Raises:
+            NoMessageSpans: The prompt is no conversation, or the positions are not known; the message says why.
+            KeyError: The sequence does not exist.
+
+        Example:
+            >>> for span in manifest.spans():
+            ...     print(span.role, span.first, span.last)
+            system 3 8
+            user 13 20
+            assistant 25 48
+        """
+        self._check_sequence(sequence)
+        detail = self.proto.message_spans.unknown_detail
+        if detail or not self.proto.HasField("message_spans") or sequence >= len(self.proto.sequences):
+            raise NoMessageSpans(
+                f"The capture {self.capture_id} has no positions of messages: {detail or self._why_not_described()}",
+                metadata={"capture_id": self.capture_id},
+            )
+        return spans_of(self.proto, sequence)
+
+    def _check_sequence(self, sequence: int) -> None:
+        count = max(self.proto.description.num_sequences, 1)
+        if not 0 <= sequence < count:
+            raise KeyError(f"sequence {sequence} does not exist: {self.capture_id} has sequences 0 to {count - 1}")
+
+    def _why_not_described(self) -> str:
+        """Return why a manifest says nothing of its tokens but their IDs, without a detail from the server."""
+        if not self.is_final and not self.sequences:
+            return "its request still runs. They are known when it has ended."
+        if not self.sequences:
+            return "it was never sealed, because its inference service was killed or lost its connection to the store."
+        return "it was made by an older version of residuum."
 
     def describe_missing(self, limit: int = 4) -> str:
         """Return one line that says which rows are missing.

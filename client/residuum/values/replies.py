@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from residuum.exceptions import NoTokenTexts
 from residuum.v1 import inference_pb2, store_pb2
 from residuum.values.capture import REDUCTIONS
 from residuum.values.logprobs import Logprobs
@@ -61,6 +62,26 @@ class Sequence:
     """The stop token that ended the sequence, which is its last token; None if none did."""
     logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
     """The log-probabilities of the generated tokens; None unless `logprobs` was given."""
+    token_texts: tuple[str, ...] | None = field(default=None, repr=False)
+    """As `tokens`; None if the server did not send them."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The text of each generated token.
+
+        A token's text is what it adds to the text of the tokens before it. If a character takes several tokens, the
+        last of them has it, and the others have an empty text. Special tokens, stop tokens and stop texts are shown, so
+        the texts joined may be longer than `text`.
+
+        Raises:
+            NoTokenTexts: The server did not send them.
+        """
+        if self.token_texts is None:
+            raise NoTokenTexts(
+                "The reply has no texts of its tokens: the server is older than this feature, or its engine has no "
+                "tokenizer. The token IDs are in token_ids."
+            )
+        return self.token_texts
 
 
 @dataclass(frozen=True)
@@ -93,6 +114,19 @@ class Reply:
     def token_ids(self) -> tuple[int, ...]:
         """The generated token IDs of the first sequence."""
         return self.sequences[0].token_ids
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The text of each generated token of the first sequence; see `Sequence.tokens`.
+
+        Raises:
+            NoTokenTexts: The server did not send them.
+
+        Example:
+            >>> client.generate("The capital of France is", max_tokens=3).tokens
+            (' Paris', '.', ' It')
+        """
+        return self.sequences[0].tokens
 
     @property
     def finish_reason(self) -> str:

@@ -87,7 +87,15 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 hold, take half of it."""
 
 MAX_SEAL_BYTES = 5 << 18
-"""Bytes of the message that seals a capture, 1.25 MiB: the token IDs and the steering changes."""
+"""Bytes of the message that seals a capture, 1.25 MiB: the token IDs, the steering changes, the texts of tokens and the
+positions of messages. The inference service leaves out texts and positions that do not fit."""
+
+MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+"""Bytes of a manifest, without its labels. The store leaves the texts of tokens out of a longer one, and then the
+positions of messages. Without these no manifest is longer; see MAX_CAPTURE_TOKENS."""
+
+MAX_MESSAGE_SPANS = 16_384
+"""Messages of a conversation whose positions are kept."""
 
 MAX_DETAIL_LENGTH = 4096
 """Characters of a writer's explanation of why rows were lost or a request failed."""
