@@ -61,17 +61,17 @@ class SecureSettings(ServiceSettings):
             raise ValueError("--tls-cert and --tls-key go together: set both, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("--tls-client-ca requires TLS: set --tls-cert and --tls-key as well")
-        if not self.insecure and not self.is_this_machines_own:
+        if not self.insecure and not self.is_local:
             self._check_exposure()
         return self
 
     @property
-    def asks_who_calls(self) -> bool:
+    def requires_authentication(self) -> bool:
         """Whether callers must authenticate, with a token or a certificate."""
         return self.tls_client_ca is not None or self.tokens is not None
 
     @property
-    def is_this_machines_own(self) -> bool:
+    def is_local(self) -> bool:
         """Whether only this machine can call the service: its port is open, or published, on loopback only."""
         return is_loopback(self.published_on or parse_endpoint(self.listen, listening=True)[0])
 
@@ -79,7 +79,7 @@ class SecureSettings(ServiceSettings):
         missing = []
         if self.tls_cert is None:
             missing.append("does not encrypt (--tls-cert and --tls-key)")
-        if not self.asks_who_calls:
+        if not self.requires_authentication:
             missing.append("does not authenticate callers (--tokens or --tls-client-ca)")
         if not missing:
             return
@@ -103,7 +103,7 @@ def log_callers(settings: SecureSettings) -> None:
             who="every caller with a certificate of tls-client-ca",
             advice="a certificate only allows a caller to connect: set --tokens to limit its rights",
         )
-    elif settings.is_this_machines_own:
+    elif settings.is_local:
         _log.info("callers have all rights, for all tenants", who="every process on this machine")
     else:
         _log.warning(

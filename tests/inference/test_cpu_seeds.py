@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference_svc.taps.vllm.cpu_seeds import attach
-from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
+from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
 
 
 class Runner:

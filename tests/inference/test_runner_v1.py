@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError, attach
+from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
+from inference_svc.taps.vllm.runner_v1 import attach
 
 
 class Runner:

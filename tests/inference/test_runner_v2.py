@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
+from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
 from inference_svc.taps.vllm.runner_v2 import attach
 
 

@@ -374,7 +374,7 @@ def test_a_port_published_to_other_machines_needs_tls_or_consent(name, monkeypat
     with pytest.raises(ValidationError, match=r"0\.0\.0\.0, where the port is published, can be reached"):
         settings_with(name, monkeypatch, **EVERYWHERE)
     told = settings_with(name, monkeypatch, **EVERYWHERE, RESIDUUM_BIND_INSECURE="true")
-    assert (told.insecure, told.asks_who_calls) == (True, False)
+    assert (told.insecure, told.requires_authentication) == (True, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GPUs
@@ -441,7 +441,7 @@ def test_the_overlay_makes_the_services_require_tokens(overlay, name, bound, mon
     environment = {**image_environment(dockerfile_of(service)), **service["environment"], **secure}
     settings = settings_from(environment, name, monkeypatch)
     assert settings.insecure is False
-    assert settings.asks_who_calls
+    assert settings.requires_authentication
     assert settings.tls_cert
     if name in INFERENCES:
         assert settings.store_credentials.tls.ca == tmp_path / "ca.pem"

@@ -238,7 +238,7 @@ def test_the_environment_names_settings(environment, name, flavour):
 
 
 def test_settings_are_valid_and_callers_need_tokens(settings, flavour):
-    assert settings.asks_who_calls
+    assert settings.requires_authentication
     assert settings.insecure is (flavour == "base")
     assert (settings.tls_cert is not None) is (flavour == "tls")
 

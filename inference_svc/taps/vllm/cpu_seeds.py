@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
+from inference_svc.taps.vllm.missing_names import refuse_missing
 
 
 def attach(runner: Any, vllm_version: str) -> None:
@@ -51,8 +51,4 @@ def _check(runner: Any, vllm_version: str) -> None:
         )
         if not exists
     ]
-    if missing:
-        raise IncompatibleEngineError(
-            f"vLLM {vllm_version}: {type(runner).__name__} has no {' and no '.join(missing)}, which seeds need. "
-            "Use a version of vLLM that residuum was tested with (see pyproject.toml)."
-        )
+    refuse_missing(runner, vllm_version, missing)

@@ -11,14 +11,11 @@ import inspect
 from typing import TYPE_CHECKING
 
 from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.vllm.missing_names import refuse_missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
-
-
-class IncompatibleEngineError(RuntimeError):
-    """This version of vLLM lacks a name that the taps use. The message says which."""
 
 
 def attach(runner: Any, place: Callable[[Callable[[], StepRows]], None], vllm_version: str) -> None:
@@ -59,8 +56,4 @@ def _check(runner: Any, vllm_version: str) -> None:
         for name in ("req_ids", "num_computed_tokens_cpu")
         if not hasattr(getattr(runner, "input_batch", None), name)
     ]
-    if missing:
-        raise IncompatibleEngineError(
-            f"vLLM {vllm_version}: {type(runner).__name__} has no {' and no '.join(missing)}, which the taps need. "
-            "Use a version of vLLM that residuum was tested with (see pyproject.toml)."
-        )
+    refuse_missing(runner, vllm_version, missing)

@@ -11,7 +11,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from inference_svc.taps.steps.layout import StepRows
-from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
+from inference_svc.taps.vllm.missing_names import refuse_missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +54,4 @@ def _check(runner: Any, vllm_version: str) -> None:
         batch = inspect.getmodule(type(runner)).__dict__.get("InputBatch")
         fields = getattr(batch, "__dataclass_fields__", {})
         missing += [f"InputBatch.{name}" for name in _NAMES if name not in fields]
-    if missing:
-        raise IncompatibleEngineError(
-            f"vLLM {vllm_version}: {type(runner).__name__} has no {' and no '.join(missing)}, which the taps need. "
-            "Use a version of vLLM that residuum was tested with (see pyproject.toml)."
-        )
+    refuse_missing(runner, vllm_version, missing)

@@ -34,7 +34,7 @@ from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.vllm import norms, runner_v1, runner_v2
 from inference_svc.taps.vllm.eager_runs import EagerRuns
 from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
-from inference_svc.taps.vllm.runner_v1 import IncompatibleEngineError
+from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
 from inference_svc.taps.vllm.watchdog import end_with
 from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 from svc_common.logs import get_logger
