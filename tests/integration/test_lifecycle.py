@@ -14,7 +14,7 @@ import pytest
 
 import residuum
 from svc_common.launcher import OWN_GROUP, ROOT, Service, start_inference, start_store
-from tests import one_process
+from tests import one_process, warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def test_the_store_may_start_late_and_be_killed_without_losing_rows(
     placeholder.stop()  # its port is now known, free and unused
 
     arguments = [*EAGER, one_process.FLAG]
-    inference = run(start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", arguments))
+    inference = run(warm_start.start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", arguments))
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint) as client:
         assert client.generate([5, 6, 7], max_tokens=2).token_ids
