@@ -22,8 +22,9 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from multiprocessing import context, forkserver
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import svc_common.launcher
 from svc_common.launcher import ROOT
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from pathlib import Path
 
+
+_starting = threading.Lock()
 
 _PROGRAM = """
 import sys
@@ -85,7 +88,8 @@ class Process:
 
 def launch(module: str, arguments: Sequence[str], cwd: Path, log: Path) -> Process:
     """Start a module as `svc_common.launcher.launch` does, as a fork. Its environment is that of this process now."""
-    _start_server()
+    with _starting:
+        _start_server()
     process = multiprocessing.get_context("forkserver").Process(
         target=_run, name=module, args=(module, list(arguments), cwd, log, dict(os.environ))
     )
@@ -109,7 +113,7 @@ def serve(listener: int, alive: int) -> None:
         import inference_svc.server
         import inference_svc.taps.vllm.worker  # noqa: F401
     setproctitle.getproctitle()  # it finds the place of a title only as long as the environment is the first one
-    forkserver.main(listener, alive, [])
+    _serve_forks(listener, alive)
 
 
 @functools.cache
@@ -162,13 +166,18 @@ def _run(module: str, arguments: list[str], cwd: Path, log: Path, environment: d
 def _fork_server(listener: int, alive: int) -> int:
     """Fork a server of forks, and return its process ID."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if pid := os.fork():
-        return pid
-    os.close(server._forkserver_alive_fd)  # the service's end
+    pid = os.fork()
+    if not pid:
+        os.close(server._forkserver_alive_fd)  # the service's end
+        _serve_forks(listener, alive)
+    return pid
+
+
+def _serve_forks(listener: int, alive: int) -> NoReturn:
     try:
         forkserver.main(listener, alive, [])
     finally:
-        os._exit(0)
+        os._exit(0)  # at once: what was imported has nothing to tidy up, and would complain of leaks
 
 
 def _follow_log_settings() -> None:
