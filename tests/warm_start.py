@@ -87,7 +87,7 @@ class Process:
 
 
 def launch(module: str, arguments: Sequence[str], cwd: Path, log: Path) -> Process:
-    """Start a module as `svc_common.launcher.launch` does, as a fork. Its environment is that of this process now."""
+    """Start a module as `svc_common.launcher.launch_module` does, but as a fork. Its environment is that of this process now."""
     with _starting:
         _start_server()
     process = multiprocessing.get_context("forkserver").Process(
@@ -131,7 +131,7 @@ def _use_server(start: Callable[[int, int], int]) -> None:
     Args:
         start: Starts one that listens on the first descriptor and reads the second, and returns its process ID.
     """
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]  # it knows only how to exec one
+    server: Any = forkserver._forkserver  # it knows only how to exec one
     alive, server._forkserver_alive_fd = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")  # an address of the kernel's, without a file
@@ -165,7 +165,7 @@ def _run(module: str, arguments: list[str], cwd: Path, log: Path, environment: d
 
 def _fork_server(listener: int, alive: int) -> int:
     """Fork a server of forks, and return its process ID."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     pid = os.fork()
     if not pid:
         os.close(server._forkserver_alive_fd)  # the service's end
@@ -220,4 +220,4 @@ class _Spawn(context.BaseContext):
     """The context "spawn" of a service."""
 
     _name = "spawn"
-    Process = _SpawnProcess  # type: ignore[assignment]
+    Process = _SpawnProcess

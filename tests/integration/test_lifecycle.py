@@ -1,4 +1,4 @@
-"""Services start, stop and die, as real processes."""
+"""Services start, stop and die, as real processes. Two tests are about captures alone, and start forks."""
 
 from __future__ import annotations
 
@@ -163,9 +163,8 @@ def test_requests_longer_than_the_grace_period_are_aborted_and_sealed(
     """This includes queued requests. A capture with a token has every row that was computed."""
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
-    inference = run(
-        start_inference(tmp_path, str(tiny_llama), store.endpoint, [*EAGER, one_process.FLAG, "--grace-seconds", "0.2"])
-    )
+    arguments = [*EAGER, one_process.FLAG, "--grace-seconds", "0.2"]
+    inference = run(warm_start.start_inference(tmp_path, str(tiny_llama), store.endpoint, arguments))
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint, store=store.endpoint) as client:
         streams = [client.stream([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL) for _ in range(24)]
