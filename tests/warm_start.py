@@ -87,7 +87,10 @@ class Process:
 
 
 def launch(module: str, arguments: Sequence[str], cwd: Path, log: Path) -> Process:
-    """Start a module as `svc_common.launcher.launch_module` does, but as a fork. Its environment is that of this process now."""
+    """Start a module as `svc_common.launcher.launch_module` does, but as a fork.
+
+    It gets the environment that this process has now.
+    """
     with _starting:
         _start_server()
     process = multiprocessing.get_context("forkserver").Process(
