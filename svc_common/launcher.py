@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -42,12 +42,50 @@ class ServiceFailedError(RuntimeError):
     """A service exited or did not become ready. The message ends with the last lines of its log."""
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that a service's process needs."""
+
+    @property
+    def pid(self) -> int:
+        """Its process ID, which is also that of its process group."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; None as long as no call has noticed its end."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended, and return the exit code; raise `subprocess.TimeoutExpired` after `timeout`."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it has ended."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
+class Launch(Protocol):
+    """A way to start a service's process."""
+
+    def __call__(self, module: str, arguments: Sequence[str], cwd: Path, log: Path, /) -> Process:
+        """Start a module in a process group of its own.
+
+        Args:
+            module: The module to run.
+            arguments: Its arguments.
+            cwd: The folder to run in.
+            log: An existing file, to which the process appends its output.
+        """
+
+
 @dataclass
 class Service:
     """A service that runs as its own process."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     folder: Path
     """The folder of its log (`NAME.log`) and its port file."""
 
@@ -133,10 +171,25 @@ class Service:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
+def launch_module(module: str, arguments: Sequence[str], cwd: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE` as a process; see `Launch`."""
+    # -P keeps Python from importing modules from a folder that is not ours.
+    safe = ["-P"] if cwd != ROOT and sys.version_info >= (3, 11) else []
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, *safe, "-m", module, *arguments],
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            **OWN_GROUP,  # Ctrl-C reaches only this program, which stops the services in order
+        )
+
+
 def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0, module: str = "store_svc") -> Service:
     """Start the store service, or another module that takes its flags. Its data is in `folder`/data."""
     flags = ["--path", str(folder / "data"), *arguments, f"--listen=127.0.0.1:{port}"]
-    return _start("store", folder, module, flags)
+    return _start("store", folder, module, flags, ROOT, launch_module)
 
 
 def start_inference(
@@ -148,6 +201,7 @@ def start_inference(
     port: int = 0,
     module: str = "inference_svc",
     cwd: Path = ROOT,
+    launch: Launch = launch_module,
 ) -> Service:
     """Start the inference service, or another module that takes its flags.
 
@@ -159,27 +213,19 @@ def start_inference(
         port: The port that it listens on; 0 picks a free one.
         module: The module to run.
         cwd: The folder that relative paths in the flags refer to.
+        launch: Starts the process.
     """
     flags = ["--model", model, *(["--store", store] if store else []), *arguments, f"--listen=127.0.0.1:{port}"]
-    return _start("inference", folder, module, flags, cwd)
+    return _start("inference", folder, module, flags, cwd, launch)
 
 
-def _start(name: str, folder: Path, module: str, arguments: Sequence[str], cwd: Path = ROOT) -> Service:
+def _start(name: str, folder: Path, module: str, arguments: Sequence[str], cwd: Path, launch: Launch) -> Service:
     folder.mkdir(parents=True, exist_ok=True)
     port_file = folder / f"{name}.port"
     port_file.unlink(missing_ok=True)
-    # -P keeps Python from importing modules from a folder that is not ours.
-    safe = ["-P"] if cwd != ROOT and sys.version_info >= (3, 11) else []
-    with (folder / f"{name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, *safe, "-m", module, *arguments, "--port-file", str(port_file)],
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            **OWN_GROUP,  # Ctrl-C reaches only this program, which stops the services in order
-        )
-    return Service(name, process, folder)
+    log = folder / f"{name}.log"
+    log.touch()
+    return Service(name, launch(module, [*arguments, "--port-file", str(port_file)], cwd, log), folder)
 
 
 @contextmanager
@@ -193,6 +239,7 @@ def running_services(
     folder: Path | None = None,
     cwd: Path = ROOT,
     inference_module: str = "inference_svc",
+    launch: Launch = launch_module,
     waiting: Callable[[str, float], None] | None = None,
     up: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Service, Service]]:
@@ -209,6 +256,7 @@ def running_services(
         folder: Where captures and logs are kept. By default, they are deleted at the end.
         cwd: The folder that relative paths in the inference service's flags refer to.
         inference_module: The module to run as the inference service.
+        launch: Starts the inference service's process; see `start_inference`.
         waiting: Called while a service starts, with its name and the seconds that have passed.
         up: Called when the start is over, successful or not.
 
@@ -230,6 +278,7 @@ def running_services(
                     port=ports[1],
                     module=inference_module,
                     cwd=cwd,
+                    launch=launch,
                 )
                 started.append(inference)
                 inference.wait_until_serving(timeout_seconds, waiting=waiting)

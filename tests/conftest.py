@@ -7,16 +7,20 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from svc_common.memory import importing
 from tests.light import (  # noqa: F401 - hooks
     pytest_addoption,
     pytest_ignore_collect,
     pytest_pycollect_makemodule,
     pytest_runtest_makereport,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,6 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Do not look for garbage in what the tests import: torch, vLLM and transformers are a million objects."""
+    with importing():
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -19,7 +19,7 @@ from bench.conformance.models import make_model
 from bench.conformance.reference import Reference, adding
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
 from bench.conformance.workload import CHUNK, NEW_TOKENS, Request, make_requests
-from svc_common.launcher import Service, ServiceFailedError, start_inference
+from svc_common.launcher import Launch, Service, ServiceFailedError, launch_module, start_inference
 
 _GARBAGE = "bench.conformance.garbage.Garbage"
 """The worker extension that fills uninitialised memory. It is only named here, because importing its module has that
@@ -75,7 +75,9 @@ class Setup:
         return [*flags, "--enforce-eager"] if self.eager else flags
 
 
-def check(architecture: Architecture, setup: Setup, store: str, folder: Path) -> Outcome:
+def check(
+    architecture: Architecture, setup: Setup, store: str, folder: Path, launch: Launch = launch_module
+) -> Outcome:
     """Serve one architecture with both services, and compare every row.
 
     Args:
@@ -83,10 +85,11 @@ def check(architecture: Architecture, setup: Setup, store: str, folder: Path) ->
         setup: The setup of the engine.
         store: host:port of a running store.
         folder: An empty folder for the model and the logs.
+        launch: Starts the inference service's process.
     """
     started = time.perf_counter()
     model = make_model(architecture, folder / architecture.name)
-    with _running(model, store, setup.arguments(), folder) as service:
+    with _running(model, store, setup.arguments(), folder, launch) as service:
         try:
             service.wait_until_serving(_START_SECONDS)
             start_seconds = time.perf_counter() - started
@@ -157,8 +160,8 @@ def _capture(client: residuum.Client, setup: Setup, request: Request) -> residuu
 
 
 @contextmanager
-def _running(model: Path, store: str, arguments: list[str], folder: Path) -> Iterator[Service]:
-    service = start_inference(folder, str(model), store, arguments)
+def _running(model: Path, store: str, arguments: list[str], folder: Path, launch: Launch) -> Iterator[Service]:
+    service = start_inference(folder, str(model), store, arguments, launch=launch)
     try:
         yield service
     finally:

@@ -11,8 +11,7 @@ import torch
 
 import residuum
 from tests import sharing
-from tests.conformance import stock
-from tests.conformance.engines import Engine, running_engine, stock_arguments
+from tests.conformance.engines import Engine, running_engine
 from tests.reference.hf import Reference
 from tests.reference.tiny import HIDDEN
 
@@ -28,8 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="package", params=["compiled", "eager"])
 def engine(request: pytest.FixtureRequest, tiny_llama: Path, cache_root: Path) -> Iterator[Engine]:
     """Both services on the tiny model. A test that uses it runs twice: compiled and eager."""
-    if request.param == "compiled" and any("stock_before" in item.fixturenames for item in request.session.items):
-        request.getfixturevalue("stock_before")  # it must run first; see test_compile_cache.py
     with running_engine(request.param, tiny_llama, cache_root.parent, cache_root) as running:
         yield running
 
@@ -38,12 +35,6 @@ def engine(request: pytest.FixtureRequest, tiny_llama: Path, cache_root: Path) -
 def cache_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's cache of compiled graphs, empty at the start."""
     return tmp_path_factory.mktemp("conformance") / "vllm-cache"
-
-
-@pytest.fixture(scope="package")
-def stock_before(tiny_llama: Path, cache_root: Path) -> stock.Run:
-    """The tokens that stock vLLM generated, compiled, with an empty cache, before any engine with taps used it."""
-    return stock.run(cache_root, stock_arguments(tiny_llama))
 
 
 @pytest.fixture(scope="package")

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import residuum
 from bench.conformance.reference import SITES
 from svc_common.launcher import Service, running_services
-from tests import one_process
+from tests import one_process, warm_start
 from tests.conformance.journal import Journal, pace_file
 
 if TYPE_CHECKING:
@@ -86,12 +86,12 @@ class Engine:
         """
         if vectors:
             self.client.generate([5], max_tokens=1, steer=[residuum.Add(vector, layer=0) for vector in vectors])
-        table = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], check=True, capture_output=True, text=True).stdout
+        table = subprocess.run(["ps", "-eo", "pid=,pgid=,args="], check=True, capture_output=True, text=True).stdout
         rows = [line.split(maxsplit=2) for line in table.splitlines()]
         (core,) = [
             int(pid)
-            for pid, parent, command in rows
-            if int(parent) == self.inference.process.pid and "EngineCore" in command
+            for pid, group, command in rows
+            if int(group) == self.inference.process.pid and "EngineCore" in command
         ]
         os.kill(core, signal.SIGSTOP)
         try:
@@ -131,7 +131,7 @@ def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> It
     environment = {"RESIDUUM_TEST_JOURNAL": str(journal), "VLLM_CACHE_ROOT": str(cache_root)}
     with (
         patch.dict(os.environ, environment),
-        running_services(str(model), inference_arguments=arguments) as (store, inference),
+        running_services(str(model), inference_arguments=arguments, launch=warm_start.launch) as (store, inference),
         residuum.Client(inference.endpoint) as client,
     ):
         yield Engine(name, store, inference, client, Journal(journal))

@@ -16,7 +16,7 @@ from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from svc_common.launcher import start_store
-from tests import one_process
+from tests import one_process, warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,9 @@ def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
             def run(name: str, sites: tuple[str, ...]) -> Outcome:
                 setup = Setup(sites=sites, garbage=True, engine_args=one_process.ENGINE_ARGS)
-                return check(ARCHITECTURES[name], setup, store.endpoint, folder / f"run-{name}-{len(sites)}")
+                return check(
+                    ARCHITECTURES[name], setup, store.endpoint, folder / f"run-{name}-{len(sites)}", warm_start.launch
+                )
 
             running: dict[tuple[str, tuple[str, ...]], Future[Outcome]] = {
                 case: pool.submit(run, *case) for case in cases

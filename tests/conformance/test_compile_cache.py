@@ -1,14 +1,17 @@
-"""vLLM's cache of compiled graphs, shared with stock vLLM: neither gets the other's graph."""
+"""vLLM's cache of compiled graphs, shared with stock vLLM: neither gets the other's graph.
+
+Each of them looks for a graph in a cache that has the other's: first stock vLLM, which must compile its own, then a
+service, which must find the one of the first service.
+"""
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.conformance import stock
-from tests.conformance.engines import stock_arguments
+from tests.conformance.engines import running_engine, stock_arguments
 from tests.conformance.rows import ALL, check_capture
 
 if TYPE_CHECKING:
@@ -24,24 +27,21 @@ pytestmark = [
 ]
 
 
-def test_the_taps_work_where_stock_vllm_compiled_first(
-    engine: Engine, stock_before: stock.Run, reference: Reference, cache_root: Path
+def test_stock_vllm_and_the_service_share_a_cache(
+    engine: Engine, reference: Reference, tiny_llama: Path, tmp_path: Path, cache_root: Path
 ) -> None:
-    """Otherwise the service would not have started: its self-test would have failed."""
-    assert stock_before.compiled, "stock vLLM keeps its graph where this test looks"
-    assert stock.compiled_graphs(cache_root) > stock_before.compiled, "the service compiled its own graph"
+    of_service = stock.compiled_graphs(cache_root)
+    assert of_service, "the service keeps its graph where this test looks"
     reply = engine.client.generate(stock.PROMPT, max_tokens=stock.NEW_TOKENS, ignore_eos=True, capture=ALL)
     check_capture(engine, reference, reply)
-    assert reply.token_ids == stock_before.token_ids
 
+    by_stock = stock.run(cache_root, stock_arguments(tiny_llama))
+    assert by_stock.token_ids == reply.token_ids
+    assert by_stock.compiled > of_service, "stock vLLM compiled one of its own"
 
-def test_stock_vllm_works_where_the_service_compiled_first(
-    engine: Engine, stock_before: stock.Run, tiny_llama: Path, cache_root: Path
-) -> None:
-    for graph in stock_before.compiled:
-        shutil.rmtree(graph)
-    of_service = stock.compiled_graphs(cache_root)
-    assert of_service
-    after = stock.run(cache_root, stock_arguments(tiny_llama))
-    assert after.token_ids == stock_before.token_ids
-    assert after.compiled > of_service, "stock vLLM compiled its own graph"
+    # With a graph without taps, the service would not start: its self-test would fail.
+    with running_engine("compiled", tiny_llama, tmp_path, cache_root) as another:
+        again = another.client.generate(stock.PROMPT, max_tokens=stock.NEW_TOKENS, ignore_eos=True, capture=ALL)
+        check_capture(another, reference, again)
+    assert again.token_ids == reply.token_ids
+    assert stock.compiled_graphs(cache_root) == by_stock.compiled, "the service found its graph next to stock vLLM's"

@@ -10,7 +10,7 @@ from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import Setup, check
 from bench.conformance.results import Verdict
 from svc_common.launcher import start_store
-from tests import one_process
+from tests import one_process, warm_start
 
 pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance"), pytest.mark.slow]
 
@@ -27,7 +27,8 @@ def test_a_wrong_guess_is_not_served(tmp_path):
         with ThreadPoolExecutor(2) as pool:
             outcomes = list(
                 pool.map(
-                    lambda name: check(ARCHITECTURES[name], setup, store.endpoint, tmp_path / name), (LEFTOVER, SUM)
+                    lambda name: check(ARCHITECTURES[name], setup, store.endpoint, tmp_path / name, warm_start.launch),
+                    (LEFTOVER, SUM),
                 )
             )
     finally:

@@ -16,7 +16,7 @@ def test_the_kernel_agrees_with_the_cpu_and_its_steering_with_float64() -> None:
         check=True,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     differences = json.loads(done.stdout)
     for case, worst in differences.items():

@@ -9,7 +9,7 @@ import pytest
 
 import residuum
 from svc_common.launcher import Service, running_services
-from tests import one_process, sharing
+from tests import one_process, sharing, warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +29,7 @@ def services(smollm2: Path) -> Iterator[tuple[Service, Service]]:
         str(smollm2),
         inference_arguments=["--enforce-eager", "--max-model-len", "1024", one_process.FLAG, *sites, *figures],
         store_arguments=figures,
+        launch=warm_start.launch,
     ) as both:
         yield both
 

@@ -1,4 +1,4 @@
-"""Services start, stop and die, as real processes."""
+"""Services start, stop and die, as real processes. Two tests are about captures alone, and start forks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import residuum
 from svc_common.launcher import OWN_GROUP, ROOT, Service, start_inference, start_store
-from tests import one_process
+from tests import one_process, warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def test_the_store_may_start_late_and_be_killed_without_losing_rows(
     placeholder.stop()  # its port is now known, free and unused
 
     arguments = [*EAGER, one_process.FLAG]
-    inference = run(start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", arguments))
+    inference = run(warm_start.start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", arguments))
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint) as client:
         assert client.generate([5, 6, 7], max_tokens=2).token_ids
@@ -163,9 +163,8 @@ def test_requests_longer_than_the_grace_period_are_aborted_and_sealed(
     """This includes queued requests. A capture with a token has every row that was computed."""
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
-    inference = run(
-        start_inference(tmp_path, str(tiny_llama), store.endpoint, [*EAGER, one_process.FLAG, "--grace-seconds", "0.2"])
-    )
+    arguments = [*EAGER, one_process.FLAG, "--grace-seconds", "0.2"]
+    inference = run(warm_start.start_inference(tmp_path, str(tiny_llama), store.endpoint, arguments))
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint, store=store.endpoint) as client:
         streams = [client.stream([5, 6, 7], max_tokens=500, ignore_eos=True, capture=ALL) for _ in range(24)]

@@ -9,8 +9,9 @@ import pytest
 
 import residuum
 from residuum.wire.placement import first_rank
-from svc_common.launcher import Service, start_inference, start_store
+from svc_common.launcher import Service, start_store
 from tests import one_process
+from tests.warm_start import start_inference
 
 if TYPE_CHECKING:
     from pathlib import Path
