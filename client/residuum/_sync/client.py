@@ -68,6 +68,9 @@ class Client(CaptureClient):
         insecure: Let a token go to another machine in plain text. Default: RESIDUUM_INSECURE, or not.
         tenant: The tenant whose captures are read, listed and deleted; only the tokens of admins may name one.
             Default: the token's own tenant; lists for an admin then show all tenants.
+        shared_memory: Whether rows of a store on the same machine may pass through shared memory, which is faster. The
+            client finds out by itself whether that works; see `shared_memory_problems`. RESIDUUM_SHARED_MEMORY=off
+            switches it off for all clients.
 
     Raises:
         BadCredentials: A file of these cannot be read, or the token would go to another machine in plain text.
@@ -90,8 +93,12 @@ class Client(CaptureClient):
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
         tenant: str | None = None,
+        shared_memory: bool = True,
     ) -> None:
-        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant)
+        super().__init__(
+            endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant,
+            shared_memory=shared_memory,
+        )  # fmt: skip
         self._ledger = vector_upload.VectorLedger()
 
     def generate(
@@ -397,6 +404,7 @@ class Client(CaptureClient):
         """Close the channels. Running streams are stopped; the client cannot be used afterwards."""
         for channel in self._channels.drain():
             channel.close()
+        self._memories.close()
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from residuum.values.selections import LayersLike, Positions, PositionsLike, ind
 from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import ChunkView, FrameError, parse_read
 from residuum.wire.selection import expected_rows
+from residuum.wire.shared_memory import Payloads
 
 _Key = tuple[int, str]
 """A sequence and a site."""
@@ -94,6 +95,15 @@ def plan_read(
     return ReadPlan(request, allow_partial)
 
 
+class SharedPayloads(Payloads, Protocol):
+    """The shared memory of a read."""
+
+    @property
+    def key(self) -> bytes:
+        """Names the memory in requests."""
+        ...
+
+
 class Reading:
     """What has come of one read. It may be sent again after a broken connection; what came before is kept."""
 
@@ -106,7 +116,7 @@ class Reading:
             plan: What was asked for.
             keep_values: Keep the rows for `activations`; without, `add` only hands them on as pieces.
             as_float32: Convert the rows of pieces. Otherwise they are as they were captured or decoded, and those that
-                are plain lie in the message's own memory.
+                are plain lie in the message's own memory. Those that came in shared memory are copied.
             allocate: Makes the arrays that rows are kept in; in memory, if nothing else is said.
         """
         _let_buffers_be_used_again()
@@ -119,6 +129,8 @@ class Reading:
         self._manifest: capture_pb2.CaptureManifest | None = None
         self._first: Manifest | None = None
         self._manifests_seen = 0
+        self._memory: SharedPayloads | None = None
+        self._new_bytes = 0
 
     @property
     def request(self) -> store_pb2.ReadChunksRequest:
@@ -130,9 +142,16 @@ class Reading:
         """Whether nothing has come yet."""
         return self._manifest is None
 
-    def begin(self) -> None:
-        """Say that the call is made, for the first time or again."""
+    def begin(self, memory: SharedPayloads | None = None) -> None:
+        """Say that the call is made, for the first time or again; `memory` is for large payloads."""
         self._manifests_seen = 0
+        self._memory = memory
+        self._plan.request.shared_memory_key = b"" if memory is None else memory.key
+
+    def take_bytes(self) -> int:
+        """Return the bytes that came since the last call, in messages and in shared memory."""
+        count, self._new_bytes = self._new_bytes, 0
+        return count
 
     def add(self, data: bytes) -> list[Piece]:
         """Take one message of the stream.
@@ -145,10 +164,12 @@ class Reading:
             ServerFault: The message does not fit the stream.
         """
         try:
-            message = parse_read(data)
+            message = parse_read(data, self._memory)
         except FrameError as error:
             raise exc.DamagedCapture(f"The store sent a damaged message: {error}.", metadata=self._facts()) from None
+        self._new_bytes += len(data)
         if isinstance(message, ChunkView):
+            self._new_bytes += len(message.payload) if message.is_placed else 0
             return self.add_chunk(message)
         self.add_manifest(message)
         return []
@@ -244,7 +265,7 @@ class Reading:
         if added is None or self._keep_values:
             return []
         return [
-            self._piece(site, self._layers[layer], added.positions, rows, fresh)
+            self._piece(site, self._layers[layer], added.positions, rows.copy() if chunk.is_placed else rows, fresh)
             for layer, rows, fresh in zip(added.layers, added.rows, added.fresh, strict=True)
             if fresh.any()
         ]

@@ -23,6 +23,9 @@ _Channel = TypeVar("_Channel")
 READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
 READ_CAPTURES = "/residuum.v1.StoreService/ReadCaptures"
 
+DESCRIBE_SECONDS = 5.0
+"""For how long a read waits for the store's description. Without it, rows come in messages."""
+
 LONGEST_OUTAGE_SECONDS = 300.0
 """For how long a read without a timeout waits for a store that is away."""
 

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
+from residuum.wire.shared_memory import Payloads, Place, SharedMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +36,7 @@ _CHUNK_CRC32C = capture_pb2.Chunk.CRC32C_FIELD_NUMBER
 _CHUNK_PAYLOAD = capture_pb2.Chunk.PAYLOAD_FIELD_NUMBER
 _APPEND_CHUNK = store_pb2.AppendChunksRequest.CHUNK_FIELD_NUMBER
 _READ_CHUNK = store_pb2.ReadChunksResponse.CHUNK_FIELD_NUMBER
+_READ_PLACED = store_pb2.ReadChunksResponse.PLACED_CHUNK_FIELD_NUMBER
 
 
 class FrameError(ValueError):
@@ -51,6 +53,8 @@ class ChunkView:
     """The received checksum; see `verify`."""
     payload: memoryview
     """The encoded rows; valid as long as the underlying buffer."""
+    is_placed: bool = False
+    """Whether the payload is in shared memory, and so valid only until it is released."""
 
     def verify(self) -> bool:
         """Tell whether the payload matches its checksum."""
@@ -114,6 +118,31 @@ def read_prefix(chunk_bytes: int) -> bytes:
     return length_prefix(_READ_CHUNK, chunk_bytes)
 
 
+def split_chunk(data: Buffer) -> tuple[memoryview, memoryview]:
+    """Return the bytes of a Chunk before its payload field, and the payload, without copying or parsing them.
+
+    Raises:
+        FrameError: The bytes are not a Chunk with its payload at the end.
+    """
+    view = memoryview(data)
+    for number, value, raw in _raw_fields(view):
+        if number == _CHUNK_PAYLOAD and isinstance(value, memoryview):
+            return view[: len(view) - len(raw)], value
+    raise FrameError("the chunk has no payload")
+
+
+def placed_response(head: bytes, place: Place, num_bytes: int) -> bytes:
+    """Return the ReadChunksResponse of a chunk whose payload is in shared memory.
+
+    Args:
+        head: The bytes of the Chunk before its payload. PlacedChunk numbers these fields as Chunk does.
+        place: Where the payload is.
+        num_bytes: Its length.
+    """
+    placed = store_pb2.PlacedChunk(offset=place.offset, num_bytes=num_bytes, end=place.end).SerializeToString()
+    return b"".join((length_prefix(_READ_PLACED, len(head) + len(placed)), head, placed))
+
+
 def length_prefix(number: int, size: int) -> bytes:
     """Return the bytes of a field before its `size` bytes of content: a message, bytes or a text."""
     return _tag(number, _LENGTH_DELIMITED) + _varint(size)
@@ -126,8 +155,24 @@ def chunk_view(chunk: capture_pb2.Chunk) -> ChunkView:
         FrameError: The header does not match the payload.
     """
     payload = memoryview(chunk.payload)
-    _check_header(chunk.header, len(payload))
+    check_header(chunk.header, len(payload))
     return ChunkView(chunk.header, chunk.crc32c, payload)
+
+
+def placed_view(chunk: store_pb2.PlacedChunk, payloads: Payloads | None) -> ChunkView:
+    """Return a chunk whose payload is in shared memory, after checking that its header describes its payload.
+
+    Raises:
+        FrameError: The header does not match the payload, or there is no such payload.
+    """
+    if payloads is None:
+        raise FrameError("its payload is in shared memory, which the reader did not offer")
+    try:
+        payload = payloads.take(chunk.offset, chunk.num_bytes, chunk.end)
+    except SharedMemoryError as error:
+        raise FrameError(str(error)) from None
+    check_header(chunk.header, len(payload))
+    return ChunkView(chunk.header, chunk.crc32c, payload, is_placed=True)
 
 
 def parse_chunk(data: Buffer) -> ChunkView:
@@ -146,7 +191,7 @@ def parse_chunk(data: Buffer) -> ChunkView:
             payload = value
     if header is None:
         raise FrameError("the chunk has no header")
-    _check_header(header, len(payload))
+    check_header(header, len(payload))
     return ChunkView(header, crc32c, payload)
 
 
@@ -170,8 +215,12 @@ def parse_append(data: Buffer) -> AppendView:
     return AppendView(message.number, message.capture_id, loss, chunk, message.tenant, message.attempt)
 
 
-def parse_read(data: Buffer) -> capture_pb2.CaptureManifest | ChunkView:
+def parse_read(data: Buffer, payloads: Payloads | None = None) -> capture_pb2.CaptureManifest | ChunkView:
     """Parse a ReadChunksResponse without copying the payload of its chunk.
+
+    Args:
+        data: The message.
+        payloads: The shared memory that its payload may be in.
 
     Returns:
         The manifest or the chunk that the message carries.
@@ -183,12 +232,19 @@ def parse_read(data: Buffer) -> capture_pb2.CaptureManifest | ChunkView:
         if number == _READ_CHUNK and isinstance(value, memoryview):
             return parse_chunk(value)
     message = _parse(store_pb2.ReadChunksResponse, memoryview(data))
+    if message.HasField("placed_chunk"):
+        return placed_view(message.placed_chunk, payloads)
     if not message.HasField("manifest"):
         raise FrameError("the message carries neither a manifest nor a chunk")
     return message.manifest
 
 
-def _check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
+def check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
+    """Check that a chunk's header describes a payload of this length.
+
+    Raises:
+        FrameError: It does not.
+    """
     layers, positions = list(header.layers), list(header.positions)
     if not layers or not positions or not header.width:
         raise FrameError("a chunk needs at least one layer, one position and a width")
