@@ -395,7 +395,8 @@ class StoreServicer:
 
     @contextmanager
     def _writing(self, caller: Caller) -> Iterator[AppendStream]:
-        stream = AppendStream(self._writer.queue, caller)
+        memories, count = self._shared_memory.memories, self._metrics.shared_memory_write_bytes.inc
+        stream = AppendStream(self._writer.queue, caller, memories.written, count)
         with self._lock:
             if self._stopping:
                 raise _stopping()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,27 @@ class Placing:
                 return _check_and_frame(*copied, query.capture_id)
             memory.wait(self._is_cancelled)
         return None
+
+
+def joined(responses: Iterator[bytes], memory: ReadUse | None) -> Iterator[bytes]:
+    """Yield responses. Those whose payloads are in shared memory are joined: each message costs time at both ends.
+
+    An empty response says that the next one may take long to come.
+    """
+    waiting: list[bytes] = []
+    placed = sent = 0
+    for response in responses:
+        now = memory.num_bytes if memory is not None else 0
+        if now > placed:
+            waiting.append(response)
+        if waiting and (memory is None or now == placed or now - sent >= memory.message_bytes):
+            yield b"".join(waiting)
+            waiting, sent = [], now
+        if now == placed and response:
+            yield response
+        placed = now
+    if waiting:
+        yield b"".join(waiting)
 
 
 _Copied = tuple[bytes, Place, npt.NDArray[np.uint8]]

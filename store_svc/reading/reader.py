@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.capture_batches import CaptureBatch, end_field
+from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
 from residuum.wire.frames import length_prefix
 from store_svc.captures.capture_names import CaptureName, unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
@@ -14,7 +14,7 @@ from store_svc.captures.labels import read_labels
 from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import after_group, pack_number, unpack_frame
-from store_svc.reading.placing import Placing
+from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
 from store_svc.reading.stored_chunks import framed, sliced, verified
 from store_svc.shared_memory.memories import ReadUse
@@ -73,10 +73,10 @@ class Reader:
         placing = Placing(self._db, is_cancelled, memory)
         with self._catalog.reading(name) as (number, feed):
             if feed is None:
-                yield from self._read_ended(number, request, placing)
+                yield from joined(self._read_ended(number, request, placing), memory)
             else:
                 feed_seen(feed)
-                yield from self._read_live(feed, request, is_cancelled, placing)
+                yield from joined(self._read_live(feed, request, is_cancelled, placing), memory)
 
     def read_many(
         self,
@@ -103,7 +103,8 @@ class Reader:
         placed = 0
         for index, field, is_live in self._fields_of_many(names, request, is_cancelled, feed_seen, placing):
             now = memory.num_bytes if memory is not None else 0
-            if full := batch.add(index, field, now - placed):
+            weight = (now - placed) * BATCH_BYTES // memory.message_bytes if memory is not None else 0
+            if full := batch.add(index, field, weight):
                 yield full
             placed = now
             if is_live:
@@ -136,7 +137,7 @@ class Reader:
                     else:
                         feed_seen(feed)
                         fields = self._read_live(feed, request, is_cancelled, placing)
-                    for field in fields:
+                    for field in filter(None, fields):
                         yield index, field, feed is not None
             except Failure as error:
                 if error.reason in _OF_THE_CALL:
@@ -162,7 +163,10 @@ class Reader:
     def _read_live(
         self, feed: Feed, request: Selection, is_cancelled: Callable[[], bool], placing: Placing
     ) -> Iterator[bytes]:
-        """Yield the published rows; with `follow`, go on with new rows until the capture ends."""
+        """Yield the published rows; with `follow`, go on with new rows until the capture ends.
+
+        An empty response says that the next one may take long to come.
+        """
         sent = 0
         capture = feed.capture
         query = Query(request, capture.description, capture.sequences)
@@ -180,6 +184,7 @@ class Reader:
                 if query.wants(unpack_frame(key)):
                     yield from self._rows(key, query, placing)
             sent = end
+            yield b""
         self._check_usable(feed, is_cancelled)
         yield _framed_manifest(self._live_manifest(capture))
 

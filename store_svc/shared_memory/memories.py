@@ -39,6 +39,9 @@ MAX_READ_BYTES_IN_ALL = 256 << 20
 _PATIENCE_SECONDS = 5.0
 """How long a read waits for a peer that releases nothing, before it sends payloads in messages."""
 
+_MESSAGE_BYTES = 3 << 20
+"""A message for each chunk of 2 MiB costs more than the chunk; more payloads in one are no faster."""
+
 _TICK_SECONDS = 0.5
 """How often a waiting read checks whether its caller has gone."""
 
@@ -92,6 +95,9 @@ class ReadUse:
         self._given_up = False
         self.num_bytes = 0
         """Bytes of payloads that were put into the memory."""
+        self.message_bytes = min(_MESSAGE_BYTES, len(memory.bytes) // 8)
+        """Bytes of payloads at which a message is sent. The memory has room for several such messages, so that the
+        store copies while the reader does."""
 
     @property
     def is_over(self) -> bool:

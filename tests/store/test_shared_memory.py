@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from residuum.rpc.errors import Reason
 from residuum.rpc.shared_memory import create_memory, give_memory
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import checksum
+from residuum.wire.frames import checksum, placed_append
 from residuum.wire.shared_memory import (
     MIN_PLACED_BYTES,
     MIN_READ_BYTES,
@@ -30,7 +31,18 @@ from store_svc.server import Store
 from store_svc.shared_memory import listener as listener_module
 from store_svc.shared_memory import memories as memories_module
 from store_svc.shared_memory.memories import MAX_MEMORIES, MAX_READ_BYTES_IN_ALL
-from tests.store.support import COMPLETE, POST, Client, Rows, describe, grid, make_chunk, serving
+from tests.store.support import (
+    COMPLETE,
+    POST,
+    Client,
+    Rows,
+    describe,
+    failing_with,
+    grid,
+    make_chunk,
+    rejections,
+    serving,
+)
 
 WIDTH, LAYERS, PROMPT, BLOCK = 1024, range(8), 256, 32
 CHUNK_BYTES = len(LAYERS) * BLOCK * WIDTH * 4
@@ -76,10 +88,10 @@ class Peer:
         if answer.HasField("chunk"):
             rows.take(answer.chunk)
             self.in_message += 1
-        elif answer.HasField("placed_chunk"):
-            rows.take(self.chunk(answer.placed_chunk))
+        for placed in answer.placed_chunks:
+            rows.take(self.chunk(placed))
             self.placed += 1
-            self.end = answer.placed_chunk.end
+            self.end = placed.end
             if release:
                 assert self.given.send(encode_released(self.end))
 
@@ -139,9 +151,9 @@ class TestReads:
         request = store_pb2.ReadChunksRequest(capture_id="a", shared_memory_key=peer.given.key)
         first = running[1].stub.ReadChunks(request, timeout=60)
         next(first), next(first)
-        second = [item.WhichOneof("content") for item in running[1].stub.ReadChunks(request, timeout=60)]
-        assert "placed_chunk" not in second
-        assert second.count("chunk") == 8
+        second = list(running[1].stub.ReadChunks(request, timeout=60))
+        assert not any(item.placed_chunks for item in second)
+        assert sum(item.HasField("chunk") for item in second) == 8
         first.cancel()
 
     @pytest.mark.parametrize("key", [b"", bytes(16), b"x" * 100])
@@ -184,7 +196,7 @@ class TestPeersThatBreakRules:
         rows = Rows()
         for number, answer in enumerate(running[1].stub.ReadChunks(request, timeout=60)):
             peer._take(rows, answer, release=False)
-            if number == 3:
+            if number == 1:
                 peer.given.send(encode_released(change(peer.end)))
         assert rows.cells == EVERY
         until(lambda: not len(running[0]._shared_memory.memories))
@@ -200,10 +212,10 @@ class TestPeersThatBreakRules:
         memories, peer = running[0]._shared_memory.memories, Peer(*running)
         request = store_pb2.ReadChunksRequest(capture_id="a", shared_memory_key=peer.given.key)
         answers = running[1].stub.ReadChunks(request, timeout=60)
-        next(answers), next(answers)
+        seen = [next(answers), next(answers)]
         peer.given.close()
-        contents = [item.WhichOneof("content") for item in answers]
-        assert contents.count("chunk") + contents.count("placed_chunk") == 7
+        seen += answers
+        assert sum(item.HasField("chunk") + len(item.placed_chunks) for item in seen) == 8
         until(lambda: not len(memories) and not memories._read_bytes)
 
 
@@ -307,8 +319,8 @@ class TestHandshake:
         monkeypatch.setattr(listener_module, "_HELLO_SECONDS", 0.5)
         silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(MAX_MEMORIES + 4)]
         for connection in silent:
+            connection.connect(running[0]._shared_memory.path)  # without a timeout, it waits for the queue
             connection.settimeout(20)
-            connection.connect(running[0]._shared_memory.path)
         assert all(connection.recv(10) == b"" for connection in silent)
         assert answer_to(running[0], HELLO, [memfd(MIN_READ_BYTES)])
         for connection in silent:
@@ -382,8 +394,60 @@ def test_rows_are_those_of_the_database(running):
     write(running[1])
     peer = Peer(*running)
     request = store_pb2.ReadChunksRequest(capture_id="a", shared_memory_key=peer.given.key)
-    placed = [item.placed_chunk for item in running[1].stub.ReadChunks(request) if item.HasField("placed_chunk")]
+    placed = [chunk for item in running[1].stub.ReadChunks(request) for chunk in item.placed_chunks]
     for item in placed[-7:]:
         assert checksum(peer.chunk(item).payload) == item.crc32c
         assert np.frombuffer(peer.chunk(item).payload, "<f4").shape == (len(LAYERS) * BLOCK * WIDTH,)
         assert item.header.site == POST
+
+
+class TestAppends:
+    """Messages that no shipper sends."""
+
+    @pytest.fixture
+    def writer(self, running: tuple[Store, Client]) -> Iterator[Callable[..., dict[int, int]]]:
+        """Appends a placed chunk; returns the rejections."""
+        _, client = running
+        client.open(describe("a", layers=LAYERS, prompt=PROMPT, width=WIDTH))
+        answer = client.stub.DescribeStore(store_pb2.DescribeStoreRequest())
+        chunk = capture_pb2.Chunk.FromString(make_chunk(LAYERS, range(BLOCK), width=WIDTH))
+        descriptor = memfd(2 << 20)
+        os.pwrite(descriptor, chunk.payload, 4096)
+        given = give_memory(answer.shared_memory_socket, answer.instance, WRITE, descriptor)
+        os.close(descriptor)
+
+        def append(key: bytes = given.key, **changes: object) -> dict[int, int]:
+            fields = {"header": chunk.header, "crc32c": chunk.crc32c, "offset": 4096, "num_bytes": CHUNK_BYTES}
+            placed = store_pb2.PlacedChunk(**{**fields, **changes})
+            return rejections(client.send([placed_append(1, "a", placed, key)]))
+
+        yield append
+        given.close()
+
+    def test_a_placed_chunk_is_stored_as_one_in_a_message(self, running, writer):
+        assert writer() == {}
+        assert running[1].read()[0] == grid(LAYERS, range(BLOCK))
+        assert writer() == {}, "a repeat is acknowledged"
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"crc32c": 1}, Reason.ERROR_REASON_CHECKSUM_MISMATCH),
+            ({"offset": 4097}, Reason.ERROR_REASON_CHECKSUM_MISMATCH),
+            ({"offset": (2 << 20) - 1}, Reason.ERROR_REASON_INVALID_FIELD),
+            ({"offset": 2**64 - 1}, Reason.ERROR_REASON_INVALID_FIELD),
+            ({"num_bytes": CHUNK_BYTES - 1}, Reason.ERROR_REASON_INVALID_FIELD),
+            ({"num_bytes": 2**64 - 1}, Reason.ERROR_REASON_INVALID_FIELD),
+            ({"num_bytes": 0}, Reason.ERROR_REASON_INVALID_FIELD),
+            ({"header": None}, Reason.ERROR_REASON_INVALID_FIELD),
+        ],
+    )
+    def test_a_chunk_that_is_not_there_is_rejected(self, running, writer, changes, reason):
+        assert writer(**changes) == {1: reason}
+        assert running[1].read()[0] == set()
+
+    def test_an_unknown_memory_fails_the_stream(self, running, writer):
+        reader = Peer(*running)
+        for key in (b"", bytes(16), reader.given.key):
+            with failing_with(Reason.ERROR_REASON_UNKNOWN_MEMORY):
+                writer(key)

@@ -169,8 +169,10 @@ class Reading:
             raise exc.DamagedCapture(f"The store sent a damaged message: {error}.", metadata=self._facts()) from None
         self._new_bytes += len(data)
         if isinstance(message, ChunkView):
-            self._new_bytes += len(message.payload) if message.is_placed else 0
             return self.add_chunk(message)
+        if isinstance(message, list):
+            self._new_bytes += sum(len(chunk.payload) for chunk in message)
+            return [piece for chunk in message for piece in self.add_chunk(chunk)]
         self.add_manifest(message)
         return []
 

@@ -760,32 +760,32 @@ class ReadChunksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MANIFEST_FIELD_NUMBER: _builtins.int
-    PLACED_CHUNK_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    PLACED_CHUNKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def manifest(self) -> _capture_pb2.CaptureManifest:
         """The manifest, in the first and the last message."""
 
     @_builtins.property
-    def placed_chunk(self) -> Global___PlacedChunk:
-        """Rows, in shared memory. Only if the request names a key."""
-
-    @_builtins.property
     def chunk(self) -> _capture_pb2.Chunk:
         """Rows."""
+
+    @_builtins.property
+    def placed_chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedChunk]:
+        """Rows, in shared memory. Only if the request names a key."""
 
     def __init__(
         self,
         *,
         manifest: _capture_pb2.CaptureManifest | None = ...,
-        placed_chunk: Global___PlacedChunk | None = ...,
         chunk: _capture_pb2.Chunk | None = ...,
+        placed_chunks: _abc.Iterable[Global___PlacedChunk] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "manifest", b"manifest", "placed_chunk", b"placed_chunk"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "manifest", b"manifest", "placed_chunk", b"placed_chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "manifest", b"manifest", "placed_chunks", b"placed_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["manifest", "placed_chunk", "chunk"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["manifest", "chunk"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 

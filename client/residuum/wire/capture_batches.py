@@ -33,19 +33,19 @@ class CaptureBatch:
         self._index = -1
         self._fields: list[bytes] = []
 
-    def add(self, index: int, field: bytes, placed_bytes: int = 0) -> bytes:
+    def add(self, index: int, field: bytes, weight: int = 0) -> bytes:
         """Add a field of a capture.
 
         Args:
             index: The capture's index in the request.
             field: The serialised fields, such as those of a ReadChunksResponse.
-            placed_bytes: Bytes of payloads of the field that are in shared memory. They count like the field's own:
-                otherwise the memory could be full of payloads of a message that is not sent yet.
+            weight: Bytes that it counts for beyond its own, for a payload in shared memory. Otherwise the memory could
+                be full of payloads of a message that is not sent yet.
 
         Returns:
             The message that must be sent first, because there is no room for the field; empty if there is none.
         """
-        size = len(field) + placed_bytes
+        size = len(field) + weight
         full = self.take() if self._size and self._size + size > BATCH_BYTES else b""
         if index != self._index:
             self._end_part()

@@ -7,7 +7,6 @@ it. The `parse_*` functions return the payload as a view of the message's bytes;
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, Union
 
@@ -36,7 +35,7 @@ _CHUNK_CRC32C = capture_pb2.Chunk.CRC32C_FIELD_NUMBER
 _CHUNK_PAYLOAD = capture_pb2.Chunk.PAYLOAD_FIELD_NUMBER
 _APPEND_CHUNK = store_pb2.AppendChunksRequest.CHUNK_FIELD_NUMBER
 _READ_CHUNK = store_pb2.ReadChunksResponse.CHUNK_FIELD_NUMBER
-_READ_PLACED = store_pb2.ReadChunksResponse.PLACED_CHUNK_FIELD_NUMBER
+_READ_PLACED = store_pb2.ReadChunksResponse.PLACED_CHUNKS_FIELD_NUMBER
 
 
 class FrameError(ValueError):
@@ -94,6 +93,10 @@ class AppendView:
     """The capture's tenant, as the writer names it."""
     attempt: int = 0
     """The capture's `attempt`."""
+    placed: store_pb2.PlacedChunk | None = None
+    """The chunk, if its payload is in shared memory."""
+    shared_memory_key: bytes = b""
+    """The key of that memory."""
 
 
 def checksum(payload: Buffer) -> int:
@@ -132,7 +135,7 @@ def split_chunk(data: Buffer) -> tuple[memoryview, memoryview]:
 
 
 def placed_response(head: bytes, place: Place, num_bytes: int) -> bytes:
-    """Return the ReadChunksResponse of a chunk whose payload is in shared memory.
+    """Return the ReadChunksResponse of a chunk whose payload is in shared memory. Several of them, joined, are one.
 
     Args:
         head: The bytes of the Chunk before its payload. PlacedChunk numbers these fields as Chunk does.
@@ -199,7 +202,7 @@ def parse_append(data: Buffer) -> AppendView:
     """Parse an AppendChunksRequest without copying or parsing the chunk in it.
 
     Raises:
-        FrameError: The bytes are not an AppendChunksRequest with a chunk or a loss.
+        FrameError: The bytes are not an AppendChunksRequest with a chunk, a placed chunk or a loss.
     """
     chunk: memoryview | None = None
     rest: list[bytes] = []
@@ -210,12 +213,27 @@ def parse_append(data: Buffer) -> AppendView:
             rest.append(bytes(raw))
     message = _parse(store_pb2.AppendChunksRequest, memoryview(b"".join(rest)))
     loss = message.loss if message.HasField("loss") else None
-    if (chunk is None) == (loss is None):
+    placed = message.placed_chunk if message.HasField("placed_chunk") else None
+    if sum(content is not None for content in (chunk, loss, placed)) != 1:
         raise FrameError("the message must carry either a chunk or a loss")
-    return AppendView(message.number, message.capture_id, loss, chunk, message.tenant, message.attempt)
+    return AppendView(
+        message.number, message.capture_id, loss, chunk, message.tenant, message.attempt, placed,
+        message.shared_memory_key,
+    )  # fmt: skip
 
 
-def parse_read(data: Buffer, payloads: Payloads | None = None) -> capture_pb2.CaptureManifest | ChunkView:
+def placed_append(
+    number: int, capture_id: str, placed: store_pb2.PlacedChunk, key: bytes, tenant: str = "", attempt: int = 0
+) -> bytes:
+    """Return the AppendChunksRequest of a chunk whose payload is in the shared memory that `key` names."""
+    return store_pb2.AppendChunksRequest(
+        number=number, capture_id=capture_id, tenant=tenant, attempt=attempt, shared_memory_key=key, placed_chunk=placed
+    ).SerializeToString()
+
+
+def parse_read(
+    data: Buffer, payloads: Payloads | None = None
+) -> capture_pb2.CaptureManifest | ChunkView | list[ChunkView]:
     """Parse a ReadChunksResponse without copying the payload of its chunk.
 
     Args:
@@ -223,7 +241,7 @@ def parse_read(data: Buffer, payloads: Payloads | None = None) -> capture_pb2.Ca
         payloads: The shared memory that its payload may be in.
 
     Returns:
-        The manifest or the chunk that the message carries.
+        The manifest or the chunk that the message carries, or the chunks whose payloads are in shared memory.
 
     Raises:
         FrameError: The bytes are not a ReadChunksResponse.
@@ -232,8 +250,8 @@ def parse_read(data: Buffer, payloads: Payloads | None = None) -> capture_pb2.Ca
         if number == _READ_CHUNK and isinstance(value, memoryview):
             return parse_chunk(value)
     message = _parse(store_pb2.ReadChunksResponse, memoryview(data))
-    if message.HasField("placed_chunk"):
-        return placed_view(message.placed_chunk, payloads)
+    if message.placed_chunks:
+        return [placed_view(chunk, payloads) for chunk in message.placed_chunks]
     if not message.HasField("manifest"):
         raise FrameError("the message carries neither a manifest nor a chunk")
     return message.manifest
@@ -261,7 +279,7 @@ def check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
 
 
 def _ascends(numbers: list[int]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(numbers))
+    return numbers == sorted(set(numbers))
 
 
 def _parse(kind: type[_Message], data: memoryview) -> _Message:
