@@ -29,7 +29,7 @@ ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM
 # An ordinary user, and a home of its own: a named volume that is mounted there starts with this owner. vLLM keeps
 # compiled graphs in it, Triton its kernels, and Hugging Face what it downloads.
 RUN useradd --uid 10001 --no-create-home --home-dir /cache residuum \
-    && install --directory --owner=residuum --mode=0700 /cache
+    && install --directory --owner=residuum --mode=0700 /cache /run/residuum
 
 # What the base has stays, to the version. What it lacks comes by our own pins; where these do not go with the base (its
 # protobuf decides which of gRPC's helpers do), by those that do. Before the sources: this layer changes with the base and

@@ -26,7 +26,7 @@ ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED
 
 # An ordinary user, and a folder of its own: a named volume that is mounted there starts with this owner.
 RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent residuum \
-    && install --directory --owner=residuum --mode=0700 /data
+    && install --directory --owner=residuum --mode=0700 /data /run/residuum
 
 # Before the sources: this layer changes with the lock alone.
 COPY requirements/store.lock requirements/

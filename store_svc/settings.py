@@ -89,8 +89,8 @@ class StoreSettings(SecureSettings):
 
     shared_memory: Annotated[str, AfterValidator(_socket_path)] = "auto"
     """Shared memory with clients and shippers on the same machine, which is faster than gRPC. `auto`: through a Unix
-    socket that only processes of this user can use. `off`: none. A path, such as /run/residuum/store.sock: the socket
-    is there, for containers that share the folder; processes of this user or group can use it."""
+    socket that only processes of this user can use, in XDG_RUNTIME_DIR or the folder of temporary files. `off`: none. A
+    path, such as /run/residuum/store.sock: the socket is there, and processes of this user or group can use it."""
 
     max_streams: Annotated[int, Field(ge=1, le=4096)] = 256
     """How many reads, and waits for a capture to end, may run at once."""

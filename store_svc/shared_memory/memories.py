@@ -33,7 +33,7 @@ from residuum.wire.shared_memory import (
 MAX_MEMORIES = 64
 """Memories, and connections that have not given one yet, that the store has at once."""
 
-MAX_READ_BYTES_IN_ALL = 256 << 20
+MAX_READ_BYTES_IN_ALL = 128 << 20
 """Bytes of all memories for reading. A peer that frees pages of its memory makes the store pay for them."""
 
 _PATIENCE_SECONDS = 5.0
