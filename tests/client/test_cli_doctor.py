@@ -48,7 +48,7 @@ def test_doctor_reports_healthy_services(cli, store):
     assert not [line for line in map(json.loads, out.splitlines()) if line["warning"]]
     out = cli("doctor")[1]
     assert out.count("ok  ") == 15
-    assert f"store {store.endpoint}: shared memory: rows pass through it" in out
+    assert f"store {store.endpoint}: shared memory: rows pass through " in out
     assert "it keeps captures until they are deleted" in out
     assert f"the store at {store.endpoint}, version " in out
 

@@ -21,6 +21,8 @@ from residuum.transport import shared_memory
 from residuum.v1 import store_pb2
 from tests.store.support import POST, Client, describe, make_chunk, row
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
+
 WIDTH, LAYERS, PROMPT, BLOCK = 1024, range(8), 512, 32
 
 

@@ -20,6 +20,8 @@ from residuum.wire.shared_memory import MIN_READ_BYTES, READ, WRITE, Hello, enco
 from store_svc.server import Store
 from tests.store.support import Client, serving
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
+
 KEYS = [bytes([number]) * 16 for number in range(3)]
 
 

@@ -14,6 +14,8 @@ from residuum.wire.shared_memory import MIN_READ_BYTES, READ
 from tests.security.callers import Caller
 from tests.store.support import COMPLETE, describe, failing_with, make_chunk, message, seal_request
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
+
 WIDTH, LAYERS, PROMPT = 1024, range(8), 64
 
 

@@ -21,6 +21,8 @@ from tests.faults.support import COMPLETE, LAYERS, Capture, Ring, collect
 from tests.shipping.support import DEADLINE, wait_until
 from tests.store.support import describe, serving
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
+
 WIDTH, BLOCK = 256, 32
 BLOCK_BYTES = len(LAYERS) * BLOCK * WIDTH * 4
 

@@ -44,6 +44,8 @@ from tests.store.support import (
     serving,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
+
 WIDTH, LAYERS, PROMPT, BLOCK = 1024, range(8), 256, 32
 CHUNK_BYTES = len(LAYERS) * BLOCK * WIDTH * 4
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

@@ -223,7 +223,7 @@ class AsyncStoreClient:
         while True:
             try:
                 endpoint = await self._find(capture_id)
-                memory = await self._borrow_memory(endpoint, deadline)
+                memory = None if retries.is_failing else await self._borrow_memory(endpoint, deadline)
                 reading.begin(memory)
                 call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
                 async for data in call:
@@ -369,7 +369,7 @@ class AsyncStoreClient:
         """
         retries = ReadRetries(deadline)
         while reading.left:
-            memory, ended = await self._borrow_memory(endpoint, deadline), False
+            memory, ended = None if retries.is_failing else await self._borrow_memory(endpoint, deadline), False
             call = self._many_reader(endpoint)(
                 for_tenant(reading.request(memory), self._tenant), timeout=deadline.remaining()
             )

@@ -219,7 +219,7 @@ class StoreClient:
         while True:
             try:
                 endpoint = self._find(capture_id)
-                memory = self._borrow_memory(endpoint, deadline)
+                memory = None if retries.is_failing else self._borrow_memory(endpoint, deadline)
                 reading.begin(memory)
                 call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
                 for data in call:
@@ -362,7 +362,7 @@ class StoreClient:
         """
         retries = ReadRetries(deadline)
         while reading.left:
-            memory, ended = self._borrow_memory(endpoint, deadline), False
+            memory, ended = None if retries.is_failing else self._borrow_memory(endpoint, deadline), False
             call = self._many_reader(endpoint)(
                 for_tenant(reading.request(memory), self._tenant), timeout=deadline.remaining()
             )

@@ -88,6 +88,11 @@ class ReadRetries:
         self._away_since: float | None = None
         self._last: ResiduumError | None = None
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether nothing has come since the last failure. Then shared memory is not worth its handshake."""
+        return self._failures > 0
+
     def progress(self) -> None:
         """Note that something came."""
         self._failures = 0
