@@ -29,7 +29,7 @@ ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM
 # An unprivileged user with its own home folder. A named volume that is mounted there gets this owner. vLLM keeps
 # compiled graphs in it, Triton its kernels, and Hugging Face its downloads.
 RUN useradd --uid 10001 --no-create-home --home-dir /cache residuum \
-    && install --directory --owner=residuum --mode=0700 /cache
+    && install --directory --owner=residuum --mode=0700 /cache /run/residuum
 
 # Packages of the base keep their versions. Missing packages get our pinned versions. If these do not fit the base (its
 # protobuf decides which of gRPC's helpers fit), pip chooses versions that do. This layer comes before the sources, so it

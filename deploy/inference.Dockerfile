@@ -52,7 +52,7 @@ FROM packages
 # An unprivileged user with its own home folder. A named volume that is mounted there gets this owner. vLLM keeps
 # compiled graphs in it, so that the next start is faster, and Hugging Face its downloads.
 RUN useradd --uid 10001 --no-create-home --home-dir /cache residuum \
-    && install --directory --owner=residuum --mode=0700 /cache
+    && install --directory --owner=residuum --mode=0700 /cache /run/residuum
 COPY --from=model /models /models
 RUN --mount=from=wheel,source=/wheel,target=/wheel pip install --no-cache-dir --no-deps /wheel/*.whl
 

@@ -26,7 +26,7 @@ ENV PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED
 
 # An unprivileged user with its own folder. A named volume that is mounted there gets this owner.
 RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent residuum \
-    && install --directory --owner=residuum --mode=0700 /data
+    && install --directory --owner=residuum --mode=0700 /data /run/residuum
 
 # This layer comes before the sources, so it is rebuilt only if the lock changes.
 COPY requirements/store.lock requirements/

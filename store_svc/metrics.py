@@ -42,6 +42,14 @@ class StoreMetrics:
         )
         self.read_chunks = Counter("residuum_store_read_chunks", "Messages sent to readers.", registry=self.registry)
         self.read_bytes = Counter("residuum_store_read_bytes", "Bytes sent to readers.", registry=self.registry)
+        shared_memory = Counter(
+            "residuum_store_shared_memory_bytes",
+            "Bytes of payloads that went through shared memory instead of gRPC, by direction.",
+            ["direction"],
+            registry=self.registry,
+        )
+        self.shared_memory_read_bytes = shared_memory.labels("read")
+        self.shared_memory_write_bytes = shared_memory.labels("write")
 
 
 class StoreCollector(Collector):

@@ -21,6 +21,7 @@ from store_svc.database.db import DamagedError, Database, Table, Txn
 from store_svc.metrics import StoreCollector, StoreMetrics
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
+from store_svc.shared_memory.listener import Listener
 from store_svc.shutdown import Shutdown
 from store_svc.traces import CaptureTraces
 from store_svc.writing.retention import RetentionPolicy
@@ -95,6 +96,7 @@ class Store:
             on_end=traces.ended,
         )
         calls = Calls(settings.max_streams, settings.max_writers)
+        self._shared_memory = self._share_memory()
         self._metrics.registry.register(StoreCollector(self._db, self._catalog, self._writer, calls, retention))
         self._servicer = StoreServicer(
             self._db,
@@ -107,6 +109,7 @@ class Store:
             metrics=self._metrics,
             limits_of=self._access.limits_of,
             traces=traces,
+            shared_memory=self._shared_memory,
         )
         self._stall_interceptor = StallInterceptor(_log, settings.first_message_seconds, settings.stall_seconds)
         self._server = self._make_server()
@@ -120,6 +123,7 @@ class Store:
             listen=settings.listen,
             port=self.port,
             path=str(settings.path),
+            shared_memory=self._shared_memory.path or "off",
             memory_bound_bytes=settings.memory_bound_bytes,
         )
 
@@ -139,6 +143,7 @@ class Store:
         self._servicer.calls.wait_until_idle(self._settings.grace_seconds)
         self._server.stop(min(self._settings.grace_seconds, _FLUSH_SECONDS)).wait()
         self._stall_interceptor.close()
+        self._shared_memory.close()
         self._db.close()
         _log.info("stopped")
 
@@ -159,10 +164,18 @@ class Store:
         add_health_and_reflection(server, SERVICE, self._health)
         return server
 
+    def _share_memory(self) -> Listener:
+        try:
+            return Listener(self._settings.shared_memory)
+        except OSError:
+            self._db.close()
+            raise
+
     def _listen(self) -> int:
         try:
             return add_port(self._server, self._settings)
         except OSError:
+            self._shared_memory.close()
             self._db.close()
             raise
 
@@ -172,6 +185,7 @@ class Store:
         try:
             listener = MetricsListener(self._settings.metrics, self._metrics.registry)
         except OSError:
+            self._shared_memory.close()
             self._db.close()
             raise
         _log.info("metrics", listen=self._settings.metrics, port=listener.port)

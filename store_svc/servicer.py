@@ -36,6 +36,8 @@ from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
 from store_svc.reading.prefetch import ahead
 from store_svc.reading.reader import Reader
+from store_svc.shared_memory.listener import Listener
+from store_svc.shared_memory.memories import ReadUse
 from store_svc.traces import CaptureTraces
 from store_svc.writing.append import AppendStream
 from store_svc.writing.retention import RetentionPolicy
@@ -72,6 +74,7 @@ class StoreServicer:
         metrics: StoreMetrics,
         limits_of: Callable[[str], Limits],
         traces: CaptureTraces,
+        shared_memory: Listener,
     ) -> None:
         """Create the servicer.
 
@@ -86,6 +89,7 @@ class StoreServicer:
             metrics: Counts acknowledgements and reads.
             limits_of: Returns a tenant's limits.
             traces: Notes each opened capture.
+            shared_memory: Has the memories of peers on this machine.
         """
         self._db = db
         self._catalog = catalog
@@ -100,6 +104,7 @@ class StoreServicer:
         self._metrics = metrics
         self._limits_of = limits_of
         self._traces = traces
+        self._shared_memory = shared_memory
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
         self._stopping = False
@@ -117,6 +122,7 @@ class StoreServicer:
             "LabelCapture": (self.label_capture, store_pb2.LabelCaptureRequest),
             "DeleteCapture": (self.delete_capture, store_pb2.DeleteCaptureRequest),
             "GetStats": (self.get_stats, store_pb2.GetStatsRequest),
+            "DescribeStore": (self.describe_store, store_pb2.DescribeStoreRequest),
         }
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             name: grpc.unary_unary_rpc_method_handler(self._unary(method, kind), None, _serialize)
@@ -266,7 +272,9 @@ class StoreServicer:
         request = _parse(store_pb2.ReadChunksRequest, data)
         bind_request(request.capture_id)
         name = resolve_name(caller, request)
-        yield from self._sent(context, lambda *calls: self._reader.read(name, request, *calls))
+        yield from self._sent(
+            context, request.shared_memory_key, lambda *calls: self._reader.read(name, request, *calls)
+        )
 
     def read_captures(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """See store.proto."""
@@ -274,19 +282,30 @@ class StoreServicer:
         request = _parse(store_pb2.ReadCapturesRequest, data)
         check_many(request)
         names = resolve_names(caller, request)
-        yield from self._sent(context, lambda *calls: self._reader.read_many(names, request, *calls))
+        yield from self._sent(
+            context, request.shared_memory_key, lambda *calls: self._reader.read_many(names, request, *calls)
+        )
 
     def _sent(
         self,
         context: grpc.ServicerContext,
-        read: Callable[[Callable[[], bool], Callable[[Feed], object]], Generator[bytes, None, None]],
+        shared_memory_key: bytes,
+        read: Callable[[Callable[[], bool], Callable[[Feed], object], ReadUse | None], Generator[bytes, None, None]],
     ) -> Iterator[bytes]:
-        """Yield the responses of a read and count them. `read` is called with `is_cancelled` and `feed_seen`."""
-        with self.calls.running(), self.calls.reading():
-            responses = read(lambda: not context.is_active(), lambda feed: context.add_callback(feed.wake))
+        """Yield the responses of a read and count them.
+
+        `read` is called with `is_cancelled`, `feed_seen`, and the use of the shared memory that the caller names.
+        """
+        memories = self._shared_memory.memories
+        with self.calls.running(), self.calls.reading(), memories.reading(shared_memory_key) as memory:
+            responses = read(lambda: not context.is_active(), lambda feed: context.add_callback(feed.wake), memory)
+            placed = 0
             for response in ahead(responses):
+                now = memory.num_bytes if memory is not None else 0
                 self._metrics.read_chunks.inc()
-                self._metrics.read_bytes.inc(len(response))
+                self._metrics.read_bytes.inc(len(response) + now - placed)
+                self._metrics.shared_memory_read_bytes.inc(now - placed)
+                placed = now
                 yield response
 
     def delete_capture(
@@ -308,6 +327,16 @@ class StoreServicer:
         response.why_full = self._writer.room.why_full
         response.server_time.GetCurrentTime()
         return response
+
+    def describe_store(
+        self, _request: store_pb2.DescribeStoreRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.DescribeStoreResponse:
+        """See store.proto."""
+        return store_pb2.DescribeStoreResponse(
+            server_version=self._version,
+            instance=self._shared_memory.instance,
+            shared_memory_socket=self._shared_memory.path,
+        )
 
     def _tenant_stats(self, caller: Caller) -> store_pb2.GetStatsResponse:
         """Return the tenant's own statistics, if the caller may read. Statistics of others are for admins only."""
@@ -366,7 +395,8 @@ class StoreServicer:
 
     @contextmanager
     def _writing(self, caller: Caller) -> Iterator[AppendStream]:
-        stream = AppendStream(self._writer.queue, caller)
+        memories, count = self._shared_memory.memories, self._metrics.shared_memory_write_bytes.inc
+        stream = AppendStream(self._writer.queue, caller, memories.written, count)
         with self._lock:
             if self._stopping:
                 raise _stopping()

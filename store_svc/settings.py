@@ -30,6 +30,12 @@ def _within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | None:
     return size
 
 
+def _socket_path(text: str) -> str:
+    if text not in {"auto", "off"} and not text.startswith("/"):
+        raise ValueError("must be auto, off, or an absolute path such as /run/residuum/store.sock")
+    return text
+
+
 class StoreSettings(SecureSettings):
     """Settings of the store service."""
 
@@ -80,6 +86,11 @@ class StoreSettings(SecureSettings):
     full_timeout_seconds: PositiveFloat = 120.0
     """While the store is full, a capture that is open, or that was sealed COMPLETE, ends INCOMPLETE (STORE_FULL) when
     none of its rows is stored for this long. Until then its rows wait in the ring, and the model may wait too."""
+
+    shared_memory: Annotated[str, AfterValidator(_socket_path)] = "auto"
+    """Shared memory with clients and shippers on the same machine, which is faster than gRPC. `auto`: through a Unix
+    socket that only processes of this user can use, in XDG_RUNTIME_DIR or the folder of temporary files. `off`: none. A
+    path, such as /run/residuum/store.sock: the socket is there, and processes of this user or group can use it."""
 
     max_streams: Annotated[int, Field(ge=1, le=4096)] = 256
     """How many reads, and waits for a capture to end, may run at once."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,3 +65,11 @@ def tiny_llama(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.reference.tiny import make_tiny_llama
 
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama", smollm2)
+
+
+@pytest.fixture(scope="module")
+def shared_memory() -> Iterator[None]:
+    """Lets a module's stores and clients use shared memory, also if the environment of the tests switches it off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RESIDUUM_SHARED_MEMORY", raising=False)
+        yield

@@ -18,6 +18,9 @@ from bench.store.ways import Flight, Plain, Shipped, Tcp, Way
 
 DIRECTIONS = ("ingest", "read")
 
+MESSAGES = "residuum without shared memory"
+"""The same store and client, with the payloads in gRPC's messages: what another machine gets."""
+
 CALLER, BOTH = "stubs", "stubs at both ends"
 """Protobuf's stubs only in the caller of the store, or also in the store (`bench.store.stub_store`)."""
 
@@ -25,6 +28,8 @@ _LIMITS = (
     ("ingest", Flight.name, 0.4, ""),
     ("ingest", Flight.name, 0.6, " (stretch)"),
     ("read", Flight.name, 0.6, ""),
+    ("ingest", MESSAGES, 1.0, ""),
+    ("read", MESSAGES, 1.5, ""),
     ("ingest", CALLER, 1.5, ""),
     ("read", CALLER, 1.5, ""),
     ("ingest", BOTH, 1.5, ""),
@@ -57,9 +62,16 @@ def measure(job: CompareJob, folder: Path) -> dict[str, Any]:
                 folder / "stub-lane", shippers=0, ring_mib=1, max_gib=job.max_gib, store_module="bench.store.stub_store"
             )
         )
+        message_lane = stack.enter_context(
+            running_lane(
+                folder / "message-lane", shippers=job.shippers, ring_mib=job.ring_mib, max_gib=job.max_gib,
+                shared_memory=False,
+            )
+        )  # fmt: skip
         source = random_bytes(job.ring_mib << 20)
         ways: list[Way] = [
             Shipped(lane, job.shape, job.captures, source),
+            Shipped(message_lane, job.shape, job.captures, source, MESSAGES),
             Plain(CALLER, lane, job.shape, job.captures, source),
             Plain(BOTH, stub_lane, job.shape, job.captures, source),
             Tcp(stack.enter_context(running_peer("tcp", folder)), size, source),

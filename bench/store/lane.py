@@ -19,6 +19,8 @@ from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
 from svc_common.launcher import Service
 
+_FLAGS: dict[bool, list[str]] = {True: [], False: ["--shared-memory", "off"]}
+
 _PURGE_SECONDS = 120.0
 _POLL_SECONDS = 0.02
 
@@ -36,13 +38,13 @@ class Fed:
 class Lane:
     """A store, a feeder with its ring, and the shippers between them."""
 
-    def __init__(self, store: Service, feeder: Helper) -> None:
+    def __init__(self, store: Service, feeder: Helper, *, shared_memory: bool) -> None:
         self.endpoint = store.endpoint
         self.store_pid = store.process.pid
         self._feeder = feeder
         self._channel = open_channel(self.endpoint)
         self.stub = store_pb2_grpc.StoreServiceStub(self._channel)
-        self.client = residuum.Client(self.endpoint, store=self.endpoint)
+        self.client = residuum.Client(self.endpoint, store=self.endpoint, shared_memory=shared_memory)
 
     def open(self, captures: Sequence[str], shape: Shape) -> None:
         """Open captures."""
@@ -89,19 +91,27 @@ class Lane:
 
 @contextmanager
 def running_lane(
-    folder: Path, *, shippers: int, ring_mib: int, max_gib: int, store_module: str = "store_svc"
+    folder: Path,
+    *,
+    shippers: int,
+    ring_mib: int,
+    max_gib: int,
+    store_module: str = "store_svc",
+    shared_memory: bool = True,
 ) -> Iterator[Lane]:
-    """Run a store in an empty folder, a ring and its shippers."""
+    """Run a store in an empty folder, a ring and its shippers; without `shared_memory`, rows travel in messages."""
     folder.mkdir(parents=True)
     control = folder / "worker"
     with ExitStack() as stack:
-        store = stack.enter_context(running_store(folder, ["--max-bytes", f"{max_gib}GiB"], store_module))
+        store = stack.enter_context(
+            running_store(folder, ["--max-bytes", f"{max_gib}GiB", *_FLAGS[shared_memory]], store_module)
+        )
         feeder = Helper("bench.store.feeder", [str(control), str(ring_mib)], folder / "feeder.log")
         stack.callback(feeder.stop)
         for number in range(shippers):
             stack.enter_context(_running_shipper(folder, number, str(control), store))
         feeder.call({"shippers": shippers})
-        lane = Lane(store, feeder)
+        lane = Lane(store, feeder, shared_memory=shared_memory)
         stack.callback(lane.close)
         yield lane
 

@@ -61,6 +61,12 @@ class Shipped(_Stored):
 
     name = "residuum"
 
+    def __init__(
+        self, lane: Lane, shape: Shape, num_captures: int, source: npt.NDArray[np.uint8], name: str = "residuum"
+    ) -> None:
+        super().__init__(lane, shape, num_captures, source)
+        self.name = name
+
     def put(self, number: int) -> float:
         """See `Way`. Ends when the last row is acknowledged, which means committed."""
         self._begin("shipped", number)

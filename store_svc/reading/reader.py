@@ -6,16 +6,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.capture_batches import CaptureBatch, end_field
-from residuum.wire.frames import ChunkView, FrameError, length_prefix, parse_chunk, read_prefix
+from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
+from residuum.wire.frames import length_prefix
 from store_svc.captures.capture_names import CaptureName, unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import read_labels
 from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import after_group, pack_number, unpack_frame
+from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
-from store_svc.reading.slicing import slice_chunk
+from store_svc.reading.stored_chunks import framed, sliced, verified
+from store_svc.shared_memory.memories import ReadUse
 
 _KEYS_AT_ONCE = 1024
 """Keys that one read transaction looks at."""
@@ -54,6 +56,7 @@ class Reader:
         request: store_pb2.ReadChunksRequest,
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
+        memory: ReadUse | None = None,
     ) -> Generator[bytes, None, None]:
         """Yield the serialised ReadChunksResponses that answer a request. The capture cannot expire meanwhile.
 
@@ -62,16 +65,18 @@ class Reader:
             request: The rows to read.
             is_cancelled: Returns whether the caller has cancelled.
             feed_seen: Called with the feed that this may wait on, so that a cancellation can wake it.
+            memory: The shared memory for large payloads.
 
         Raises:
             Failure: UNKNOWN_CAPTURE, UNKNOWN_LAYER, UNKNOWN_SITE, INVALID_FIELD, CHECKSUM_MISMATCH or NOT_SERVING.
         """
+        placing = Placing(self._db, is_cancelled, memory)
         with self._catalog.reading(name) as (number, feed):
             if feed is None:
-                yield from self._read_ended(number, request)
+                yield from joined(self._read_ended(number, request, placing), memory)
             else:
                 feed_seen(feed)
-                yield from self._read_live(feed, request, is_cancelled)
+                yield from joined(self._read_live(feed, request, is_cancelled, placing), memory)
 
     def read_many(
         self,
@@ -79,6 +84,7 @@ class Reader:
         request: store_pb2.ReadCapturesRequest,
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
+        memory: ReadUse | None = None,
     ) -> Generator[bytes, None, None]:
         """Yield the serialised ReadCapturesResponses that answer a request.
 
@@ -87,14 +93,20 @@ class Reader:
             request: The rows to read of each.
             is_cancelled: As for `read`.
             feed_seen: As for `read`.
+            memory: As for `read`.
 
         Raises:
             Failure: NOT_SERVING, or the caller has cancelled. Failures of one capture are in the responses.
         """
         batch = CaptureBatch()
-        for index, field, is_live in self._fields_of_many(names, request, is_cancelled, feed_seen):
-            if full := batch.add(index, field):
+        placing = Placing(self._db, is_cancelled, memory)
+        placed = 0
+        for index, field, is_live in self._fields_of_many(names, request, is_cancelled, feed_seen, placing):
+            now = memory.num_bytes if memory is not None else 0
+            weight = (now - placed) * BATCH_BYTES // memory.message_bytes if memory is not None else 0
+            if full := batch.add(index, field, weight):
                 yield full
+            placed = now
             if is_live:
                 yield batch.take()  # the next field of an open capture may take long to come
         if rest := batch.take():
@@ -106,6 +118,7 @@ class Reader:
         request: store_pb2.ReadCapturesRequest,
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
+        placing: Placing,
     ) -> Iterator[tuple[int, bytes, bool]]:
         """Yield the fields of the responses: the capture's index, the field, and whether the capture was open."""
         known = []
@@ -120,11 +133,11 @@ class Reader:
             try:
                 with self._catalog.reading(name) as (number, feed):
                     if feed is None:
-                        fields = self._fields_of_ended(number, name.capture_id, request)
+                        fields = self._fields_of_ended(number, name.capture_id, request, placing)
                     else:
                         feed_seen(feed)
-                        fields = self._read_live(feed, request, is_cancelled)
-                    for field in fields:
+                        fields = self._read_live(feed, request, is_cancelled, placing)
+                    for field in filter(None, fields):
                         yield index, field, feed is not None
             except Failure as error:
                 if error.reason in _OF_THE_CALL:
@@ -133,26 +146,31 @@ class Reader:
             else:
                 yield index, end_field(), False
 
-    def _fields_of_ended(self, number: int, capture_id: str, request: Selection) -> Iterator[bytes]:
+    def _fields_of_ended(self, number: int, capture_id: str, request: Selection, placing: Placing) -> Iterator[bytes]:
         """Yield the manifest and the rows of an ended capture, as fields of a response."""
         data = self._ended_record(number, capture_id)
         manifest = capture_pb2.CaptureManifest.FromString(data)
         query = Query(request, manifest.description, manifest.sequences)
         yield length_prefix(_MANIFEST, len(data)) + data
         for key in self._scan(number, query):
-            yield from self._rows(key, query)
+            yield from self._rows(key, query, placing)
         self._ended_record(number, capture_id)  # raises if it was deleted meanwhile
 
-    def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest) -> Iterator[bytes]:
-        yield from self._fields_of_ended(number, request.capture_id, request)
-        yield _framed(self._ended_manifest(number, request.capture_id))
+    def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest, placing: Placing) -> Iterator[bytes]:
+        yield from self._fields_of_ended(number, request.capture_id, request, placing)
+        yield _framed_manifest(self._ended_manifest(number, request.capture_id))
 
-    def _read_live(self, feed: Feed, request: Selection, is_cancelled: Callable[[], bool]) -> Iterator[bytes]:
-        """Yield the published rows; with `follow`, go on with new rows until the capture ends."""
+    def _read_live(
+        self, feed: Feed, request: Selection, is_cancelled: Callable[[], bool], placing: Placing
+    ) -> Iterator[bytes]:
+        """Yield the published rows; with `follow`, go on with new rows until the capture ends.
+
+        An empty response says that the next one may take long to come.
+        """
         sent = 0
         capture = feed.capture
         query = Query(request, capture.description, capture.sequences)
-        yield _framed(self._live_manifest(capture))
+        yield _framed_manifest(self._live_manifest(capture))
         last = False
         while not last:
             with feed.condition:
@@ -164,10 +182,11 @@ class Reader:
             query = Query(request, capture.description, capture.sequences)
             for key in feed.keys[sent:end]:
                 if query.wants(unpack_frame(key)):
-                    yield from self._rows(key, query)
+                    yield from self._rows(key, query, placing)
             sent = end
+            yield b""
         self._check_usable(feed, is_cancelled)
-        yield _framed(self._live_manifest(capture))
+        yield _framed_manifest(self._live_manifest(capture))
 
     def _wait_for_news(self, feed: Feed, sent: int, is_cancelled: Callable[[], bool]) -> None:
         feed.condition.wait_for(
@@ -226,46 +245,30 @@ class Reader:
                 at = found + b"\0"
         return keys, at
 
-    def _rows(self, key: bytes, query: Query) -> Iterator[bytes]:
+    def _rows(self, key: bytes, query: Query, placing: Placing) -> Iterator[bytes]:
         """Yield the response with the wanted rows of a frame, if it has any."""
         whole = query.wants_whole(unpack_frame(key))
+        response = placing.respond(key, query, whole=whole)
+        if response is None:
+            response = self._respond(key, query, whole=whole)
+        if response:
+            yield response
+
+    def _respond(self, key: bytes, query: Query, *, whole: bool) -> bytes:
         with self._db.read() as txn:
             view = txn.get(Table.FRAMES, key)
             if view is None:
                 raise unknown_capture(query.capture_id)
             size = len(view)
-            response = _framed_chunk(view) if whole else _sliced(view, query)
+            response = framed(view) if whole else sliced(view, query)
         if whole:
-            _verified(memoryview(response)[-size:], query.capture_id)
-        if response:
-            yield response
+            verified(memoryview(response)[-size:], query.capture_id)
+        return response
 
 
 def _cancelled() -> Failure:
     return Failure(Reason.ERROR_REASON_ABORTED, "The caller cancelled the call.")
 
 
-def _sliced(view: memoryview, query: Query) -> bytes:
-    chunk = _verified(view, query.capture_id)
-    layers, positions = query.cut(chunk.header)
-    return _framed_chunk(slice_chunk(chunk, layers, positions)) if layers and positions else b""
-
-
-def _verified(frame: memoryview, capture_id: str) -> ChunkView:
-    try:
-        chunk = parse_chunk(frame)
-        damaged = not chunk.verify()
-    except FrameError:
-        damaged = True
-    if damaged:
-        message = f"A stored chunk of {capture_id!r} is damaged: its checksum does not match its payload."
-        raise Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id)
-    return chunk
-
-
-def _framed(manifest: capture_pb2.CaptureManifest) -> bytes:
+def _framed_manifest(manifest: capture_pb2.CaptureManifest) -> bytes:
     return store_pb2.ReadChunksResponse(manifest=manifest).SerializeToString()
-
-
-def _framed_chunk(chunk: bytes | memoryview) -> bytes:
-    return b"".join((read_prefix(len(chunk)), chunk))

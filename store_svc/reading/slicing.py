@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from residuum.v1 import capture_pb2
 from residuum.wire.frames import ChunkView, checksum, chunk_prefix
@@ -25,24 +26,31 @@ def slice_chunk(view: ChunkView, layers: Sequence[int], positions: Sequence[int]
         layers: Indices of the wanted layers in the chunk's list of layers, ascending.
         positions: Indices of the wanted positions in the chunk's list of positions, ascending.
     """
+    payload = np.empty(view.format.payload_bytes(len(layers), len(positions)), dtype=np.uint8)
+    cut_into(payload, view, layers, positions)
+    prefix = chunk_prefix(slice_header(view, layers, positions), checksum(payload.data), len(payload))
+    return b"".join((prefix, payload.data))
+
+
+def slice_header(view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> capture_pb2.ChunkHeader:
+    """Return the header of a slice; the arguments are those of `slice_chunk`."""
     header = capture_pb2.ChunkHeader()
     header.CopyFrom(view.header)
     del header.layers[:]
     del header.positions[:]
     header.layers.extend(view.header.layers[at] for at in layers)
     header.positions.extend(view.header.positions[at] for at in positions)
-    payload = _cut(view, layers, positions)
-    return chunk_prefix(header, checksum(payload), len(payload)) + payload
+    return header
 
 
-def _cut(view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> bytes:
-    """Return the payload of a slice. Each kept layer keeps the prefix before its rows."""
-    form, shape = view.format, (len(view.header.layers), len(view.header.positions))
-    data = np.frombuffer(view.payload, dtype=np.uint8).reshape(shape[0], -1)
-    rows = data[:, form.prefix_bytes :].reshape(*shape, form.row_bytes)
-    if not form.prefix_bytes:
-        return rows[np.ix_(layers, positions)].tobytes()
-    cut = np.empty((len(layers), form.prefix_bytes + len(positions) * form.row_bytes), dtype=np.uint8)
-    cut[:, : form.prefix_bytes] = data[layers, : form.prefix_bytes]
-    cut[:, form.prefix_bytes :] = rows[np.ix_(layers, positions)].reshape(len(layers), -1)
-    return cut.tobytes()
+def cut_into(payload: npt.NDArray[np.uint8], view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> None:
+    """Write the payload of a slice, uint8 [bytes]. Each kept layer keeps the prefix before its rows."""
+    form, count = view.format, len(view.header.positions)
+    data = np.frombuffer(view.payload, dtype=np.uint8).reshape(len(view.header.layers), -1)
+    cut = payload.reshape(len(layers), -1)
+    run = slice(positions[0], positions[-1] + 1)
+    is_run = run.stop - run.start == len(positions)
+    for at, layer in enumerate(layers):
+        cut[at, : form.prefix_bytes] = data[layer, : form.prefix_bytes]
+        rows = data[layer, form.prefix_bytes :].reshape(count, form.row_bytes)
+        cut[at, form.prefix_bytes :] = (rows[run] if is_run else rows[positions]).reshape(-1)

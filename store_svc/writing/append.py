@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
-from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.errors import Failure
 from residuum.v1 import store_pb2
-from residuum.wire.frames import ChunkView, FrameError, parse_append, parse_chunk
+from residuum.wire.frames import AppendView, ChunkView, FrameError, parse_append, parse_chunk
 from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.captures.capture_names import CaptureName, unknown_capture, written_tenant
 from store_svc.checks import invalid
+from store_svc.writing.placed import checksum_mismatch, copy_placed, unknown_memory
 from store_svc.writing.write_queue import Append, WorkQueue
 from svc_common.security.tokens_file import Caller
 
@@ -31,8 +34,24 @@ class AppendStream:
     would deadlock.
     """
 
-    def __init__(self, queue: WorkQueue, caller: Caller) -> None:
+    def __init__(
+        self,
+        queue: WorkQueue,
+        caller: Caller,
+        memory_of: Callable[[bytes], npt.NDArray[np.uint8] | None] = lambda _: None,
+        count_placed: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """Prepare for a stream.
+
+        Args:
+            queue: The writer's queue.
+            caller: Who writes.
+            memory_of: Returns the shared memory that a key names, uint8 [size], or None.
+            count_placed: Called with the bytes of each payload that came in shared memory.
+        """
         self._caller = caller
+        self._memory_of = memory_of
+        self._count_placed = count_placed
         self.failed = False
         """Whether the stream has failed. The writer then drops its queued messages."""
         self._queue = queue
@@ -137,13 +156,27 @@ class AppendStream:
             raise invalid("message", f"cannot be parsed: {error}") from None
         if message.number <= last:
             raise invalid("number", f"message numbers must ascend, but {message.number} follows {last}")
-        content = message.loss if message.chunk is None else _content(message.chunk, message.capture_id)
-        assert content is not None  # noqa: S101 - parse_append returns either
+        content = self._content(message)
         tenant = written_tenant(self._caller, message.tenant)
         if tenant is None:
             content = unknown_capture(message.capture_id)
         name = CaptureName(tenant or "", message.capture_id)
-        return Append(self, message.number, name, content, len(data) + _ITEM_BYTES, message.attempt)
+        size = len(data) + _ITEM_BYTES + (message.placed.num_bytes if message.placed is not None else 0)
+        return Append(self, message.number, name, content, size, message.attempt)
+
+    def _content(self, message: AppendView) -> tuple[memoryview, ChunkView] | store_pb2.RowLoss | Failure:
+        if message.chunk is not None:
+            return _content(message.chunk, message.capture_id)
+        if message.placed is None:
+            assert message.loss is not None  # noqa: S101 - parse_append returns one of the three
+            return message.loss
+        memory = self._memory_of(message.shared_memory_key)
+        if memory is None:
+            raise unknown_memory()
+        content = copy_placed(memory, message.placed, message.capture_id)
+        if not isinstance(content, Failure):
+            self._count_placed(message.placed.num_bytes)
+        return content
 
 
 def _content(data: memoryview, capture_id: str) -> tuple[memoryview, ChunkView] | Failure:
@@ -154,6 +187,5 @@ def _content(data: memoryview, capture_id: str) -> tuple[memoryview, ChunkView] 
     except FrameError as error:
         return invalid("chunk", str(error))
     if not chunk.verify():
-        message = "The chunk's checksum does not match its payload: it was damaged on the way. Send it again."
-        return Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id)
+        return checksum_mismatch(capture_id)
     return data, chunk

@@ -38,6 +38,8 @@ RIGHTS: dict[str, Right | None] = {
     _STORE + "LabelCapture": Right.GENERATE,
     # Returns the caller's own tenant's statistics; admins get those of the whole store.
     _STORE + "GetStats": None,
+    # Says nothing of any capture. The key of a memory, not the path of the socket, gives access to it.
+    _STORE + "DescribeStore": None,
     # The schema is not secret, but only callers with a token may see it.
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": None,
 }

@@ -38,6 +38,7 @@ def test_doctor_reports_healthy_services(cli, store):
         "inference service: store": True,
         "store: connection": True,
         f"store {store.endpoint}: health": True,
+        f"store {store.endpoint}: shared memory": True,
         "store answers": True,
         f"store {store.endpoint}: versions": True,
         f"store {store.endpoint}: clock": True,
@@ -46,7 +47,8 @@ def test_doctor_reports_healthy_services(cli, store):
     }
     assert not [line for line in map(json.loads, out.splitlines()) if line["warning"]]
     out = cli("doctor")[1]
-    assert out.count("ok  ") == 14
+    assert out.count("ok  ") == 15
+    assert f"store {store.endpoint}: shared memory: rows pass through " in out
     assert "it keeps captures until they are deleted" in out
     assert f"the store at {store.endpoint}, version " in out
 

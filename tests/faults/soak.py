@@ -161,7 +161,8 @@ class Soak:
         number = 0
         try:
             while not self._stopping.is_set():
-                self._write(Capture(f"writer-{writer}-{number}", self._length))
+                width = 64 if number % 2 else 128  # blocks of the wider ones pass through shared memory
+                self._write(Capture(f"writer-{writer}-{number}", self._length, width))
                 number += 1
         except Exception as error:  # noqa: BLE001 - whatever it is, the verdict must not be good
             self._trouble(f"writer {writer} failed: {error!r}")

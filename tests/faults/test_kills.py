@@ -47,13 +47,17 @@ def test_shippers_that_are_killed_are_started_again_and_every_row_is_there_once(
     assert tally.kills == {"shipper": 5}
 
 
+@pytest.mark.parametrize("width", [64, 256], ids=["messages", "shared memory"])
 def test_the_only_shipper_is_killed_with_rows_in_hand(
-    start_store: Callable[..., Store], start_ring: Callable[..., Ring], start_shippers: Callable[..., Shippers]
+    start_store: Callable[..., Store],
+    start_ring: Callable[..., Ring],
+    start_shippers: Callable[..., Shippers],
+    width: int,
 ) -> None:
     """Acknowledged rows stay; unacknowledged rows go to the next shipper."""
     store, ring = start_store(), start_ring()
     shippers = start_shippers(store.endpoint)
-    capture = Capture("only", 32 * 16)
+    capture = Capture("only", 32 * 16, width)
     store.open(capture)
     blocks = list(capture.blocks())
     for restarts in (1, 2):

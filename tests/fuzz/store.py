@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import tempfile
 from pathlib import Path
@@ -11,8 +12,10 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
+from residuum.rpc.shared_memory import GivenMemory, create_memory, give_memory
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
-from residuum.wire.frames import append_prefix
+from residuum.wire.frames import append_prefix, placed_append
+from residuum.wire.shared_memory import MIN_READ_BYTES, READ, WRITE
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.fuzz.calls import SECONDS, Answer, Caller, methods
@@ -34,6 +37,7 @@ SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
 _LASTING = {"GetCapture": 0.3, "ReadChunks": 0.3, "ReadCaptures": 0.3}
 """Calls that may wait as long as the request says, and the seconds after which they are cancelled."""
 _NAMES = ["a", "b", "c"]
+_PLACED = capture_pb2.Chunk.FromString(make_chunk([0, 1, 5], [2, 3]))
 
 
 class FuzzedStore(contextlib.AbstractContextManager):
@@ -46,11 +50,15 @@ class FuzzedStore(contextlib.AbstractContextManager):
         self._store = Store(StoreSettings(listen="127.0.0.1:0", path=path, **values), on_death=lambda: None)
         self.client = Client(self._store.port)
         self._caller = Caller(self.client.channel, SERVICE)
-        self._words = Words([*_NAMES, ""], [b"", bytes(32)])
+        self._memories = [self._give(READ), self._give(WRITE)]
+        keys = [memory.key for memory in self._memories]
+        self._words = Words([*_NAMES, ""], [b"", bytes(32), *keys])
         self._kept = {self._keep(sealed=True): COMPLETE, self._keep(sealed=False): OPEN}
         self._manifests = {name: self.client.get(name) for name in self._kept}
 
     def __exit__(self, *_: object) -> None:
+        for memory in self._memories:
+            memory.close()
         self.client.close()
         self._store.stop()
         self._folder.cleanup()
@@ -67,7 +75,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
     def call(self, choices: Choices, method: str) -> Answer:
         """Make a hostile call of a method."""
         if method == "AppendChunks":
-            messages = _appends(choices, self._words)
+            messages = _appends(choices, self._words, self._memories[1].key)
         else:
             messages = [made(choices, choices.choice(_seeds(method)), self._words)]
         answer = self._caller.call(method, messages, _LASTING.get(method, SECONDS))
@@ -86,6 +94,16 @@ class FuzzedStore(contextlib.AbstractContextManager):
             assert manifest.state == state
             assert cells == grid([0, 1], range(3))
         self.client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=self._keep(sealed=True)))
+
+    def _give(self, kind: int) -> GivenMemory:
+        """Give a memory with a chunk at its start, so that calls may name it."""
+        answer = self.client.stub.DescribeStore(store_pb2.DescribeStoreRequest())
+        descriptor = create_memory(MIN_READ_BYTES)
+        os.pwrite(descriptor, _PLACED.payload, 0)
+        try:
+            return give_memory(answer.shared_memory_socket, answer.instance, kind, descriptor)
+        finally:
+            os.close(descriptor)
 
     def _keep(self, *, sealed: bool) -> str:
         """Write a capture that hostile calls cannot name."""
@@ -157,10 +175,11 @@ def _seeds(method: str) -> list[Message]:
         ],
         "DeleteCapture": [store_pb2.DeleteCaptureRequest(capture_id=name) for name in ("a", "b")],
         "GetStats": [store_pb2.GetStatsRequest()],
+        "DescribeStore": [store_pb2.DescribeStoreRequest()],
     }[method]
 
 
-def _appends(choices: Choices, words: Words) -> list[bytes]:
+def _appends(choices: Choices, words: Words, key: bytes) -> list[bytes]:
     """Return the messages of a writer's stream: chunks and losses, some of them damaged, some out of order."""
     chunks = [
         make_chunk([0, 1, 5], [0, 1]),
@@ -170,13 +189,18 @@ def _appends(choices: Choices, words: Words) -> list[bytes]:
     ]
     messages = []
     for number in range(1, choices.randrange(2, 6)):
-        kind = choices.randrange(4)
+        kind = choices.randrange(5)
         name = choices.choice(_NAMES)
         if kind == 0:
             loss = store_pb2.RowLoss(
                 sites=[POST], layers=[0], positions=[0, 1], reason=capture_pb2.INCOMPLETE_REASON_OVERFLOW
             )
             seed = store_pb2.AppendChunksRequest.FromString(loss_message(number, name, loss))
+            messages.append(made(choices, seed, words))
+            continue
+        if kind == 4:
+            placed = store_pb2.PlacedChunk(header=_PLACED.header, crc32c=_PLACED.crc32c, num_bytes=len(_PLACED.payload))
+            seed = store_pb2.AppendChunksRequest.FromString(placed_append(number, name, placed, key))
             messages.append(made(choices, seed, words))
             continue
         chunk = choices.choice(chunks)

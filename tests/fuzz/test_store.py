@@ -10,6 +10,8 @@ from tests.fuzz.calls import methods
 from tests.fuzz.messages import Choices
 from tests.fuzz.store import SERVICE, FuzzedStore
 
+pytestmark = pytest.mark.usefixtures("shared_memory")
+
 inputs = st.binary(max_size=128)
 some = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 

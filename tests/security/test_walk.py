@@ -44,6 +44,7 @@ EXPECTED = {
     f"/{STORE}/DeleteCapture": "generate",
     f"/{STORE}/LabelCapture": "generate",
     f"/{STORE}/GetStats": ANY,
+    f"/{STORE}/DescribeStore": ANY,
     f"/{REFLECTION}/ServerReflectionInfo": ANY,
     f"/{HEALTH}/Check": OPEN,
     f"/{HEALTH}/Watch": OPEN,

@@ -134,7 +134,7 @@ class AsyncCaptureClient(AsyncStoreClient):
         with progress_bar(f"reading {name}", None, enabled=progress, of_bytes=True) as advance:
             async for data in self._read(reading, timeout):
                 reading.add(data)
-                advance(len(data))
+                advance(reading.take_bytes())
         return reading.activations()
 
     async def rows(
@@ -259,8 +259,9 @@ class AsyncCaptureClient(AsyncStoreClient):
             with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
                 async for data in self._read(reading, timeout):
                     reading.add(data)
-                    advance(len(data))
-                    scratch.touch(len(data))
+                    count = reading.take_bytes()
+                    advance(count)
+                    scratch.touch(count)
             return await io.write_export(job, reading.activations(), place, scratch.touch)
 
     def follow(

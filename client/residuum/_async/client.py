@@ -67,6 +67,9 @@ class AsyncClient(AsyncCaptureClient):
         insecure: Allow sending a token to another machine in plain text. Default: RESIDUUM_INSECURE, or False.
         tenant: The tenant whose captures are read, listed and deleted. It requires an admin's token. Default: the
             token's own tenant; an admin's lists then show all tenants.
+        shared_memory: Whether rows of a store on the same machine may pass through shared memory, which is faster. The
+            client detects whether that works; see `shared_memory_problems`. RESIDUUM_SHARED_MEMORY=off switches it off
+            for all clients.
 
     Raises:
         BadCredentials: A token or TLS file cannot be read, or the token would be sent to another machine in plain text.
@@ -89,8 +92,12 @@ class AsyncClient(AsyncCaptureClient):
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
         tenant: str | None = None,
+        shared_memory: bool = True,
     ) -> None:
-        super().__init__(endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant)
+        super().__init__(
+            endpoint, store=store, timeout=timeout, token=token, tls=tls, insecure=insecure, tenant=tenant,
+            shared_memory=shared_memory,
+        )  # fmt: skip
         self._ledger = vector_upload.VectorLedger()
 
     async def generate(
@@ -398,6 +405,7 @@ class AsyncClient(AsyncCaptureClient):
         """Close the channels and stop running streams. The client cannot be used afterwards."""
         for channel in self._channels.drain():
             await channel.close()
+        self._memories.close()
 
     async def __aenter__(self) -> Self:
         return self

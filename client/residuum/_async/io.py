@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc.aio
 
@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
     Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
+_Result = TypeVar("_Result")
+
 sleep = asyncio.sleep
+
+
+async def run_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
+    """Return what a function returns that may wait for a moment."""
+    return await asyncio.to_thread(function, *arguments)
 
 
 async def read_event(call: Call) -> inference_pb2.GenerateResponse | None:

@@ -135,7 +135,7 @@ class CaptureClient(StoreClient):
         with progress_bar(f"reading {name}", None, enabled=progress, of_bytes=True) as advance:
             for data in self._read(reading, timeout):
                 reading.add(data)
-                advance(len(data))
+                advance(reading.take_bytes())
         return reading.activations()
 
     def rows(
@@ -260,8 +260,9 @@ class CaptureClient(StoreClient):
             with progress_bar(f"reading {plan.request.capture_id}", None, enabled=progress, of_bytes=True) as advance:
                 for data in self._read(reading, timeout):
                     reading.add(data)
-                    advance(len(data))
-                    scratch.touch(len(data))
+                    count = reading.take_bytes()
+                    advance(count)
+                    scratch.touch(count)
             return io.write_export(job, reading.activations(), place, scratch.touch)
 
     def follow(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from residuum.v1 import inference_pb2
 
@@ -21,7 +21,14 @@ if TYPE_CHECKING:
             ...
 
 
+_Result = TypeVar("_Result")
+
 sleep = time.sleep
+
+
+def run_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
+    """Return what a function returns that may wait for a moment."""
+    return function(*arguments)
 
 
 def read_event(call: Call) -> inference_pb2.GenerateResponse | None:

@@ -22,6 +22,7 @@ from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import TLS
 from residuum.transport.connection_settings import Token, check_channel, opener, resolve_credentials
 from residuum.transport.connections import (
+    DESCRIBE_SECONDS,
     LONGEST_OUTAGE_SECONDS,
     READ_CAPTURES,
     READ_CHUNKS,
@@ -29,6 +30,7 @@ from residuum.transport.connections import (
     ReadRetries,
 )
 from residuum.transport.failures import from_rpc_error
+from residuum.transport.shared_memory import ReadMemory, SharedMemories
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
 from residuum.values.activations import Activations
 from residuum.values.replies import ModelInfo
@@ -50,6 +52,7 @@ class StoreClient:
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
         tenant: str | None = None,
+        shared_memory: bool = True,
     ) -> None:
         self._tenant = check_tenant(tenant)
         self.endpoint = check_endpoint(endpoint)
@@ -59,6 +62,7 @@ class StoreClient:
         """The credentials for the inference service and the stores."""
         check_channel(self.credentials, self.endpoint)
         self._channels: Channels[grpc.Channel] = Channels(opener(open_channel, self.credentials))
+        self._memories = SharedMemories(wanted=shared_memory)
 
     def info(self, *, check_store: bool = False) -> ModelInfo:
         """Return the served model and the server's limits.
@@ -84,6 +88,49 @@ class StoreClient:
             NoStore: The inference service has no store.
         """
         return tuple(store.endpoint for store in self._refreshed_stores())
+
+    def shared_memory_problems(self) -> dict[str, str]:
+        """Return why shared memory is not used with each store. An empty text means that it is used.
+
+        With a store on the same machine, rows pass through shared memory, which is faster than a connection. The client
+        tries it by itself. This method tries it again now.
+
+        Returns:
+            The stores, by their endpoints.
+
+        Raises:
+            NoStore: No store is known. The other errors are those of `store_endpoints`.
+
+        Example:
+            >>> client.shared_memory_problems()
+            {'localhost:50052': ''}
+        """
+        problems = {}
+        for endpoint in self.store_endpoints():
+            self._memories.retry(endpoint)
+            memory = self._borrow_memory(endpoint, Deadline(self._timeout))
+            problems[endpoint] = "" if memory is not None else self._memories.why_not(endpoint)
+            if memory is not None:
+                self._memories.give_back(memory, clean=True)
+        return problems
+
+    def _borrow_memory(self, endpoint: str, deadline: Deadline) -> ReadMemory | None:
+        """Return shared memory for a read from a store; None if its rows are to come in messages."""
+        memory = self._memories.borrow(endpoint)
+        if memory is not None or not self._memories.may_open(endpoint):
+            return memory
+        description = self._memories.description(endpoint)
+        if description is None:
+            left = deadline.remaining()
+            seconds = DESCRIBE_SECONDS if left is None else min(left, DESCRIBE_SECONDS)
+            try:
+                description = self._store(endpoint).DescribeStore(store_pb2.DescribeStoreRequest(), timeout=seconds)
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, endpoint)
+                # A store that is away may come back at any time; an older one does not know the call.
+                self._memories.failed(endpoint, str(failure), is_passing=isinstance(failure, exc.Unavailable))
+                return None
+        return io.run_in_thread(self._memories.open, endpoint, description)
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceServiceStub:
@@ -168,16 +215,20 @@ class StoreClient:
         self._known_stores()
         deadline = Deadline(timeout)
         retries = ReadRetries(deadline)
-        call, endpoint = None, ""
+        call, memory, endpoint, ended = None, None, "", False
         while True:
             try:
                 endpoint = self._find(capture_id)
-                reading.begin()
+                memory = None if retries.is_failing else self._borrow_memory(endpoint, deadline)
+                reading.begin(memory)
                 call = self._reader(endpoint)(for_tenant(reading.request, self._tenant), timeout=deadline.remaining())
                 for data in call:
                     retries.progress()
                     self._channels.note_answer(endpoint)
                     yield data
+                    if memory is not None:
+                        memory.release()
+                ended = True
             except (grpc.RpcError, exc.ResiduumError) as error:
                 failure = self._as_own(error, endpoint, capture_id=capture_id)
                 delay = retries.seconds_after(failure, self._patience(failure))
@@ -191,6 +242,10 @@ class StoreClient:
             finally:
                 if call is not None:
                     call.cancel()
+                if memory is not None:
+                    memory.release(now=True)
+                    self._memories.give_back(memory, clean=ended)
+                    memory = None
             io.sleep(delay)
 
     def _as_own(self, error: grpc.RpcError | exc.ResiduumError, endpoint: str, **facts: str) -> exc.ResiduumError:
@@ -308,8 +363,9 @@ class StoreClient:
         """
         retries = ReadRetries(deadline)
         while reading.left:
+            memory, ended = None if retries.is_failing else self._borrow_memory(endpoint, deadline), False
             call = self._many_reader(endpoint)(
-                for_tenant(reading.request(), self._tenant), timeout=deadline.remaining()
+                for_tenant(reading.request(memory), self._tenant), timeout=deadline.remaining()
             )
             try:
                 for data in call:
@@ -317,6 +373,9 @@ class StoreClient:
                     self._channels.note_answer(endpoint)
                     is_guess = False
                     yield data
+                    if memory is not None:
+                        memory.release()
+                ended = True
             except grpc.RpcError as error:
                 failure = self._as_own(error, endpoint)
                 delay = None if is_guess else retries.seconds_after(failure, self._patience(failure))
@@ -327,6 +386,9 @@ class StoreClient:
                 return
             finally:
                 call.cancel()
+                if memory is not None:
+                    memory.release(now=True)
+                    self._memories.give_back(memory, clean=ended)
             io.sleep(delay)
 
     def _many_reader(self, endpoint: str) -> grpc.UnaryStreamMultiCallable[store_pb2.ReadCapturesRequest, bytes]:

@@ -106,6 +106,11 @@ def _examine_stores(client: residuum.Client) -> Iterator[Finding]:
     health = client.health()
     for endpoint in reachable:
         yield _health(f"store {endpoint}", health.stores[endpoint])
+    problems = client.shared_memory_problems()
+    for endpoint in reachable:
+        why_not = problems.get(endpoint, "")
+        detail = f"rows pass through the connection: {why_not}" if why_not else "rows pass through it"
+        yield Finding(f"store {endpoint}: shared memory", ok=True, detail=detail)
     started = time.time()
     answers, failure = _ask(client)
     if failure and len(answers) < len(reachable):  # unreachable stores have their own findings

@@ -10,12 +10,12 @@ from google.protobuf.message import DecodeError
 
 from residuum import exceptions as exc
 from residuum.protocol.failures import from_item_error
-from residuum.protocol.reading import Reading, ReadPlan
+from residuum.protocol.reading import Reading, ReadPlan, SharedPayloads
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.v1 import store_pb2
 from residuum.values.activations import Activations
 from residuum.values.manifest import Manifest
-from residuum.wire.frames import FrameError, chunk_view
+from residuum.wire.frames import FrameError, chunk_view, placed_view
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -96,15 +96,21 @@ class ManyReading:
         self._asked: list[str] = []
         self._reading: Reading | None = None
         self._unknown: dict[str, exc.UnknownCapture] = {}
+        self._memory: SharedPayloads | None = None
 
     @property
     def left(self) -> Sequence[str]:
         """The captures that were not read yet."""
         return self._left
 
-    def request(self) -> store_pb2.ReadCapturesRequest:
-        """Return the request for all captures that are left. The rows that arrived of the first one are kept."""
+    def request(self, memory: SharedPayloads | None = None) -> store_pb2.ReadCapturesRequest:
+        """Return the request for all captures that are left. The rows that arrived of the first one are kept.
+
+        Args:
+            memory: The shared memory for large payloads.
+        """
         self._asked = list(self._left)
+        self._memory = memory
         if self._reading is not None:
             self._reading.begin()
         of = self._plan.request
@@ -115,6 +121,7 @@ class ManyReading:
             sequences=of.sequences,
             positions=of.positions if of.HasField("positions") else None,
             follow=of.follow,
+            shared_memory_key=b"" if memory is None else memory.key,
         )
 
     def add(self, data: bytes) -> Iterator[Activations]:
@@ -168,6 +175,8 @@ class ManyReading:
         try:
             for chunk in part.chunks:
                 reading.add_chunk(chunk_view(chunk))
+            for placed in part.placed_chunks:
+                reading.add_chunk(placed_view(placed, self._memory))
         except FrameError as error:
             raise exc.DamagedCapture(
                 f"The store sent a damaged chunk: {error}.", metadata={"capture_id": capture_id}

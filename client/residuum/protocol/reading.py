@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from residuum.values.selections import LayersLike, Positions, PositionsLike, ind
 from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import ChunkView, FrameError, parse_read
 from residuum.wire.selection import expected_rows
+from residuum.wire.shared_memory import Payloads
 
 _Key = tuple[int, str]
 """A sequence and a site."""
@@ -96,6 +97,15 @@ def plan_read(
     return ReadPlan(request, allow_partial)
 
 
+class SharedPayloads(Payloads, Protocol):
+    """The shared memory of a read."""
+
+    @property
+    def key(self) -> bytes:
+        """Names the memory in requests."""
+        ...
+
+
 class Reading:
     """The state of one read. After a broken connection, the request may be sent again: rows that arrived are kept."""
 
@@ -108,7 +118,7 @@ class Reading:
             plan: What to read.
             keep_values: Keep the rows for `activations`. Otherwise `add` returns them as pieces and keeps none.
             as_float32: Convert the rows of pieces to float32. Otherwise they have the captured or decoded dtype, and
-                rows of plain encodings are views of the message.
+                rows of plain encodings are views of the message. Rows in shared memory are copied.
             allocate: Makes the arrays for rows; by default in memory.
         """
         _keep_freed_buffers()
@@ -121,6 +131,8 @@ class Reading:
         self._manifest: capture_pb2.CaptureManifest | None = None
         self._first: Manifest | None = None
         self._manifests_seen = 0
+        self._memory: SharedPayloads | None = None
+        self._new_bytes = 0
 
     @property
     def request(self) -> store_pb2.ReadChunksRequest:
@@ -132,9 +144,20 @@ class Reading:
         """Whether no message has arrived."""
         return self._manifest is None
 
-    def begin(self) -> None:
-        """Note that a new call starts, for the first time or after a broken connection."""
+    def begin(self, memory: SharedPayloads | None = None) -> None:
+        """Note that a new call starts, for the first time or after a broken connection.
+
+        Args:
+            memory: The shared memory for large payloads.
+        """
         self._manifests_seen = 0
+        self._memory = memory
+        self._plan.request.shared_memory_key = b"" if memory is None else memory.key
+
+    def take_bytes(self) -> int:
+        """Return the bytes that came since the last call, in messages and in shared memory."""
+        count, self._new_bytes = self._new_bytes, 0
+        return count
 
     def add(self, data: bytes) -> list[Piece]:
         """Add one message of the stream.
@@ -147,11 +170,15 @@ class Reading:
             ServerFault: The message is out of order, or its rows do not match the capture.
         """
         try:
-            message = parse_read(data)
+            message = parse_read(data, self._memory)
         except FrameError as error:
             raise exc.DamagedCapture(f"The store sent a damaged message: {error}.", metadata=self._facts()) from None
+        self._new_bytes += len(data)
         if isinstance(message, ChunkView):
             return self.add_chunk(message)
+        if isinstance(message, list):
+            self._new_bytes += sum(len(chunk.payload) for chunk in message)
+            return [piece for chunk in message for piece in self.add_chunk(chunk)]
         self.add_manifest(message)
         return []
 
@@ -247,7 +274,7 @@ class Reading:
         if added is None or self._keep_values:
             return []
         return [
-            self._piece(site, self._layers[layer], added.positions, rows, fresh)
+            self._piece(site, self._layers[layer], added.positions, rows.copy() if chunk.is_placed else rows, fresh)
             for layer, rows, fresh in zip(added.layers, added.rows, added.fresh, strict=True)
             if fresh.any()
         ]

@@ -23,6 +23,9 @@ _Channel = TypeVar("_Channel")
 READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
 READ_CAPTURES = "/residuum.v1.StoreService/ReadCaptures"
 
+DESCRIBE_SECONDS = 5.0
+"""For how long a read waits for the store's description. Without it, rows come in messages."""
+
 LONGEST_OUTAGE_SECONDS = 300.0
 """The longest time that a read without a timeout waits for a store that is away."""
 
@@ -87,6 +90,11 @@ class ReadRetries:
         self._failures = 0
         self._away_since: float | None = None
         self._last: ResiduumError | None = None
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether nothing has come since the last failure. Then shared memory is not worth its handshake."""
+        return self._failures > 0
 
     def progress(self) -> None:
         """Note that a message arrived."""

@@ -99,6 +99,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """CANCELLED: the caller sent no first message in time, or did not read sent messages for too long. Servers that can
     only cut such a call off end it with CANCELLED without a reason.
     """
+    ERROR_REASON_UNKNOWN_MEMORY: _ErrorReason.ValueType  # 31
+    """FAILED_PRECONDITION: a payload is in shared memory that the store does not have. Send payloads in messages, or give
+    the memory again (see DescribeStore).
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reason of a failure.
@@ -184,6 +188,10 @@ ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 29
 ERROR_REASON_CALLER_STALLED: ErrorReason.ValueType  # 30
 """CANCELLED: the caller sent no first message in time, or did not read sent messages for too long. Servers that can
 only cut such a call off end it with CANCELLED without a reason.
+"""
+ERROR_REASON_UNKNOWN_MEMORY: ErrorReason.ValueType  # 31
+"""FAILED_PRECONDITION: a payload is in shared memory that the store does not have. Send payloads in messages, or give
+the memory again (see DescribeStore).
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -25,6 +25,95 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class DescribeStoreRequest(_message.Message):
+    """Asks for the store's description."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeStoreRequest: _TypeAlias = DescribeStoreRequest  # noqa: Y015
+
+@_typing.final
+class DescribeStoreResponse(_message.Message):
+    """The store's description."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_SOCKET_FIELD_NUMBER: _builtins.int
+    server_version: _builtins.str
+    """The version of the server."""
+    instance: _builtins.bytes
+    """Random bytes that are new at each start of the store."""
+    shared_memory_socket: _builtins.str
+    """The path of the Unix socket for shared memory. Empty: the store offers none."""
+    def __init__(
+        self,
+        *,
+        server_version: _builtins.str = ...,
+        instance: _builtins.bytes = ...,
+        shared_memory_socket: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "server_version", b"server_version", "shared_memory_socket", b"shared_memory_socket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeStoreResponse: _TypeAlias = DescribeStoreResponse  # noqa: Y015
+
+@_typing.final
+class PlacedChunk(_message.Message):
+    """A chunk whose payload is in shared memory. See DescribeStore."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    CRC32C_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    crc32c: _builtins.int
+    """The CRC-32C of the payload."""
+    offset: _builtins.int
+    """Where in the memory the payload begins, in bytes."""
+    num_bytes: _builtins.int
+    """The length of the payload in bytes."""
+    end: _builtins.int
+    """In reads: the bytes that the store has used of the memory up to the end of this payload, counted since it was given,
+    with those left out at the end of the memory. RELEASED names this number.
+    """
+    @_builtins.property
+    def header(self) -> _capture_pb2.ChunkHeader:
+        """Describes the payload."""
+
+    def __init__(
+        self,
+        *,
+        header: _capture_pb2.ChunkHeader | None = ...,
+        crc32c: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "end", b"end", "header", b"header", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedChunk: _TypeAlias = PlacedChunk  # noqa: Y015
+
+@_typing.final
 class OpenCaptureRequest(_message.Message):
     """Opens a capture."""
 
@@ -104,7 +193,9 @@ class AppendChunksRequest(_message.Message):
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_KEY_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    PLACED_CHUNK_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The message's number in its stream. Numbers ascend from 1."""
@@ -114,9 +205,15 @@ class AppendChunksRequest(_message.Message):
     """The capture's tenant. Empty: the token's tenant, or the default tenant if the token may write for any."""
     attempt: _builtins.int
     """The capture's `attempt`."""
+    shared_memory_key: _builtins.bytes
+    """The key of the memory that `placed_chunk` is in. See DescribeStore."""
     @_builtins.property
     def loss(self) -> Global___RowLoss:
         """Rows that will never be written."""
+
+    @_builtins.property
+    def placed_chunk(self) -> Global___PlacedChunk:
+        """Rows to store, in shared memory. They must stay there unchanged until the message is acknowledged."""
 
     @_builtins.property
     def chunk(self) -> _capture_pb2.Chunk:
@@ -129,14 +226,16 @@ class AppendChunksRequest(_message.Message):
         capture_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        shared_memory_key: _builtins.bytes = ...,
         loss: Global___RowLoss | None = ...,
+        placed_chunk: Global___PlacedChunk | None = ...,
         chunk: _capture_pb2.Chunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "loss", b"loss", "placed_chunk", b"placed_chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "chunk", b"chunk", "content", b"content", "loss", b"loss", "number", b"number", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "chunk", b"chunk", "content", b"content", "loss", b"loss", "number", b"number", "placed_chunk", b"placed_chunk", "shared_memory_key", b"shared_memory_key", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["loss", "chunk"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["loss", "placed_chunk", "chunk"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
@@ -617,12 +716,17 @@ class ReadChunksRequest(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_KEY_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The ID of the capture."""
     follow: _builtins.bool
     """Continue until the capture has ended."""
     tenant: _builtins.str
     """The capture's tenant. Unset: the caller's own. Only admins can use another tenant's captures."""
+    shared_memory_key: _builtins.bytes
+    """The key of the memory that large payloads are to be put into. Empty: all payloads come in messages. If the store
+    does not know the key, they also do. See DescribeStore.
+    """
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Only these layers. Empty: all that were captured."""
@@ -649,10 +753,11 @@ class ReadChunksRequest(_message.Message):
         positions: _selection_pb2.PositionSelection | None = ...,
         follow: _builtins.bool = ...,
         tenant: _builtins.str | None = ...,
+        shared_memory_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "positions", b"positions", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_id", b"capture_id", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_id", b"capture_id", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "shared_memory_key", b"shared_memory_key", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -668,6 +773,7 @@ class ReadChunksResponse(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    PLACED_CHUNKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def manifest(self) -> _capture_pb2.CaptureManifest:
         """The manifest, in the first and the last message."""
@@ -676,15 +782,20 @@ class ReadChunksResponse(_message.Message):
     def chunk(self) -> _capture_pb2.Chunk:
         """Rows."""
 
+    @_builtins.property
+    def placed_chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedChunk]:
+        """Rows, in shared memory. Only if the request names a key."""
+
     def __init__(
         self,
         *,
         manifest: _capture_pb2.CaptureManifest | None = ...,
         chunk: _capture_pb2.Chunk | None = ...,
+        placed_chunks: _abc.Iterable[Global___PlacedChunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "manifest", b"manifest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "content", b"content", "manifest", b"manifest", "placed_chunks", b"placed_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["manifest", "chunk"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
@@ -705,10 +816,13 @@ class ReadCapturesRequest(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_KEY_FIELD_NUMBER: _builtins.int
     follow: _builtins.bool
     """Wait for the end of captures that are open."""
     tenant: _builtins.str
     """The tenant of all these captures. Unset: the caller's own. Only admins can use another tenant's captures."""
+    shared_memory_key: _builtins.bytes
+    """The key of the memory that large payloads are to be put into, as in ReadChunksRequest."""
     @_builtins.property
     def capture_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The IDs of the captures, 1 to 4096."""
@@ -739,10 +853,11 @@ class ReadCapturesRequest(_message.Message):
         positions: _selection_pb2.PositionSelection | None = ...,
         follow: _builtins.bool = ...,
         tenant: _builtins.str | None = ...,
+        shared_memory_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "positions", b"positions", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_ids", b"capture_ids", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_ids", b"capture_ids", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "shared_memory_key", b"shared_memory_key", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -784,6 +899,7 @@ class CaptureRows(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    PLACED_CHUNKS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The index of the capture in `capture_ids`."""
@@ -798,6 +914,10 @@ class CaptureRows(_message.Message):
         """Why the capture cannot be read, or not to its end. Nothing more of it follows."""
 
     @_builtins.property
+    def placed_chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedChunk]:
+        """Rows, in shared memory. Only if the request names a key."""
+
+    @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_capture_pb2.Chunk]:
         """Rows, in no particular order."""
 
@@ -808,11 +928,12 @@ class CaptureRows(_message.Message):
         index: _builtins.int = ...,
         error: _errors_pb2.ItemError | None = ...,
         is_last: _builtins.bool = ...,
+        placed_chunks: _abc.Iterable[Global___PlacedChunk] | None = ...,
         chunks: _abc.Iterable[_capture_pb2.Chunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "error", b"error", "index", b"index", "is_last", b"is_last", "manifest", b"manifest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "error", b"error", "index", b"index", "is_last", b"is_last", "manifest", b"manifest", "placed_chunks", b"placed_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

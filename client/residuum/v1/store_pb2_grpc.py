@@ -41,7 +41,7 @@ class StoreServiceStub:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
@@ -108,6 +108,11 @@ class StoreServiceStub:
                 request_serializer=residuum_dot_v1_dot_store__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_store__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.DescribeStore = channel.unary_unary(
+                '/residuum.v1.StoreService/DescribeStore',
+                request_serializer=residuum_dot_v1_dot_store__pb2.DescribeStoreRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.DescribeStoreResponse.FromString,
+                _registered_method=True)
 
 
 class StoreServiceServicer:
@@ -126,7 +131,7 @@ class StoreServiceServicer:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
@@ -182,6 +187,8 @@ class StoreServiceServicer:
         * RESOURCE_EXHAUSTED, STORE_FULL: the store is full; nothing after the last acknowledgement was written. Retry when
         there is room.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        * FAILED_PRECONDITION, UNKNOWN_MEMORY: a payload is in shared memory that the store does not have (see
+        DescribeStore), for example because it restarted. Send the payloads in messages, or give the memory again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -318,6 +325,32 @@ class StoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeStore(self, request, context):
+        """Describes the store: its version, and how callers on the same machine can use shared memory.
+
+        A caller on the store's machine can give the store a piece of memory. Payloads of at least 64 KiB then lie in that
+        memory instead of in messages; calls, order, checks and acknowledgements stay the same. The memory is given over
+        the Unix socket that the answer names:
+
+        caller connects (SOCK_SEQPACKET) and sends HELLO, with the descriptor of one memfd (SCM_RIGHTS):
+        "residuum", version 1 (1 byte), kind (1 byte: 1 reading, 2 writing), key (16 random bytes)
+        store sends WELCOME: "residuum", version 1 (1 byte), `instance` (16 bytes)
+        caller compares the instance, and names the key in its reads or appends
+        caller sends RELEASED: `end` of a PlacedChunk (8 bytes, little-endian), when it has copied the bytes before it
+
+        The memfd must be sealed against shrinking and growing. Memory for reading has 8 to 64 MiB, all of them allocated;
+        the store writes payloads into it as into a ring. Memory for writing is only read by the store. Closing the
+        connection takes the memory back. One read at a time can use a memory; the store answers others in messages. It
+        also sends a payload in its message if the caller releases nothing for some seconds. If the caller breaks these
+        rules, the store closes the connection.
+
+        Errors:
+        * There are no method-specific errors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -376,6 +409,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     request_deserializer=residuum_dot_v1_dot_store__pb2.GetStatsRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_store__pb2.GetStatsResponse.SerializeToString,
             ),
+            'DescribeStore': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeStore,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.DescribeStoreRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.DescribeStoreResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'residuum.v1.StoreService', rpc_method_handlers)
@@ -400,7 +438,7 @@ class StoreService:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
@@ -693,6 +731,33 @@ class StoreService:
             '/residuum.v1.StoreService/GetStats',
             residuum_dot_v1_dot_store__pb2.GetStatsRequest.SerializeToString,
             residuum_dot_v1_dot_store__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeStore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/residuum.v1.StoreService/DescribeStore',
+            residuum_dot_v1_dot_store__pb2.DescribeStoreRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.DescribeStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

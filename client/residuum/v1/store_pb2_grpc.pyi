@@ -42,7 +42,7 @@ class StoreServiceStub:
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
@@ -98,6 +98,8 @@ class StoreServiceStub:
     * RESOURCE_EXHAUSTED, STORE_FULL: the store is full; nothing after the last acknowledgement was written. Retry when
       there is room.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    * FAILED_PRECONDITION, UNKNOWN_MEMORY: a payload is in shared memory that the store does not have (see
+      DescribeStore), for example because it restarted. Send the payloads in messages, or give the memory again.
     """
     SealCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.SealCaptureRequest, _store_pb2.SealCaptureResponse]
     """Seals a capture: reports how its request ended, with its tokens, which determine the expected rows. For any outcome
@@ -194,6 +196,28 @@ class StoreServiceStub:
     Errors:
     * There are no method-specific errors.
     """
+    DescribeStore: _grpc.UnaryUnaryMultiCallable[_store_pb2.DescribeStoreRequest, _store_pb2.DescribeStoreResponse]
+    """Describes the store: its version, and how callers on the same machine can use shared memory.
+
+    A caller on the store's machine can give the store a piece of memory. Payloads of at least 64 KiB then lie in that
+    memory instead of in messages; calls, order, checks and acknowledgements stay the same. The memory is given over
+    the Unix socket that the answer names:
+
+        caller connects (SOCK_SEQPACKET) and sends HELLO, with the descriptor of one memfd (SCM_RIGHTS):
+            "residuum", version 1 (1 byte), kind (1 byte: 1 reading, 2 writing), key (16 random bytes)
+        store sends WELCOME: "residuum", version 1 (1 byte), `instance` (16 bytes)
+        caller compares the instance, and names the key in its reads or appends
+        caller sends RELEASED: `end` of a PlacedChunk (8 bytes, little-endian), when it has copied the bytes before it
+
+    The memfd must be sealed against shrinking and growing. Memory for reading has 8 to 64 MiB, all of them allocated;
+    the store writes payloads into it as into a ring. Memory for writing is only read by the store. Closing the
+    connection takes the memory back. One read at a time can use a memory; the store answers others in messages. It
+    also sends a payload in its message if the caller releases nothing for some seconds. If the caller breaks these
+    rules, the store closes the connection.
+
+    Errors:
+    * There are no method-specific errors.
+    """
 
 @_typing.type_check_only
 class StoreServiceAsyncStub(StoreServiceStub):
@@ -212,7 +236,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
@@ -265,6 +289,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * RESOURCE_EXHAUSTED, STORE_FULL: the store is full; nothing after the last acknowledgement was written. Retry when
       there is room.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    * FAILED_PRECONDITION, UNKNOWN_MEMORY: a payload is in shared memory that the store does not have (see
+      DescribeStore), for example because it restarted. Send the payloads in messages, or give the memory again.
     """
     SealCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.SealCaptureRequest, _store_pb2.SealCaptureResponse]  # type: ignore[assignment]
     """Seals a capture: reports how its request ended, with its tokens, which determine the expected rows. For any outcome
@@ -361,6 +387,28 @@ class StoreServiceAsyncStub(StoreServiceStub):
     Errors:
     * There are no method-specific errors.
     """
+    DescribeStore: _aio.UnaryUnaryMultiCallable[_store_pb2.DescribeStoreRequest, _store_pb2.DescribeStoreResponse]  # type: ignore[assignment]
+    """Describes the store: its version, and how callers on the same machine can use shared memory.
+
+    A caller on the store's machine can give the store a piece of memory. Payloads of at least 64 KiB then lie in that
+    memory instead of in messages; calls, order, checks and acknowledgements stay the same. The memory is given over
+    the Unix socket that the answer names:
+
+        caller connects (SOCK_SEQPACKET) and sends HELLO, with the descriptor of one memfd (SCM_RIGHTS):
+            "residuum", version 1 (1 byte), kind (1 byte: 1 reading, 2 writing), key (16 random bytes)
+        store sends WELCOME: "residuum", version 1 (1 byte), `instance` (16 bytes)
+        caller compares the instance, and names the key in its reads or appends
+        caller sends RELEASED: `end` of a PlacedChunk (8 bytes, little-endian), when it has copied the bytes before it
+
+    The memfd must be sealed against shrinking and growing. Memory for reading has 8 to 64 MiB, all of them allocated;
+    the store writes payloads into it as into a ring. Memory for writing is only read by the store. Closing the
+    connection takes the memory back. One read at a time can use a memory; the store answers others in messages. It
+    also sends a payload in its message if the caller releases nothing for some seconds. If the caller breaks these
+    rules, the store closes the connection.
+
+    Errors:
+    * There are no method-specific errors.
+    """
 
 class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     """Stores captures and serves them by ID.
@@ -378,7 +426,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
     with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
-    `generate` to label and delete; any for GetStats; `admin` for everything. A capture belongs to a tenant; for other
+    `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
     The service also serves grpc.health.v1 and server reflection.
@@ -441,6 +489,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         * RESOURCE_EXHAUSTED, STORE_FULL: the store is full; nothing after the last acknowledgement was written. Retry when
           there is room.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        * FAILED_PRECONDITION, UNKNOWN_MEMORY: a payload is in shared memory that the store does not have (see
+          DescribeStore), for example because it restarted. Send the payloads in messages, or give the memory again.
         """
 
     @_abc_1.abstractmethod
@@ -587,6 +637,34 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.GetStatsResponse, _abc.Awaitable[_store_pb2.GetStatsResponse]]:
         """Returns the store's statistics.
+
+        Errors:
+        * There are no method-specific errors.
+        """
+
+    @_abc_1.abstractmethod
+    def DescribeStore(
+        self,
+        request: _store_pb2.DescribeStoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.DescribeStoreResponse, _abc.Awaitable[_store_pb2.DescribeStoreResponse]]:
+        """Describes the store: its version, and how callers on the same machine can use shared memory.
+
+        A caller on the store's machine can give the store a piece of memory. Payloads of at least 64 KiB then lie in that
+        memory instead of in messages; calls, order, checks and acknowledgements stay the same. The memory is given over
+        the Unix socket that the answer names:
+
+            caller connects (SOCK_SEQPACKET) and sends HELLO, with the descriptor of one memfd (SCM_RIGHTS):
+                "residuum", version 1 (1 byte), kind (1 byte: 1 reading, 2 writing), key (16 random bytes)
+            store sends WELCOME: "residuum", version 1 (1 byte), `instance` (16 bytes)
+            caller compares the instance, and names the key in its reads or appends
+            caller sends RELEASED: `end` of a PlacedChunk (8 bytes, little-endian), when it has copied the bytes before it
+
+        The memfd must be sealed against shrinking and growing. Memory for reading has 8 to 64 MiB, all of them allocated;
+        the store writes payloads into it as into a ring. Memory for writing is only read by the store. Closing the
+        connection takes the memory back. One read at a time can use a memory; the store answers others in messages. It
+        also sends a payload in its message if the caller releases nothing for some seconds. If the caller breaks these
+        rules, the store closes the connection.
 
         Errors:
         * There are no method-specific errors.

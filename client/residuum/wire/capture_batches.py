@@ -33,22 +33,25 @@ class CaptureBatch:
         self._index = -1
         self._fields: list[bytes] = []
 
-    def add(self, index: int, field: bytes) -> bytes:
+    def add(self, index: int, field: bytes, weight: int = 0) -> bytes:
         """Add a field of a capture.
 
         Args:
             index: The capture's index in the request.
             field: The serialised fields, such as those of a ReadChunksResponse.
+            weight: Bytes that it counts for beyond its own, for a payload in shared memory. Otherwise the memory could
+                be full of payloads of a message that is not sent yet.
 
         Returns:
             The message that must be sent first, because there is no room for the field; empty if there is none.
         """
-        full = self.take() if self._size and self._size + len(field) > BATCH_BYTES else b""
+        size = len(field) + weight
+        full = self.take() if self._size and self._size + size > BATCH_BYTES else b""
         if index != self._index:
             self._end_part()
             self._index = index
         self._fields.append(field)
-        self._size += len(field)
+        self._size += size
         return full
 
     def take(self) -> bytes:

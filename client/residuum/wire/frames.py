@@ -7,7 +7,6 @@ it. The `parse_*` functions return the payload as a view of the message's bytes;
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, Union
 
@@ -17,6 +16,7 @@ from google.protobuf.message import DecodeError
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
+from residuum.wire.shared_memory import Payloads, Place, SharedMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +35,7 @@ _CHUNK_CRC32C = capture_pb2.Chunk.CRC32C_FIELD_NUMBER
 _CHUNK_PAYLOAD = capture_pb2.Chunk.PAYLOAD_FIELD_NUMBER
 _APPEND_CHUNK = store_pb2.AppendChunksRequest.CHUNK_FIELD_NUMBER
 _READ_CHUNK = store_pb2.ReadChunksResponse.CHUNK_FIELD_NUMBER
+_READ_PLACED = store_pb2.ReadChunksResponse.PLACED_CHUNKS_FIELD_NUMBER
 
 
 class FrameError(ValueError):
@@ -51,6 +52,8 @@ class ChunkView:
     """The received checksum; see `verify`."""
     payload: memoryview
     """The encoded rows; valid as long as the underlying buffer."""
+    is_placed: bool = False
+    """Whether the payload is in shared memory, and so valid only until it is released."""
 
     def verify(self) -> bool:
         """Tell whether the payload matches its checksum."""
@@ -90,6 +93,10 @@ class AppendView:
     """The capture's tenant, as the writer names it."""
     attempt: int = 0
     """The capture's `attempt`."""
+    placed: store_pb2.PlacedChunk | None = None
+    """The chunk, if its payload is in shared memory."""
+    shared_memory_key: bytes = b""
+    """The key of that memory."""
 
 
 def checksum(payload: Buffer) -> int:
@@ -114,6 +121,31 @@ def read_prefix(chunk_bytes: int) -> bytes:
     return length_prefix(_READ_CHUNK, chunk_bytes)
 
 
+def split_chunk(data: Buffer) -> tuple[memoryview, memoryview]:
+    """Return the bytes of a Chunk before its payload field, and the payload, without copying or parsing them.
+
+    Raises:
+        FrameError: The bytes are not a Chunk with its payload at the end.
+    """
+    view = memoryview(data)
+    for number, value, raw in _raw_fields(view):
+        if number == _CHUNK_PAYLOAD and isinstance(value, memoryview):
+            return view[: len(view) - len(raw)], value
+    raise FrameError("the chunk has no payload")
+
+
+def placed_response(head: bytes, place: Place, num_bytes: int) -> bytes:
+    """Return the ReadChunksResponse of a chunk whose payload is in shared memory. Several of them, joined, are one.
+
+    Args:
+        head: The bytes of the Chunk before its payload. PlacedChunk numbers these fields as Chunk does.
+        place: Where the payload is.
+        num_bytes: Its length.
+    """
+    placed = store_pb2.PlacedChunk(offset=place.offset, num_bytes=num_bytes, end=place.end).SerializeToString()
+    return b"".join((length_prefix(_READ_PLACED, len(head) + len(placed)), head, placed))
+
+
 def length_prefix(number: int, size: int) -> bytes:
     """Return the bytes of a field before its `size` bytes of content: a message, bytes or a text."""
     return _tag(number, _LENGTH_DELIMITED) + _varint(size)
@@ -126,8 +158,24 @@ def chunk_view(chunk: capture_pb2.Chunk) -> ChunkView:
         FrameError: The header does not match the payload.
     """
     payload = memoryview(chunk.payload)
-    _check_header(chunk.header, len(payload))
+    check_header(chunk.header, len(payload))
     return ChunkView(chunk.header, chunk.crc32c, payload)
+
+
+def placed_view(chunk: store_pb2.PlacedChunk, payloads: Payloads | None) -> ChunkView:
+    """Return a chunk whose payload is in shared memory, after checking that its header describes its payload.
+
+    Raises:
+        FrameError: The header does not match the payload, or there is no such payload.
+    """
+    if payloads is None:
+        raise FrameError("its payload is in shared memory, which the reader did not offer")
+    try:
+        payload = payloads.take(chunk.offset, chunk.num_bytes, chunk.end)
+    except SharedMemoryError as error:
+        raise FrameError(str(error)) from None
+    check_header(chunk.header, len(payload))
+    return ChunkView(chunk.header, chunk.crc32c, payload, is_placed=True)
 
 
 def parse_chunk(data: Buffer) -> ChunkView:
@@ -146,7 +194,7 @@ def parse_chunk(data: Buffer) -> ChunkView:
             payload = value
     if header is None:
         raise FrameError("the chunk has no header")
-    _check_header(header, len(payload))
+    check_header(header, len(payload))
     return ChunkView(header, crc32c, payload)
 
 
@@ -154,7 +202,7 @@ def parse_append(data: Buffer) -> AppendView:
     """Parse an AppendChunksRequest without copying or parsing the chunk in it.
 
     Raises:
-        FrameError: The bytes are not an AppendChunksRequest with a chunk or a loss.
+        FrameError: The bytes are not an AppendChunksRequest with a chunk, a placed chunk or a loss.
     """
     chunk: memoryview | None = None
     rest: list[bytes] = []
@@ -165,16 +213,35 @@ def parse_append(data: Buffer) -> AppendView:
             rest.append(bytes(raw))
     message = _parse(store_pb2.AppendChunksRequest, memoryview(b"".join(rest)))
     loss = message.loss if message.HasField("loss") else None
-    if (chunk is None) == (loss is None):
+    placed = message.placed_chunk if message.HasField("placed_chunk") else None
+    if sum(content is not None for content in (chunk, loss, placed)) != 1:
         raise FrameError("the message must carry either a chunk or a loss")
-    return AppendView(message.number, message.capture_id, loss, chunk, message.tenant, message.attempt)
+    return AppendView(
+        message.number, message.capture_id, loss, chunk, message.tenant, message.attempt, placed,
+        message.shared_memory_key,
+    )  # fmt: skip
 
 
-def parse_read(data: Buffer) -> capture_pb2.CaptureManifest | ChunkView:
+def placed_append(
+    number: int, capture_id: str, placed: store_pb2.PlacedChunk, key: bytes, tenant: str = "", attempt: int = 0
+) -> bytes:
+    """Return the AppendChunksRequest of a chunk whose payload is in the shared memory that `key` names."""
+    return store_pb2.AppendChunksRequest(
+        number=number, capture_id=capture_id, tenant=tenant, attempt=attempt, shared_memory_key=key, placed_chunk=placed
+    ).SerializeToString()
+
+
+def parse_read(
+    data: Buffer, payloads: Payloads | None = None
+) -> capture_pb2.CaptureManifest | ChunkView | list[ChunkView]:
     """Parse a ReadChunksResponse without copying the payload of its chunk.
 
+    Args:
+        data: The message.
+        payloads: The shared memory that its payload may be in.
+
     Returns:
-        The manifest or the chunk that the message carries.
+        The manifest or the chunk that the message carries, or the chunks whose payloads are in shared memory.
 
     Raises:
         FrameError: The bytes are not a ReadChunksResponse.
@@ -183,12 +250,19 @@ def parse_read(data: Buffer) -> capture_pb2.CaptureManifest | ChunkView:
         if number == _READ_CHUNK and isinstance(value, memoryview):
             return parse_chunk(value)
     message = _parse(store_pb2.ReadChunksResponse, memoryview(data))
+    if message.placed_chunks:
+        return [placed_view(chunk, payloads) for chunk in message.placed_chunks]
     if not message.HasField("manifest"):
         raise FrameError("the message carries neither a manifest nor a chunk")
     return message.manifest
 
 
-def _check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
+def check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
+    """Check that a chunk's header describes a payload of this length.
+
+    Raises:
+        FrameError: It does not.
+    """
     layers, positions = list(header.layers), list(header.positions)
     if not layers or not positions or not header.width:
         raise FrameError("a chunk needs at least one layer, one position and a width")
@@ -205,7 +279,7 @@ def _check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
 
 
 def _ascends(numbers: list[int]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(numbers))
+    return numbers == sorted(set(numbers))
 
 
 def _parse(kind: type[_Message], data: memoryview) -> _Message:

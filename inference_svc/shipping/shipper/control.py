@@ -25,6 +25,7 @@ from inference_svc.shipping.protocol import (
 )
 from inference_svc.shipping.ring import Extent, SharedRing
 from inference_svc.shipping.shipper.parcels import Parcel, extent_parcels, loss_parcels
+from inference_svc.shipping.shipper.shared_rings import Rings
 from svc_common.logs import get_logger
 
 _FIRST_DELAY_SECONDS = 0.05
@@ -45,9 +46,10 @@ class ControlClient:
     The mapping here keeps the ring's memory after the worker has ended, so the shipper still sends the items it has.
     """
 
-    def __init__(self, path: Path, put: Put) -> None:
-        """Prepare to pass the parcels of the worker at `path` to `put`; `start` starts it."""
+    def __init__(self, path: Path, put: Put, rings: Rings | None = None) -> None:
+        """Prepare to pass the parcels of the worker at `path` to `put`, and its ring to `rings`; `start` starts it."""
         self._path = path
+        self._rings = rings
         self._put = put
         self._leaving = threading.Event()
         self._lock = threading.Lock()  # guards the session
@@ -89,7 +91,7 @@ class ControlClient:
             self._serve(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        session = _Session(connection, self._put)
+        session = _Session(connection, self._put, self._rings)
         with self._lock:
             if self._leaving.is_set():
                 connection.close()
@@ -111,8 +113,9 @@ class ControlClient:
 class _Session:
     """One connection to a worker, and that worker's ring."""
 
-    def __init__(self, connection: socket.socket, put: Put) -> None:
+    def __init__(self, connection: socket.socket, put: Put, rings: Rings | None) -> None:
         self._connection = connection
+        self._rings = rings
         self._put = put
         self._sending = threading.Lock()
         self._ring: SharedRing | None = None
@@ -158,6 +161,9 @@ class _Session:
     def _handle(self, message: Message, descriptors: list[int]) -> None:
         if isinstance(message, Hello) and self._ring is None and descriptors:
             self._ring = _attach(message, descriptors[0])
+            if self._rings is not None:
+                with contextlib.suppress(OSError):  # without it, payloads travel in messages
+                    self._rings.add(self._ring, descriptors[0])
         elif isinstance(message, ExtentReady) and self._ring is not None:
             self._take_extent(message, self._ring)
         elif isinstance(message, LossReport):

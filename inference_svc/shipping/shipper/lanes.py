@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from inference_svc.shipping.shipper.outbox import Outbox
 from inference_svc.shipping.shipper.parcels import Parcel
+from inference_svc.shipping.shipper.shared_rings import Rings
 from inference_svc.shipping.shipper.uploader import Uploader
 from residuum.rpc.credentials import Credentials
 from residuum.wire.placement import StoreAddress, first_rank
@@ -18,11 +19,13 @@ _TICK_SECONDS = 0.5
 class Lane:
     """The outbox and the uploader of one store."""
 
-    def __init__(self, store: StoreAddress, max_unacked_bytes: int, credentials: Credentials) -> None:
+    def __init__(
+        self, store: StoreAddress, max_unacked_bytes: int, credentials: Credentials, rings: Rings | None
+    ) -> None:
         """Prepare the lane of one store; see `Lanes`."""
         self.store = store
         self.outbox = Outbox(max_unacked_bytes)
-        self.uploader = Uploader(store.endpoint, self.outbox, credentials, name=store.name)
+        self.uploader = Uploader(store.endpoint, self.outbox, credentials, name=store.name, rings=rings)
 
     def figures(self) -> dict[str, float]:
         """Return the figures of this lane, by name."""
@@ -48,15 +51,22 @@ class Lanes:
     socket. It never waits, because rows stay in the ring until they are sent.
     """
 
-    def __init__(self, stores: Sequence[StoreAddress], max_unacked_bytes: int, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        stores: Sequence[StoreAddress],
+        max_unacked_bytes: int,
+        credentials: Credentials,
+        rings: Rings | None = None,
+    ) -> None:
         """Prepare a lane for each store; nothing is connected before `start`.
 
         Args:
             stores: The stores, of different names.
             max_unacked_bytes: Most payload bytes that each store may leave unacknowledged.
             credentials: The credentials for all stores.
+            rings: The rings that stores on this machine may read from.
         """
-        self._lanes = {store.name: Lane(store, max_unacked_bytes, credentials) for store in stores}
+        self._lanes = {store.name: Lane(store, max_unacked_bytes, credentials, rings) for store in stores}
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())

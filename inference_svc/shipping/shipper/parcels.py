@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from inference_svc.shipping.framing import Piece, append_message, cut, payload_bytes
+from inference_svc.shipping.shipper.shared_rings import Place, SharedRings
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire import frames
 from residuum.wire.tokens import split_path
 
 
@@ -53,9 +55,17 @@ class Parcel:
         """Bytes of the payload; a loss counts as 0."""
         return len(self.content.payload) if isinstance(self.content, Piece) else 0
 
-    def encode(self, number: int) -> bytes:
-        """Return the serialised AppendChunksRequest with this number."""
+    def encode(self, number: int, shared: SharedRings | None = None) -> bytes:
+        """Return the serialised AppendChunksRequest with this number.
+
+        Args:
+            number: The message's number.
+            shared: The rings that the store has. A payload in one of them stays there, unless it was damaged before.
+        """
         if isinstance(self.content, Piece):
+            place = shared.find(self.content.payload) if shared is not None and not self.resent else None
+            if place is not None:
+                return placed_message(number, self, self.content, place)
             return append_message(number, self.capture_id, self.content, self.tenant, self.attempt)
         message = store_pb2.AppendChunksRequest(
             number=number,
@@ -79,6 +89,17 @@ class Parcel:
             return None
         loss = write_failed(self.content.header, detail)
         return replace(self, content=loss, resent=False)
+
+
+def placed_message(number: int, parcel: Parcel, piece: Piece, place: Place) -> bytes:
+    """Return the AppendChunksRequest of a piece that stays in its ring."""
+    placed = store_pb2.PlacedChunk(
+        header=piece.header,
+        crc32c=frames.checksum(piece.payload),
+        offset=place.offset,
+        num_bytes=len(piece.payload),
+    )
+    return frames.placed_append(number, parcel.capture_id, placed, place.key, parcel.tenant, parcel.attempt)
 
 
 def extent_parcels(

@@ -13,6 +13,7 @@ from pathlib import Path
 from inference_svc.shipping.figures import FigureFile
 from inference_svc.shipping.shipper.control import ControlClient
 from inference_svc.shipping.shipper.lanes import Lanes
+from inference_svc.shipping.shipper.shared_rings import Rings
 from residuum.rpc.credentials import Credentials
 from residuum.wire.placement import StoreAddress
 from svc_common.logs import get_logger
@@ -55,10 +56,11 @@ class Shipper:
     def __init__(self, settings: ShipperSettings) -> None:
         """Prepare the shipper; `run` connects it."""
         self._settings = settings
-        self._lanes = Lanes(settings.stores, settings.max_unacked_bytes, settings.credentials)
+        rings = Rings()
+        self._lanes = Lanes(settings.stores, settings.max_unacked_bytes, settings.credentials, rings)
         path = settings.figures_path
         self._file = FigureFile(path, self._lanes.figures) if path else None
-        self._clients = [ControlClient(path, self._lanes.put) for path in settings.control_paths]
+        self._clients = [ControlClient(path, self._lanes.put, rings) for path in settings.control_paths]
 
     def run(self) -> int:
         """Ship until a signal or the end of the parent stops the process.

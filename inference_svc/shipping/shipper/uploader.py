@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import grpc
 
 from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.shipper.outbox import Outbox, Settled
 from inference_svc.shipping.shipper.parcels import Parcel
+from inference_svc.shipping.shipper.shared_rings import Rings, SharedRings, StoreRings
 from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import Credentials, CredentialsError
-from residuum.rpc.errors import Reason
+from residuum.rpc.errors import Reason, failure_from_rpc_error
 from residuum.v1 import errors_pb2, store_pb2
 from residuum.wire.placement import StoreAddress
 from svc_common.logs import get_logger
@@ -37,12 +39,22 @@ class Uploader:
     """
 
     def __init__(
-        self, endpoint: str, outbox: Outbox, credentials: Credentials | None = None, *, name: str = ""
+        self,
+        endpoint: str,
+        outbox: Outbox,
+        credentials: Credentials | None = None,
+        *,
+        name: str = "",
+        rings: Rings | None = None,
     ) -> None:
-        """Prepare to send the parcels of `outbox` to the store `name` at `endpoint` (host:port); `start` starts it."""
+        """Prepare to send the parcels of `outbox` to the store `name` at `endpoint` (host:port); `start` starts it.
+
+        If the store is on this machine, payloads may stay in `rings`.
+        """
         self._endpoint = endpoint
         self._store = str(StoreAddress(name or endpoint, endpoint))
         self._credentials = credentials
+        self._rings = StoreRings(rings, self._store)
         self._outbox = outbox
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         self._abandoned = threading.Event()
@@ -100,14 +112,17 @@ class Uploader:
 
     def _run_stream(self) -> None:
         """Run one stream to its end."""
-        with open_channel(self._endpoint, credentials=self._credentials) as channel:
+        with (
+            open_channel(self._endpoint, credentials=self._credentials) as channel,
+            closing(self._rings.begin(channel)) as shared,
+        ):
             stream = self._outbox.start_stream()
             self.num_streams += 1
             # No serializer: the messages are serialised already.
             append: grpc.StreamStreamMultiCallable[bytes, store_pb2.AppendChunksResponse] = channel.stream_stream(
                 _METHOD, response_deserializer=store_pb2.AppendChunksResponse.FromString
             )
-            call = append(self._messages(stream))
+            call = append(self._messages(stream, shared))
             self._call = call
             if self._abandoned.is_set():
                 call.cancel()
@@ -117,17 +132,20 @@ class Uploader:
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     self._refuse_suspect(error)
+                failure = failure_from_rpc_error(error)
+                if failure is not None and failure.reason == Reason.ERROR_REASON_UNKNOWN_MEMORY:
+                    self._rings.pause()
                 raise
             finally:
                 self._call = None
                 # This also lets gRPC's thread return from `_messages`.
                 self._unacked = self._outbox.end_stream()
 
-    def _messages(self, stream: int) -> Iterator[bytes]:
+    def _messages(self, stream: int, shared: SharedRings) -> Iterator[bytes]:
         """Yield a stream's messages. Runs on gRPC's thread, which waits here while no parcel can be sent."""
         while (taken := self._outbox.take(stream)) is not None:
             number, parcel = taken
-            yield parcel.encode(number)
+            yield parcel.encode(number, shared)
 
     def _settle(self, all_settled: list[Settled]) -> None:
         for settled in all_settled:

@@ -1,0 +1,184 @@
+"""Gives the rings of workers to stores on the same machine, so that payloads need not travel in messages."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from inference_svc.shipping.ring import SharedRing
+from residuum.rpc.shared_memory import GivenMemory, give_memory, is_possible, is_switched_off
+from residuum.v1 import store_pb2
+from residuum.wire.shared_memory import MIN_PLACED_BYTES, WRITE, SharedMemoryError
+from svc_common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DESCRIBE_SECONDS = 2.0
+"""How long a stream waits for the store's description. Without it, payloads travel in messages."""
+
+_PAUSE_SECONDS = 30.0
+"""After a store did not have a memory that it was given, payloads travel in messages for this long."""
+
+_METHOD = "/residuum.v1.StoreService/DescribeStore"
+
+_log = get_logger(__name__)
+
+
+class _Ring(NamedTuple):
+    start: int
+    """Its address in this process."""
+    end: int
+    descriptor: int
+
+
+class Place(NamedTuple):
+    """Where a payload is, for a store that has the ring."""
+
+    key: bytes
+    """Names the ring."""
+    offset: int
+    """Bytes from the ring's start."""
+
+
+class Rings:
+    """The rings that a shipper has attached, by number. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._lock = threading.Lock()
+        self._rings: dict[int, _Ring] = {}
+        self._next = 0
+
+    def add(self, ring: SharedRing, descriptor: int) -> None:
+        """Add a ring until it is unmapped. The caller keeps the descriptor.
+
+        Raises:
+            OSError: Its memory cannot be opened again.
+        """
+        read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)  # stores must not write to it
+        start = _address(ring.memory)
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._rings[number] = _Ring(start, start + ring.ring_bytes, read_only)
+        weakref.finalize(ring.memory, self._remove, number)
+
+    def find(self, payload: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
+        """Return the number of the ring that a payload is in, and its offset there; None if it is in none."""
+        start = _address(payload)
+        with self._lock:
+            for number, ring in self._rings.items():
+                if ring.start <= start and start + len(payload) <= ring.end:
+                    return number, start - ring.start
+        return None
+
+    @contextmanager
+    def descriptor(self, number: int) -> Iterator[int]:
+        """Lend a descriptor of a ring.
+
+        Raises:
+            OSError: The ring was unmapped.
+        """
+        with self._lock:
+            ring = self._rings.get(number)
+            if ring is None:
+                raise OSError("the worker has ended")
+            lent = os.dup(ring.descriptor)
+        try:
+            yield lent
+        finally:
+            os.close(lent)
+
+    def _remove(self, number: int) -> None:
+        # Without the lock: Python may call this in a thread that has it. Removing an entry is atomic.
+        ring = self._rings.pop(number, None)
+        if ring is not None:
+            os.close(ring.descriptor)
+
+
+class SharedRings:
+    """What one stream to a store needs to know: whether the store has the rings, and their keys."""
+
+    def __init__(self, rings: Rings, description: store_pb2.DescribeStoreResponse | None, store: str) -> None:
+        """Give no ring yet; `find` gives each one when its first payload is to be sent."""
+        self._rings = rings
+        self._description = description
+        self._store = store
+        self._given: dict[int, GivenMemory | None] = {}
+
+    def find(self, payload: memoryview) -> Place | None:
+        """Return where a payload is; None if it must travel in its message. This may wait for the store once a ring."""
+        if self._description is None or len(payload) < MIN_PLACED_BYTES:
+            return None
+        found = self._rings.find(np.frombuffer(payload, dtype=np.uint8))
+        if found is None:
+            return None
+        number, offset = found
+        if number not in self._given:
+            self._given[number] = self._give(self._description, number)
+        given = self._given[number]
+        return None if given is None else Place(given.key, offset)
+
+    def close(self) -> None:
+        """Take the rings back."""
+        for given in self._given.values():
+            if given is not None:
+                given.close()
+        self._given.clear()
+
+    def _give(self, description: store_pb2.DescribeStoreResponse, number: int) -> GivenMemory | None:
+        try:
+            with self._rings.descriptor(number) as descriptor:
+                given = give_memory(description.shared_memory_socket, description.instance, WRITE, descriptor)
+        except (OSError, SharedMemoryError) as error:
+            _log.info("no shared memory with the store; rows travel in messages", store=self._store, why=str(error))
+            return None
+        _log.info("rows pass through shared memory", store=self._store)
+        return given
+
+
+class StoreRings:
+    """The rings and one store, for all its streams one after another."""
+
+    def __init__(self, rings: Rings | None, store: str) -> None:
+        """Prepare for a store, of this name; without rings, all payloads travel in messages."""
+        self._rings = rings if is_possible() and not is_switched_off() else None
+        self._store = store
+        self._paused_until = 0.0
+
+    def begin(self, channel: grpc.Channel) -> SharedRings:
+        """Return what a new stream needs, after asking the store on its channel."""
+        if self._rings is None or time.monotonic() < self._paused_until:
+            return SharedRings(Rings(), None, self._store)
+        return SharedRings(self._rings, _describe(channel), self._store)
+
+    def pause(self) -> None:
+        """Let payloads travel in messages for a while: the store did not have a memory."""
+        self._paused_until = time.monotonic() + _PAUSE_SECONDS
+
+
+def _describe(channel: grpc.Channel) -> store_pb2.DescribeStoreResponse | None:
+    """Return the store's description; None if it offers no shared memory or does not answer."""
+    describe: grpc.UnaryUnaryMultiCallable[store_pb2.DescribeStoreRequest, store_pb2.DescribeStoreResponse]
+    describe = channel.unary_unary(
+        _METHOD,
+        request_serializer=store_pb2.DescribeStoreRequest.SerializeToString,
+        response_deserializer=store_pb2.DescribeStoreResponse.FromString,
+    )
+    try:
+        answer = describe(store_pb2.DescribeStoreRequest(), timeout=_DESCRIBE_SECONDS)
+    except grpc.RpcError:
+        return None
+    return answer if answer.shared_memory_socket else None
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])

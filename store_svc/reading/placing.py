@@ -1,0 +1,125 @@
+"""Puts large payloads into the shared memory of a reader, instead of into messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.v1 import capture_pb2
+from residuum.wire.frames import ChunkView, FrameError, check_header, checksum, placed_response, split_chunk
+from residuum.wire.shared_memory import MIN_PLACED_BYTES, Place
+from store_svc.captures.capture_names import unknown_capture
+from store_svc.database.db import Database, Table
+from store_svc.reading.query import Query
+from store_svc.reading.slicing import cut_into, slice_chunk, slice_header
+from store_svc.reading.stored_chunks import damaged, framed, verified
+from store_svc.shared_memory.memories import ReadUse
+
+
+class Placing:
+    """Places the payloads of one read.
+
+    It copies from LMDB's pages straight into the memory, in a read transaction. It waits for room outside of any.
+    """
+
+    def __init__(self, db: Database, is_cancelled: Callable[[], bool], memory: ReadUse | None) -> None:
+        """Place payloads in a memory; with None, place none."""
+        self._db = db
+        self._is_cancelled = is_cancelled
+        self._memory = memory
+
+    def respond(self, key: bytes, query: Query, *, whole: bool) -> bytes | None:
+        """Return the response with the wanted rows of a frame.
+
+        Returns:
+            The serialised ReadChunksResponse, empty if the frame has no wanted row. None: the payload belongs into the
+            message.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE or CHECKSUM_MISMATCH.
+        """
+        memory = self._memory
+        while memory is not None and not memory.is_over:
+            with self._db.read() as txn:
+                view = txn.get(Table.FRAMES, key)
+                if view is None:
+                    raise unknown_capture(query.capture_id)
+                if len(view) < MIN_PLACED_BYTES:
+                    return None
+                copied = _copy_whole(view, memory) if whole else _copy_slice(view, query, memory)
+            if isinstance(copied, bytes):
+                return copied
+            if copied is not None:
+                return _check_and_frame(*copied, query.capture_id)
+            memory.wait(self._is_cancelled)
+        return None
+
+
+def joined(responses: Iterator[bytes], memory: ReadUse | None) -> Iterator[bytes]:
+    """Yield responses. Those whose payloads are in shared memory are joined: each message costs time at both ends.
+
+    An empty response says that the next one may take long to come.
+    """
+    waiting: list[bytes] = []
+    placed = sent = 0
+    for response in responses:
+        now = memory.num_bytes if memory is not None else 0
+        if now > placed:
+            waiting.append(response)
+        if waiting and (memory is None or now == placed or now - sent >= memory.message_bytes):
+            yield b"".join(waiting)
+            waiting, sent = [], now
+        if now == placed and response:
+            yield response
+        placed = now
+    if waiting:
+        yield b"".join(waiting)
+
+
+_Copied = tuple[bytes, Place, npt.NDArray[np.uint8]]
+"""The bytes of a Chunk before its payload, the place of the payload, and the copied payload."""
+
+
+def _copy_whole(view: memoryview, memory: ReadUse) -> _Copied | None:
+    """Copy the payload of a chunk; return None if there is no room."""
+    head, payload = split_chunk(view)
+    room = memory.take(len(payload))
+    if room is None:
+        return None
+    np.copyto(room[1], np.frombuffer(payload, dtype=np.uint8))  # lets go of the GIL
+    return bytes(head), *room
+
+
+def _copy_slice(view: memoryview, query: Query, memory: ReadUse) -> _Copied | bytes | None:
+    """Copy the wanted rows of a chunk. Return None if there is no room; the response if they belong into it."""
+    chunk = verified(view, query.capture_id)
+    layers, positions = query.cut(chunk.header)
+    if not layers or not positions:
+        return b""
+    num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
+    if num_bytes < MIN_PLACED_BYTES:
+        return framed(slice_chunk(chunk, layers, positions))
+    room = memory.take(num_bytes)
+    if room is None:
+        return None
+    place, payload = room
+    cut_into(payload, chunk, layers, positions)
+    head = capture_pb2.Chunk(header=slice_header(chunk, layers, positions), crc32c=checksum(payload.data))
+    return head.SerializeToString(), place, payload
+
+
+def _check_and_frame(head: bytes, place: Place, payload: npt.NDArray[np.uint8], capture_id: str) -> bytes:
+    """Check a copied payload, which needs no transaction, and return the response.
+
+    The peer could have changed its memory. Then the check fails, and only the peer's own call.
+    """
+    try:
+        chunk = capture_pb2.Chunk.FromString(head)
+        check_header(chunk.header, len(payload))
+    except (FrameError, ValueError):
+        raise damaged(capture_id) from None
+    if not ChunkView(chunk.header, chunk.crc32c, payload.data).verify():
+        raise damaged(capture_id)
+    return placed_response(head, place, len(payload))
