@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
-from inference_svc.engine.tap_settings import Stores, TapSettings
+from inference_svc.tap_settings import Stores, TapSettings
 from residuum.wire.placement import StoreAddress, parse_stores
 from svc_common.security.tls import SecureSettings
 from svc_common.settings import Endpoint, OptionalEndpoint

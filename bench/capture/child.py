@@ -24,9 +24,9 @@ from bench.machine import used_mib
 from bench.memory import peak_mib
 from bench.plain import restore
 from bench.processes import hand_over
-from inference_svc.engine.facts import ModelFacts
-from inference_svc.engine.tap_settings import SITES
+from inference_svc.model_facts import ModelFacts
 from inference_svc.settings import InferenceSettings
+from inference_svc.tap_settings import SITES
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import selection_pb2
 from residuum.wire.encodings import ENCODINGS

@@ -21,7 +21,7 @@ from residuum.wire.placement import first_rank, parse_stores
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.model_facts import ModelFacts
 
 _STOP_SECONDS = 10.0
 _END_SECONDS = 60

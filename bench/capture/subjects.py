@@ -15,7 +15,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from bench.capture import noop_taps
 from inference_svc.engine.arguments import engine_arguments
-from inference_svc.engine.engine import Engine, model_runner
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.facts import model_runner
 from inference_svc.engine.streams import stream
 from inference_svc.selftest import run_self_test
 from inference_svc.settings import InferenceSettings

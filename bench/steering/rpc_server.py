@@ -16,7 +16,7 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from inference_svc.engine.facts import ModelFacts
+from inference_svc.model_facts import ModelFacts
 from inference_svc.parts import Parts
 from inference_svc.servicer import InferenceServicer
 from inference_svc.settings import InferenceSettings

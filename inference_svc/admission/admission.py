@@ -12,7 +12,7 @@ from inference_svc.resources.vector_cache import vector_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.model_facts import ModelFacts
     from inference_svc.resources.vector_cache import VectorCache
     from residuum.v1 import inference_pb2, steering_pb2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.fields import check_selection, invalid, layer_list
@@ -17,7 +16,6 @@ from residuum.wire.encodings import (
     LARGEST,
     PROJECT,
     RANDOM_PROJECTIONS,
-    RAW,
     SIZED,
     EncodingError,
     RowFormat,
@@ -25,27 +23,13 @@ from residuum.wire.encodings import (
 from residuum.wire.labels import LabelError, check_labels
 from residuum.wire.limits import (
     BLOCK_TOKENS,
-    DEFAULT_PROJECTION,
-    DEFAULT_TOPK,
     DIGEST_BYTES,
     MAX_PROJECTION_VECTORS,
 )
 from residuum.wire.selection import is_reduced
 
 if TYPE_CHECKING:
-    from inference_svc.engine.facts import ModelFacts
-
-
-@dataclass(frozen=True)
-class CaptureDefaults:
-    """How rows are encoded if a request does not choose."""
-
-    encoding: capture_pb2.Encoding.ValueType = RAW
-    """The encoding."""
-    projection: int = DEFAULT_PROJECTION
-    """Dimensions of random projections, or the width of rows if that is less."""
-    topk: int = DEFAULT_TOPK
-    """How many of the largest elements are kept, or the width of rows if that is less."""
+    from inference_svc.model_facts import ModelFacts
 
 
 def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture_pb2.CaptureSpec:

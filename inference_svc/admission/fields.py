@@ -9,7 +9,7 @@ from residuum.v1 import selection_pb2
 from residuum.wire.selection import check_positions, resolve_layers
 
 if TYPE_CHECKING:
-    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.model_facts import ModelFacts
 
 
 def invalid(field: str, message: str) -> Failure:

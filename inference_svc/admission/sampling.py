@@ -22,7 +22,7 @@ from residuum.wire.limits import (
 )
 
 if TYPE_CHECKING:
-    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.model_facts import ModelFacts
     from residuum.v1 import capture_pb2
 
 _MAX_TEMPERATURE = 2.0

@@ -15,7 +15,7 @@ from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
 
 if TYPE_CHECKING:
-    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.model_facts import ModelFacts
     from residuum.v1 import inference_pb2, selection_pb2, steering_pb2
 
 

@@ -14,7 +14,7 @@ from residuum.wire.limits import DIGEST_BYTES, MAX_OPERATIONS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.model_facts import ModelFacts
     from inference_svc.taps.steps.demand import Demand
     from residuum.v1 import capture_pb2, selection_pb2
 

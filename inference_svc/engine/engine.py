@@ -9,35 +9,29 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from inference_svc.admission.captures import CaptureDefaults
 from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
-from inference_svc.engine.facts import ModelFacts
+from inference_svc.engine.facts import facts_of
 from inference_svc.engine.ranks import check_ranks
 from inference_svc.engine.sampling import asked_of_vllm, check_with_vllm
 from inference_svc.engine.streams import Delta, engine_dead_failure, stream
-from inference_svc.engine.worker_settings import site_numbers
+from inference_svc.model_facts import ModelFacts
 from inference_svc.requests.prompts import PromptReader
-from inference_svc.taps.element_types import WIRE_TYPES
-from inference_svc.taps.reductions import REDUCTIONS
 from inference_svc.taps.vllm.worker import REFUSAL_FILE
 from residuum.rpc.errors import Failure
-from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from inference_svc.engine.tap_settings import TapSettings
     from inference_svc.requests.token_texts import TokenTexts
-    from inference_svc.resources.projections import Projection
     from inference_svc.settings import InferenceSettings
+    from inference_svc.taps.encodings.projections import Projection
     from inference_svc.taps.plan import Operation, RequestPlan
     from residuum.v1 import capture_pb2, inference_pb2, store_pb2
 
@@ -284,11 +278,6 @@ def _start_llm(arguments: AsyncEngineArgs, refusal: Path) -> AsyncLLM:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def model_runner(config: Any) -> str:
-    """Return which of vLLM's model runners a `VllmConfig` selects: "v1" or "v2"."""
-    return "v2" if config.use_v2_model_runner else "v1"
-
-
 async def tokenizer_of(llm: AsyncLLM) -> Any:
     """Return the engine's tokenizer, or None if the engine was started without one (`skip_tokenizer_init`)."""
     if llm.vllm_config.model_config.skip_tokenizer_init:
@@ -300,47 +289,3 @@ async def tokenizer_of(llm: AsyncLLM) -> Any:
 def _ready(states: Sequence[bool | str]) -> bool | str:
     """Return whether all ranks are ready; or the first error text, if a rank reports one."""
     return next((state for state in states if isinstance(state, str)), all(states))
-
-
-def _max_logprobs(model: Any) -> int:
-    """Return how many of the most likely tokens a request may ask for. vLLM's -1 means all."""
-    vocab_size = int(model.get_vocab_size())
-    return vocab_size if model.max_logprobs == -1 else min(model.max_logprobs, vocab_size)
-
-
-def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict[str, Any]] = ()) -> ModelFacts:
-    """Return what is served.
-
-    Args:
-        config: vLLM's `VllmConfig`.
-        settings: The settings of the taps.
-        name: What the model is called.
-        ranks: What each rank says of itself; see `TappedWorker.residuum_describe`. Empty: not known yet.
-    """
-    model, parallel = config.model_config, config.parallel_config
-    return ModelFacts(
-        name=name,
-        num_layers=model.get_total_num_hidden_layers(),
-        hidden_size=model.get_hidden_size(),
-        dtype=WIRE_TYPES[model.dtype],
-        max_model_len=model.max_model_len,
-        vocab_size=model.get_vocab_size(),
-        max_logprobs=_max_logprobs(model),
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        eager=bool(model.enforce_eager),
-        vllm_version=vllm.__version__,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
-        sites=tuple(site_numbers(settings)),  # type: ignore[arg-type]
-        pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
-        table_bytes=sum(rank["table_bytes"] for rank in ranks),
-        ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
-        control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
-        model_runner=model_runner(config),
-        folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
-        encodings=tuple(ENCODINGS.values()),
-        reductions=REDUCTIONS,
-        capture_defaults=CaptureDefaults(
-            ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k
-        ),
-    )

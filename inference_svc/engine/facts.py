@@ -1,51 +1,67 @@
-"""Facts about the served model and its engine, known once the engine runs."""
+"""Reads from vLLM's configuration what is served."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from inference_svc.admission.captures import CaptureDefaults
-from residuum.v1 import capture_pb2
+import vllm
+
+from inference_svc.engine.worker_settings import site_numbers
+from inference_svc.model_facts import CaptureDefaults, ModelFacts
+from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.reductions import REDUCTIONS
+from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
-    from residuum.v1 import tensor_pb2
+    from collections.abc import Sequence
+
+    from inference_svc.tap_settings import TapSettings
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """The served model: its shape, its limits, and what can be captured."""
+def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict[str, Any]] = ()) -> ModelFacts:
+    """Return what is served.
 
-    name: str
-    num_layers: int
-    hidden_size: int
-    dtype: tensor_pb2.DataType.ValueType
-    max_model_len: int
-    vocab_size: int
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    eager: bool
-    vllm_version: str
-    max_num_seqs: int
-    sites: tuple[capture_pb2.Site.ValueType, ...]
-    """The sites that requests can capture."""
-    pool_bytes: int
-    """Device memory for capture blocks, summed over ranks."""
-    table_bytes: int
-    """Device memory for vectors and programs, summed over ranks."""
-    ring_bytes: int
-    """Shared memory of the rings, summed over ranks."""
-    control_paths: tuple[str, ...]
-    """The control sockets of the rings, one for each rank that captures."""
-    model_runner: str = ""
-    """vLLM's model runner: "v1" or "v2"."""
-    folded_norms: int = 0
-    """How many layers have their tap folded into the norm that follows."""
-    encodings: tuple[capture_pb2.Encoding.ValueType, ...] = (capture_pb2.ENCODING_RAW,)
-    """The encodings that a capture may use."""
-    reductions: tuple[capture_pb2.Reduction.ValueType, ...] = (capture_pb2.REDUCTION_NONE,)
-    """The reductions that a capture may use."""
-    max_logprobs: int = 20
-    """How many of the most likely tokens a request may ask for with their log-probabilities."""
-    capture_defaults: CaptureDefaults = field(default_factory=CaptureDefaults)
-    """The encoding of rows if a request does not choose one."""
+    Args:
+        config: vLLM's `VllmConfig`.
+        settings: The settings of the taps.
+        name: What the model is called.
+        ranks: What each rank says of itself; see `TappedWorker.residuum_describe`. Empty: not known yet.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    return ModelFacts(
+        name=name,
+        num_layers=model.get_total_num_hidden_layers(),
+        hidden_size=model.get_hidden_size(),
+        dtype=WIRE_TYPES[model.dtype],
+        max_model_len=model.max_model_len,
+        vocab_size=model.get_vocab_size(),
+        max_logprobs=_max_logprobs(model),
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        eager=bool(model.enforce_eager),
+        vllm_version=vllm.__version__,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        sites=tuple(site_numbers(settings)),  # type: ignore[arg-type]
+        pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
+        table_bytes=sum(rank["table_bytes"] for rank in ranks),
+        ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
+        control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
+        model_runner=model_runner(config),
+        folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
+        encodings=tuple(ENCODINGS.values()),
+        reductions=REDUCTIONS,
+        capture_defaults=CaptureDefaults(
+            ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k
+        ),
+    )
+
+
+def model_runner(config: Any) -> str:
+    """Return which of vLLM's model runners a `VllmConfig` selects: "v1" or "v2"."""
+    return "v2" if config.use_v2_model_runner else "v1"
+
+
+def _max_logprobs(model: Any) -> int:
+    """Return how many of the most likely tokens a request may ask for. vLLM's -1 means all."""
+    vocab_size = int(model.get_vocab_size())
+    return vocab_size if model.max_logprobs == -1 else min(model.max_logprobs, vocab_size)

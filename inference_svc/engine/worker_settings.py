@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from inference_svc.engine.tap_settings import SITES
+from inference_svc.tap_settings import SITES
 
 if TYPE_CHECKING:
-    from inference_svc.engine.tap_settings import TapSettings
+    from inference_svc.tap_settings import TapSettings
 
 LONGEST_STEP_SECONDS = 7 * 24 * 3600
 """vLLM's limit for one step. With the policy WAIT, a step may wait for the store for days, until an operator acts.

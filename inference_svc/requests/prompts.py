@@ -18,7 +18,7 @@ from residuum.v1 import capture_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.model_facts import ModelFacts
     from residuum.v1 import inference_pb2, store_pb2
 
 _CONTEXT_TOKENS = 8

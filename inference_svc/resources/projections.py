@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from inference_svc.taps.encodings.signs import KEPT_BYTES
-from inference_svc.taps.plan import is_computed
+from inference_svc.taps.encodings.projections import KEPT_BYTES, Projection, is_computed
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.encodings import RANDOM_PROJECTIONS
 
@@ -28,15 +27,6 @@ all kept projections, and the workers handle it between two steps."""
 
 _POLL_SECONDS = 0.01
 """How often the service asks the workers whether signs are ready. They answer between two steps."""
-
-
-class Projection(NamedTuple):
-    """The parameters of a random projection that its signs depend on."""
-
-    seed: int
-    dimensions: int
-    computed: bool
-    """Whether the projected rows are computed by a reduction, in float32; see `taps.plan.is_computed`."""
 
 
 def projection_of(spec: capture_pb2.CaptureSpec | None) -> Projection | None:

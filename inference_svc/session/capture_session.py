@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from inference_svc.engine.facts import ModelFacts
+    from inference_svc.model_facts import ModelFacts
     from inference_svc.requests.registry import Running
     from inference_svc.requests.token_texts import TokenTexts
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inference_svc.resources.free_runs import FreeRuns
+from inference_svc.shipping.free_runs import FreeRuns
 from inference_svc.taps.element_types import WIRE_TYPES
 from residuum.wire.limits import BLOCK_TOKENS, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
 

@@ -11,6 +11,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from inference_svc.taps.encodings.projections import is_computed
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.encodings import RANDOM_PROJECTIONS, RowFormat
 from residuum.wire.limits import BLOCK_TOKENS
@@ -105,11 +106,6 @@ def _format(
     axis: capture_pb2.QuantizationAxis.ValueType,
 ) -> RowFormat:
     return RowFormat(encoding, width, dtype, dimensions, axis)
-
-
-def is_computed(reduction: capture_pb2.Reduction.ValueType) -> bool:
-    """Return whether a reduction computes new rows, in float32, instead of choosing among the captured rows."""
-    return reduction in (capture_pb2.REDUCTION_MEAN, capture_pb2.REDUCTION_MAX, capture_pb2.REDUCTION_SUM)
 
 
 @dataclass(frozen=True)

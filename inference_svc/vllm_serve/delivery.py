@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
     from concurrent.futures import Future
 
-    from inference_svc.engine.tap_settings import TapSettings
+    from inference_svc.tap_settings import TapSettings
     from residuum.v1 import store_pb2
 
 _log = get_logger(__name__)

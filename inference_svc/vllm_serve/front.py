@@ -19,7 +19,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from inference_svc.admission.admission import Admission
 from inference_svc.admission.fields import invalid
 from inference_svc.admission.specs import check_skip
-from inference_svc.engine.engine import Engine, facts_of, tokenizer_of
+from inference_svc.engine.engine import Engine, tokenizer_of
+from inference_svc.engine.facts import facts_of
 from inference_svc.engine.streams import engine_dead_failure
 from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.prompts import PromptReader, no_prompt_text
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
     from inference_svc.admission.specs import ResolvedSpec
-    from inference_svc.engine.tap_settings import TapSettings
     from inference_svc.requests.registry import Running
+    from inference_svc.tap_settings import TapSettings
 
     Generate = Callable[..., AsyncGenerator[Any]]
 

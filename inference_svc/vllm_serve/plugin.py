@@ -129,8 +129,8 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
     """
     if vllm_config.parallel_config.worker_cls != WORKER:
         return None
-    from inference_svc.engine.tap_settings import TapSettings
     from inference_svc.engine.worker_settings import LONGEST_STEP_SECONDS
+    from inference_svc.tap_settings import TapSettings
     from inference_svc.vllm_serve.front import FrontEnd
     from svc_common.logs import configure_own_logs
     from svc_common.settings import BadSettingsError, from_environment, log_unknown_variables

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     from inference_svc.engine.engine import Engine
-    from inference_svc.engine.tap_settings import TapSettings
+    from inference_svc.tap_settings import TapSettings
     from inference_svc.vllm_serve.delivery import Delivery
 
     Generate = Callable[..., AsyncGenerator[Any]]

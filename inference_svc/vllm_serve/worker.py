@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
-from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.engine.worker_settings import taps_fingerprint, worker_settings
+from inference_svc.tap_settings import TapSettings
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve import plugin

@@ -19,7 +19,8 @@ import structlog
 from google.protobuf import duration_pb2, timestamp_pb2
 from grpc_health.v1 import health
 
-from inference_svc.admission.captures import CaptureDefaults, resolve_capture
+from inference_svc.admission.captures import resolve_capture
+from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.channels import SERVER_OPTIONS, open_channel
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import (

@@ -17,9 +17,9 @@ import transformers
 
 from inference_svc.captures.stores import Stores
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.facts import ModelFacts
 from inference_svc.engine.streams import Delta
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
+from inference_svc.model_facts import ModelFacts
 from inference_svc.parts import Parts
 from inference_svc.requests.prompts import PromptReader
 from inference_svc.servicer import InferenceServicer

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import inference_svc
-from inference_svc.engine.tap_settings import SITES
 from inference_svc.settings import InferenceSettings
+from inference_svc.tap_settings import SITES
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.vllm.worker import _STEPS_LEAVING
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.admission.captures import CaptureDefaults, resolve_capture
+from inference_svc.admission.captures import resolve_capture
 from inference_svc.admission.specs import resolve_spec
+from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2
 from residuum.wire.encodings import (

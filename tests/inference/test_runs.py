@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.resources.free_runs import FreeRuns
+from inference_svc.shipping.free_runs import FreeRuns
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=30), st.randoms())

@@ -12,7 +12,8 @@ import torch
 from vllm.v1.worker import gpu_worker
 
 from inference_svc.taps.encodings import signs as signs_module
-from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, KEPT_BYTES, SignCache, Signs, max_sign_bytes
+from inference_svc.taps.encodings.projections import KEPT_BYTES
+from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, SignCache, Signs, max_sign_bytes
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.vllm.gpu_worker import TappedGpuWorker
 from residuum.v1 import capture_pb2

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.admission.captures import CaptureDefaults
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
 from inference_svc.admission.specs import resolve_spec
 from inference_svc.admission.steering import directions_of
+from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2, tensor_pb2
 from residuum.wire.encodings import ENCODINGS

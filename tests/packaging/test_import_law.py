@@ -45,6 +45,8 @@ def test_import_linter_keeps_every_contract(tool):
         ("inference_svc/__init__.py", "import lmdb"),
         ("inference_svc/__init__.py", "import store_svc"),
         ("inference_svc/__init__.py", "from residuum import Client"),
+        ("inference_svc/admission/__init__.py", "import inference_svc.engine.facts"),
+        ("inference_svc/shipping/__init__.py", "import inference_svc.taps.plan"),
         ("store_svc/__init__.py", "import residuum.exceptions"),
         ("store_svc/__init__.py", "import vllm"),
         ("svc_common/__init__.py", "import inference_svc.settings"),

@@ -14,9 +14,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 import residuum
 from inference_svc.captures.keeper import NoAnswerError
 from inference_svc.engine.streams import Delta
-from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.parts import Parts
 from inference_svc.settings import InferenceSettings
+from inference_svc.tap_settings import TapSettings
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.vllm_serve.front import FrontEnd
 from residuum.rpc.errors import Failure, Reason

@@ -6,7 +6,7 @@ import pytest
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 import residuum
-from inference_svc.engine.tap_settings import TapSettings
+from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.refusals import as_http_errors, http_error
 from residuum.rpc.errors import CODES, Failure, Reason

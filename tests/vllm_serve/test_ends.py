@@ -9,9 +9,9 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from inference_svc.admission.specs import ResolvedSpec
-from inference_svc.engine.tap_settings import TapSettings
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.session.capture_session import CaptureSession
+from inference_svc.tap_settings import TapSettings
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from inference_svc.vllm_serve.outputs import CallerOutputs
 from inference_svc.vllm_serve.worker import ServedWorker

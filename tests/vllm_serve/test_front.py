@@ -14,7 +14,7 @@ from vllm.exceptions import GracefulHTTPError
 import residuum
 from inference_svc import selftest
 from inference_svc.admission.captures import resolve_capture
-from inference_svc.engine.tap_settings import TapSettings
+from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.front import FrontEnd, _capture_id
 from inference_svc.vllm_serve.refusals import http_error
 from residuum.rpc.errors import Failure

@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 import residuum
 from inference_svc import vllm_serve
-from inference_svc.engine.tap_settings import TapSettings
+from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve import plugin
 from svc_common.settings import BadSettingsError, from_environment
 

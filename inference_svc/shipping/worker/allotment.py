@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference_svc.resources.free_runs import FreeRuns
+from inference_svc.shipping.free_runs import FreeRuns
 from inference_svc.shipping.ring import EXTENT_ALIGNMENT, Extent
 
 

@@ -11,11 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inference_svc.taps.encodings.projections import KEPT_BYTES
 from residuum.wire.projection import projection_signs
 from svc_common.logs import get_logger
-
-KEPT_BYTES = 256 << 20
-"""Limit for the matrices that the service tells a worker to keep. A single matrix may be larger."""
 
 IDLE_BYTES, IDLE_MATRICES = 16 << 20, 16
 """Limits for matrices that the service does not keep: their size and their number."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from inference_svc.resources.free_runs import FreeRuns
+from inference_svc.shipping.free_runs import FreeRuns
 from inference_svc.taps.gpu.staged import StagedTable
 
 if TYPE_CHECKING:

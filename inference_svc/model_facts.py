@@ -1,0 +1,64 @@
+"""Facts about the served model and its engine, known once the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from residuum.v1 import capture_pb2
+from residuum.wire.encodings import RAW
+from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
+
+if TYPE_CHECKING:
+    from residuum.v1 import tensor_pb2
+
+
+@dataclass(frozen=True)
+class CaptureDefaults:
+    """How rows are encoded if a request does not choose."""
+
+    encoding: capture_pb2.Encoding.ValueType = RAW
+    """The encoding."""
+    projection: int = DEFAULT_PROJECTION
+    """Dimensions of random projections, or the width of rows if that is less."""
+    topk: int = DEFAULT_TOPK
+    """How many of the largest elements are kept, or the width of rows if that is less."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The served model: its shape, its limits, and what can be captured."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    dtype: tensor_pb2.DataType.ValueType
+    max_model_len: int
+    vocab_size: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    eager: bool
+    vllm_version: str
+    max_num_seqs: int
+    sites: tuple[capture_pb2.Site.ValueType, ...]
+    """The sites that requests can capture."""
+    pool_bytes: int
+    """Device memory for capture blocks, summed over ranks."""
+    table_bytes: int
+    """Device memory for vectors and programs, summed over ranks."""
+    ring_bytes: int
+    """Shared memory of the rings, summed over ranks."""
+    control_paths: tuple[str, ...]
+    """The control sockets of the rings, one for each rank that captures."""
+    model_runner: str = ""
+    """vLLM's model runner: "v1" or "v2"."""
+    folded_norms: int = 0
+    """How many layers have their tap folded into the norm that follows."""
+    encodings: tuple[capture_pb2.Encoding.ValueType, ...] = (capture_pb2.ENCODING_RAW,)
+    """The encodings that a capture may use."""
+    reductions: tuple[capture_pb2.Reduction.ValueType, ...] = (capture_pb2.REDUCTION_NONE,)
+    """The reductions that a capture may use."""
+    max_logprobs: int = 20
+    """How many of the most likely tokens a request may ask for with their log-probabilities."""
+    capture_defaults: CaptureDefaults = field(default_factory=CaptureDefaults)
+    """The encoding of rows if a request does not choose one."""
