@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.admission import Admission
+from inference_svc.request_parts import RequestParts
 from inference_svc.requests.concurrency import Places
 from inference_svc.requests.registry import RequestRegistry
-from inference_svc.resources.projections import Projections
-from inference_svc.resources.vector_activator import VectorActivator
-from inference_svc.resources.vector_cache import VectorCache, cache_capacity
 from inference_svc.session.generator import Generator
-from inference_svc.session.reservation import Reservations
 from residuum.wire.ids import make_id
 from svc_common.security.tokens_file import Limits
 
@@ -22,6 +18,8 @@ if TYPE_CHECKING:
     from inference_svc.captures.stores import Stores
     from inference_svc.engine.engine import Engine
     from inference_svc.metrics import InferenceMetrics
+    from inference_svc.resources.vector_activator import VectorActivator
+    from inference_svc.resources.vector_cache import VectorCache
     from inference_svc.settings import InferenceSettings
 
 
@@ -64,11 +62,7 @@ class Parts:
             max_bytes=settings.max_registration_mib << 20,
             make_id=stores.make_id if stores else make_id,
         )
-        hidden, wait_seconds = engine.facts.hidden_size, settings.vector_wait_seconds
-        capacity = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
-        vectors = VectorCache(capacity, hidden, registry.is_leased)
-        activator = VectorActivator(vectors, settings.max_active_vectors, engine.load_vectors, wait_seconds)
-        reservations = Reservations(activator, Projections(engine.keep_signs, hidden, wait_seconds))
+        parts = RequestParts.assemble(engine, registry, settings)
         places = Places(settings.max_requests, limits_of)
-        generator = Generator(engine, registry, Admission(engine.facts, vectors), reservations, stores, metrics, places)
-        return cls(engine, registry, vectors, activator, places, generator, stores, settings, limits_of)
+        generator = Generator(engine, registry, parts.admission, parts.reservations, stores, metrics, places)
+        return cls(engine, registry, parts.vectors, parts.activator, places, generator, stores, settings, limits_of)

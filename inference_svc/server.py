@@ -145,14 +145,7 @@ class InferenceServer:
         self._servicer.load(self._parts)
         if settings.store:
             controls = engine.facts.control_paths
-            self._shippers = ShipperSupervisor(
-                controls,
-                settings.store,
-                settings.shippers,
-                credentials=settings.store_credentials,
-                folder=self._folder,
-                arguments=("--nice", str(settings.shipper_nice)),
-            )
+            self._shippers = ShipperSupervisor.from_settings(settings, controls, self._folder)
             await self._shippers.start()
             self._metrics.registry.register(ShippingCollector(controls, self._shippers))
         if self._stopping.is_set():
@@ -179,11 +172,7 @@ class InferenceServer:
 
     def _assemble(self, engine: Engine) -> Parts:
         settings = self._settings
-        stores = None
-        if settings.store:
-            stores = Stores(
-                settings.stores, settings.advertised_stores, settings.store_credentials, fixed=settings.fixed_stores
-            )
+        stores = Stores.from_settings(settings, settings.advertised_stores) if settings.store else None
         parts = Parts.assemble(engine, settings, stores, self._metrics, self._access.limits_of)
         self._metrics.registry.register(ServiceCollector(parts.registry, parts.vectors, parts.activator, stores))
         return parts

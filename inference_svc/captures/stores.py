@@ -15,6 +15,9 @@ from residuum.wire.placement import StoreAddress, first_rank
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from typing_extensions import Self
+
+    from inference_svc.tap_settings import TapSettings
     from residuum.rpc.credentials import Credentials
     from residuum.v1 import store_pb2
 
@@ -58,6 +61,11 @@ class Stores:
         self._instance = f"service-{secrets.token_hex(12)}"
         self._endpoints = {store.name: store.endpoint for store in self.advertised}
         self._fixed = fixed
+
+    @classmethod
+    def from_settings(cls, settings: TapSettings, advertised: Sequence[StoreAddress] = ()) -> Self:
+        """Return the stores of the settings; see the class."""
+        return cls(settings.stores, advertised, settings.store_credentials, fixed=settings.fixed_stores)
 
     def of(self, capture_id: str) -> CaptureKeeper:
         """Return the keeper of the store that a capture belongs to."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+BY_PUT_VECTORS = "Send them with PutVectors, then call again."
+"""How a client of the gRPC service sends missing vectors."""
+
 _NAMED_DIGESTS = 64
 """Most digests that an error names."""
 
@@ -47,7 +50,7 @@ class VectorCache:
         capacity: int,
         hidden_size: int,
         is_leased: Callable[[bytes], bool],
-        how_to_send: str = "Send them with PutVectors, then call again.",
+        how_to_send: str = BY_PUT_VECTORS,
     ) -> None:
         """Make an empty cache.
 

@@ -10,12 +10,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.credentials import to_arguments
 from inference_svc.shipping.figures import Figures, read_figures
 from residuum.rpc.credentials import Credentials
 from svc_common.logs import get_logger
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from inference_svc.tap_settings import TapSettings
 
 _FIRST_DELAY_SECONDS = 0.2
 _LONGEST_DELAY_SECONDS = 5.0
@@ -83,6 +89,22 @@ class ShipperSupervisor:
         ]
         places = [Path(folder, f"shipper{name}.figures") if folder else None for name in range(count)]
         self._keepers = [_Keeper(name, self._arguments, place) for name, place in enumerate(places)]
+
+    @classmethod
+    def from_settings(cls, settings: TapSettings, control_paths: Sequence[str], folder: str | os.PathLike[str]) -> Self:
+        """Return a supervisor with the stores, the credentials and the shippers of the settings; see the class.
+
+        Raises:
+            CredentialsError: The settings contradict each other.
+        """
+        return cls(
+            control_paths,
+            settings.store,
+            settings.shippers,
+            credentials=settings.store_credentials,
+            folder=folder,
+            arguments=("--nice", str(settings.shipper_nice)),
+        )
 
     async def start(self) -> None:
         """Start the shippers. Returns when their processes exist.

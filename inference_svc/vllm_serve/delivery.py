@@ -85,20 +85,11 @@ class Delivery:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _connect(self) -> Stores:  # gRPC channels belong to the event loop that creates them
-        settings = self._settings
-        return Stores(settings.stores, (), settings.store_credentials, fixed=settings.fixed_stores)
+        return Stores.from_settings(self._settings)
 
     async def _start_shippers(self, control_paths: Sequence[str]) -> None:
-        settings = self._settings
         folder = Path(control_paths[0]).parent
-        self._shippers = ShipperSupervisor(
-            control_paths,
-            settings.store,
-            settings.shippers,
-            credentials=settings.store_credentials,
-            folder=folder,
-            arguments=("--nice", str(settings.shipper_nice)),
-        )
+        self._shippers = ShipperSupervisor.from_settings(self._settings, control_paths, folder)
         await self._shippers.start()
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:

@@ -16,21 +16,18 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from inference_svc.admission.admission import Admission
 from inference_svc.admission.fields import invalid
 from inference_svc.admission.specs import check_skip
 from inference_svc.engine.engine import Engine, tokenizer_of
 from inference_svc.engine.facts import facts_of
 from inference_svc.engine.streams import engine_dead_failure
+from inference_svc.request_parts import RequestParts
 from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.prompts import PromptReader, no_prompt_text
 from inference_svc.requests.registry import RequestRegistry
-from inference_svc.resources.projections import Projections, projection_of
-from inference_svc.resources.vector_activator import VectorActivator
-from inference_svc.resources.vector_cache import VectorCache, cache_capacity
+from inference_svc.resources.projections import projection_of
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
-from inference_svc.session.reservation import Reservations
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.outputs import CallerOutputs, digest_of, kept_outputs, merge_streams
 from inference_svc.vllm_serve.refusals import as_http_errors
@@ -106,15 +103,8 @@ class FrontEnd:
         self._facts = facts_of(llm.vllm_config, settings, name)
         self._engine = Engine(UntappedLLM(llm, generate), None, self._facts)
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
-        kept = cache_capacity(settings.max_vectors, settings.max_vector_mib, self._facts.hidden_size)
-        self._cache = VectorCache(
-            kept, self._facts.hidden_size, self._registry.is_leased, "Send them in vllm_xargs.residuum_vectors."
-        )
-        wait_seconds = settings.vector_wait_seconds
-        self._admission = Admission(self._facts, self._cache)
-        self._reservations = Reservations(
-            VectorActivator(self._cache, settings.max_active_vectors, self._engine.load_vectors, wait_seconds),
-            Projections(self._engine.keep_signs, self._facts.hidden_size, wait_seconds),
+        self._parts = RequestParts.assemble(
+            self._engine, self._registry, settings, "Send them in vllm_xargs.residuum_vectors."
         )
         self._delivery = Delivery(settings) if settings.store else None
         self._startup = Startup(self._engine, settings, self._delivery, is_first=index == 0)
@@ -162,7 +152,7 @@ class FrontEnd:
             Failure: The request is invalid, or the server cannot capture or steer.
         """
         self._startup.check()
-        spec = self._admission.resolve(asked.spec)
+        spec = self._parts.admission.resolve(asked.spec)
         if spec.capture is None and spec.steering is None:
             raise invalid(
                 "vllm_xargs.residuum", "The spec has neither a capture nor steering. Set one, or leave it out."
@@ -183,7 +173,7 @@ class FrontEnd:
         parameters = self._parameters(sampling, len(token_ids))
         self._check_single_api_server(spec)
         self._keep(asked)
-        self._admission.check_request(spec, "", len(token_ids), parameters)
+        self._parts.admission.check_request(spec, "", len(token_ids), parameters)
         spec = replace(spec, request_id=_capture_id(spec, request_id))
         return _Admitted(spec, asked, prompt, token_ids, sampling, parameters, request_id)
 
@@ -197,7 +187,7 @@ class FrontEnd:
 
     def _keep(self, asked: ResiduumArguments) -> None:
         for vector in asked.vectors:
-            self._cache.put(vector)
+            self._parts.vectors.put(vector)
 
     def _check_single_api_server(self, spec: ResolvedSpec) -> None:
         """Check that no other API server can overwrite the worker resources that this request needs.
@@ -234,7 +224,7 @@ class FrontEnd:
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
             try:
                 self._keep(admitted.asked)  # the cache may have evicted them since the check
-                async with self._reservations.reserve(running) as vectors, session:
+                async with self._parts.reservations.reserve(running) as vectors, session:
                     if session.existing is not None:
                         kept = await kept_sequences(
                             session.existing, sampling.stop or (), sampling.stop_token_ids or (), texts.reply_text

@@ -1,0 +1,46 @@
+"""The parts that check requests and reserve what they need. Both entry points use them: gRPC and `vllm serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inference_svc.admission.admission import Admission
+from inference_svc.resources.projections import Projections
+from inference_svc.resources.vector_activator import VectorActivator
+from inference_svc.resources.vector_cache import BY_PUT_VECTORS, VectorCache, cache_capacity
+from inference_svc.session.reservation import Reservations
+
+if TYPE_CHECKING:
+    from inference_svc.engine.engine import Engine
+    from inference_svc.requests.registry import RequestRegistry
+    from inference_svc.tap_settings import TapSettings
+
+
+@dataclass(frozen=True)
+class RequestParts:
+    """The parts around one engine and one registry."""
+
+    vectors: VectorCache
+    activator: VectorActivator
+    admission: Admission
+    reservations: Reservations
+
+    @classmethod
+    def assemble(
+        cls, engine: Engine, registry: RequestRegistry, settings: TapSettings, how_to_send: str = BY_PUT_VECTORS
+    ) -> RequestParts:
+        """Create the parts.
+
+        Args:
+            engine: The engine.
+            registry: The requests that the service knows. Vectors that they need stay in the cache.
+            settings: The settings of the taps.
+            how_to_send: A sentence that tells a client how to send missing vectors.
+        """
+        hidden, wait_seconds = engine.facts.hidden_size, settings.vector_wait_seconds
+        capacity = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
+        vectors = VectorCache(capacity, hidden, registry.is_leased, how_to_send)
+        activator = VectorActivator(vectors, settings.max_active_vectors, engine.load_vectors, wait_seconds)
+        reservations = Reservations(activator, Projections(engine.keep_signs, hidden, wait_seconds))
+        return cls(vectors, activator, Admission(engine.facts, vectors), reservations)
