@@ -43,6 +43,8 @@ async def merge_streams(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerato
     Closing this generator closes all of them.
     """
     # The queue is short on purpose: if the caller reads slowly, vLLM merges the outputs that were not read yet.
+    # `Generation` has an endless queue and merges by itself: a change of the steering needs the number of tokens that
+    # the engine has generated, even if the caller reads nothing.
     queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(len(streams))
 
     async def read(index: int, stream: AsyncGenerator[Any]) -> None:
