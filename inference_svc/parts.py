@@ -15,6 +15,7 @@ from svc_common.security.tokens_file import Limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from inference_svc.admission.admission import Admission
     from inference_svc.captures.stores import Stores
     from inference_svc.engine.engine import Engine
     from inference_svc.metrics import InferenceMetrics
@@ -31,6 +32,7 @@ class Parts:
     registry: RequestRegistry
     vectors: VectorCache
     activator: VectorActivator
+    admission: Admission
     places: Places
     generator: Generator
     stores: Stores | None
@@ -65,4 +67,15 @@ class Parts:
         parts = RequestParts.assemble(engine, registry, settings)
         places = Places(settings.max_requests, limits_of)
         generator = Generator(engine, registry, parts.admission, parts.reservations, stores, metrics, places)
-        return cls(engine, registry, parts.vectors, parts.activator, places, generator, stores, settings, limits_of)
+        return cls(
+            engine,
+            registry,
+            parts.vectors,
+            parts.activator,
+            parts.admission,
+            places,
+            generator,
+            stores,
+            settings,
+            limits_of,
+        )

@@ -6,7 +6,6 @@ import math
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.specs import resolve_spec
 from inference_svc.admission.steering import OPERATIONS
 from inference_svc.captures.stores import require_stores
 from inference_svc.resources.vector_cache import cache_capacity, digest_in, vector_name
@@ -78,7 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         parts, tenant = self._require(), current_caller().own_tenant
         if request.spec.request_id:
             bind_request(request.spec.request_id)
-        spec = resolve_spec(request.spec, parts.engine.facts)
+        spec = parts.admission.resolve(request.spec)
         request_id = spec.request_id or parts.registry.make_id()
         bind_request(request_id)
         if spec.capture is not None:

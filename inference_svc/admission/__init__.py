@@ -1,1 +1,1 @@
-"""All checks of a request, made before the service accepts it. These functions never wait and keep no state."""
+"""All checks of a request, made before the service accepts it. They never wait and keep no state of their own."""

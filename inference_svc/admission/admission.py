@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
-from inference_svc.admission.specs import ResolvedSpec, resolve_spec
-from inference_svc.admission.steering import digests_of, directions_of, resolve_steering
+from inference_svc.admission.specs import ResolvedSpec, check_skip, resolve_spec
+from inference_svc.admission.steering import (
+    check_demand,
+    demand_of_steering,
+    digests_of,
+    directions_of,
+    resolve_steering,
+)
 from inference_svc.resources.vector_cache import vector_name
 
 if TYPE_CHECKING:
@@ -14,11 +20,14 @@ if TYPE_CHECKING:
 
     from inference_svc.model_facts import ModelFacts
     from inference_svc.resources.vector_cache import VectorCache
-    from residuum.v1 import inference_pb2, steering_pb2
+    from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 
 
 class Admission:
-    """Checks requests against the model and the vectors on the server. Keeps no state."""
+    """Checks requests against the model and the vectors on the server.
+
+    Keeps no state of its own. In the cache, vectors that a checked request needs count as used.
+    """
 
     def __init__(self, facts: ModelFacts, vectors: VectorCache) -> None:
         """Check requests against these facts of the model and the vectors in this cache."""
@@ -33,14 +42,22 @@ class Admission:
         """
         return resolve_spec(spec, self._facts)
 
-    def resolve_steering(self, steering: steering_pb2.SteeringSpec, tenant: str) -> steering_pb2.SteeringSpec:
+    def resolve_steering(
+        self, steering: steering_pb2.SteeringSpec, tenant: str, capture: capture_pb2.CaptureSpec | None
+    ) -> steering_pb2.SteeringSpec:
         """Check a new steering for a running request; return it with every default filled in.
 
+        Args:
+            steering: The new steering.
+            tenant: The tenant that owns the request.
+            capture: What the request captures; None: nothing.
+
         Raises:
-            Failure: The steering is invalid, or a vector is not on the server.
+            Failure: The steering is invalid or too large, or a vector is not on the server.
         """
         resolved = resolve_steering(steering, self._facts)
         resolved.ClearField("updatable")  # the running request is updatable, whatever the new steering says
+        check_demand(demand_of_steering(resolved, capture))
         self._check_vectors(tenant, digests_of(resolved), directions_of(resolved))
         return resolved
 
@@ -66,8 +83,10 @@ class Admission:
         """Check a resolved spec together with its prompt and the vectors on the server.
 
         Raises:
-            Failure: The capture could be too large, or a vector is not on the server or has no direction.
+            Failure: The capture could be too large, a capture that exists already could not answer the request, or a
+                vector is not on the server or has no direction.
         """
+        check_skip(spec, parameters)
         check_capture_size(spec.capture, prompt_tokens, parameters)
         self._check_vectors(tenant, spec.digests, directions_of(spec.steering) if spec.steering else ())
 

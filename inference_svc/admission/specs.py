@@ -105,12 +105,13 @@ def _check_if_exists(spec: inference_pb2.RequestSpec) -> None:
         )
 
 
-def check_skip(spec: ResolvedSpec, *, wants_logprobs: bool) -> None:
+def check_skip(spec: ResolvedSpec, parameters: inference_pb2.SamplingParameters) -> None:
     """Check that a capture that exists already can answer the request.
 
     Raises:
         Failure: It cannot, because the caller asks for log-probabilities, which a capture does not hold.
     """
+    wants_logprobs = parameters.HasField("logprobs") or parameters.HasField("prompt_logprobs")
     if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and wants_logprobs:
         raise invalid(
             "if_exists",

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.sampling import num_sequences, sampling_digest
-from inference_svc.admission.specs import check_skip
 from inference_svc.captures.stores import require_stores
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.concurrency import Places
@@ -96,7 +95,7 @@ class Generator:
                 "updatable. Set steering.updatable in its spec.",
                 request_id=request_id,
             )
-        steering = self._admission.resolve_steering(spec, tenant)
+        steering = self._admission.resolve_steering(spec, tenant, running.spec.capture)
         changes = self._changes.get(running.path)
         if changes is None:
             raise running.ended_failure()
@@ -123,9 +122,6 @@ class Generator:
         )
         with self._registered(running, session):
             self._admission.check_request(running.spec, tenant, len(token_ids), sampling)
-            check_skip(
-                running.spec, wants_logprobs=sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs")
-            )
             if running.spec.capture is not None and running.spec.capture.keep_prompt:
                 session.prompt_text = await self._engine.prompt_text(request, token_ids)
             async with self._reservations.reserve(running) as vectors, session:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of
+from inference_svc.admission.steering import demand_of_steering, digests_of
 from inference_svc.requests.plans import engine_id, make_operations
 from inference_svc.session.interruption import unless_interrupted
 from inference_svc.taps.steps.demand import MAX_ENTRIES
@@ -173,13 +173,11 @@ class SteeringChanges:
                 f"its manifest has room for at most {MAX_STEERING_CHANGES} changes of "
                 f"{MAX_STEERING_CHANGES_BYTES >> 10} KiB in total"
             )
-        demand = demand_of_steering(steering, self._running.spec.capture)
-        check_demand(demand)
         # After a preemption, one step may recompute positions of several steering specs, so all of them must fit the
         # tables' entries. The tables have a program for each row of a step, so the number of programs needs no check.
         start = self._running.spec.steering
         self._entries = self._entries or {_key_of(start): self._entries_of(start)}
-        entries = sum({**self._entries, _key_of(steering): demand.entries}.values())
+        entries = sum({**self._entries, _key_of(steering): self._entries_of(steering)}.values())
         if entries > MAX_ENTRIES:
             raise self._changed_too_often(
                 f"its steering specs together would take {entries} entries of the taps' tables, more than its share of "

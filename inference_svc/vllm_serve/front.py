@@ -17,7 +17,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.admission.fields import invalid
-from inference_svc.admission.specs import check_skip
 from inference_svc.engine.engine import Engine, tokenizer_of
 from inference_svc.engine.facts import facts_of
 from inference_svc.engine.streams import engine_dead_failure
@@ -166,7 +165,6 @@ class FrontEnd:
             raise invalid(
                 "capture", "This server has no store, so it cannot capture. Its operator can set RESIDUUM_STORE."
             )
-        check_skip(spec, wants_logprobs=sampling.logprobs is not None or sampling.prompt_logprobs is not None)
         token_ids = _token_ids(prompt)
         if spec.capture is not None and spec.capture.keep_prompt and not prompt.get("prompt"):
             raise no_prompt_text()
@@ -182,7 +180,12 @@ class FrontEnd:
             raise invalid("n", f"n must be from 1 to {MAX_SEQUENCES} for a request that is captured or steered.")
         room = max(self._facts.max_model_len - prompt_tokens, 1)
         return inference_pb2.SamplingParameters(
-            max_tokens=min(sampling.max_tokens or room, room), num_sequences=sampling.n, stop=sampling.stop or ()
+            max_tokens=min(sampling.max_tokens or room, room),
+            num_sequences=sampling.n,
+            stop=sampling.stop or (),
+            # Only whether they are asked for counts here. vLLM reads the numbers from its own parameters.
+            logprobs=None if sampling.logprobs is None else 0,
+            prompt_logprobs=None if sampling.prompt_logprobs is None else 0,
         )
 
     def _keep(self, asked: ResiduumArguments) -> None:
