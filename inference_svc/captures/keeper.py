@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +17,7 @@ from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
 from residuum.wire.placement import StoreAddress
 from residuum.wire.tokens import tenant_path
+from svc_common.backoff import Backoff
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ that belong to the store."""
 _SEAL_SECONDS = 10.0
 _RENEWAL = 0.2
 """The fraction of a lease's duration after which it is renewed, so that several renewals may fail before it ends."""
-_MAX_BACKOFF_SECONDS = 5.0
+_FIRST_DELAY_SECONDS = 0.1
+_LONGEST_DELAY_SECONDS = 5.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 _FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
@@ -245,7 +246,7 @@ class CaptureKeeper:
     ) -> None:
         if complete is not None:
             await complete(request)
-        backoff = 0.1
+        backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         cause: str | None = None
         while True:
             before = cause
@@ -266,8 +267,7 @@ class CaptureKeeper:
                 return
             if before is None:
                 self._log_seal("capture not sealed yet; the service retries", request, cause)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, no secret
-            backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
+            await asyncio.sleep(backoff.next_delay())
 
     def _log_seal(self, event: str, request: store_pb2.SealCaptureRequest, cause: str) -> None:
         _log.warning(event, store=str(self.store), request_id=request.capture_id, cause=cause)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.credentials import to_arguments
 from inference_svc.shipping.figures import Figures, read_figures
 from residuum.rpc.credentials import Credentials
+from svc_common.backoff import Backoff
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:

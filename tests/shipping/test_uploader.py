@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.shipper import uploader as uploader_module
 from inference_svc.shipping.shipper.control import ControlClient
 from inference_svc.shipping.shipper.outbox import Outbox
 from inference_svc.shipping.shipper.uploader import Uploader
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, errors_pb2, store_pb2
+from svc_common.backoff import Backoff
 from tests.shipping.support import DEADLINE, EndOfStream, Work, wait_until
 
 

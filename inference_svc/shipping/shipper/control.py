@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.protocol import (
     PROTOCOL_VERSION,
@@ -26,6 +25,7 @@ from inference_svc.shipping.protocol import (
 from inference_svc.shipping.ring import Extent, SharedRing
 from inference_svc.shipping.shipper.parcels import Parcel, extent_parcels, loss_parcels
 from inference_svc.shipping.shipper.shared_rings import Rings
+from svc_common.backoff import Backoff
 from svc_common.logs import get_logger
 
 _FIRST_DELAY_SECONDS = 0.05

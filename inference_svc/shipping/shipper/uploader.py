@@ -8,7 +8,6 @@ from contextlib import closing
 
 import grpc
 
-from inference_svc.shipping.backoff import Backoff
 from inference_svc.shipping.shipper.outbox import Outbox, Settled
 from inference_svc.shipping.shipper.parcels import Parcel
 from inference_svc.shipping.shipper.shared_rings import Rings, SharedRings, StoreRings
@@ -17,6 +16,7 @@ from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Reason, failure_from_rpc_error
 from residuum.v1 import errors_pb2, store_pb2
 from residuum.wire.placement import StoreAddress
+from svc_common.backoff import Backoff
 from svc_common.logs import get_logger
 
 _METHOD = "/residuum.v1.StoreService/AppendChunks"

@@ -8,7 +8,7 @@ import random
 class Backoff:
     """Delays that double from `first_seconds` to `limit_seconds`, each shortened at random by up to one half.
 
-    The jitter keeps shippers that lost the same store from reconnecting all at once.
+    The jitter keeps several callers that lost the same service from reconnecting all at once.
     """
 
     def __init__(self, first_seconds: float, limit_seconds: float) -> None:
