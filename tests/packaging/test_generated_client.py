@@ -1,5 +1,6 @@
 """The committed synchronous client equals the output of scripts/generate_sync.py."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+GITATTRIBUTES = ROOT / ".gitattributes"
 
 
 def generate(root, *arguments):
@@ -76,3 +78,11 @@ def test_nothing_asynchronous_is_left(name):
     text = (ROOT / "client/residuum/_sync" / name).read_text().partition("\n")[2]
     for word in ("await", "async", "aio", "Async", "aclos", "anext", "coroutine", "task"):
         assert word not in text, word
+
+
+def test_reviews_collapse_exactly_what_is_generated():
+    marked = re.findall(
+        r"^client/residuum/_sync/(\S+) linguist-generated=true$", GITATTRIBUTES.read_text(), re.MULTILINE
+    )
+    modules = (ROOT / "client/residuum/_sync").glob("*.py")
+    assert marked == sorted(path.name for path in modules if path.read_text().startswith("# Generated from"))
