@@ -22,7 +22,7 @@ help: ## List the targets
 
 setup: .venv/full.stamp ## Make .venv with client, services, vLLM and all tools (PYTHON=...: another Python 3.11)
 
-setup-client: .venv/client.stamp ## Make .venv without torch and vLLM: enough for lint, types, docs and test-fast
+setup-client: .venv/client.stamp ## Make .venv without torch and vLLM: enough for lint, types and test-fast
 
 # uv makes environments and locks. If it is not installed, it comes from PyPI into its own folder.
 .venv-uv/bin/uv:
