@@ -56,9 +56,9 @@ def outdated(app: Sphinx, *_pages: object) -> list[str]:
 
 def commands() -> Iterator[str]:
     """Yield a section for each command."""
-    from residuum.cli.main import _parser
+    from residuum.cli.main import make_parser
 
-    found = list(_commands(_parser(), "residuum"))
+    found = list(_commands(make_parser(), "residuum"))
     common = {action.dest: action for action in _actions(dict(found)["residuum info"])}
     yield from ("## Flags of all commands", "")
     yield from ("All commands take these flags, with these exceptions:", "")

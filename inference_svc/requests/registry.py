@@ -79,11 +79,6 @@ class Running:
         if self.on_abort is not None:
             self.on_abort()
 
-    @property
-    def vector_names(self) -> list[bytes]:
-        """The names of the vectors that the request needs; see `vector_name`."""
-        return [vector_name(self.tenant, digest) for digest in self.spec.digests]
-
     def cache_salt(self, prompt_tokens: int) -> str | None:
         """Return the salt for vLLM's prefix cache; see `ResolvedSpec.cache_salt`.
 
@@ -277,10 +272,10 @@ class RequestRegistry:
         return registration
 
     def _lease(self, tenant: str, spec: ResolvedSpec) -> None:
-        self._leases.update(vector_name(tenant, digest) for digest in spec.digests)
+        self._leases.update(_vector_names(tenant, spec))
 
     def _end_lease(self, tenant: str, spec: ResolvedSpec) -> None:
-        for name in (vector_name(tenant, digest) for digest in spec.digests):
+        for name in _vector_names(tenant, spec):
             self._leases[name] -= 1
             if not self._leases[name]:
                 del self._leases[name]
@@ -305,6 +300,11 @@ class RequestRegistry:
             if oldest.expires > now:
                 return
             self._forget_registration(key)
+
+
+def _vector_names(tenant: str, spec: ResolvedSpec) -> list[bytes]:
+    """Return the names of the vectors that a request needs; see `vector_name`."""
+    return [vector_name(tenant, digest) for digest in spec.digests]
 
 
 def _key(running: Running) -> _Key:

@@ -39,8 +39,6 @@ class ShipperStatus:
     """Its process ID; None while it is being restarted."""
     restarts: int
     """How often it was restarted."""
-    last_exit: int | None
-    """The exit status of the previous process; negative: the signal that ended it. None: no process has ended yet."""
     figures: Figures
     """Its figures, about a second old; see `Lanes.figures`. Empty if it has no figures file."""
 
@@ -134,13 +132,12 @@ class _Keeper:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._restarts = 0
-        self._last_exit: int | None = None
         self._stopping = asyncio.Event()
 
     def status(self) -> ShipperStatus:
         pid = self._process.pid if self._process and self._process.returncode is None else None
         figures = read_figures(self._figures) if self._figures else {}
-        return ShipperStatus(pid, self._restarts, self._last_exit, figures)
+        return ShipperStatus(pid, self._restarts, figures)
 
     async def start(self) -> None:
         process = await self._spawn()
@@ -163,16 +160,17 @@ class _Keeper:
 
     async def _keep(self, process: asyncio.subprocess.Process | None) -> None:
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        status: int | None = None
         while True:
             if process is not None:
                 started_at = time.monotonic()
-                self._last_exit = await process.wait()
+                status = await process.wait()
                 if time.monotonic() - started_at >= _STABLE_SECONDS:
                     backoff.reset()
             if self._stopping.is_set():
                 return
             delay = backoff.next_delay()
-            _log.error("shipper ended", shipper=self._name, status=self._last_exit, restart_in_seconds=round(delay, 2))
+            _log.error("shipper ended", shipper=self._name, status=status, restart_in_seconds=round(delay, 2))
             if await self._stops_within(delay):
                 return
             process = await self._respawn()

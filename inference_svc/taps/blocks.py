@@ -141,8 +141,8 @@ class BlockPool:
                         return Block(first, capacity, capture, min(capacity, limit or capacity))
                 if not self._leaving:
                     raise PoolExhaustedError(
-                        "No room is left for captured rows: the pool is too small for this step. This is a defect of "
-                        "residuum: please report it."
+                        f"No room is left for captured rows: the pool is too small for this step ({self.free_rows} of "
+                        f"{len(self.memory)} rows are free). This is a defect of residuum: please report it."
                     )
                 self._changed.wait()
 

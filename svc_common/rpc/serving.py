@@ -232,18 +232,12 @@ def _is_abort(error: Exception) -> bool:
     return type(error) is Exception and not error.args
 
 
-def _call_of(handler: _Handler) -> Callable[..., Any]:
-    call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    assert call is not None  # noqa: S101 - a handler without a behaviour cannot be registered
-    return call
-
-
 def _decoding(handler: _Handler) -> Callable[..., Any]:
     """Return a sync handler's behaviour that takes messages as bytes and answers malformed ones with INVALID_ARGUMENT.
 
     gRPC itself would answer INTERNAL (sync) or UNKNOWN (asyncio), as if the server were at fault.
     """
-    call, decode = _call_of(handler), _decoder(handler)
+    call, decode = behaviour_of(handler), _decoder(handler)
     if handler.request_streaming:
         return lambda messages, context: call(map(decode, messages), context)
     return lambda message, context: call(decode(message), context)
@@ -251,7 +245,7 @@ def _decoding(handler: _Handler) -> Callable[..., Any]:
 
 def _aio_decoding(handler: _Handler) -> Callable[..., Any]:
     """Return an asyncio handler's behaviour that takes messages as bytes; see `_decoding`."""
-    call, decode = _call_of(handler), _decoder(handler)
+    call, decode = behaviour_of(handler), _decoder(handler)
 
     async def decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         # Always close gRPC's iterator. Unless it is closed or read to its end, it and the call refer to each other, and
@@ -281,6 +275,13 @@ def _decoder(handler: _Handler) -> Callable[[bytes], Any]:
             ) from None
 
     return decode
+
+
+def behaviour_of(handler: _Handler) -> Callable[..., Any]:
+    """Return the function that answers the calls of a handler, of whichever of the four kinds it is."""
+    call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    assert call is not None  # noqa: S101 - a handler without a behaviour cannot be registered
+    return call
 
 
 def handler_of(like: _Handler, call: Callable[..., Any], deserializer: Callable[[bytes], Any] | None) -> _Handler:

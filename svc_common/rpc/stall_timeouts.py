@@ -24,6 +24,7 @@ import grpc.aio
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.methods import is_ours
 from svc_common.rpc.alarms import AioAlarm, Alarm
+from svc_common.rpc.serving import behaviour_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -80,8 +81,7 @@ class StallInterceptor(grpc.ServerInterceptor):
     def _unary(self, handler: _Handler, method: str) -> Callable[[Iterator[Any], grpc.ServicerContext], Any]:
         def patient(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
             request = self._request(handler, messages, context, method)
-            call: Callable[..., Any] | None = handler.unary_unary or handler.stream_unary
-            return call(request, context) if call else None
+            return behaviour_of(handler)(request, context)
 
         return patient
 
@@ -91,8 +91,7 @@ class StallInterceptor(grpc.ServerInterceptor):
         def patient(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             with self._place(method):
                 request = self._request(handler, messages, context, method)
-                call: Callable[..., Any] | None = handler.unary_stream or handler.stream_stream
-                for response in call(request, context) if call else ():
+                for response in behaviour_of(handler)(request, context):
                     with self._stall.over(self._cancel(context, method, "the caller does not read")):
                         yield response
 
@@ -152,7 +151,7 @@ class AioStallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
-        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        call = behaviour_of(handler)
 
         async def unary(messages: AsyncIterator[Any], context: Any) -> Any:
             async with _sending_failures(method, context):

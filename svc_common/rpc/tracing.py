@@ -10,7 +10,7 @@ import grpc.aio
 
 from residuum.rpc.methods import is_ours
 from residuum.rpc.tracing import SCOPE, end_span
-from svc_common.rpc.serving import handler_of
+from svc_common.rpc.serving import behaviour_of, handler_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -62,7 +62,7 @@ class TracingInterceptor(grpc.ServerInterceptor):
         handler, details = continuation(handler_call_details), handler_call_details
         if handler is None or not is_ours(details.method):
             return handler
-        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        call = behaviour_of(handler)
 
         def unary(request: Any, context: Any) -> Any:
             with _serving(details, context):
@@ -85,7 +85,7 @@ class AioTracingInterceptor(grpc.aio.ServerInterceptor):
         handler, details = await continuation(handler_call_details), handler_call_details
         if handler is None or not is_ours(details.method):
             return handler
-        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        call = behaviour_of(handler)
 
         async def unary(request: Any, context: Any) -> Any:
             with _serving(details, context):

@@ -13,7 +13,7 @@ import grpc.aio
 
 from residuum.rpc.errors import Failure
 from residuum.rpc.methods import is_ours
-from svc_common.rpc.serving import handler_of
+from svc_common.rpc.serving import behaviour_of, handler_of
 from svc_common.security.access import Access, set_caller
 
 if TYPE_CHECKING:
@@ -72,14 +72,8 @@ def _admit(access: Access, details: _Details) -> Caller:
     return access.admit(details.method, details.invocation_metadata or ())
 
 
-def _call_of(handler: _Handler) -> Callable[..., Any]:
-    call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    assert call is not None  # noqa: S101 - a handler without a behaviour cannot be registered
-    return call
-
-
 def _admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
-    call = _call_of(handler)
+    call = behaviour_of(handler)
 
     def unary(request: Any, context: Any) -> Any:
         set_caller(caller)
@@ -94,7 +88,7 @@ def _admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
 
 def _aio_admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
     """Wrap a handler's behaviour so that it runs with `caller` set. It returns what the behaviour returns."""
-    call = _call_of(handler)
+    call = behaviour_of(handler)
 
     def admitted(request: Any, context: Any) -> Any:
         set_caller(caller)  # runs in the call's own task, since the interceptor of `serving` awaits it there

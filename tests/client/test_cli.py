@@ -13,7 +13,7 @@ from peer import HIDDEN, LAYERS
 
 import residuum
 from residuum.cli import main
-from residuum.cli.main import _parser as parser
+from residuum.cli.main import make_parser as parser
 from residuum.cli.output import size
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from inference_svc.settings import InferenceSettings
-from residuum.cli.main import _parser
+from residuum.cli.main import make_parser
 from store_svc.settings import StoreSettings
 from svc_common.security.tokens_file import TokenFile
 from tests.docs.blocks import ELSEWHERE, NOT_ON_THE_SITE, OUTPUT, PAGES, PARSED, ROOT, RUN, Block, blocks, words
@@ -83,7 +83,7 @@ def test_commands_of_this_project_exist_in_other_blocks_too(page: Path):
 def check_command(line):
     program, *arguments = line
     if program == "residuum":
-        _, further = _parser().parse_known_args(arguments)
+        _, further = make_parser().parse_known_args(arguments)
         named = {word.partition("=")[0] for word in further if word.startswith("--")}
         assert named <= (flags(InferenceSettings) if arguments[0] == "serve" else set()), named
     elif program == "make":

@@ -14,7 +14,7 @@ import pytest
 import residuum
 import residuum.directions
 from inference_svc.settings import InferenceSettings
-from residuum.cli.main import _parser
+from residuum.cli.main import make_parser
 from residuum.v1 import capture_pb2
 from store_svc.settings import StoreSettings
 from tests.docs.blocks import DOCS, ELSEWHERE, NOT_ON_THE_SITE, PAGES, ROOT
@@ -126,7 +126,7 @@ def test_the_reference_has_every_command_and_flag():
             elif action.dest not in {"help", "version"}:
                 yield from action.option_strings
 
-    assert {flag for flag in walk(_parser()) if f"`{flag}" not in made} == set()
+    assert {flag for flag in walk(make_parser()) if f"`{flag}" not in made} == set()
 
 
 @pytest.mark.parametrize(("service", "settings"), [("inference", InferenceSettings), ("store", StoreSettings)])

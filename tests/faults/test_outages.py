@@ -10,7 +10,7 @@ import torch
 
 from inference_svc.taps import plan
 from inference_svc.taps.blocks import Block, BlockPool
-from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.sink import BlockSink, ModelRows
 from residuum.v1 import capture_pb2, selection_pb2, tensor_pb2
 from tests.faults.support import (
     BLOCK,
@@ -47,7 +47,7 @@ class Model:
         self._plan = plan.Capture(capture.name, 0, LAYERS, everything, sheds=sheds)
         self._capture = capture
         self._pool = BlockPool(len(LAYERS) * BLOCK, capture.width, torch.float32, torch.device("cpu"), 0)
-        self._sink = BlockSink(self._pool, RowFormat(capture.width, tensor_pb2.DATA_TYPE_FLOAT32), ring)
+        self._sink = BlockSink(self._pool, ModelRows(capture.width, tensor_pb2.DATA_TYPE_FLOAT32), ring)
 
     def compute(self, blocks: Sequence[range]) -> None:
         for positions in blocks:

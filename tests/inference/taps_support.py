@@ -14,7 +14,7 @@ from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.plan import Capture, Kind, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.sink import BlockSink, ModelRows
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtime import TapRuntime
 from residuum.v1 import capture_pb2, selection_pb2, tensor_pb2
@@ -152,7 +152,7 @@ class Worker:
         self.bank.load((row, np.asarray(vector, dtype="<f4").tobytes()) for row, vector in enumerate(vectors))
         self.pool = BlockPool(rows, hidden, dtype, CPU, largest_block) if captures else None
         self.ring = Ring(ring_bytes) if captures else None
-        self.sink = BlockSink(self.pool, RowFormat(hidden, DTYPES[dtype][1]), self.ring) if captures else None
+        self.sink = BlockSink(self.pool, ModelRows(hidden, DTYPES[dtype][1]), self.ring) if captures else None
         self.tap = CpuTap(self.bank, self.pool, self.points)
         self.runtime = TapRuntime(self.points, self.tap, self.pool, self.sink)
         self.hidden = hidden

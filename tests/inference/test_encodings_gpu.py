@@ -22,7 +22,7 @@ from inference_svc.taps.encodings.signs import SignCache
 from inference_svc.taps.gpu.encoder import GpuEncoder
 from inference_svc.taps.gpu.streamed_sink import StreamedSink
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
-from inference_svc.taps.sink import RowFormat as Rows
+from inference_svc.taps.sink import ModelRows
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import ENCODINGS, PROJECT, RANDOM_PROJECTIONS, SIZED, RowFormat
 from tests.inference.encoder_cases import DTYPES, cases
@@ -117,7 +117,7 @@ def test_blocks_of_all_encodings_and_reductions_pass_the_sink(dtype):
     bank = VectorBank(8, width, DEVICE)
     bank.load([(row, rng.standard_normal(width).astype("<f4").tobytes()) for row in range(8)])
     producer = Producer()
-    sink = StreamedSink(pool, Rows(width, WIRE_TYPES[dtype]), producer, bank)
+    sink = StreamedSink(pool, ModelRows(width, WIRE_TYPES[dtype]), producer, bank)
     sink.check_encodings()
     truth = {}
     for name, encoding in ENCODINGS.items():

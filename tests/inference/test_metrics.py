@@ -201,8 +201,8 @@ def test_workers_and_shippers(tmp_path):
     figures_path(controls[0]).write_text(json.dumps(ring))
     shippers = SimpleNamespace(
         status=lambda: [
-            ShipperStatus(7, 0, None, {"acked_bytes:a": 50, "ack_lag_seconds:a": 0.5, "unacked_bytes:h:1": 9}),
-            ShipperStatus(None, 2, 1, {}),
+            ShipperStatus(7, 0, {"acked_bytes:a": 50, "ack_lag_seconds:a": 0.5, "unacked_bytes:h:1": 9}),
+            ShipperStatus(None, 2, {}),
         ]
     )
     registry = make_registry()

@@ -13,7 +13,7 @@ from inference_svc.shipping.protocol import Done, ExtentReady, MessageReader
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
 from inference_svc.taps.plan import RequestPlan
-from inference_svc.taps.sink import BlockSink, RowFormat
+from inference_svc.taps.sink import BlockSink, ModelRows
 from residuum.v1 import capture_pb2, tensor_pb2
 from tests.inference.taps_support import CPU, Worker, capture, select
 
@@ -118,7 +118,7 @@ def test_a_block_travels_through_the_real_ring(tmp_path):
     producer = RingProducer(tmp_path / "ring", ring_bytes=1 << 16)
     producer.start()
     try:
-        sink = BlockSink(pool, RowFormat(4, tensor_pb2.DATA_TYPE_BFLOAT16), producer)
+        sink = BlockSink(pool, ModelRows(4, tensor_pb2.DATA_TYPE_BFLOAT16), producer)
         block = pool.take(capture("c", layers=(0, 1)), 1)
         block.positions.extend([5, 6, 7])
         pool.memory[block.first_row :][:64] = torch.arange(2 * 32 * 4).view(64, 4)
@@ -150,7 +150,7 @@ def test_the_real_ring_blocks_a_step_until_there_is_room(tmp_path):
     pool = BlockPool(96, 4, torch.float32, CPU, largest_block=0)
     producer = RingProducer(tmp_path / "ring", ring_bytes=1 << 16)
     producer.start()
-    sink = BlockSink(pool, RowFormat(4, tensor_pb2.DATA_TYPE_FLOAT32), producer)
+    sink = BlockSink(pool, ModelRows(4, tensor_pb2.DATA_TYPE_FLOAT32), producer)
     try:
         held = producer.acquire(producer.ring_bytes, block=True)
         step = threading.Thread(target=send_one, args=(pool, sink))

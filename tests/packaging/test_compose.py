@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from pydantic import ValidationError
 
 from inference_svc.settings import InferenceSettings
-from residuum.cli.main import _parser
+from residuum.cli.main import make_parser
 from residuum.wire.endpoints import parse_endpoint
 from residuum.wire.placement import parse_stores
 from store_svc.settings import StoreSettings
@@ -257,7 +257,7 @@ def test_ports_agree(service, settings, name):
 def test_the_health_check_checks_its_own_service(service, settings, name):
     how, program, *arguments = service["healthcheck"]["test"]
     assert (how, program) == ("CMD", "residuum")
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     assert options.endpoint == f"127.0.0.1:{parse_endpoint(settings.listen)[1]}"
     assert options.service == ("store" if name in STORES else "inference")
     # The command must time out before the engine kills it.

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from inference_svc.settings import InferenceSettings
-from residuum.cli.main import _parser
+from residuum.cli.main import make_parser
 from residuum.wire.endpoints import parse_endpoint
 from residuum.wire.tokens import make_token
 from store_svc.settings import StoreSettings
@@ -264,7 +264,7 @@ def test_probes_check_the_containers_own_service_over_grpc(container, settings, 
             assert "grpc" not in asked
             program, *arguments = asked["exec"]["command"]
             assert program == "residuum"
-            options = _parser().parse_args(arguments)
+            options = make_parser().parse_args(arguments)
             assert (options.endpoint, options.service) == (f"localhost:{port}", name)
             assert options.timeout < asked["timeoutSeconds"]
 

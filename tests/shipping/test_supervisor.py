@@ -68,14 +68,14 @@ async def test_a_killed_shipper_is_started_again_and_nothing_is_missing(start_pr
     work, store = Work(start_producer()), start_store()
     supervisor = await start_supervisor(store.endpoint, 1)
     (before,) = supervisor.status()
-    assert (before.restarts, before.last_exit) == (0, None)
+    assert before.restarts == 0
     await until(lambda: work.producer.stats().connected_shippers == 1)
     os.kill(before.pid, signal.SIGKILL)
     work.publish("capture", range(32))
     assert await asyncio.to_thread(work.producer.drain, DEADLINE)
     (after,) = supervisor.status()
     assert after.pid != before.pid
-    assert (after.restarts, after.last_exit) == (1, -signal.SIGKILL)
+    assert after.restarts == 1
     assert store.rows == work.expected
 
 
@@ -114,13 +114,11 @@ async def test_a_shipper_that_outlasts_the_grace_is_killed(start_producer, start
     os.kill(status.pid, signal.SIGSTOP)
     await supervisor.stop(grace_seconds=0.1)
     assert not is_running(status.pid)
-    assert supervisor.status()[0].last_exit == -signal.SIGKILL
 
 
 async def test_a_failing_shipper_is_restarted_with_growing_delays_and_can_be_stopped(start_supervisor):
     supervisor = await start_supervisor("127.0.0.1:1", 1, "--no-such-option")
     await until(lambda: supervisor.status()[0].restarts >= 1)
-    assert supervisor.status()[0].last_exit in (2, None)
     await supervisor.stop(grace_seconds=DEADLINE)
     assert supervisor.status()[0].pid is None
 

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The command line after the program's name; by default the process's own.
     """
-    parser = _parser()
+    parser = make_parser()
     options, further = parser.parse_known_args(arguments)
     if options.run is serve.run:
         options.flags = further
@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line, with every command."""
     parser = Parser(prog="residuum", description="Capture and steer the residual stream of a served model.")
     parser.add_argument(
         "--version", action="version", version=f"residuum {residuum.__version__}", help="show the version and exit"

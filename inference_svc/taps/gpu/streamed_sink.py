@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture
     from inference_svc.taps.reductions import Batch
-    from inference_svc.taps.ring_writer import RowFormat
+    from inference_svc.taps.ring_writer import ModelRows
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
 _log = get_logger(__name__)
@@ -63,7 +63,7 @@ class StreamedSink(BlockSink):
     """Encodes blocks and copies them from the device to the ring, while the model goes on."""
 
     def __init__(
-        self, pool: BlockPool, row_format: RowFormat, producer: RingProducer, bank: VectorBank | None = None
+        self, pool: BlockPool, model_rows: ModelRows, producer: RingProducer, bank: VectorBank | None = None
     ) -> None:
         """Pin the ring, check that rows reach it, and start the thread.
 
@@ -71,7 +71,7 @@ class StreamedSink(BlockSink):
             CannotCopyError: CUDA refuses to pin the ring's memory, or rows arrive there changed.
         """
         # The tensor cores take rows and signs of one dtype.
-        super().__init__(pool, row_format, producer, bank, sign_dtype=pool.memory.dtype)
+        super().__init__(pool, model_rows, producer, bank, sign_dtype=pool.memory.dtype)
         memory = producer.memory
         code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(code) != 0:

@@ -28,7 +28,7 @@ from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.plan import Operation
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.ring_writer import RowFormat
+from inference_svc.taps.ring_writer import ModelRows
 from inference_svc.taps.sink import BlockSink
 from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.vllm import norms, runner_v1, runner_v2
@@ -183,7 +183,7 @@ class _Taps:
         self._device = worker.device
         self._pipeline_rank = get_pp_group().rank_in_group
         self.bank = VectorBank(settings["bank_rows"], hidden, worker.device)
-        self._format = RowFormat(hidden, WIRE_TYPES[dtype])
+        self._format = ModelRows(hidden, WIRE_TYPES[dtype])
         self.pool: BlockPool | None = None
         self.producer: RingProducer | None = None
         self._sink: BlockSink | None = None
