@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from inference_svc.request_parts import RequestParts
 from inference_svc.requests.concurrency import Places
 from inference_svc.requests.registry import RequestRegistry
-from inference_svc.session.generator import Generator
+from inference_svc.session.request_runner import RequestRunner
 from residuum.wire.ids import make_id
 from svc_common.security.tokens_file import Limits
 
@@ -34,7 +34,7 @@ class Parts:
     activator: VectorActivator
     admission: Admission
     places: Places
-    generator: Generator
+    runner: RequestRunner
     stores: Stores | None
     settings: InferenceSettings
     limits_of: Callable[[str], Limits]
@@ -66,7 +66,7 @@ class Parts:
         )
         parts = RequestParts.assemble(engine, registry, settings)
         places = Places(settings.max_requests, limits_of)
-        generator = Generator(engine, registry, parts.admission, parts.reservations, stores, metrics, places)
+        runner = RequestRunner(engine, registry, parts.admission, parts.reservations, stores, metrics, places)
         return cls(
             engine,
             registry,
@@ -74,7 +74,7 @@ class Parts:
             parts.activator,
             parts.admission,
             places,
-            generator,
+            runner,
             stores,
             settings,
             limits_of,

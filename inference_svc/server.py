@@ -88,24 +88,24 @@ class InferenceServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        server = await self._listen()
         try:
-            if await self._start():
+            access = Access(self._settings.tokens, [SERVICE])
+            self._stop_tracing = start_tracing("residuum-inference", self._settings.otel_endpoint)
+        except (OSError, TracingError) as error:
+            raise SystemExit(str(error)) from None
+        server = await self._listen(access)
+        try:
+            if await self._start(access):
                 await self._watch_engine()
         finally:
             await self._stop(server)
 
-    async def _listen(self) -> grpc.aio.Server:
-        try:
-            self._access = Access(self._settings.tokens, [SERVICE])
-            self._stop_tracing = start_tracing("residuum-inference", self._settings.otel_endpoint)
-        except (OSError, TracingError) as error:
-            raise SystemExit(str(error)) from None
+    async def _listen(self, access: Access) -> grpc.aio.Server:
         server = grpc.aio.server(
             interceptors=[
                 *([AioTracingInterceptor()] if is_on() else []),
                 AioErrorInterceptor(_log, self._metrics.calls.note),
-                AioAccessInterceptor(self._access),
+                AioAccessInterceptor(access),
                 AioStallInterceptor(_log, self._settings.first_message_seconds, self._settings.stall_seconds),
             ],
             options=SERVER_OPTIONS,
@@ -131,7 +131,7 @@ class InferenceServer:
         _log.info("listening", address=f"{host}:{port}")
         return server
 
-    async def _start(self) -> bool:
+    async def _start(self, access: Access) -> bool:
         """Load the model, run the self-test, and accept calls. Return False if a signal stopped the start."""
         settings = self._settings
         starting = asyncio.create_task(Engine.start(settings, self._folder))
@@ -141,7 +141,7 @@ class InferenceServer:
         if not starting.done():
             _log.info("got a signal while the model is loading; the service stops once it is loaded")
         engine = await starting
-        self._parts = self._assemble(engine)
+        self._parts = self._assemble(engine, access)
         self._servicer.load(self._parts)
         if settings.store:
             controls = engine.facts.control_paths
@@ -170,10 +170,10 @@ class InferenceServer:
         )
         return True
 
-    def _assemble(self, engine: Engine) -> Parts:
+    def _assemble(self, engine: Engine, access: Access) -> Parts:
         settings = self._settings
         stores = Stores.from_settings(settings, settings.advertised_stores) if settings.store else None
-        parts = Parts.assemble(engine, settings, stores, self._metrics, self._access.limits_of)
+        parts = Parts.assemble(engine, settings, stores, self._metrics, access.limits_of)
         self._metrics.registry.register(ServiceCollector(parts.registry, parts.vectors, parts.activator, stores))
         return parts
 

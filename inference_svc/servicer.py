@@ -132,7 +132,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """See inference.proto. Returns the generator itself: a generator around it would cost time for each event."""
         del context
-        return self._require().generator.run(request, current_caller().own_tenant)
+        return self._require().runner.run(request, current_caller().own_tenant)
 
     async def UpdateSteering(
         self, request: inference_pb2.UpdateSteeringRequest, context: Context
@@ -142,7 +142,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self._parts is None:  # also answered while the service drains
             raise _not_serving()
         bind_request(request.request_id)
-        firsts = await self._parts.generator.update_steering(
+        firsts = await self._parts.runner.update_steering(
             request.request_id, request.steering, current_caller().own_tenant
         )
         return inference_pb2.UpdateSteeringResponse(first_positions=firsts)

@@ -21,6 +21,8 @@ from inference_svc.engine.sampling import asked_of_vllm, check_with_vllm
 from inference_svc.engine.streams import Delta, engine_dead_failure, stream
 from inference_svc.model_facts import ModelFacts
 from inference_svc.requests.prompts import PromptReader
+from inference_svc.requests.replies import ReplyReader
+from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.taps.vllm.worker import REFUSAL_FILE
 from residuum.rpc.errors import Failure
 
@@ -29,19 +31,14 @@ if TYPE_CHECKING:
 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from inference_svc.requests.token_texts import TokenTexts
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.encodings.projections import Projection
     from inference_svc.taps.plan import Operation, RequestPlan
-    from residuum.v1 import capture_pb2, inference_pb2, store_pb2
+    from residuum.v1 import inference_pb2
 
 _DRAIN_POLL_SECONDS = 0.02
 _DEATH_POLL_SECONDS = 1.0
 """How often a call that waits for its answer checks whether the engine has died."""
-
-
-NO_CHAT = "The prompt is no conversation: it came as a text or as token IDs, which have no messages."
-"""Why the positions of messages are not known."""
 
 
 class EngineRefusedError(RuntimeError):
@@ -49,13 +46,20 @@ class EngineRefusedError(RuntimeError):
 
 
 class Engine:
-    """A running vLLM engine whose workers have the taps."""
+    """A running vLLM engine whose workers have the taps.
+
+    Attributes:
+        facts: What is served.
+        prompts: Turns prompts into token IDs.
+        replies: Turns tokens into text.
+    """
 
     def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
         """Wrap a running engine; see `start`. Without a tokenizer (None), prompts and replies are token IDs only."""
         self._llm = llm
-        self._tokenizer = tokenizer
-        self._prompts = PromptReader(tokenizer, facts)
+        self._thread = TokenizerThread(tokenizer)
+        self.prompts = PromptReader(self._thread, facts)
+        self.replies = ReplyReader(self._thread)
         self.facts = facts
 
     @classmethod
@@ -91,7 +95,7 @@ class Engine:
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts and replies can be text. Otherwise they are token IDs only."""
-        return self._tokenizer is not None
+        return self._thread.tokenizer is not None
 
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """Return the token IDs of a request's prompt, and check the sampling parameters that vLLM may refuse.
@@ -99,38 +103,13 @@ class Engine:
         Raises:
             Failure: The prompt is invalid (see `PromptReader.read`), or a parameter is (see `check_with_vllm`).
         """
-        token_ids = await self._prompts.read(request)
+        token_ids = await self.prompts.read(request)
         if asked_of_vllm(request.sampling):
-            await self._prompts.in_thread(self._check_sampling, request.sampling)
+            await self._thread.do(self._check_sampling, request.sampling)
         return token_ids
 
     def _check_sampling(self, parameters: inference_pb2.SamplingParameters) -> None:
-        check_with_vllm(parameters, self._llm.vllm_config, self._tokenizer)
-
-    async def reply_text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Return the text of a reply; see `PromptReader.reply_text`."""
-        return await self._prompts.reply_text(prompt_token_ids, token_ids)
-
-    async def reply_token_texts(
-        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> capture_pb2.TokenTexts:
-        """Return the text of each token of a reply; see `PromptReader.reply_token_texts`."""
-        return await self._prompts.reply_token_texts(prompt_token_ids, token_ids)
-
-    def token_texts(self, before: Sequence[int]) -> TokenTexts | None:
-        """Return a collection for the texts of tokens; see `PromptReader.token_texts`."""
-        return self._prompts.token_texts(before)
-
-    async def describe_prompt(
-        self, request: inference_pb2.GenerateRequest, token_ids: Sequence[int], seal: store_pb2.SealCaptureRequest
-    ) -> None:
-        """Describe the tokens of a prompt in a seal; see `PromptReader.describe`."""
-        is_chat = request.WhichOneof("prompt") == "chat"
-        await self._prompts.describe(token_ids, request.chat if is_chat else NO_CHAT, seal)
-
-    async def prompt_text(self, request: inference_pb2.GenerateRequest, token_ids: list[int]) -> str:
-        """Return the text of a prompt; see `PromptReader.text`."""
-        return await self._prompts.text(request, token_ids)
+        check_with_vllm(parameters, self._llm.vllm_config, self._thread.tokenizer)
 
     def generate(
         self,

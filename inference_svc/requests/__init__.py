@@ -1,1 +1,1 @@
-"""Requests: reading their prompts, keeping track of them, and making the plans that the workers follow."""
+"""Requests: reading prompts, decoding replies, keeping track of requests, and making the plans of the workers."""

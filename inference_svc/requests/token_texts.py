@@ -12,7 +12,7 @@ from residuum.v1 import capture_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_CONTEXT_TOKENS = 8
+CONTEXT_TOKENS = 8
 """Tokens before the first one that its text may depend on: many tokenizers drop the space at the start of a text."""
 
 _INCOMPLETE = "\ufffd"
@@ -41,7 +41,7 @@ class TokenTexts:
         self._why_unknown = ""
         self._stream = self._new_stream()
         # Token by token: a DecodeStream that is given tokens which end within a character repeats all their text.
-        for token_id in before[-_CONTEXT_TOKENS:]:
+        for token_id in before[-CONTEXT_TOKENS:]:
             self._step(token_id)
         self.texts: list[str] = []
 

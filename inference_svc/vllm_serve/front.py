@@ -22,8 +22,10 @@ from inference_svc.engine.facts import facts_of
 from inference_svc.engine.streams import engine_dead_failure
 from inference_svc.request_parts import RequestParts
 from inference_svc.requests.plans import count_spare_positions, make_plan
-from inference_svc.requests.prompts import PromptReader, no_prompt_text
+from inference_svc.requests.prompts import no_prompt_text
 from inference_svc.requests.registry import RequestRegistry
+from inference_svc.requests.replies import ReplyReader
+from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.resources.projections import projection_of
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
@@ -95,7 +97,7 @@ class FrontEnd:
         """
         self._generate = generate
         self._llm = llm
-        self._texts: PromptReader | None = None
+        self._replies: ReplyReader | None = None
         self._count = count
         served = llm.vllm_config.model_config.served_model_name
         name = served if isinstance(served, str) else llm.vllm_config.model_config.model
@@ -211,7 +213,7 @@ class FrontEnd:
         with as_http_errors():
             await self._startup.wait()
             running = self._registry.start_inline(admitted.spec)
-            sampling, texts = admitted.sampling, await self._reader()
+            sampling, replies = admitted.sampling, await self._reader()
             session = CaptureSession(
                 self._facts,
                 running,
@@ -220,8 +222,8 @@ class FrontEnd:
                 self._require_delivery,
                 self._cause_of,
                 sampling_digest=digest_of(sampling) if running.spec.capture else b"",
-                new_texts=partial(texts.token_texts, admitted.token_ids) if running.spec.capture else lambda: None,
-                describe_prompt=partial(texts.describe, admitted.token_ids, _NO_CHAT),
+                new_texts=partial(replies.new_texts, admitted.token_ids) if running.spec.capture else lambda: None,
+                describe_prompt=partial(replies.describe, admitted.token_ids, _NO_CHAT),
             )
             session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
@@ -230,7 +232,7 @@ class FrontEnd:
                 async with self._parts.reservations.reserve(running) as vectors, session:
                     if session.existing is not None:
                         kept = await kept_sequences(
-                            session.existing, sampling.stop or (), sampling.stop_token_ids or (), texts.reply_text
+                            session.existing, sampling.stop or (), sampling.stop_token_ids or (), replies.text
                         )
                         for output in kept_outputs(admitted.request_id, admitted.token_ids, kept, sampling.output_kind):
                             yield output
@@ -266,11 +268,11 @@ class FrontEnd:
             prompt = {**prompt, "cache_salt": f"{prompt.get('cache_salt') or ''}/{salt}"}
         return self._generate(prompt, sampling, admitted.request_id, **options)
 
-    async def _reader(self) -> PromptReader:
-        """Return what knows the texts of tokens."""
-        if self._texts is None:
-            self._texts = PromptReader(await tokenizer_of(self._llm), self._facts)
-        return self._texts
+    async def _reader(self) -> ReplyReader:
+        """Return the reader that decodes tokens."""
+        if self._replies is None:
+            self._replies = ReplyReader(TokenizerThread(await tokenizer_of(self._llm)))
+        return self._replies
 
     def _require_delivery(self) -> Delivery:
         assert self._delivery is not None  # noqa: S101 - `_admit` refuses captures without a store

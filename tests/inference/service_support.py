@@ -6,6 +6,7 @@ import asyncio
 import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,12 +17,12 @@ import tokenizers
 import transformers
 
 from inference_svc.captures.stores import Stores
-from inference_svc.engine.engine import Engine
 from inference_svc.engine.streams import Delta
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.model_facts import ModelFacts
 from inference_svc.parts import Parts
-from inference_svc.requests.prompts import PromptReader
+from inference_svc.requests.replies import ReplyReader
+from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.servicer import InferenceServicer
 from inference_svc.settings import InferenceSettings
 from residuum.rpc.channels import SERVER_OPTIONS, open_aio_channel
@@ -139,7 +140,9 @@ class FakeEngine:
     def __init__(self):
         self.facts = FACTS
         self.script = three_tokens
-        self._prompts = PromptReader(tokenizer(), FACTS)
+        self.prompts = SimpleNamespace(text=self.prompt_text)
+        self.replies = ReplyReader(TokenizerThread(tokenizer()))
+        self.replies.text = self.reply_text
         self.calls = []
         self.closed = []
         """Engine IDs of generators that have ended, in any way."""
@@ -168,10 +171,6 @@ class FakeEngine:
 
     async def reply_text(self, prompt_token_ids, token_ids):
         return "".join(f"t{token}" for token in token_ids)
-
-    token_texts = Engine.token_texts
-    reply_token_texts = Engine.reply_token_texts
-    describe_prompt = Engine.describe_prompt
 
     async def generate(self, engine_id, prompt_token_ids, sampling, plan, cache_salt):
         engine_id = without_attempt(engine_id)

@@ -130,7 +130,7 @@ async def test_a_stop_text_is_left_out_of_a_skipped_reply(service):
     async def script(call):
         yield Delta(" One, two. ", [1], "stop", "END")
 
-    service.engine.reply_text, service.engine.script = text, script
+    service.engine.replies.text, service.engine.script = text, script
     for _ in range(2):
         _, delta, finished = await service.events(again(SKIP, stop=["two words", "END", "and"]))
         assert delta.delta.text == " One, two. "
@@ -145,7 +145,7 @@ async def test_a_stop_token_is_in_the_tokens_of_a_skipped_reply_but_not_in_its_t
         yield Delta(" 1", [1])
         yield Delta("", [9], "stop", stop_token_id=9)
 
-    service.engine.reply_text, service.engine.script = text, script
+    service.engine.replies.text, service.engine.script = text, script
     for _ in range(2):
         *_, finished = events = await service.events(again(SKIP, stop_token_ids=[9]))
         deltas = [item.delta for item in events[1:-1]]

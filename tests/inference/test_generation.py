@@ -11,9 +11,9 @@ import grpc
 import numpy as np
 import pytest
 
-from inference_svc.engine.engine import NO_CHAT
 from inference_svc.engine.logprobs import TokenLogprobs
 from inference_svc.engine.streams import Delta
+from inference_svc.requests.replies import NO_CHAT
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.wire.limits import MAX_MESSAGE_SPANS, MAX_SEAL_BYTES
@@ -207,7 +207,7 @@ async def test_a_capture_is_sealed_even_if_its_tokens_cannot_be_described(servic
     async def fail(*_arguments):
         raise RuntimeError("scripted")
 
-    monkeypatch.setattr(service.engine, "describe_prompt", fail)
+    monkeypatch.setattr(service.engine.replies, "describe", fail)
     await service.events(ask(spec("r", CAPTURE)))
     seal = await store.seal()
     assert seal.outcome == COMPLETE
@@ -224,10 +224,10 @@ async def test_a_capture_is_sealed_even_if_its_tokens_cannot_be_described(servic
     ids=["too long", "too many"],
 )
 async def test_messages_that_do_not_fit_a_seal_are_left_out(service, store, monkeypatch, spans):
-    async def describe(request, token_ids, seal):
+    async def describe(token_ids, chat, seal):
         seal.message_spans.spans.extend(spans)
 
-    monkeypatch.setattr(service.engine, "describe_prompt", describe)
+    monkeypatch.setattr(service.engine.replies, "describe", describe)
     await service.events(ask(spec("r", CAPTURE)))
     seal = await store.seal()
     assert not seal.message_spans.spans
@@ -235,12 +235,12 @@ async def test_messages_that_do_not_fit_a_seal_are_left_out(service, store, monk
 
 
 async def test_texts_that_are_too_long_for_a_seal_are_left_out(service, store, monkeypatch):
-    async def describe(request, token_ids, seal):
+    async def describe(token_ids, chat, seal):
         seal.prompt_token_texts.CopyFrom(
             capture_pb2.TokenTexts(text="x" * MAX_SEAL_BYTES, lengths=[MAX_SEAL_BYTES, 0, 0])
         )
 
-    monkeypatch.setattr(service.engine, "describe_prompt", describe)
+    monkeypatch.setattr(service.engine.replies, "describe", describe)
     await service.events(ask(spec("r", CAPTURE)))
     seal = await store.seal()
     assert list(seal.sequences[0].generated_token_ids) == [1, 2, 3]
@@ -320,7 +320,7 @@ async def test_a_client_that_disconnects_without_reading_stops_the_engine(servic
 
 async def test_a_client_that_leaves_with_the_last_event_has_a_complete_capture(service, store):
     """All tokens were generated: the capture does not depend on whether the client waits for the call's status."""
-    run = service.parts.generator.run(ask(spec("r", CAPTURE)))
+    run = service.parts.runner.run(ask(spec("r", CAPTURE)))
     async for event in run:
         if event.HasField("finished"):
             break
@@ -371,7 +371,7 @@ async def test_a_failed_request_leaves_no_garbage(service, capture):
 
     async def run():
         try:
-            async for _ in service.parts.generator.run(ask(spec("r", capture))):
+            async for _ in service.parts.runner.run(ask(spec("r", capture))):
                 pass
         except Failure:
             return

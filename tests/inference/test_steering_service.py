@@ -529,7 +529,7 @@ async def test_a_change_of_steering_after_the_end_holds_no_vectors(service):
     """The last moment: the run is over, but the service has not forgotten the request yet."""
     await service.put(JOY)
     async with generating(service, spec("r", updatable=True)):
-        (changes,) = service.parts.generator._changes.values()
+        (changes,) = service.parts.runner._changes.values()
     await service.engine.until(lambda: service.engine.closed == ["r#0"])
     with pytest.raises(Failure, match="just ended"):
         await changes.change(steering_pb2.SteeringSpec(operations=[add()]))

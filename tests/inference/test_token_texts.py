@@ -11,7 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.requests.prompts import PromptReader
+from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.token_texts import TokenTexts
+from inference_svc.requests.tokenizer_thread import TokenizerThread
 from residuum.v1 import inference_pb2, store_pb2
 from residuum.values.tokens import split_texts
 from tests.inference.service_support import FACTS
@@ -139,10 +141,10 @@ def chat_of(messages):
 
 async def described(tokenizer, messages):
     """The tokens of a chat's prompt, and the seal that describes them."""
-    reader, chat = PromptReader(tokenizer, FACTS), chat_of(messages)
-    token_ids = await reader.read(inference_pb2.GenerateRequest(chat=chat))
+    thread, chat = TokenizerThread(tokenizer), chat_of(messages)
+    token_ids = await PromptReader(thread, FACTS).read(inference_pb2.GenerateRequest(chat=chat))
     seal = store_pb2.SealCaptureRequest()
-    await reader.describe(token_ids, chat, seal)
+    await ReplyReader(thread).describe(token_ids, chat, seal)
     return token_ids, seal
 
 
@@ -259,6 +261,6 @@ async def test_a_tokenizer_that_changes_the_text_says_where_its_tokens_are_from(
 
 async def test_without_a_tokenizer_nothing_is_described():
     seal = store_pb2.SealCaptureRequest()
-    await PromptReader(None, FACTS).describe([1, 2], "no conversation", seal)
+    await ReplyReader(TokenizerThread(None)).describe([1, 2], "no conversation", seal)
     assert seal.prompt_token_texts.unknown_detail == "The engine has no tokenizer."
     assert seal.message_spans.unknown_detail == "no conversation"

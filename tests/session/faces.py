@@ -119,7 +119,7 @@ class GrpcFace(Face):
 
     def answers(self):
         request = ask(spec(REQUEST_ID, CAPTURE, updatable=True), PROMPT, num_sequences=self.num_sequences)
-        return self.parts.generator.run(request)
+        return self.parts.runner.run(request)
 
     def take(self, event):
         if event.HasField("delta"):
@@ -130,7 +130,7 @@ class GrpcFace(Face):
 
     def update(self):
         steering = steering_pb2.SteeringSpec(operations=[ADD_JOY])
-        self.updates.append(asyncio.create_task(self.parts.generator.update_steering(REQUEST_ID, steering)))
+        self.updates.append(asyncio.create_task(self.parts.runner.update_steering(REQUEST_ID, steering)))
 
     def is_clean(self):
         return super().is_clean() and not self.parts.activator.num_active and not self.parts.places.num_taken

@@ -10,6 +10,7 @@ from inference_svc.admission.sampling import num_sequences, sampling_digest
 from inference_svc.captures.stores import require_stores
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.concurrency import Places
+from inference_svc.requests.replies import NO_CHAT
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences, replay
 from inference_svc.session.generation import Generation
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from inference_svc.engine.engine import Engine
     from inference_svc.requests.registry import RequestRegistry, Running
     from inference_svc.session.reservation import Reservations
-    from residuum.v1 import inference_pb2, steering_pb2
+    from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 
 
-class Generator:
+class RequestRunner:
     """Runs requests: checks them, reserves resources, opens the capture, generates, and seals."""
 
     def __init__(
@@ -42,7 +43,17 @@ class Generator:
         metrics: InferenceMetrics | None = None,
         places: Places | None = None,
     ) -> None:
-        """Create a generator. `stores` is None if the service has no store. `places` limits the concurrent requests."""
+        """Prepare to run requests.
+
+        Args:
+            engine: The engine.
+            registry: The requests that the service knows.
+            admission: The checks of requests.
+            reservations: Reserves what requests need in the workers.
+            stores: Where captures go; None: nothing is captured.
+            metrics: Where requests are counted.
+            places: Limits the concurrent requests.
+        """
         self._engine = engine
         self._registry = registry
         self._admission = admission
@@ -110,31 +121,15 @@ class Generator:
         bind_request(running.request_id)
         tracing.set_attributes(request_id=running.request_id, prompt_tokens=len(token_ids))
         tracing.add_event("checked")
-        session = CaptureSession(
-            self._engine.facts,
-            running,
-            token_ids,
-            num_sequences(sampling),
-            lambda: require_stores(self._stores),
-            sampling_digest=sampling_digest(sampling) if running.spec.capture else b"",
-            new_texts=partial(self._engine.token_texts, token_ids),
-            describe_prompt=partial(self._engine.describe_prompt, request, token_ids),
-        )
+        session = self._session(running, request, token_ids)
         with self._registered(running, session):
             self._admission.check_request(running.spec, tenant, len(token_ids), sampling)
             if running.spec.capture is not None and running.spec.capture.keep_prompt:
-                session.prompt_text = await self._engine.prompt_text(request, token_ids)
+                session.prompt_text = await self._engine.prompts.text(request, token_ids)
             async with self._reservations.reserve(running) as vectors, session:
                 handle = self._handle(running)
                 if session.existing is not None:
-                    kept = await kept_sequences(
-                        session.existing,
-                        sampling.stop,
-                        sampling.stop_token_ids,
-                        self._engine.reply_text,
-                        self._engine.reply_token_texts,
-                    )
-                    yield replay(session.existing, kept, handle)
+                    yield await self._replayed(session.existing, sampling, handle)
                     return
                 changes = SteeringChanges(self._engine, running, len(token_ids), vectors, session.sequences)
                 session.history = self._changes[running.path] = changes
@@ -142,6 +137,33 @@ class Generator:
                     yield Generation(
                         self._engine, running, token_ids, sampling, vectors, session.sequences, handle
                     ).events()
+
+    def _session(
+        self, running: Running, request: inference_pb2.GenerateRequest, token_ids: list[int]
+    ) -> CaptureSession:
+        replies, sampling = self._engine.replies, request.sampling
+        chat = request.chat if request.WhichOneof("prompt") == "chat" else NO_CHAT
+        return CaptureSession(
+            self._engine.facts,
+            running,
+            token_ids,
+            num_sequences(sampling),
+            lambda: require_stores(self._stores),
+            sampling_digest=sampling_digest(sampling) if running.spec.capture else b"",
+            new_texts=partial(replies.new_texts, token_ids),
+            describe_prompt=partial(replies.describe, token_ids, chat),
+        )
+
+    async def _replayed(
+        self,
+        existing: capture_pb2.CaptureManifest,
+        sampling: inference_pb2.SamplingParameters,
+        handle: inference_pb2.CaptureHandle | None,
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        """Return the events of a request whose result is a capture that exists already."""
+        replies = self._engine.replies
+        kept = await kept_sequences(existing, sampling.stop, sampling.stop_token_ids, replies.text, replies.token_texts)
+        return replay(existing, kept, handle)
 
     def _handle(self, running: Running) -> inference_pb2.CaptureHandle | None:
         """Return the handle that tells clients where the capture is; None if the request captures nothing."""

@@ -1,0 +1,88 @@
+"""Turns tokens into text: replies, single tokens, and what a seal says about a prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inference_svc.requests.message_spans import UnknownSpansError, find_spans
+from inference_svc.requests.token_texts import CONTEXT_TOKENS, TokenTexts, texts_of
+from inference_svc.requests.tokenizer_thread import messages_of, render
+from residuum.rpc.errors import Failure
+from residuum.v1 import capture_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from inference_svc.requests.tokenizer_thread import TokenizerThread
+    from residuum.v1 import inference_pb2, store_pb2
+
+NO_CHAT = "The prompt is no conversation: it came as a text or as token IDs, which have no messages."
+"""Why the positions of messages are not known."""
+
+
+class ReplyReader:
+    """Decodes tokens. Without a tokenizer, texts are empty or unknown."""
+
+    def __init__(self, thread: TokenizerThread) -> None:
+        """Decode with the tokenizer of this thread."""
+        self._thread = thread
+        self._tokenizer = thread.tokenizer
+
+    async def text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        """Return the text of a reply's tokens; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return await self._thread.do(self._decode, list(prompt_token_ids), list(token_ids))
+
+    async def token_texts(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> capture_pb2.TokenTexts:
+        """Return the text of each token of a reply."""
+        return await self._thread.do(self._token_texts, prompt_token_ids, token_ids)
+
+    def new_texts(self, before: Sequence[int] = ()) -> TokenTexts | None:
+        """Return a new collection of the texts of tokens that follow `before`; None without a tokenizer."""
+        return None if self._tokenizer is None else TokenTexts(self._tokenizer, before)
+
+    async def describe(
+        self, token_ids: Sequence[int], chat: inference_pb2.Chat | str, seal: store_pb2.SealCaptureRequest
+    ) -> None:
+        """Add to a seal the texts of a prompt's tokens, and the positions of its messages.
+
+        Args:
+            token_ids: The tokens of the prompt.
+            chat: The conversation that they were made from; or, in words, why there is none.
+            seal: The seal.
+        """
+        await self._thread.do(self._describe, token_ids, chat, seal)
+
+    def _describe(
+        self, token_ids: Sequence[int], chat: inference_pb2.Chat | str, seal: store_pb2.SealCaptureRequest
+    ) -> None:
+        texts = self.new_texts()
+        if texts is not None:
+            texts.add(token_ids)
+        seal.prompt_token_texts.CopyFrom(texts_of(texts))
+        if texts is None or isinstance(chat, str):
+            seal.message_spans.unknown_detail = str(chat)
+            return
+        try:
+            spans = find_spans(messages_of(chat), self._chat_text, token_ids, texts.texts, self._tokenizer)
+        except (UnknownSpansError, Failure) as error:  # a Failure: the template refuses markers
+            spans = capture_pb2.MessageSpans(unknown_detail=str(error))
+        seal.message_spans.CopyFrom(spans)
+
+    def _chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return str(render(self._tokenizer, messages, tokenize=False))
+
+    def _token_texts(self, prompt: Sequence[int], reply: Sequence[int]) -> capture_pb2.TokenTexts:
+        texts = self.new_texts(prompt)
+        if texts is not None:
+            texts.add(reply)
+        return texts_of(texts)
+
+    def _decode(self, prompt: list[int], reply: list[int]) -> str:
+        # Decoded behind the prompt: alone, many tokenizers drop the space before the first word.
+        before = self._tokenizer.decode(prompt[-CONTEXT_TOKENS:], skip_special_tokens=True)
+        whole = self._tokenizer.decode([*prompt[-CONTEXT_TOKENS:], *reply], skip_special_tokens=True)
+        if whole.startswith(before):
+            return str(whole[len(before) :])
+        return str(self._tokenizer.decode(reply, skip_special_tokens=True))
