@@ -45,7 +45,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shippers", type=positive, default=defaults.shippers, help="shipper processes")
     parser.add_argument(
         "--capture-sites", type=sites, default=defaults.capture_sites, metavar="SITE,...",
-        help="the sites that are armed and captured, as for the service "
+        help="the sites that are enabled and captured, as for the service "
         f"(default: {','.join(defaults.capture_sites)})",
     )  # fmt: skip
     parser.add_argument(

@@ -20,7 +20,7 @@ class Mode(str, Enum):
     IDLE = "idle"
     """residuum's worker with taps in the model. Nothing is captured or steered."""
     ALL_LAYERS = "all-layers"
-    """Every token is captured at every layer and every armed site."""
+    """Every token is captured at every layer and every enabled site."""
     STEER = "steer"
     """Each request is steered after every layer with the workload's `Vectors`."""
     ALL_LAYERS_STEER = "all-layers+steer"
@@ -28,7 +28,7 @@ class Mode(str, Enum):
     ALL_LAYERS_ENCODED = "all-layers+encoded"
     """Every token is captured at every layer, with the workload's encoding instead of raw."""
     CUSTOM = "custom"
-    """Every token is captured at the workload's `layers` and every armed site."""
+    """Every token is captured at the workload's `layers` and every enabled site."""
 
     @property
     def captures(self) -> bool:
@@ -110,7 +110,7 @@ class Workload:
     stores: int = 1
     """Stores that the captures are spread over, each a separate process."""
     capture_sites: tuple[str, ...] = ("resid_post",)
-    """The sites that are armed, and that capturing modes capture."""
+    """The sites that are enabled, and that capturing modes capture."""
     encoding: str = "rp8"
     """The encoding of ALL_LAYERS_ENCODED; see capture.proto."""
     dimensions: int = DEFAULT_PROJECTION

@@ -70,13 +70,13 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
 def _check_sites(sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> None:
     for site in sites:
         if site not in facts.sites:
-            armed = [_site_name(known) for known in facts.sites]
+            enabled = [_site_name(known) for known in facts.sites]
             raise Failure(
                 Reason.ERROR_REASON_UNKNOWN_SITE,
-                f"The site {_site_name(site)} is not armed on this server; armed: {', '.join(armed)}. "
-                "Its operator arms sites with --capture-sites.",
+                f"The site {_site_name(site)} is not enabled on this server; enabled: {', '.join(enabled)}. "
+                "Its operator enables sites with --capture-sites.",
                 site=_site_name(site),
-                armed=",".join(armed),
+                armed=",".join(enabled),
             )
     if len(set(sites)) != len(sites):
         raise invalid("capture.sites", "capture.sites: name each site only once.")

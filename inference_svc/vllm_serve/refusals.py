@@ -48,14 +48,14 @@ def http_error(failure: Failure) -> Exception:
 
 
 def _message(failure: Failure) -> str:
-    """Return a failure's text, with the client's names of sites and the variable that arms sites here."""
+    """Return a failure's text, with the client's names of sites and the variable that enables sites here."""
     if failure.reason != Reason.ERROR_REASON_UNKNOWN_SITE or "armed" not in failure.metadata:
         return failure.message
-    site, *armed = (_site(name) for name in (failure.metadata["site"], *failure.metadata["armed"].split(",")))
+    site, *enabled = (_site(name) for name in (failure.metadata["site"], *failure.metadata["armed"].split(",")))
     known = failure.metadata["site"] in capture_pb2.Site.keys()  # noqa: SIM118 - no dict
-    wanted = ",".join([*armed, site] if known else armed)
-    return f"The site {site} is not armed on this server; armed: {', '.join(armed)}. " + (
-        f"Its operator can arm it with RESIDUUM_CAPTURE_SITES={wanted}." if known else "There is no such site."
+    wanted = ",".join([*enabled, site] if known else enabled)
+    return f"The site {site} is not enabled on this server; enabled: {', '.join(enabled)}. " + (
+        f"Its operator can enable it with RESIDUUM_CAPTURE_SITES={wanted}." if known else "There is no such site."
     )
 
 

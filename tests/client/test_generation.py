@@ -215,10 +215,10 @@ async def test_an_unknown_layer_is_refused(client):
 
 
 async def test_errors_use_the_short_names_of_sites(client, peer):
-    message = "The site SITE_MLP_OUT is not armed on this server; armed: SITE_RESID_POST."
+    message = "The site SITE_MLP_OUT is not enabled on this server; enabled: SITE_RESID_POST."
     peer.script.failures = [Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site="SITE_MLP_OUT")]
     with pytest.raises(
-        residuum.UnknownSite, match=r"^The site mlp_out is not armed on this server; armed: resid_post\.$"
+        residuum.UnknownSite, match=r"^The site mlp_out is not enabled on this server; enabled: resid_post\.$"
     ):
         await client.generate("a", capture=residuum.Capture(sites="mlp_out"))
 

@@ -86,7 +86,7 @@ BAD_SPECS = {
     ),
     "layers descend": (capturing(layer_list(2, 1)), "INVALID_FIELD", {"field": "capture.layers"}),
     "layer twice": (capturing(layer_list(1, 1)), "INVALID_FIELD", {"field": "capture.layers"}),
-    "site not armed": (
+    "site not enabled": (
         capturing(sites=[capture_pb2.SITE_MLP_OUT]),
         "UNKNOWN_SITE",
         {"site": "SITE_MLP_OUT", "armed": "SITE_RESID_POST,SITE_ATTN_OUT"},

@@ -53,7 +53,9 @@ def test_killing_one_store_does_not_affect_the_other(tiny_llama: Path, tmp_path:
         inference.wait_until_serving(START_SECONDS)
         client = stack.enter_context(residuum.Client(inference.endpoint))
 
-        with pytest.raises(residuum.UnknownSite, match=r"mlp_out is not armed.* armed: resid_post.* --capture-sites"):
+        with pytest.raises(
+            residuum.UnknownSite, match=r"mlp_out is not enabled.* enabled: resid_post.* --capture-sites"
+        ):
             client.generate([5, 6, 7], capture=residuum.Capture(layers=[0], sites=["mlp_out"]))
 
         replies = client.generate_many([[5, 6, 7]] * 12, max_tokens=8, capture=ALL, progress=False)

@@ -127,15 +127,15 @@ def test_a_capture_is_named_as_the_answer(vllm_id, name):
     assert _capture_id(SimpleNamespace(request_id="mine", capture=object()), vllm_id) == "mine"
 
 
-def test_a_site_that_is_not_armed_is_named_as_in_python_with_the_variable_that_arms_it():
+def test_a_site_that_is_not_enabled_is_named_as_in_python_with_the_variable_that_enables_it():
     facts = SimpleNamespace(sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT))
     with pytest.raises(Failure) as refused:
         resolve_capture(residuum.Capture(sites="mlp_out").to_proto(), facts)
     assert str(http_error(refused.value)).startswith(
-        "UNKNOWN_SITE: The site mlp_out is not armed on this server; armed: resid_post, attn_out. Its operator can arm "
-        "it with RESIDUUM_CAPTURE_SITES=resid_post,attn_out,mlp_out."
+        "UNKNOWN_SITE: The site mlp_out is not enabled on this server; enabled: resid_post, attn_out. Its operator can "
+        "enable it with RESIDUUM_CAPTURE_SITES=resid_post,attn_out,mlp_out."
     )
     with pytest.raises(Failure) as refused:
         resolve_capture(capture_pb2.CaptureSpec(sites=[99]), facts)
-    assert "The site 99 is not armed" in str(http_error(refused.value))
+    assert "The site 99 is not enabled" in str(http_error(refused.value))
     assert "There is no such site" in str(http_error(refused.value))

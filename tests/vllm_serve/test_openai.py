@@ -258,7 +258,7 @@ BAD = {
     "deep": ({"residuum": "[" * 20_000}, "not a RequestSpec"),
     "nothing asked": ({"residuum": "{}"}, "neither a capture nor steering"),
     "no such layer": ({"residuum": '{"capture": {"layers": {"list": {"layers": [30]}}}}'}, "UNKNOWN_LAYER"),
-    "a site that is not armed": (
+    "a site that is not enabled": (
         {"residuum": '{"capture": {"layers": {"all": true}, "sites": ["SITE_MLP_OUT"]}}'},
         r"UNKNOWN_SITE: The site mlp_out .* RESIDUUM_CAPTURE_SITES=.*mlp_out",
     ),

@@ -7,6 +7,6 @@
 * A layer may return two tensors. `residual` finds out by experiment whether the residual stream is their sum or the
   first one. If neither holds, the model is refused.
 * The attention is the part of a layer that contains vLLM's attention or a state space. The MLP is the last part after
-  it. If `attn_out` or `mlp_out` is armed, the model runs once more, and the parts must add up to what each layer adds.
-  A model that scales or merges its parts is refused by name; it can be served without these sites.
+  it. If `attn_out` or `mlp_out` is enabled, the model runs once more, and the parts must add up to what each layer
+  adds. A model that scales or merges its parts is refused by name; it can be served without these sites.
 """
