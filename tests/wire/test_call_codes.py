@@ -17,8 +17,13 @@ Code = grpc.StatusCode
 
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self):
+        self.waits = asyncio.Event()
+        """Set when a call has come that is not answered."""
+
     async def GetModelInfo(self, request, context):
         if request.check_store:
+            self.waits.set()
             await asyncio.Event().wait()
         return inference_pb2.GetModelInfoResponse()
 
@@ -55,7 +60,7 @@ async def given_up(stub):
         await stub.GetModelInfo(inference_pb2.GetModelInfoRequest(check_store=True))
 
     task = asyncio.ensure_future(wait())
-    await asyncio.sleep(0.2)
+    await stub.waits.wait()
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
@@ -107,15 +112,17 @@ async def test_the_span_of_a_call_ends_once_with_its_code(monkeypatch, call, cod
     ended = asyncio.Event()
     monkeypatch.setattr(tracing, "_started", lambda _method: (None, []))
     monkeypatch.setattr(tracing, "end_span", lambda _made, found: (codes.append(found), ended.set()))
-    server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(), server)
+    server, servicer = grpc.aio.server(), Servicer()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         interceptors = tracing.aio_client_interceptors()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", interceptors=interceptors) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            stub.waits = servicer.waits
             with suppress(grpc.aio.AioRpcError):
-                await call(inference_pb2_grpc.InferenceServiceStub(channel))
+                await call(stub)
             await asyncio.wait_for(ended.wait(), DEADLINE)
     finally:
         await server.stop(0)
