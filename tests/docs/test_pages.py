@@ -181,3 +181,9 @@ def test_operations_have_the_signature_of_their_fields():
     signature, _ = docstrings.sign(None, "class", "residuum.Add", kind, None, "(*values, **_named)", None)
     assert signature.startswith("(vector, *, layer=None")
     assert docstrings.sign(None, "class", "residuum.Vector", residuum.Vector, None, "(array)", None)[0] == "(array)"
+
+
+def test_the_glossary_is_in_alphabetical_order():
+    terms = re.findall(r"^\| \*\*([^*]+)\*\*", (DOCS / "concepts/glossary.md").read_text(), re.MULTILINE)
+    assert len(terms) > 1
+    assert terms == sorted(terms, key=str.lower)
