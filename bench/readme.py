@@ -200,8 +200,8 @@ def store(result: Mapping[str, Any], link: str) -> str:
         shown = [f"{ratios[way]['Flight']:.2f}" for way in ("ingest", "read") if "Flight" in ratios[way]]
         if len(shown) == 2:  # noqa: PLR2004 - both directions
             texts.append(
-                f"On {_machine(result)}, one store commits {shown[0]} of the bytes per second that Arrow Flight's "
-                f"`do_put` moves into memory, and is read at {shown[1]} of its `do_get`"
+                f"On {_machine(result)}, a store writes at {shown[0]} of the rate of Arrow Flight's `do_put`, which "
+                f"writes to memory, and is read at {shown[1]} of the rate of its `do_get`"
             )
     if "scale" in parts:
         best = max(parts["scale"]["cases"], key=lambda case: case["median"])
@@ -374,9 +374,9 @@ def _engine(engine: Mapping[str, Any]) -> str:
     requests = parameters["batch_size"]
     all_over_one, one_over_none = rates[most] / rates["K=1"], rates["K=1"] / rates["K=0"]
     text = (
-        f"{requests} requests at once with {_shape(parameters['shape'])}, every layer steered, make "
-        f"{all_over_one:.3f} of the tokens per second with {requests} different vectors that they make with one, and "
-        f"with one {one_over_none:.2f} of those that they make unsteered with idle taps."
+        f"{requests} requests at once with {_shape(parameters['shape'])}, every layer steered: with {requests} "
+        f"different vectors instead of one, throughput is {all_over_one:.3f} times as high. With one vector it is "
+        f"{one_over_none:.2f} of unsteered throughput with idle taps."
     )
     return fill(text, _WIDTH)
 

@@ -1,4 +1,4 @@
-"""The version, and the client that goes with it: from the client's pyproject.toml, so that it stands there alone."""
+"""Reads the version from the client's pyproject.toml, its only place."""
 
 from __future__ import annotations
 

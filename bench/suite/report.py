@@ -50,8 +50,8 @@ def _head(result: Mapping[str, Any]) -> str:
     changed = f", with changes in {len(revision['changed'])} files" if revision["changed"] else ""
     title = f"# What capture costs: {workload['model']} on {machine['gpu'] or machine['cpu']}"
     made = (
-        f"Made by `python -m bench.suite` at {revision['commit'][:7]}{changed}; what the columns mean stands in "
-        "[bench/README.md](../../README.md). `python -m bench.suite.report` writes this page again from `suite.json`."
+        f"Made by `python -m bench.suite` at {revision['commit'][:7]}{changed}. [bench/README.md](../../README.md) "
+        "explains the columns. `python -m bench.suite.report` writes this page again from `suite.json`."
     )
     facts = [f"* {_machine(machine)}", f"* {_versions(result['versions'])}", f"* {_workload(result)}"]
     return "\n".join([title, "", made, "", *facts])

@@ -31,8 +31,8 @@ _log = get_logger(__name__)
 
 _OPEN_SECONDS = 5.0
 _AVOIDED_SECONDS = 5.0
-"""How long the service avoids a store after a call without an answer, or after STORE_FULL: it makes no capture IDs
-that belong to the store."""
+"""How long the service avoids a store after a call without an answer, or after STORE_FULL: for this long, new IDs are
+chosen so that other stores own them."""
 _SEAL_SECONDS = 10.0
 _RENEWAL = 0.2
 """The fraction of a lease's duration after which it is renewed, so that several renewals may fail before it ends."""

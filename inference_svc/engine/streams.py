@@ -64,7 +64,7 @@ async def stream(
     """Generate one sequence with a vLLM engine, step by step. Closing the generator stops the engine's request.
 
     Raises:
-        Failure: The engine is dead, refuses the request, or gave it up.
+        Failure: The engine is dead, refuses the request, or stopped it.
     """
     has_begun = False
     try:
@@ -74,7 +74,7 @@ async def stream(
                 if completion.finish_reason in {ABORTED, FAILED}:
                     raise Failure(
                         Reason.ERROR_REASON_INTERNAL,
-                        f"The engine gave the request up (finish reason {completion.finish_reason}). The service's log "
+                        f"The engine stopped the request (finish reason {completion.finish_reason}). The service's log "
                         "may say why; try again.",
                     )
                 yield _delta(output, sampling)

@@ -3,7 +3,7 @@
 A chat template is a program, and does not say where it puts a message. So the conversation is rendered a second time,
 with a marker in place of each content. What is between the markers is the template's own text. If the prompt is exactly
 these texts with the contents between them, the characters of each content are known. Templates may strip the white
-space around a content. Any other change of a content, or of the text around it, shows: then no position is known.
+space around a content. If the template changes anything else, the match fails and no positions are returned.
 """
 
 from __future__ import annotations

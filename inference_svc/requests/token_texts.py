@@ -40,7 +40,7 @@ class TokenTexts:
         self._tokenizer = backend if self._is_fast else tokenizer
         self._why_unknown = ""
         self._stream = self._new_stream()
-        # Token by token: a DecodeStream that is given tokens which end within a character repeats all their text.
+        # Feed single tokens: a DecodeStream repeats text if a batch ends within a character.
         for token_id in before[-CONTEXT_TOKENS:]:
             self._step(token_id)
         self.texts: list[str] = []

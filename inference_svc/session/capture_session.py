@@ -220,7 +220,9 @@ class CaptureSession:
         if isinstance(error, Exception):
             return self._cause_of(error)
         if any(sequence.finish_reason == FAILED for sequence in self.sequences):
-            return Failure(Reason.ERROR_REASON_INTERNAL, "The engine gave the request up (error); its log may say why.")
+            return Failure(
+                Reason.ERROR_REASON_INTERNAL, "The engine stopped the request with an error; its log may say why."
+            )
         return None  # CancelledError and GeneratorExit are no subclasses of `Exception`
 
 

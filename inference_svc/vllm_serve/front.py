@@ -204,7 +204,7 @@ class FrontEnd:
             raise invalid(
                 "vllm_xargs.residuum",
                 "Vectors and random projections need a server with a single API server process, because several "
-                "would overwrite each other's in the workers. Its operator can set --api-server-count 1.",
+                "processes would overwrite each other's vectors and signs. Its operator can set --api-server-count 1.",
             )
 
     # ---------------------------------------------------------------------------------------- the life of a request

@@ -48,7 +48,7 @@ class Startup:
             engine: The engine.
             settings: The settings.
             delivery: The stores and shippers; None without a store.
-            is_first: Whether this API server does what is done only once for all: shippers and self-test.
+            is_first: Whether this API server starts the shippers and runs the self-test for all API servers.
         """
         self._engine = engine
         self._settings = settings

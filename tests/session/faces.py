@@ -92,7 +92,7 @@ class Face:
 
 
 class GrpcFace(Face):
-    gives_up_by = Failure(Reason.ERROR_REASON_INTERNAL, "The engine gave the request up (error).")
+    gives_up_by = Failure(Reason.ERROR_REASON_INTERNAL, "The engine stopped the request (error).")
 
     def __init__(self, store, num_sequences):
         super().__init__(store, num_sequences)

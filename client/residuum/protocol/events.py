@@ -124,7 +124,7 @@ class ReplyBuilder:
 
 
 def _token_texts(end: inference_pb2.SequenceFinish, count: int) -> tuple[str, ...] | None:
-    """Return the texts of so many tokens; None if the server does not know them.
+    """Return the texts of `count` tokens; None if the server does not know them.
 
     Raises:
         ServerFault: There is another number of texts.

@@ -26,7 +26,7 @@ class StagedTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device. The host's copy takes as many."""
+        """Bytes on the device. The host copy has the same size."""
         return int(self.table.nbytes)
 
     def upload(self, first: int, count: int) -> None:

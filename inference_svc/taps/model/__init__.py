@@ -1,9 +1,9 @@
 """The structure of a model, found by running it, and the insertion of the ops. No module here imports vLLM.
 
 * Names of modules differ between models, but the flow of tensors does not. So the model runs four tokens before it is
-  compiled, and `structure` notes the tensors that go into and out of each module. What a layer returns is what the next
-  one takes, and what the first norm takes. In such a run attention computes nothing and returns memory that was never
-  written, so fixed numbers replace its outputs.
+  compiled, and `structure` notes the tensors that go into and out of each module. A layer's output is the input of the
+  next layer and of its first norm. In such a run attention computes nothing and returns memory that was never written,
+  so fixed numbers replace its outputs.
 * A layer may return two tensors. `residual` finds out by experiment whether the residual stream is their sum or the
   first one. If neither holds, the model is refused.
 * The attention is the part of a layer that contains vLLM's attention or a state space. The MLP is the last part after

@@ -43,7 +43,7 @@ _NOISE = 1e-2
 """Values with a larger relative difference between equal runs are ignored."""
 
 _MARGIN = 4.0
-"""Factor between noise and what counts as the same, and between that and what counts as changed, if noise is large."""
+"""With noise, differences up to 4 x the noise count as the same, and those from 4 x that limit on as changed."""
 
 _STEPS = 8
 """The numbers are multiples of 1/8 between -1 and 1, so that their sums are exact in every floating-point type."""

@@ -210,7 +210,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callable[[], object]) -> dict[int, float]:
-    """Run a model again, and return how far attention and MLP of each layer are from adding up to what it adds.
+    """Return for each layer the relative error of attention + MLP against the layer's change. Runs the model again.
 
     A model may scale the outputs of its parts before it adds them, or change them in other ways. Then the found modules
     are not the sites attn_out and mlp_out. The outputs of both parts are replaced by fixed numbers for this: without
