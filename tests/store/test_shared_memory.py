@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -329,25 +330,30 @@ class TestHandshake:
             connection.close()
 
 
+@pytest.fixture
+def runtime_folder(monkeypatch):
+    """The folder for sockets. A Unix socket's path has at most 107 bytes, and pytest's folders may be longer."""
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
 class TestSocket:
-    def test_it_is_for_this_user_only_and_is_removed_at_the_end(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    def test_it_is_for_this_user_only_and_is_removed_at_the_end(self, tmp_path, runtime_folder):
         with serving(tmp_path / "store") as (store, _):
             path = Path(store._shared_memory.path)
-            assert path.parent == tmp_path / f"residuum-{os.geteuid()}"
+            assert path.parent == runtime_folder / f"residuum-{os.geteuid()}"
             assert path.parent.stat().st_mode & 0o777 == 0o700
             assert path.stat().st_mode & 0o777 == 0o600
         assert list(path.parent.iterdir()) == []
 
-    def test_a_folder_of_others_is_not_used(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-        (tmp_path / f"residuum-{os.geteuid()}").mkdir(mode=0o755)
+    def test_a_folder_of_others_is_not_used(self, tmp_path, runtime_folder):
+        (runtime_folder / f"residuum-{os.geteuid()}").mkdir(mode=0o755)
         with serving(tmp_path / "store") as (store, client):
             assert store._shared_memory.path == ""
             assert not client.stub.DescribeStore(store_pb2.DescribeStoreRequest()).shared_memory_socket
 
-    def test_sockets_of_killed_stores_are_replaced_and_those_of_others_are_not(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    def test_sockets_of_killed_stores_are_replaced_and_those_of_others_are_not(self, tmp_path, runtime_folder):
         with serving(tmp_path / "first") as (first, _):
             stale = Path(first._shared_memory.path).with_name("store-1-stale.sock")
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
