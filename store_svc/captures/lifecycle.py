@@ -147,8 +147,10 @@ class Capture:
         self.num_losses += 1
         self.progress = progress
 
-    def close(self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float) -> None:
-        """Seal the capture, which fixes the expected rows. It ends at once if none is outstanding."""
+    def close(
+        self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float, *, advance: bool = True
+    ) -> None:
+        """Seal the capture, which fixes the expected rows. With `advance`, it ends at once if none is outstanding."""
         self.seal = seal
         self._message_bytes += _PER_BYTE * seal.ByteSize()
         self.progress = progress
@@ -156,7 +158,8 @@ class Capture:
         self._record.sequences.extend(seal.sequences)
         self._record.steering_changes.extend(seal.steering_changes)
         self.ledger.expect([len(sequence.generated_token_ids) for sequence in seal.sequences])
-        self.advance(now)
+        if advance:
+            self.advance(now)
 
     def advance(self, now: Timestamp) -> None:
         """End the capture if it is sealed and no row is outstanding."""
@@ -245,6 +248,9 @@ def restore(
 ) -> Capture:
     """Return an open capture as the database describes it.
 
+    It may have no outstanding rows, if its last rows were committed to shards just before the store was killed. The
+    writer then ends it.
+
     Args:
         number: The capture's internal number.
         record: Its record; see `Capture.record`.
@@ -259,7 +265,7 @@ def restore(
     for loss in losses:
         capture.lose(loss, progress)
     if seal is not None:
-        capture.close(seal, record.seal_time, progress)
+        capture.close(seal, record.seal_time, progress, advance=False)
     return capture
 
 
