@@ -155,7 +155,8 @@ class CaptureClient(StoreClient):
     ) -> Rows:
         """Return the rows of one layer of many captures as one array, with the origin of each row.
 
-        The captures share a stream, or a few. All rows must fit into memory; `ActivationDataset` can read more than that.
+        The captures share one or a few streams. All rows must fit into memory; `ActivationDataset` can read more than
+        that.
 
         Args:
             captures: The captures, as requests, replies or IDs; the rows have their order. None reads the captures that
