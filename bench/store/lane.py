@@ -89,13 +89,20 @@ class Lane:
 
 @contextmanager
 def running_lane(
-    folder: Path, *, shippers: int, ring_mib: int, max_gib: int, store_module: str = "store_svc"
+    folder: Path,
+    *,
+    shippers: int,
+    ring_mib: int,
+    max_gib: int,
+    store_module: str = "store_svc",
+    shards: int | None = None,
 ) -> Iterator[Lane]:
-    """Run a store in an empty folder, a ring and its shippers."""
+    """Run a store in an empty folder, a ring and its shippers. Without `shards`, the store has its default."""
     folder.mkdir(parents=True)
     control = folder / "worker"
     with ExitStack() as stack:
-        store = stack.enter_context(running_store(folder, ["--max-bytes", f"{max_gib}GiB"], store_module))
+        flags = ["--max-bytes", f"{max_gib}GiB", *(["--shards", str(shards)] if shards is not None else [])]
+        store = stack.enter_context(running_store(folder, flags, store_module))
         feeder = Helper("bench.store.feeder", [str(control), str(ring_mib)], folder / "feeder.log")
         stack.callback(feeder.stop)
         for number in range(shippers):
