@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residuum.v1 import store_pb2
@@ -104,6 +104,7 @@ def test_callers_cannot_tell_where_captures_begin() -> None:
     assert all(5 <= Counter(shards)[shard] <= 25 for shards in first for shard in range(8))
 
 
+@settings(deadline=None)
 @given(
     st.sets(
         st.builds(
