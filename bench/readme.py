@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.machine import ROOT
 from bench.output import markdown_table, percent, seconds, times
+from bench.store.scale import place
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, ZERO_LAYER
 from bench.suite.results import Measured, by_name, failures
 
@@ -206,8 +207,8 @@ def store(result: Mapping[str, Any], link: str) -> str:
     if "scale" in parts:
         best = max(parts["scale"]["cases"], key=lambda case: case["median"])
         texts.append(
-            f"{best['stores']} stores and {best['shippers']} shippers on one host commit {best['median']:.1f} GB/s "
-            f"({_on(parts['scale'])})"
+            f"{place(best).replace(', ', ' with ')} and {best['shippers']} shippers on one host commit "
+            f"{best['median']:.1f} GB/s ({_on(parts['scale'])})"
         )
     if "latency" in parts:
         latency = parts["latency"]

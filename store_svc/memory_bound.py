@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from store_svc.calls import SHORT_CALLS
-from store_svc.shared_memory.memories import MAX_READ_BYTES_IN_ALL
 
 _MIB = 1 << 20
 
@@ -28,9 +27,6 @@ _CALL = _MIB // 2
 _SHORT_CALL = 4 * _MIB
 """For each short call: its message."""
 
-_SHARED = MAX_READ_BYTES_IN_ALL
-"""Shared memory of readers. It is theirs, but a reader that frees pages of it makes the store pay for new ones."""
-
 _CAPTURE = 3 * 1024 // 2
 """For each ended capture: its entry in the catalog."""
 
@@ -48,7 +44,6 @@ def memory_bound(*, max_streams: int, max_writers: int, max_open_mib: int, max_c
         + _STREAM * max_streams
         + _CALL * (max_streams + max_writers + SHORT_CALLS)
         + _SHORT_CALL * SHORT_CALLS
-        + _SHARED
         + _MIB * max_open_mib
         + _CAPTURE * max_captures
     )  # fmt: skip

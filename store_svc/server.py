@@ -17,7 +17,7 @@ from store_svc.captures.catalog import CatalogLimits
 from store_svc.captures.catalog_loading import load_catalog
 from store_svc.captures.leases import Leases
 from store_svc.captures.lifecycle import Wait
-from store_svc.database.db import DamagedError, Database, Table, Txn
+from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
 from store_svc.metrics import StoreCollector, StoreMetrics
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
@@ -62,6 +62,7 @@ class Store:
 
         Raises:
             DamagedError: The database cannot be used.
+            StoreFullError: There is no room to make it, or to repair it after a crash.
             OSError: The address cannot be listened on, or a certificate or tokens file cannot be used.
         """
         self._settings = settings
@@ -73,7 +74,15 @@ class Store:
         self._access = Access(settings.tokens, [SERVICE])
         synced = settings.ack == "synced"
         readers = settings.max_streams + 2 * SHORT_CALLS
-        self._db = Database(settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers)
+        self._db = Database(
+            settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers, shards=settings.num_shards
+        )
+        if settings.shards not in (None, self._db.num_shards):
+            _log.warning(
+                "the database keeps the number of shards that it was made with; --shards is for new databases",
+                shards=self._db.num_shards,
+                setting=settings.shards,
+            )
         limits = CatalogLimits(settings.max_captures, settings.max_open_mib << 20)
         self._catalog = load_catalog(self._db, limits, Leases(settings.lease_seconds))
         retention = _retention(settings)
@@ -124,6 +133,7 @@ class Store:
             port=self.port,
             path=str(settings.path),
             shared_memory=self._shared_memory.path or "off",
+            shards=self._db.num_shards,
             memory_bound_bytes=settings.memory_bound_bytes,
         )
 
@@ -213,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         stop_tracing = start_tracing("residuum-store", settings.otel_endpoint)
         store = Store(settings, shutdown.request)
-    except (DamagedError, OSError, TracingError) as error:
+    except (DamagedError, StoreFullError, OSError, TracingError) as error:
         _log.error("cannot start", error=str(error))
         return 1
     if settings.port_file is not None:

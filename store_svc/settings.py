@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,9 @@ from svc_common.security.tls import SecureSettings
 from svc_common.settings import Endpoint, OptionalEndpoint
 
 _SMALLEST_MAP = 16 << 20
+
+_MOST_SHARDS = 8
+"""Shards of a database on a machine with many cores, unless the operator chooses another number."""
 
 
 def _map_limit(size: ByteSize) -> ByteSize:
@@ -53,6 +57,10 @@ class StoreSettings(SecureSettings):
 
     max_bytes: Annotated[ByteSize, AfterValidator(_map_limit)] = Field(default="64GiB", validate_default=True)
     """The greatest size that the database may reach, such as 64GiB."""
+
+    shards: Annotated[int, Field(ge=1, le=64)] | None = None
+    """In how many files the database keeps its rows. Threads write them at the same time, so several files use several
+    cores. The number is fixed when the database is made. Default: half the cores, at most 8."""
 
     retain_hours: PositiveFloat | None = None
     """The store deletes a capture this many hours after it ended. Default: it keeps captures."""
@@ -124,6 +132,11 @@ class StoreSettings(SecureSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is logged."""
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of a new database."""
+        return self.shards or max(min(len(os.sched_getaffinity(0)) // 2, _MOST_SHARDS), 1)
 
     @property
     def memory_bound_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Fetches captures into arrays with residuum's client, in a separate process, like a user's program.
 
-`sinks.Fetcher` starts `python -m bench.capture.fetch_client THREADS STORE...`. It reads lines of JSON from standard
+`sinks.Fetcher` starts `python -m bench.capture.fetch_client STORE...`. It reads lines of JSON from standard
 input, {"fetch": capture IDs}. It answers each on standard output once it holds every row, and then releases the rows.
 """
 
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import residuum
 from bench.processes import answer_lines
 
 
-def fetch(client: residuum.Client, pool: ThreadPoolExecutor, capture_ids: Sequence[str]) -> dict[str, Any]:
+def fetch(client: residuum.Client, capture_ids: Sequence[str]) -> dict[str, Any]:
     """Fetch all captures and hold their rows at the same time; return the number of rows, or the error."""
     try:
-        held = list(pool.map(client.activations, capture_ids))
+        held = client.activations(capture_ids)
     except residuum.ResiduumError as error:
         return {"error": str(error)}
     values = [block.values for acts in held for block in acts.blocks().values()]
@@ -30,10 +29,10 @@ def fetch(client: residuum.Client, pool: ThreadPoolExecutor, capture_ids: Sequen
 
 def main() -> None:
     """Answer until standard input ends, which means that the parent process has ended."""
-    threads, *stores = sys.argv[1:]
+    stores = sys.argv[1:]
     nowhere = stores[0].rpartition("=")[2]  # a placeholder: the client never calls the inference service
-    with residuum.Client(nowhere, store=stores) as client, ThreadPoolExecutor(int(threads)) as pool:
-        answer_lines({}, lambda request: fetch(client, pool, request["fetch"]))
+    with residuum.Client(nowhere, store=stores) as client:
+        answer_lines({}, lambda request: fetch(client, request["fetch"]))
 
 
 if __name__ == "__main__":

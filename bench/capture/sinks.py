@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _STOP_SECONDS = 10.0
 _END_SECONDS = 60
-_FETCHES = 4
-"""Captures that a client fetches at the same time."""
 
 
 class RowsMissingError(RuntimeError):
@@ -205,7 +203,7 @@ class Fetcher:
 
     def __init__(self, stores: Sequence[str]) -> None:
         """Start the client. `stores` are host:port or name=host:port."""
-        self._client = Helper("bench.capture.fetch_client", [str(_FETCHES), *stores])
+        self._client = Helper("bench.capture.fetch_client", stores)
 
     async def fetch(self, capture_ids: Sequence[str]) -> Arrived:
         """Wait until the client holds every row of these captures. They may still be open."""

@@ -80,6 +80,7 @@ def scale_job(options: argparse.Namespace) -> ScaleJob:
         Shape(options.layers, options.hidden),
         options.shippers,
         options.stores,
+        options.shards,
         captures=options.captures or captures,
         rounds=options.rounds or rounds,
     )
@@ -114,6 +115,7 @@ def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
         "--shippers", type=positives, default=(1, 2, 4, 8), help="scale: shippers of all stores together"
     )
     parser.add_argument("--stores", type=positives, default=(1, 2, 4), help="scale: stores, each with its own ring")
+    parser.add_argument("--shards", type=positives, default=(1, 2, 4, 8), help="scale: shards of a single store")
     return parser.parse_args(arguments)
 
 

@@ -98,14 +98,18 @@ def running_lane(
     max_gib: int,
     store_module: str = "store_svc",
     shared_memory: bool = True,
+    shards: int | None = None,
 ) -> Iterator[Lane]:
-    """Run a store in an empty folder, a ring and its shippers; without `shared_memory`, rows travel in messages."""
+    """Run a store in an empty folder, a ring and its shippers.
+
+    Without `shared_memory`, rows travel in messages. Without `shards`, the store has its default.
+    """
     folder.mkdir(parents=True)
     control = folder / "worker"
     with ExitStack() as stack:
-        store = stack.enter_context(
-            running_store(folder, ["--max-bytes", f"{max_gib}GiB", *_FLAGS[shared_memory]], store_module)
-        )
+        flags = ["--max-bytes", f"{max_gib}GiB", *_FLAGS[shared_memory]]
+        flags += ["--shards", str(shards)] if shards is not None else []
+        store = stack.enter_context(running_store(folder, flags, store_module))
         feeder = Helper("bench.store.feeder", [str(control), str(ring_mib)], folder / "feeder.log")
         stack.callback(feeder.stop)
         for number in range(shippers):

@@ -1,4 +1,4 @@
-"""Part `scale`: the total throughput of many shippers and several stores on one machine."""
+"""Part `scale`: the throughput of many shippers into one store with shards, or several stores, on one machine."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class ScaleJob:
     shippers: tuple[int, ...] = (1, 2, 4, 8)
     """Numbers of shippers of all stores together."""
     stores: tuple[int, ...] = (1, 2, 4)
+    shards: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of shards of a single store. Each of several stores has one."""
     captures: int = 32
     """Captures in a round, over all stores."""
     rounds: int = 5
@@ -33,28 +35,37 @@ class ScaleJob:
     max_gib: int = 24
     """The maximum size of each store."""
 
-    def cases(self) -> list[tuple[int, int]]:
-        """Return the measured (stores, shippers): only combinations with the same number of shippers for each store."""
-        pairs = itertools.product(sorted(self.stores), sorted(self.shippers))
-        return [(stores, shippers) for stores, shippers in pairs if shippers % stores == 0]
+    def cases(self) -> list[tuple[int, int, int]]:
+        """Return the measured (stores, shards, shippers). Each store has the same number of shippers."""
+        combinations = itertools.product(sorted(self.stores), sorted({1, *self.shards}), sorted(self.shippers))
+        return [
+            (stores, shards, shippers)
+            for stores, shards, shippers in combinations
+            if shippers % stores == 0 and (shards in self.shards if stores == 1 else shards == 1)
+        ]
 
 
 def measure(job: ScaleJob, folder: Path) -> dict[str, Any]:
     """Measure with the stores' data in a folder; return the part of the result."""
     cases = []
-    for stores, shippers in job.cases():
-        rates = _measure_case(job, stores, shippers, folder / f"{stores}-{shippers}")
-        cases.append({"stores": stores, "shippers": shippers, "gb_per_second": rates, "median": _median(rates)})
+    for stores, shards, shippers in job.cases():
+        rates = _measure_case(job, stores, shards, shippers, folder / f"{stores}-{shards}-{shippers}")
+        case = {"stores": stores, "shards": shards, "shippers": shippers}
+        cases.append({**case, "gb_per_second": rates, "median": _median(rates)})
         print(_line(cases[-1]), flush=True)
     return {"parameters": {**asdict(job), "filesystem": filesystem(folder)}, "cases": cases}
 
 
-def _measure_case(job: ScaleJob, stores: int, shippers: int, folder: Path) -> list[float]:
+def _measure_case(job: ScaleJob, stores: int, shards: int, shippers: int, folder: Path) -> list[float]:
     with ExitStack() as stack:
         lanes = [
             stack.enter_context(
                 running_lane(
-                    folder / str(number), shippers=shippers // stores, ring_mib=job.ring_mib, max_gib=job.max_gib
+                    folder / str(number),
+                    shippers=shippers // stores,
+                    ring_mib=job.ring_mib,
+                    max_gib=job.max_gib,
+                    shards=shards,
                 )
             )
             for number in range(stores)
@@ -94,15 +105,23 @@ def bars(part: Mapping[str, Any]) -> list[Bar]:
 
 def _line(case: Mapping[str, Any]) -> str:
     rates = " ".join(f"{rate:.2f}" for rate in case["gb_per_second"])
-    return f"{case['stores']} stores, {case['shippers']} shippers: {rates} GB/s"
+    return f"{place(case)}, {case['shippers']} shippers: {rates} GB/s"
+
+
+def place(case: Mapping[str, Any]) -> str:
+    """Return where the rows of a case go, in words. Older results have no shards."""
+    shards = case.get("shards", 1)
+    if case["stores"] > 1:
+        return f"{case['stores']} stores"
+    return f"1 store, {shards} shards" if shards > 1 else "1 store"
 
 
 def show(part: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table: a line for each number of stores, a column for each number of shippers."""
-    found = {(case["stores"], case["shippers"]): case["median"] for case in part["cases"]}
-    stores, shippers = (sorted({key[at] for key in found}) for at in (0, 1))
+    """Yield the table: a line for each number of stores or shards, a column for each number of shippers."""
+    found = {(place(case), case["shippers"]): case["median"] for case in part["cases"]}
+    shippers = sorted({case["shippers"] for case in part["cases"]})
     rows = [
-        [str(count), *(f"{found[count, column]:.2f}" if (count, column) in found else "" for column in shippers)]
-        for count in stores
+        [line, *(f"{found[line, column]:.2f}" if (line, column) in found else "" for column in shippers)]
+        for line in dict.fromkeys(map(place, part["cases"]))
     ]
-    yield table(["stores, GB/s", *(f"{count} shippers" for count in shippers)], rows)
+    yield table(["GB/s", *(f"{count} shippers" for count in shippers)], rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -11,6 +12,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from residuum.wire.shared_memory import SEAL_FUTURE_WRITE
 
 EXTENT_ALIGNMENT: Final = 256
 """Bytes. Every extent begins at a multiple of this. Any element type is then aligned, two extents share no cache line,
@@ -69,8 +72,8 @@ class SharedRing:
         descriptor = os.memfd_create("residuum-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, size)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            _seal(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -98,6 +101,14 @@ class SharedRing:
                 f"bytes {extent.offset} to {end} are no extent of this ring, which has {self.ring_bytes} bytes"
             )
         return self.memory[extent.offset : end]
+
+
+def _seal(descriptor: int) -> None:
+    """Fix the size, and keep other processes from mapping the memory for writing and from freeing pages of it."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    with contextlib.suppress(OSError):  # before Linux 5.1; stores then refuse to share the ring
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
 
 
 def _check_memory(size: int) -> None:

@@ -10,13 +10,26 @@ from store_svc.captures.catalog import Catalog, CatalogLimits
 from store_svc.captures.leases import Leases
 from store_svc.captures.ledger import Cells
 from store_svc.captures.lifecycle import Capture, restore, summarize
+from store_svc.captures.numbers import doom_unopened
 from store_svc.database.db import Database, Table, Txn
 from store_svc.database.keys import unpack_number
 from store_svc.reading.slicing import cells_of
+from svc_common.logs import get_logger
+
+_log = get_logger(__name__)
 
 
 def load_catalog(db: Database, limits: CatalogLimits | None = None, leases: Leases | None = None) -> Catalog:
-    """Return the catalog of a database. The rows of open captures are rebuilt from their frames."""
+    """Return the catalog of a database. The rows of open captures are rebuilt from their frames.
+
+    Raises:
+        StoreFullError: There is no room to note frames that must be freed.
+        DamagedError: The database cannot be used.
+    """
+    if db.num_shards > 1:
+        unopened = db.write(doom_unopened, reserve=True)
+        if unopened:
+            _log.info("frees rows of captures that were not committed before the last store ended", captures=unopened)
     catalog = Catalog(limits, leases)
     with db.read() as txn:
         for key, value in txn.items(Table.ENDED):

@@ -152,8 +152,10 @@ class Capture:
         self.num_losses += 1
         self.progress = progress
 
-    def close(self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float) -> None:
-        """Seal the capture, which fixes the expected rows. It ends at once if none is outstanding."""
+    def close(
+        self, seal: store_pb2.SealCaptureRequest, now: Timestamp, progress: float, *, advance: bool = True
+    ) -> None:
+        """Seal the capture, which fixes the expected rows. With `advance`, it ends at once if none is outstanding."""
         self.seal = seal
         self._message_bytes += _PER_BYTE * seal.ByteSize()
         self.progress = progress
@@ -164,7 +166,8 @@ class Capture:
             if seal.HasField(field):
                 getattr(self._record, field).CopyFrom(getattr(seal, field))
         self.ledger.expect([len(sequence.generated_token_ids) for sequence in seal.sequences])
-        self.advance(now)
+        if advance:
+            self.advance(now)
 
     def advance(self, now: Timestamp) -> None:
         """End the capture if it is sealed and no row is outstanding."""
@@ -260,6 +263,9 @@ def restore(
 ) -> Capture:
     """Return an open capture as the database describes it.
 
+    It may have no outstanding rows, if its last rows were committed to shards just before the store was killed. The
+    writer then ends it.
+
     Args:
         number: The capture's internal number.
         record: Its record; see `Capture.record`.
@@ -274,7 +280,7 @@ def restore(
     for loss in losses:
         capture.lose(loss, progress)
     if seal is not None:
-        capture.close(seal, record.seal_time, progress)
+        capture.close(seal, record.seal_time, progress, advance=False)
     return capture
 
 

@@ -1,90 +1,58 @@
-"""The database. No other file uses LMDB.
+"""The database: a main file, and perhaps shards, which are further files for the frames.
 
-Durability. LMDB always syncs the data pages of a transaction before it writes the root page (`sync=True`). So a power
-failure never leaves a damaged tree, if the disk keeps what fdatasync promises. The root page depends on `sync_roots`:
+With one shard, all tables are in the main file. With more, the frames are in as many files in subfolders, and the main
+file has the other tables; see `shards`. The number of shards is fixed when the database is made.
 
-* With `sync_roots`, LMDB writes the root page synchronously. A commit survives a power failure once `write` returns.
-* Without it, the root page stays in the kernel's page cache. A commit survives the death of the process once `write`
-  returns. It survives a power failure after the next `write`, whose sync covers it, or after `sync`.
+A commit survives the death of the process once `write` returns. With `sync_roots`, it also survives a power failure.
+Without, it survives a power failure after the next `write`, or after `sync`; see `lmdb_file`.
 
 Opening a database syncs its contents first. An earlier process may have been killed between a commit and its sync, and
 the store tells writers that repeat such rows that it has them. Opening also syncs the folders it creates: without that,
 a power failure can lose the file's name.
 
-Two LMDB options are not offered:
-
-* `sync=False` lets the kernel write the root page before the pages it points to. LMDB reuses freed pages, so a power
-  failure could then damage data that was synced long ago.
-* `writemap` leaves holes in the file. On a full disk, writing to one ends the process with SIGBUS instead of an error.
-
-The map has the greatest size that the database may reach. This takes address space, not memory; the file grows as data
-is written. So the map never moves, and readers need no lock.
-
 A full store must still be able to end and delete captures, and that writes pages too. So chunks never get all the room:
 
-* Of the map, an eighth is reserved, at most 64 MiB.
-* Of the disk, 4 MiB are reserved. The file always has that many bytes allocated beyond its pages in use, so that other
-  programs cannot take them. Some file systems cannot allocate bytes in advance (ZFS, some network file systems). There,
-  ending and deleting captures on a full disk only works if LMDB has a free page.
+* Of the greatest size, an eighth is reserved, at most 64 MiB.
+* Of the disk, 4 MiB are reserved for the main file, and as much for the shards together, to free what was deleted.
 """
 
 from __future__ import annotations
 
-import ctypes
-import enum
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+import secrets
+import struct
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import lmdb
+from store_svc.database.lmdb_file import DamagedError, LmdbFile, StoreFullError, Table, items, limit_text, next_key
+from store_svc.database.shards import FrameChanges, FrameView, Shards
+
+__all__ = ["DamagedError", "Database", "StoreFullError", "Table", "Txn", "bytes_for_appends"]
 
 _T = TypeVar("_T")
 
 _FORMAT = b"2"
+_SHARDED = b"3"
+"""The format of a database with several shards. Versions of the store that know no shards refuse it."""
+_SHARDS = struct.Struct(">16sH")
+"""The value of META's key `shards`: the secret of the placement, and in the main file the number of shards. In a shard,
+it is the shard's index, so that files of two databases are not mixed up."""
+
 _LARGEST_RESERVE = 64 << 20
 _DISK_RESERVE = 4 << 20
 """Bytes on the disk that chunks leave free; see the module's docstring."""
-_KEEP_SIZE = 1
-"""The flag FALLOC_FL_KEEP_SIZE of fallocate(2)."""
-_GROWTH_STEP = 64 << 10
-"""The file's allocation grows by multiples of this, so that not every transaction asks the file system."""
+_LEAST_SHARD_RESERVE = 256 << 10
+"""Bytes of it for a shard, at least."""
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""Errors that LMDB raises when the disk is full. A truncated write is EIO, as is a write to a bad disk."""
-
-_CANNOT_ALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
-"""Errors of file systems that cannot allocate bytes in advance."""
+_TRIAL = b"trial"
+"""META's key of a trial's bytes. Its value is empty between trials."""
 
 _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP}
 """Errors of file systems on which folders cannot be synced, or need no sync."""
-
-
-class Table(enum.Enum):
-    """The tables."""
-
-    FRAMES = b"frames"
-    """FrameKey -> the bytes of a Chunk, as received."""
-    LIVE = b"live"
-    """Number -> CaptureManifest of an open capture, without its rows, which follow from the frames."""
-    ENDED = b"ended"
-    """Number -> the whole CaptureManifest of an ended capture."""
-    SEALS = b"seals"
-    """Number -> SealCaptureRequest."""
-    LOSSES = b"losses"
-    """Number and index -> RowLoss."""
-    DOOMED = b"doomed"
-    """Number of a deleted capture with frames still to free -> an empty value."""
-    LABELS = b"labels"
-    """Number -> CaptureManifest with nothing but the labels of a capture that has any. Databases that were made before
-    labels get this table and the next one, empty, when they are opened."""
-    LABEL_INDEX = b"label_index"
-    """Digest of a tenant, a label and its value, and number -> an empty value."""
-    META = b"meta"
-    """Name -> value: the format, the store's own ID, the next capture number."""
 
 
 def bytes_for_appends(max_bytes: int) -> int:
@@ -92,56 +60,73 @@ def bytes_for_appends(max_bytes: int) -> int:
     return max_bytes - min(max_bytes // 8, _LARGEST_RESERVE)
 
 
-class StoreFullError(Exception):
-    """The map has reached its limit, or the disk or quota is full. Nothing was written."""
-
-
-class DamagedError(Exception):
-    """This process can no longer use the database; the message says why."""
-
-
 class Txn:
-    """A transaction. The views that it returns are valid until it ends or writes."""
+    """A transaction. The views that it returns are valid until it ends or writes.
 
-    def __init__(self, raw: Any, tables: dict[Table, Any]) -> None:
+    With several shards, a write transaction writes frames when it commits: its own reads do not see them.
+    """
+
+    def __init__(self, raw: Any, tables: dict[Table, Any], frames: FrameView | None) -> None:
         self._raw = raw
         self._tables = tables
+        self._frames = frames  # None: the frames are in a table like the others
         self.wrote = False
         """Whether `put` was called. LMDB commits and syncs nothing if a transaction changed nothing."""
+        self.changed_main = False
+        """Whether a table of the main file was changed."""
 
     def get(self, table: Table, key: bytes) -> memoryview | None:
         """Return the value of a key, or None."""
+        if self._frames is not None and table is Table.FRAMES:
+            return self._frames.get(key)
         value: memoryview | None = self._raw.get(key, db=self._tables[table])
         return value
 
     def put(self, table: Table, key: bytes, value: bytes | memoryview) -> None:
-        """Write a value."""
+        """Write a value. The key of a frame is new."""
         self.wrote = True
-        self._raw.put(key, value, db=self._tables[table])
+        if changes := self._changes(table):
+            changes.put(key, value)
+        else:
+            self.changed_main = True
+            self._raw.put(key, value, db=self._tables[table])
+
+    def put_trial(self, value: bytes) -> None:
+        """Write a value that means nothing to every file that holds frames."""
+        if changes := self._changes(Table.FRAMES):
+            self.wrote = True
+            changes.put_everywhere(_TRIAL, value)
+        else:
+            self.put(Table.META, _TRIAL, value)
 
     def delete(self, table: Table, key: bytes) -> None:
         """Delete a key and its value, if present."""
-        self._raw.delete(key, db=self._tables[table])
+        if changes := self._changes(table):
+            changes.delete(key)
+        else:
+            self.changed_main = True
+            self._raw.delete(key, db=self._tables[table])
 
     def count(self, table: Table) -> int:
         """Return the number of entries in a table."""
+        if self._frames is not None and table is Table.FRAMES:
+            return self._frames.count()
         return int(self._raw.stat(self._tables[table])["entries"])
 
     def items(self, table: Table, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
         """Yield the entries whose key starts with `prefix`, in key order."""
-        cursor = self._raw.cursor(db=self._tables[table])
-        found = cursor.set_range(prefix) if prefix else cursor.first()
-        while found and (key := bytes(cursor.key())).startswith(prefix):
-            yield key, cursor.value()
-            found = cursor.next()
+        if self._frames is not None and table is Table.FRAMES:
+            return self._frames.items(prefix)
+        return items(self._raw, self._tables[table], prefix)
 
     def next_key(self, table: Table, at: bytes) -> bytes | None:
         """Return the first key not less than `at`, or None, without touching its value."""
-        cursor = self._raw.cursor(db=self._tables[table])
-        return bytes(cursor.key()) if cursor.set_range(at) else None
+        if self._frames is not None and table is Table.FRAMES:
+            return self._frames.next_key(at)
+        return next_key(self._raw, self._tables[table], at)
 
     def keys_before(self, table: Table, prefix: bytes, at: bytes, limit: int) -> list[bytes]:
-        """Return at most `limit` keys below `at` that start with `prefix`, the largest first."""
+        """Return at most `limit` keys below `at` that start with `prefix`, the largest first. Not for frames."""
         cursor = self._raw.cursor(db=self._tables[table])
         keys: list[bytes] = []
         found = cursor.prev() if cursor.set_range(at) else cursor.last()
@@ -152,34 +137,40 @@ class Txn:
 
     def delete_some(self, table: Table, prefix: bytes, limit: int) -> int:
         """Delete at most `limit` entries whose key starts with `prefix`; return how many were deleted."""
+        if changes := self._changes(table):
+            return changes.delete_some(prefix, limit)
         cursor = self._raw.cursor(db=self._tables[table])
         found, deleted = cursor.set_range(prefix), 0
         while found and deleted < limit and bytes(cursor.key()).startswith(prefix):
+            self.changed_main = True
             found = cursor.delete()  # moves to the next entry
             deleted += 1
             found = found and bool(cursor.key())
         return deleted
 
-    def used_pages(self) -> int:
-        """Return how many pages the tables take, including those of this transaction."""
-        stats = (self._raw.stat(table) for table in self._tables.values())
-        return sum(int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) for stat in stats)
+    def _changes(self, table: Table) -> FrameChanges | None:
+        """Return where changes of a table are collected, or None if it is in the main file."""
+        return self._frames if table is Table.FRAMES and isinstance(self._frames, FrameChanges) else None
 
 
 class Database:
-    """An LMDB environment in its own folder, locked against other processes."""
+    """The files of a database in one folder, locked against other processes."""
 
-    def __init__(self, path: Path, max_bytes: int, *, sync_roots: bool, max_readers: int = 512) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, *, sync_roots: bool, max_readers: int = 512, shards: int = 1
+    ) -> None:
         """Open the database, or create it.
 
         Args:
             path: The folder.
-            max_bytes: The greatest size that the database may reach.
+            max_bytes: The greatest size that the database may reach: the pages in use of all files together.
             sync_roots: Whether a commit is synced when `write` returns; see the module's docstring.
             max_readers: How many threads may read at once.
+            shards: In how many files a new database has its frames. An existing one keeps its number.
 
         Raises:
             DamagedError: Another store uses the folder, it holds something else, or it cannot be synced.
+            StoreFullError: There is no room for a new database.
         """
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -187,34 +178,30 @@ class Database:
         """The greatest size that the database may reach."""
         self.ordinary_bytes = bytes_for_appends(max_bytes)
         """The part of `max_bytes` that is for chunks."""
-        self._data = path / "data.mdb"
-        self._disk_reserve: int | None = min(max_bytes - self.ordinary_bytes, _DISK_RESERVE)  # None: not possible here
+        self._path = path
+        self._sync_roots, self._max_readers = sync_roots, max_readers
+        self._disk_reserve = min(max_bytes - self.ordinary_bytes, _DISK_RESERVE)
         self._lock = _lock(path / "store.lock")
-        try:
-            self._env = lmdb.Environment(
-                str(path),
-                map_size=max_bytes,
-                max_dbs=len(Table),
-                max_readers=max_readers,
-                sync=True,
-                metasync=sync_roots,
-                writemap=False,
-            )
-            self._page_bytes = int(self._env.stat()["psize"])
-            self._tables = {table: self._env.open_db(table.value) for table in Table}
-        except lmdb.Error as error:
-            raise DamagedError(f"Cannot open the database in {path}: {error}.") from error
-        self._allocated = self._data.stat().st_size
-        self._check_format(path)
+        self._main = self._open(path, Table, self._disk_reserve)
+        self._tables = dict(self._main.tables)
+        self._shards = self._open_shards(shards)
+        if self._shards is not None:
+            del self._tables[Table.FRAMES]
         self.sync()
         for folder in (path, *(folder.parent for folder in made)):
             _sync_folder(folder)
         with suppress(StoreFullError):  # stored captures can still be read and deleted
-            self._check_disk(self.used_bytes())
+            for file in self._files:
+                file.allocate(file.used_bytes)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of files that hold frames."""
+        return len(self._shards.files) if self._shards is not None else 1
 
     def read(self) -> _Reading:
         """Return a context manager of a read transaction. Keep it short: copy the data and leave the context."""
-        return _Reading(self._env, self._tables)
+        return _Reading(self._main, self._tables, self._shards)
 
     def write(self, change: Callable[[Txn], _T], *, reserve: bool = False) -> _T:
         """Run a change in a transaction and commit it.
@@ -231,35 +218,60 @@ class Database:
             StoreFullError: There is no room. Nothing was written.
             DamagedError: LMDB failed in another way.
         """
+        shards = self._shards
+        if shards is None:
+            return self._write(change, None, reserve=reserve)
+        shards.take_back()  # what a failed write could not take back for want of room
+        frames = shards.changes()
         try:
-            with self._env.begin(write=True, buffers=True) as raw:
-                txn = Txn(raw, self._tables)
-                result = change(txn)
-                if txn.wrote and not reserve:
-                    self._check_room(txn.used_pages() * self._page_bytes)
-                return result
-        except lmdb.MapFullError:
-            raise StoreFullError(self._limit_text()) from None
-        except lmdb.Error as error:
-            if error.code in _NO_ROOM:
-                raise StoreFullError(f"the disk is full or failing: {error}") from error
-            raise DamagedError(str(error)) from error
+            result = self._write(change, frames, reserve=reserve)
+        except BaseException:
+            with suppress(StoreFullError):  # the next write tries again
+                shards.take_back()
+            raise
+        finally:
+            frames.close()
+        shards.settle()
+        return result
+
+    def try_room(self, num_bytes: int) -> None:
+        """Find out whether this many bytes can be written to each file that holds frames: write them.
+
+        Raises:
+            StoreFullError: They cannot.
+            DamagedError: LMDB failed in another way.
+        """
+        self.write(lambda txn: txn.put_trial(bytes(num_bytes)))
+
+    def end_trial(self) -> None:
+        """Delete what `try_room` wrote.
+
+        Raises:
+            StoreFullError: There is no room. The next trial writes over it.
+            DamagedError: LMDB failed in another way.
+        """
+        self.write(lambda txn: txn.put_trial(b""), reserve=True)
 
     def sync(self) -> None:
-        """Sync all commits to disk."""
+        """Sync all commits to disk.
+
+        Raises:
+            DamagedError: A file cannot be synced.
+        """
         try:
-            self._env.sync(True)
-        except lmdb.Error as error:
+            if self._shards is not None:
+                self._shards.sync()
+            self._main.sync()
+        except (StoreFullError, DamagedError) as error:
             raise DamagedError(f"Cannot sync the database: {error}.") from error
 
     def disk_bytes(self) -> int:
         """Return the bytes that the database takes on disk."""
-        return self._data.stat().st_blocks * 512
+        return sum(file.disk_bytes() for file in self._files)
 
     def free_disk_bytes(self) -> int:
         """Return the bytes on the database's disk that are free for unprivileged programs."""
-        disk = os.statvfs(self._data)
-        return disk.f_bavail * disk.f_frsize
+        return self._main.free_disk_bytes()
 
     def num_chunks(self) -> int:
         """Return the number of chunks, including those of deleted captures that are not freed yet."""
@@ -268,88 +280,148 @@ class Database:
 
     def used_bytes(self) -> int:
         """Return the bytes of the pages in use. LMDB reuses the pages of deleted captures."""
-        with self.read() as txn:
-            return txn.used_pages() * self._page_bytes
+        return sum(file.used_bytes for file in self._files)
 
     def close(self) -> None:
         """Close the database. It must not be used afterwards."""
-        self._env.close()
+        if self._shards is not None:
+            self._shards.close()
+        self._main.close()
         self._lock.close()
 
-    def _check_room(self, used_bytes: int) -> None:
-        """Make sure that the reserves remain when the pages in use take this many bytes.
+    @property
+    def _files(self) -> list[LmdbFile]:
+        return [self._main, *(self._shards.files if self._shards is not None else ())]
+
+    def _write(self, change: Callable[[Txn], _T], frames: FrameChanges | None, *, reserve: bool) -> _T:
+        with self._main.writing() as raw:
+            txn = Txn(raw, self._tables, frames)
+            result = change(txn)
+            if txn.wrote and not reserve:
+                self._check_room(self._main.measure(raw), frames)
+            if frames is not None and self._shards is not None:
+                self._shards.commit(frames, self._main, main_changes=txn.changed_main)
+            return result
+
+    def _check_room(self, main_bytes: int, frames: FrameChanges | None) -> None:
+        """Make sure that the reserves remain after a transaction.
+
+        Args:
+            main_bytes: The bytes that the main file's pages in use then take.
+            frames: The changes to the shards.
 
         Raises:
             StoreFullError: They would not.
         """
-        if used_bytes > self.ordinary_bytes:
-            raise StoreFullError(self._limit_text())
-        self._check_disk(used_bytes)
+        used = {self._main: main_bytes}
+        if frames is not None and self._shards is not None:
+            used.update({file: file.used_bytes + frames.growth(at) for at, file in enumerate(self._shards.files)})
+        if sum(used.values()) > self.ordinary_bytes:
+            raise StoreFullError(limit_text(self.max_bytes))
+        for file, num_bytes in used.items():
+            file.allocate(num_bytes)
 
-    def _check_disk(self, used_bytes: int) -> None:
-        if self._disk_reserve is None or used_bytes + self._disk_reserve <= self._allocated:
-            return
-        end = -(-(used_bytes + self._disk_reserve) // _GROWTH_STEP) * _GROWTH_STEP
-        try:
-            _allocate(self._data, self._allocated, end)
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise StoreFullError(f"the disk is full: {error.strerror}") from error
-            if error.errno not in _CANNOT_ALLOCATE:
-                raise
-            self._disk_reserve = None
-        else:
-            self._allocated = end
+    def _open(self, folder: Path, tables: Iterable[Table], disk_reserve: int) -> LmdbFile:
+        return LmdbFile(
+            folder,
+            tables,
+            self.max_bytes,
+            disk_reserve=disk_reserve,
+            sync_roots=self._sync_roots,
+            max_readers=self._max_readers,
+        )
 
-    def _limit_text(self) -> str:
-        return f"the database has reached its limit of {self.max_bytes} bytes"
-
-    def _check_format(self, path: Path) -> None:
-        with self.read() as txn:
-            value = txn.get(Table.META, b"format")
+    def _open_shards(self, count: int) -> Shards | None:
+        """Return the shards, or None if the frames are in the main file. A new database gets `count` shards."""
+        with self._main.reading() as raw:
+            meta = self._main.tables[Table.META]
+            value, layout = raw.get(b"format", db=meta), raw.get(b"shards", db=meta)
             found = bytes(value) if value is not None else None
+            secret, kept = _SHARDS.unpack(layout) if layout is not None else (b"", 1)
         if found is None:
-            self.write(lambda txn: txn.put(Table.META, b"format", _FORMAT))
-        elif found != _FORMAT:
+            return self._make(count)
+        if found not in (_FORMAT, _SHARDED):
             raise DamagedError(
-                f"{path} holds a database of format {found!r}, but this version of the store reads format {_FORMAT!r}. "
-                "Use the version that wrote it, or another --path."
+                f"{self._path} holds a database of format {found!r}, but this version of the store reads the formats "
+                f"{_FORMAT!r} and {_SHARDED!r}. Use the version that wrote it, or another --path."
             )
+        if kept == 1:
+            return None
+        for shard in range(kept):
+            self._check_exists(shard, kept)
+        files = [self._open_shard(shard, kept) for shard in range(kept)]
+        for shard, file in enumerate(files):
+            if _stamp(file) != _SHARDS.pack(secret, shard):
+                raise DamagedError(
+                    f"{file.folder} belongs to another database than {self._path}. Put the folder back that belongs "
+                    "there."
+                )
+        return Shards(files, secret)
+
+    def _make(self, count: int) -> Shards | None:
+        """Make a new database. The main file names the shards only when they are on the disk."""
+        secret = secrets.token_bytes(16)
+        files = []
+        for shard in range(count) if count > 1 else ():
+            self._folder(shard).mkdir(exist_ok=True)
+            file = self._open_shard(shard, count)
+            with file.reading() as raw:
+                holds_frames = raw.stat(file.tables[Table.FRAMES])["entries"]
+            if holds_frames:
+                raise DamagedError(
+                    f"{file.folder} holds rows, but {self._path} has no database that they belong to. Restore its "
+                    "data.mdb, or delete the folder."
+                )
+            with file.writing() as raw:
+                raw.put(b"shard", _SHARDS.pack(secret, shard), db=file.tables[Table.META])
+            file.sync()
+            _sync_folder(file.folder)
+            files.append(file)
+        _sync_folder(self._path)
+        with self._main.writing() as raw:
+            meta = self._main.tables[Table.META]
+            raw.put(b"format", _SHARDED if files else _FORMAT, db=meta)
+            if files:
+                raw.put(b"shards", _SHARDS.pack(secret, count), db=meta)
+        return Shards(files, secret) if files else None
+
+    def _open_shard(self, shard: int, count: int) -> LmdbFile:
+        reserve = max(self._disk_reserve // count, _LEAST_SHARD_RESERVE)
+        return self._open(self._folder(shard), (Table.FRAMES, Table.META), reserve)
+
+    def _check_exists(self, shard: int, count: int) -> None:
+        if not (self._folder(shard) / "data.mdb").exists():
+            raise DamagedError(
+                f"{self._folder(shard)} is missing: it holds one part in {count} of the rows. Put the folder back."
+            )
+
+    def _folder(self, shard: int) -> Path:
+        return self._path / f"shard-{shard}"
 
 
 class _Reading:
     """The context manager of a read transaction. It is a class for speed: the store enters one for each frame."""
 
-    def __init__(self, env: Any, tables: dict[Table, Any]) -> None:
-        self._env, self._tables = env, tables
+    def __init__(self, main: LmdbFile, tables: dict[Table, Any], shards: Shards | None) -> None:
+        self._main, self._tables, self._shards = main, tables, shards
+        self._frames: FrameView | None = None
 
     def __enter__(self) -> Txn:
-        try:
-            self._raw = self._env.begin(buffers=True)
-        except lmdb.Error as error:
-            raise DamagedError(str(error)) from error
-        return Txn(self._raw, self._tables)
+        self._raw = self._main.begin()
+        if self._shards is not None:
+            self._frames = self._shards.view()
+        return Txn(self._raw, self._tables, self._frames)
 
     def __exit__(self, *_: object) -> None:
+        if self._frames is not None:
+            self._frames.close()
         self._raw.abort()
 
 
-def _allocate(path: Path, start: int, end: int) -> None:
-    """Allocate bytes of a file on its disk, without changing its size.
-
-    Raises:
-        OSError: There is no room, or the file system cannot do it.
-    """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)  # os.posix_fallocate changes the size
-    if fallocate is None:
-        raise OSError(errno.ENOSYS, "this system has no fallocate")
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        if fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(end - start)):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-    finally:
-        os.close(descriptor)
+def _stamp(file: LmdbFile) -> bytes:
+    """Return which shard of which database a file says it is."""
+    with file.reading() as raw:
+        return bytes(raw.get(b"shard", db=file.tables[Table.META]) or b"")
 
 
 def _lock(path: Path) -> IO[bytes]:

@@ -23,6 +23,7 @@ from residuum.wire.shared_memory import (
     MAX_WRITE_BYTES,
     MIN_READ_BYTES,
     READ,
+    SEAL_FUTURE_WRITE,
     WRITE,
     Place,
     RingUse,
@@ -33,8 +34,8 @@ from residuum.wire.shared_memory import (
 MAX_MEMORIES = 64
 """Memories, and connections that have not given one yet, that the store has at once."""
 
-MAX_READ_BYTES_IN_ALL = 128 << 20
-"""Bytes of all memories for reading. A peer that frees pages of its memory makes the store pay for them."""
+MAX_READ_BYTES_IN_ALL = 1 << 30
+"""Bytes of all memories for reading. They count as the peers' memory."""
 
 _PATIENCE_SECONDS = 5.0
 """How long a read waits for a peer that releases nothing, before it sends payloads in messages."""
@@ -175,6 +176,7 @@ class Memories:
                 mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | writable)
             except OSError as error:
                 raise SharedMemoryError(f"its memory cannot be mapped: {error}") from None
+            _keep_pages(kind, descriptor, size)
             if kind == READ:
                 self._read_bytes += size
                 # It counts until it is unmapped: a call may use it for longer than the connection lasts.
@@ -266,6 +268,19 @@ def _check(kind: int, descriptor: int) -> int:
     smallest, largest = (MIN_READ_BYTES, MAX_READ_BYTES) if kind == READ else (1, MAX_WRITE_BYTES)
     if not stat.S_ISREG(status.st_mode) or not smallest <= status.st_size <= largest:
         raise SharedMemoryError(f"its memory has {status.st_size} bytes, not {smallest} to {largest}")
-    if status.st_blocks * 512 < status.st_size:
-        raise SharedMemoryError("not all pages of its memory are allocated")
     return status.st_size
+
+
+def _keep_pages(kind: int, descriptor: int, size: int) -> None:
+    """Make sure that all pages of a peer's memory are allocated and stay so: the peer pays for them, not the store.
+
+    Raises:
+        SharedMemoryError: They are not, or may be freed.
+    """
+    if kind == READ:  # the store can still write: its own mapping is older than the seal
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
+    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEAL_FUTURE_WRITE:
+        raise SharedMemoryError("its memory cannot be sealed against freeing pages, or is not (F_SEAL_FUTURE_WRITE)")
+    if os.fstat(descriptor).st_blocks * 512 < size:
+        raise SharedMemoryError("not all pages of its memory are allocated")

@@ -17,9 +17,10 @@ from store_svc.captures.catalog import Catalog
 from store_svc.captures.labels import parse_labels, read_labels, write_labels
 from store_svc.captures.ledger import Cells, Ledger
 from store_svc.captures.lifecycle import Capture, ended_ledger
+from store_svc.captures.numbers import take_number
 from store_svc.checks import check_chunk, check_loss, check_seal, invalid
 from store_svc.database.db import Table, Txn
-from store_svc.database.keys import FrameKey, pack_loss, pack_number, unpack_number
+from store_svc.database.keys import FrameKey, pack_loss, pack_number
 from store_svc.reading.slicing import cells_of, slice_chunk
 from store_svc.writing.existing import is_replaced
 from store_svc.writing.quotas import Quotas, Replaced
@@ -121,7 +122,7 @@ class Batch:
         self._quotas.open(description.tenant, replaced)
         if replaced is not None:
             self.delete(name)
-        number = self._next_number()
+        number = take_number(self._txn)
         capture = Capture(number, description, self._clock.wall, self._clock.monotonic)
         self._growth += capture.memory_bytes
         self._numbers[name] = number
@@ -258,6 +259,12 @@ class Batch:
         if draft is not None and not draft.ended and draft.seal is None and not self._service_lives(draft):
             draft.abandon(self._clock.monotonic)
 
+    def finish(self, number: int) -> None:
+        """End a capture that is sealed and has no outstanding rows, unless it was deleted in the meantime."""
+        draft = self._draft(number)
+        if draft is not None and not draft.ended:
+            self._advance(draft)
+
     def publish(self) -> list[Capture]:
         """Make the changes visible in the catalog. Return the captures that changed."""
         for name, number in self._deleted:
@@ -315,12 +322,6 @@ class Batch:
 
     def _service_lives(self, draft: Capture) -> bool:
         return self._catalog.leases.is_held(draft.description.service_instance)
-
-    def _next_number(self) -> int:
-        value = self._txn.get(Table.META, b"next_number")
-        number = unpack_number(bytes(value)) if value is not None else 1
-        self._txn.put(Table.META, b"next_number", pack_number(number + 1))
-        return number
 
     def _draft(self, number: int) -> Capture | None:
         """Return the draft of a capture that this batch may change, or None if it had ended before this batch."""

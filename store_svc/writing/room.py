@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 from residuum.rpc.errors import Failure, Reason
-from store_svc.database.db import Database, StoreFullError, Table
+from store_svc.database.db import Database, StoreFullError
 from svc_common.logs import get_logger
 
 _LEAST_BYTES = 64 << 10
@@ -15,9 +15,6 @@ _LEAST_BYTES = 64 << 10
 
 _INDEX_BYTES = 64 << 10
 """Room for the pages of the index that a message changes."""
-
-_TRIAL = b"trial"
-"""The key of a trial's bytes. Its value is empty between trials."""
 
 _log = get_logger(__name__)
 
@@ -68,14 +65,14 @@ class Room:
     def _try(self, *, freed: bool) -> None:
         size = self._needed + _INDEX_BYTES
         try:
-            self._db.write(lambda txn: txn.put(Table.META, _TRIAL, bytes(size)))
+            self._db.try_room(size)
         except StoreFullError as error:
             self.why_full = str(error)
         else:
             self._regain()
         if freed or not self.why_full:
             with suppress(StoreFullError):  # the next trial writes over it
-                self._db.write(lambda txn: txn.put(Table.META, _TRIAL, b""), reserve=True)
+                self._db.end_trial()
 
     def _regain(self) -> None:
         _log.info("the store has room again")

@@ -156,6 +156,7 @@ class Writer:
     def _run(self) -> None:
         work: Work | None = None
         try:
+            self._finish_captures()
             while (work := self.queue.take(self._seconds_to_next())) is not None:
                 self._commit(work)
                 self._keep_house(len(work.appends))
@@ -341,6 +342,19 @@ class Writer:
             except StoreFullError as error:
                 self.room.refused(error)
                 self._housekeeping_at = time.monotonic() + _RETRY_SECONDS
+
+    def _finish_captures(self) -> None:
+        """End captures whose last rows were committed just before the last store was killed, but not their end."""
+        done = [
+            capture
+            for wait in (Wait.ROWS, Wait.REMNANTS)
+            for capture in self._catalog.waiting(wait)
+            if capture.seal is not None and not capture.ledger.outstanding
+        ]
+        self._commit(Work([self._finish(capture) for capture in done]))
+
+    def _finish(self, capture: Capture) -> Command:
+        return Command(partial(Batch.finish, number=capture.number), capture.description.capture_id, reserve=True)
 
     def _abandon_captures(self) -> None:
         """Stop waiting for the seals of services whose lease has run out."""

@@ -148,6 +148,9 @@ def test_the_best_combination_of_stores_is_reported():
     scale = {"cases": cases, "parameters": {"filesystem": "tmpfs"}}
     text = store({**CONTEXT, "parts": {"scale": scale}}, "folder")
     assert text.startswith("4 stores and 4 shippers on one host commit 7.0 GB/s (on tmpfs).")
+    scale["cases"] = [*cases, {"stores": 1, "shards": 8, "shippers": 4, "median": 8.0}]
+    text = store({**CONTEXT, "parts": {"scale": scale}}, "folder")
+    assert text.startswith("1 store with 8 shards and 4 shippers on one host commit 8.0 GB/s (on tmpfs).")
     assert store({**CONTEXT, "parts": {}}, "folder") == ""
 
 

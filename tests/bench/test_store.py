@@ -85,20 +85,26 @@ def test_without_flight_there_are_no_flight_bars():
 
 
 def test_each_store_has_the_same_number_of_shippers():
-    job = ScaleJob(TINY, shippers=(8, 1, 2), stores=(1, 2, 4))
-    assert job.cases() == [(1, 1), (1, 2), (1, 8), (2, 2), (2, 8), (4, 8)]
+    job = ScaleJob(TINY, shippers=(8, 1, 2), stores=(1, 2, 4), shards=(4, 1))
+    one = [(1, shards, shippers) for shards in (1, 4) for shippers in (1, 2, 8)]
+    assert job.cases() == [*one, (2, 1, 2), (2, 1, 8), (4, 1, 8)]
     assert spread(["a", "b", "c"], 2) == [["a", "c"], ["b"]]
 
 
 def test_the_best_case_counts():
     cases = [
         {"stores": 1, "shippers": 1, "median": 2.0, "gb_per_second": [2.0]},
-        {"stores": 2, "shippers": 2, "median": 5.5, "gb_per_second": [5.5]},
+        {"stores": 1, "shards": 4, "shippers": 1, "median": 3.0, "gb_per_second": [3.0]},
+        {"stores": 2, "shards": 1, "shippers": 2, "median": 5.5, "gb_per_second": [5.5]},
     ]
     (bar,) = scale.bars({"cases": cases})
     assert bar.passed
     (printed,) = scale.show({"cases": cases})
-    assert [line.split() for line in printed.splitlines()[1:]] == [["1", "2.00"], ["2", "5.50"]]
+    assert [line.split() for line in printed.splitlines()[1:]] == [
+        ["1", "store", "2.00"],
+        ["1", "store,", "4", "shards", "3.00"],
+        ["2", "stores", "5.50"],
+    ]
 
 
 def test_all_ways_move_the_same_bytes(tmp_path, capsys):
@@ -135,11 +141,11 @@ def test_scale_is_written_with_its_bars(tmp_path):
     main(
         [
             *("--parts", "scale", "--layers", "3", "--hidden", "16", "--captures", "4", "--rounds", "1"),
-            *("--shippers", "2", "--stores", "2", "--folder", str(tmp_path), "--output", str(file)),
+            *("--shippers", "2", "--stores", "1", "--shards", "3", "--folder", str(tmp_path), "--output", str(file)),
         ]
     )
     result = json.loads(file.read_text())
     assert result["benchmark"] == "bench.store"
     (case,) = result["parts"]["scale"]["cases"]
-    assert (case["stores"], case["shippers"], len(case["gb_per_second"])) == (2, 2, 1)
+    assert (case["stores"], case["shards"], case["shippers"], len(case["gb_per_second"])) == (1, 3, 2, 1)
     assert [bar["name"] for bar in result["parts"]["scale"]["bars"]] == ["best, GB/s committed"]

@@ -64,7 +64,7 @@ async def test_retries_end_if_the_store_stays_unreachable(make, endpoint, flaky,
         raise Unknown(grpc.StatusCode.UNAVAILABLE)
 
     flaky.change = change
-    reader = make(endpoint, store=flaky.endpoint, timeout=1 if timeout is None else 30)
+    reader = make(endpoint, store=flaky.endpoint, timeout=1 if timeout is None else 30, shared_memory=False)
     began = time.monotonic()
     with pytest.raises(residuum.Unreachable, match=rf"{flaky.endpoint}.* tried again for 1\.\d s"):
         await reader.activations(capture_id, timeout=timeout)

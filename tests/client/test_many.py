@@ -277,3 +277,26 @@ async def test_rows_of_different_widths_are_refused(client, replies):
     )
     with pytest.raises(residuum.InvalidRequest, match=f"have {HIDDEN} elements, and those of {narrow.request_id}"):
         await client.rows([replies[0], narrow], layer=1)
+
+
+@pytest.fixture
+def many_cores(monkeypatch):
+    """A machine on which lists are read in several streams."""
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("residuum.protocol.many._MIN_PART", 1)
+
+
+async def test_with_many_cores_a_list_is_read_in_several_streams(many_cores, reader, flaky, replies):
+    found = await reader.activations(replies)
+    assert sorted(asked(flaky)) == sorted([reply.request_id] for reply in replies)
+    assert [acts.manifest.capture_id for acts in found] == [reply.request_id for reply in replies]
+
+
+async def test_the_error_of_several_streams_names_all_unknown_captures(many_cores, client, replies):
+    with pytest.raises(residuum.UnknownCapture, match="2 of 6 captures are in no store: gone-1, gone-2"):
+        await client.activations(["gone-1", *replies, "gone-2"])
+
+
+async def test_other_errors_of_one_stream_end_the_others(many_cores, client, replies):
+    with pytest.raises(residuum.UnknownLayer, match="no layer 3"):
+        await client.activations(replies, layers=[3])

@@ -1,21 +1,21 @@
-"""Simulates power failures: records every write of a store, and rebuilds its file with any unsynced writes undone.
+"""Simulates power failures: records every write of a store, and rebuilds its files with any unsynced writes undone.
 
-`strace` records a store's writes to its data file, and its syncs. After a power cut, a disk has all writes from before
-the last completed sync, and all writes with O_DSYNC. Of later writes it has an arbitrary subset. `Recording.cut`
-rebuilds the file as it may be after a cut at any moment. To verify the recording, all writes together must reproduce
-the file byte by byte.
+`strace` records a store's writes to its data files, and its syncs. After a power cut, a disk has all writes to a file
+from before its last completed sync, and all completed writes with O_DSYNC. Of later writes it has an arbitrary subset.
+`Recording.cut` rebuilds the files as they may be after a cut at any moment. To verify the recording, all writes
+together must reproduce the files byte by byte.
 
 This makes LMDB's assumptions about disks: fdatasync keeps its promise, and the few bytes of a root page are not torn.
 """
 
 from __future__ import annotations
 
-import random
+import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ _LONGEST = 4 << 20
 _LINE = re.compile(r"(?P<pid>\d+) +(?P<time>\d+\.\d+) (?P<text>.*)")
 _RESUMED = re.compile(r"<\.\.\. \w+ resumed>(?P<rest>.*)")
 _OPEN = re.compile(r'openat\(.*", (?P<flags>[A-Z_|]+).*\) = (?P<descriptor>\d+)')
+_FILE = re.compile(r"\w+\(\d+<(?P<path>[^>]*)>")
 _SEEK = re.compile(r"lseek\((?P<descriptor>\d+)<[^>]*>, (?P<at>\d+), SEEK_SET\) += (?P=at)")
 _WRITE_AT = re.compile(r'pwrite64\((?P<descriptor>\d+)<[^>]*>, "(?P<data>[^"]*)", \d+, (?P<at>\d+)\) += (?P<done>\d+)')
 _WRITE_ON = re.compile(r"writev\((?P<descriptor>\d+)<[^>]*>, \[(?P<parts>.*)\], \d+\) += (?P<done>\d+)")
@@ -38,7 +39,7 @@ def unavailable(folder: Path) -> str | None:
     if shutil.which("strace") is None:
         return "strace is not installed"
     log = folder / "strace.log"
-    process = subprocess.Popen([*watched(folder / "nothing", log), "true"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*watched([folder / "nothing"], log), "true"], stderr=subprocess.PIPE, text=True)
     _, error = process.communicate()
     return None if process.returncode == 0 and has_ended(log, process.pid) else f"strace is not permitted: {error}"
 
@@ -54,10 +55,11 @@ def has_ended(log: Path, pid: int, deadline: float = 20.0) -> bool:
     return True
 
 
-def watched(data: Path, log: Path) -> list[str]:
-    """Return the command prefix that records writes to a file. The process keeps the PID of the command."""
-    file = [*("-P", str(data)), *("-o", str(log))]
-    return ["strace", "-D", "-f", "-q", "-ttt", "-y", "-xx", "-s", str(_LONGEST), "-e", f"trace={_CALLS}", *file]
+def watched(files: Sequence[Path], log: Path) -> list[str]:
+    """Return the command prefix that records writes to files. The process keeps the PID of the command."""
+    only = [word for file in files for word in ("-P", str(file))]
+    options = ["-D", "-f", "-q", "-ttt", "-y", "-xx", "-s", str(_LONGEST), "-e", f"trace={_CALLS}", "-o", str(log)]
+    return ["strace", *options, *only]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Write:
     """A write of bytes."""
 
     time: float
+    """When the call began."""
+    file: Path
     at: int
     data: bytes
     durable: bool
@@ -73,13 +77,14 @@ class Write:
 
 @dataclass(frozen=True)
 class Sync:
-    """A sync: everything before it is on the disk."""
+    """A sync: everything that was written to the file before it is on the disk."""
 
     time: float
+    file: Path
 
 
 class Recording:
-    """All changes to a data file, in order, by successive processes."""
+    """All changes to data files by successive processes, in the order in which the calls returned."""
 
     def __init__(self, logs: Sequence[Path]) -> None:
         self.events: list[Write | Sync] = []
@@ -95,22 +100,36 @@ class Recording:
         """Return the time of a moment. Anything acknowledged before it must survive."""
         return self.events[moment].time if moment < len(self.events) else float("inf")
 
-    def cut(self, moment: int, keep: random.Random | None) -> bytes:
-        """Return the file after a power cut, with none of the unsynced writes, or a random subset."""
-        image = bytearray()
-        safe = max((at for at, event in enumerate(self.events[:moment]) if isinstance(event, Sync)), default=0)
-        for at, event in enumerate(self.events[:moment]):
-            if isinstance(event, Write) and (at < safe or event.durable or (keep and keep.random() < 0.5)):
-                _apply(image, event)
-        return bytes(image)
+    def cut(self, moment: int, keep: Callable[[Write], bool]) -> dict[Path, bytes]:
+        """Return the files after a power cut.
 
-    def everything(self) -> bytes:
-        """Return the file with all writes, as the kernel shows it."""
-        image = bytearray()
-        for event in self.events:
-            if isinstance(event, Write):
-                _apply(image, event)
-        return bytes(image)
+        Args:
+            moment: When.
+            keep: Tells of each unsynced write whether it reached the disk. Threads write files at the same time, so
+                these may also be writes that had begun but not returned.
+        """
+        safe = {event.file: at for at, event in enumerate(self.events[:moment]) if isinstance(event, Sync)}
+        now = self.time(moment)
+
+        def survives(at: int, event: Write) -> bool:
+            if at < moment and (at < safe.get(event.file, 0) or event.durable):
+                return True
+            return (at < moment or event.time < now) and keep(event)
+
+        return _images(
+            event for at, event in enumerate(self.events) if isinstance(event, Write) and survives(at, event)
+        )
+
+    def everything(self) -> dict[Path, bytes]:
+        """Return the files with all writes, as the kernel shows them."""
+        return _images(event for event in self.events if isinstance(event, Write))
+
+
+def _images(writes: Iterable[Write]) -> dict[Path, bytes]:
+    images: dict[Path, bytearray] = {}
+    for write in writes:
+        _apply(images.setdefault(write.file, bytearray()), write)
+    return {file: bytes(image) for file, image in images.items()}
 
 
 def _apply(image: bytearray, write: Write) -> None:
@@ -135,7 +154,7 @@ def _parse(log: Path) -> Iterator[Write | Sync]:
             position[call["descriptor"]] += len(write.data)
             yield write
         elif _SYNC.match(text):
-            yield Sync(began)
+            yield Sync(began, _file(text))
         else:
             assert _HARMLESS.match(text), f"a call that this simulation does not know: {text[:200]}"
 
@@ -143,7 +162,14 @@ def _parse(log: Path) -> Iterator[Write | Sync]:
 def _write(began: float, call: re.Match[str], at: int, parts: Sequence[str], durable: dict[str, bool]) -> Write:
     data = bytes.fromhex("".join(parts).replace("\\x", ""))
     assert len(data) == int(call["done"]), "a write was incomplete"
-    return Write(began, at, data, durable[call["descriptor"]])
+    return Write(began, _file(call.string), at, data, durable[call["descriptor"]])
+
+
+def _file(text: str) -> Path:
+    """Return the file of a call, whose path strace writes in hexadecimal."""
+    found = _FILE.match(text)
+    assert found, text[:200]
+    return Path(os.fsdecode(bytes.fromhex(found["path"].replace("\\x", ""))))
 
 
 def _calls(log: Path) -> Iterator[tuple[float, str]]:

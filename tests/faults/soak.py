@@ -85,6 +85,7 @@ class Soak:
         shippers: int = 2,
         writers: int = 3,
         length: int = 2048,
+        shards: int | None = None,
     ) -> None:
         self.tally = Tally()
         self._random = random.Random(seed)
@@ -93,7 +94,8 @@ class Soak:
         self._lock = threading.Lock()  # guards the tally and the captures
         self._stopping = threading.Event()
         self._live: dict[str, Capture] = {}  # open or complete, and not being deleted
-        self._store = Store(folder, "--log-level", "error")
+        flags = () if shards is None else ("--shards", str(shards))
+        self._store = Store(folder, "--log-level", "error", *flags)
         self._ring = Ring(folder / "ring", ring_bytes=_RING_BYTES)
         self._ring.start()
         self._shippers = Shippers(folder / "ring", self._store.endpoint, shippers, "--log-level", "error")
@@ -215,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="seed for the choice of victims and moments")
     parser.add_argument("--shippers", type=int, default=2)
     parser.add_argument("--writers", type=int, default=3, help="captures that are written at once")
+    parser.add_argument("--shards", type=int, help="of the store (default: the store's own)")
     parser.add_argument("--victims", default=",".join(VICTIMS), help=f"some of: {', '.join(VICTIMS)}")
     options = parser.parse_args(arguments)
     victims = [word.strip() for word in options.victims.split(",")]
@@ -225,7 +228,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else random.randrange(1 << 16)
     print(f"seed {seed}, {options.seconds:g} s, {options.shippers} shippers, {options.writers} writers", flush=True)
     with tempfile.TemporaryDirectory(prefix="residuum-soak-") as folder:
-        soak = Soak(Path(folder), seed=seed, victims=victims, shippers=options.shippers, writers=options.writers)
+        soak = Soak(
+            Path(folder),
+            seed=seed,
+            victims=victims,
+            shippers=options.shippers,
+            writers=options.writers,
+            shards=options.shards,
+        )
         tally = soak.run(seconds=options.seconds, rounds=options.rounds, show=True)
     print(tally)
     print("OK" if tally.clean else "FAILED")

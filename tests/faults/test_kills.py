@@ -19,24 +19,26 @@ SMALL = {"writers": 2, "length": 1024}
 def soak(tmp_path: Path) -> Iterator[Callable[..., Tally]]:
     """A few rounds of `make soak` with a fixed seed."""
 
-    def run(rounds: int, *victims: str) -> Tally:
-        return Soak(tmp_path, seed=rounds, victims=victims, **SMALL).run(rounds=rounds)
+    def run(rounds: int, *victims: str, shards: int = 1) -> Tally:
+        return Soak(tmp_path, seed=rounds, victims=victims, shards=shards, **SMALL).run(rounds=rounds)
 
     return run
 
 
-def test_a_store_that_is_killed_again_and_again_has_every_row_once(soak: Callable[..., Tally]) -> None:
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_store_that_is_killed_again_and_again_has_every_row_once(soak: Callable[..., Tally], shards: int) -> None:
     """After each kill, all acknowledged rows survive. In the end each capture is COMPLETE with all its rows."""
-    tally = soak(5, "store")
+    tally = soak(5, "store", shards=shards)
     assert tally.clean, tally
     assert tally.kills == {"store": 5}
     assert tally.captures >= 2
 
 
+@pytest.mark.parametrize("shards", [1, 3])
 def test_a_store_that_is_killed_while_it_starts_or_with_a_shipper_has_every_row_once(
-    soak: Callable[..., Tally],
+    soak: Callable[..., Tally], shards: int
 ) -> None:
-    tally = soak(4, "starting store", "both")
+    tally = soak(4, "starting store", "both", shards=shards)
     assert tally.clean, tally
     assert set(tally.kills) == {"starting store", "both"}
 

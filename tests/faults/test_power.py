@@ -59,17 +59,23 @@ class Answers:
 class Watched:
     """A store of which every write is recorded. It can be killed and restarted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shards: int) -> None:
         self.answers = Answers()
+        self.data = folder / "data"
+        """The database's folder."""
         self._folder = folder
-        self._data = folder / "data" / "data.mdb"
+        self._shards = shards
+        folders = [self.data, *(self.data / f"shard-{shard}" for shard in range(shards if shards > 1 else 0))]
+        self._files = [folder / "data.mdb" for folder in folders]
+        self.main = self._files[0]
         self._logs: list[Path] = []
         self._store: Store | None = None
 
     def start(self, *flags: str) -> Client:
         self._logs.append(self._folder / f"{len(self._logs)}.log")
         flags = (*NEVER, "--max-bytes", str(MAP_BYTES), "--ending-timeout-seconds", "600", *flags)
-        before = power.watched(self._data, self._logs[-1])
+        flags = (*flags, "--shards", str(self._shards))
+        before = power.watched(self._files, self._logs[-1])
         self._store = Store(self._folder, *flags, before=before)
         return Client(self._store.port)
 
@@ -101,21 +107,30 @@ class Watched:
 
     def recording(self) -> Recording:
         recording = Recording(self._logs)
-        assert recording.everything() == self._data.read_bytes(), "the recording is incomplete"
+        assert recording.everything() == {file: file.read_bytes() for file in self._files}, (
+            "the recording is incomplete"
+        )
         return recording
 
 
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
-    watched = Watched(tmp_path)
+@pytest.fixture(params=[1, 3], ids=["one shard", "three shards"])
+def watched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Watched]:
+    watched = Watched(tmp_path, request.param)
     yield watched
     watched.kill()
 
 
 @contextmanager
-def reopened(folder: Path, image: bytes) -> Iterator[tuple[set[Cell], capture_pb2.CaptureManifest | None]]:
-    """Open the file after a power cut as a store does. Yields the checked rows of capture `a`, and its manifest."""
-    (folder / "data.mdb").write_bytes(image)
+def reopened(folder: Path, images: dict[Path, bytes]) -> Iterator[tuple[set[Cell], capture_pb2.CaptureManifest | None]]:
+    """Open files after a power cut as a store does. Yields the checked rows of capture `a`, and its manifest.
+
+    Args:
+        folder: A folder for the files.
+        images: The files, by their paths in it.
+    """
+    for path, image in images.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(image)
     db = Database(folder, MAP_BYTES, sync_roots=False)
     try:
         catalog = load_catalog(db)
@@ -139,27 +154,34 @@ def reopened(folder: Path, image: bytes) -> Iterator[tuple[set[Cell], capture_pb
 def cut_everywhere(
     watched: Watched, check: Callable[[float, set[Cell], capture_pb2.CaptureManifest | None], None]
 ) -> None:
-    """Cut the power at every moment since the first answer, once losing all unsynced writes and once random ones."""
+    """Cut the power at every moment since the first answer.
+
+    Once all unsynced writes are lost, once random ones, and once those to all files but the main one, which refers to
+    what the others hold.
+    """
     recording = watched.recording()
+    chance = random.Random(7)
     since = watched.answers.committed[0][0]
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         for moment in recording.moments(since):
-            for keep in (None, random.Random(moment)):
-                with reopened(Path(folder), recording.cut(moment, keep)) as (cells, manifest):
+            for keep in (lambda _: False, lambda _: chance.random() < 0.5, lambda write: write.file == watched.main):
+                images = {file.relative_to(watched.data): data for file, data in recording.cut(moment, keep).items()}
+                with reopened(Path(folder), images) as (cells, manifest):
                     check(recording.time(moment), cells, manifest)
 
 
 def run(watched: Watched, ack: str) -> None:
-    """Write a capture that reuses the pages of a deleted one, seal it, and kill the store."""
+    """Write a capture that reuses the pages of a deleted one, seal it, write its last rows, and kill the store."""
     client = watched.start("--ack", ack)
     for name in ("a", "b"):
         client.open(describe(name, layers=LAYERS, prompt=30, width=WIDTH))
     client.append([make_chunk(LAYERS, [position], width=WIDTH) for position in range(10)], "b")
     watched.append(client, range(10))
     client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="b"))
-    watched.append(client, range(10, 30))
+    watched.append(client, range(10, 29))
     client.stub.SealCapture(seal_request("a", generated=[1]))
+    watched.append(client, range(29, 30))  # so one transaction writes the last rows and the end
     watched.answers.ended = time.time()  # strace's clock
     client.close()
     watched.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import tempfile
@@ -15,7 +16,7 @@ from google.protobuf.message import Message
 from residuum.rpc.shared_memory import GivenMemory, create_memory, give_memory
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
 from residuum.wire.frames import append_prefix, placed_append
-from residuum.wire.shared_memory import MIN_READ_BYTES, READ, WRITE
+from residuum.wire.shared_memory import MIN_READ_BYTES, READ, SEAL_FUTURE_WRITE, WRITE
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.fuzz.calls import SECONDS, Answer, Caller, methods
@@ -100,6 +101,8 @@ class FuzzedStore(contextlib.AbstractContextManager):
         answer = self.client.stub.DescribeStore(store_pb2.DescribeStoreRequest())
         descriptor = create_memory(MIN_READ_BYTES)
         os.pwrite(descriptor, _PLACED.payload, 0)
+        if kind == WRITE:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
         try:
             return give_memory(answer.shared_memory_socket, answer.instance, kind, descriptor)
         finally:

@@ -8,6 +8,14 @@ import pytest
 from tests.store.support import Client, Process, serving
 
 
+@pytest.fixture(autouse=True)
+def shards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many shards new databases have: one, or what a test asks for with `parametrize(..., indirect=True)`."""
+    count = int(getattr(request, "param", 1))
+    monkeypatch.setenv("RESIDUUM_SHARDS", str(count))
+    return count
+
+
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
     with serving(tmp_path / "store") as (_, client):

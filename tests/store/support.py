@@ -24,6 +24,9 @@ from residuum.wire.frames import append_prefix, checksum, chunk_prefix
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 
+ONE_AND_SEVERAL = pytest.mark.parametrize("shards", [1, 3], indirect=True, ids=["one shard", "three shards"])
+"""Runs tests with databases of one file and of several."""
+
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
 OPEN, COMPLETE = capture_pb2.CAPTURE_STATE_OPEN, capture_pb2.CAPTURE_STATE_COMPLETE
 INCOMPLETE, ABORTED = capture_pb2.CAPTURE_STATE_INCOMPLETE, capture_pb2.CAPTURE_STATE_ABORTED

@@ -26,6 +26,7 @@ from store_svc.writing.write_queue import Command
 from tests.store.support import (
     ABORTED,
     INCOMPLETE,
+    ONE_AND_SEVERAL,
     Client,
     OpenStream,
     Process,
@@ -37,6 +38,8 @@ from tests.store.support import (
 )
 from tests.store.wide import MIB, append_until_full, open_wide, try_to_append, wide_chunk
 
+pytestmark = ONE_AND_SEVERAL
+
 
 def put(name: bytes, size: int):
     def change(txn: Txn) -> None:
@@ -46,8 +49,8 @@ def put(name: bytes, size: int):
 
 
 @pytest.mark.parametrize("size", [MIB, 3 * MIB, 200_000])
-def test_the_file_never_outgrows_its_limit(tmp_path: Path, size: int) -> None:
-    db = Database(tmp_path / "db", 24 * MIB, sync_roots=False)
+def test_the_file_never_outgrows_its_limit(tmp_path: Path, size: int, shards: int) -> None:
+    db = Database(tmp_path / "db", 24 * MIB, sync_roots=False, shards=shards)
     count = 0
     with suppress(StoreFullError):
         while True:
@@ -63,8 +66,8 @@ def test_the_file_never_outgrows_its_limit(tmp_path: Path, size: int) -> None:
     db.close()
 
 
-def test_a_change_that_raises_writes_nothing(tmp_path: Path) -> None:
-    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+def test_a_change_that_raises_writes_nothing(tmp_path: Path, shards: int) -> None:
+    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=shards)
 
     def change(txn: Txn) -> None:
         txn.put(Table.META, b"a", b"b")
@@ -77,15 +80,15 @@ def test_a_change_that_raises_writes_nothing(tmp_path: Path) -> None:
     db.close()
 
 
-def test_a_folder_belongs_to_one_store(tmp_path: Path) -> None:
-    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+def test_a_folder_belongs_to_one_store(tmp_path: Path, shards: int) -> None:
+    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=shards)
     with pytest.raises(DamagedError, match="in use"):
-        Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+        Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=shards)
     db.close()
-    Database(tmp_path / "db", 16 * MIB, sync_roots=False).close()
+    Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=shards).close()
 
 
-def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_are_made_are_synced(tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a power failure removes a file's name, the synced file is lost, so folders are synced, too."""
     synced = []
 
@@ -94,25 +97,28 @@ def test_folders_that_are_made_are_synced(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EINVAL, "not for folders")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    Database(tmp_path / "new" / "db", 16 * MIB, sync_roots=False).close()
-    assert set(synced) == {str(tmp_path / "new" / "db"), str(tmp_path / "new"), str(tmp_path)}
+    Database(tmp_path / "new" / "db", 16 * MIB, sync_roots=False, shards=shards).close()
+    further = {str(tmp_path / "new" / "db" / f"shard-{shard}") for shard in range(shards if shards > 1 else 0)}
+    assert set(synced) == {str(tmp_path / "new" / "db"), str(tmp_path / "new"), str(tmp_path)} | further
     synced.clear()
-    Database(tmp_path / "new" / "db", 16 * MIB, sync_roots=False).close()
+    Database(tmp_path / "new" / "db", 16 * MIB, sync_roots=False, shards=shards).close()
     assert synced == [str(tmp_path / "new" / "db")]
 
 
-def test_a_folder_that_cannot_be_synced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_synced_is_refused(
+    tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "bad disk")))
     with pytest.raises(DamagedError, match="Cannot sync"):
-        Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+        Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=shards)
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+def test_another_format_is_refused(tmp_path: Path, shards: int) -> None:
+    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=shards)
     db.write(lambda txn: txn.put(Table.META, b"format", b"99"))
     db.close()
     with pytest.raises(DamagedError, match="format"):
-        Database(tmp_path / "db", 16 * MIB, sync_roots=False)
+        Database(tmp_path / "db", 16 * MIB, sync_roots=False, shards=shards)
 
 
 def append_when_there_is_room(client: Client, name: str) -> None:
@@ -209,7 +215,7 @@ def test_a_large_group_reuses_the_space_of_deleted_captures(tmp_path: Path) -> N
         assert positions_of(client, "b") == list(range(16))
 
 
-def test_a_full_disk_loses_nothing_and_recovers(start: Callable[..., Process]) -> None:
+def test_a_full_disk_loses_nothing_and_recovers(start: Callable[..., Process], shards: int) -> None:
     process = start()
     client, pid = process.client, process.process.pid
     open_wide(client, "a")
@@ -217,14 +223,14 @@ def test_a_full_disk_loses_nothing_and_recovers(start: Callable[..., Process]) -
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (8 * MIB, limits[1]))  # writes beyond it fail as on a full disk
     count = append_until_full(client, "a")
-    assert 3 <= count <= 8
+    assert 3 <= count <= 8 * shards
     assert sorted(positions_of(client, "a")) == [*range(count), 900]
     resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-    client.append([wide_chunk(position) for position in range(count, 12)], "a")
-    assert sorted(positions_of(client, "a")) == [*range(12), 900]
+    client.append([wide_chunk(position) for position in range(count, 36)], "a")
+    assert sorted(positions_of(client, "a")) == [*range(36), 900]
     assert process.end() == 0
     client = start().client
-    assert sorted(positions_of(client, "a")) == [*range(12), 900]
+    assert sorted(positions_of(client, "a")) == [*range(36), 900]
 
 
 def test_housekeeping_waits_for_room_without_spinning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

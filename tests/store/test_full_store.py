@@ -15,8 +15,21 @@ from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.server import Store
 from tests.small_disk import fill, small_disk
-from tests.store.support import ABORTED, COMPLETE, INCOMPLETE, OPEN, Client, describe, failing_with, rejections, serving
+from tests.store.support import (
+    ABORTED,
+    COMPLETE,
+    INCOMPLETE,
+    ONE_AND_SEVERAL,
+    OPEN,
+    Client,
+    describe,
+    failing_with,
+    rejections,
+    serving,
+)
 from tests.store.wide import MIB, append_until_full, open_wide, try_to_append, wide_chunk
+
+pytestmark = ONE_AND_SEVERAL
 
 STORE_FULL = capture_pb2.INCOMPLETE_REASON_STORE_FULL
 TIMED_OUT = capture_pb2.INCOMPLETE_REASON_TIMED_OUT

@@ -82,6 +82,8 @@ class Model:
 
 
 class StoreAgainstDict(RuleBasedStateMachine):
+    shards = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="store-model-"))
@@ -90,7 +92,12 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     def start(self, **more: object) -> None:
         settings = StoreSettings(
-            listen="127.0.0.1:0", path=self.folder / "db", ending_timeout_seconds=600, grace_seconds=0, **more
+            listen="127.0.0.1:0",
+            path=self.folder / "db",
+            shards=self.shards,
+            ending_timeout_seconds=600,
+            grace_seconds=0,
+            **more,
         )
         self.store = Store(settings)
         self.client = Client(self.store.port)
@@ -198,8 +205,10 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def die(self) -> None:
         """Restart from the commits at this moment, without what a clean stop would still write."""
         before, self.folder = self.folder, Path(tempfile.mkdtemp(prefix="store-model-"))
-        (self.folder / "db").mkdir()
-        self.store._db._env.copy(str(self.folder / "db"))
+        for file in self.store._db._files:
+            copy = self.folder / "db" / file.folder.relative_to(before / "db")
+            copy.mkdir()
+            file._env.copy(str(copy))
         self.client.close()
         self.store.stop()
         shutil.rmtree(before)
@@ -225,5 +234,11 @@ class StoreAgainstDict(RuleBasedStateMachine):
         assert self.listed() == {name: (model.state, len(model.present)) for name, model in self.captures.items()}
 
 
+class ShardsAgainstDict(StoreAgainstDict):
+    shards = 3
+
+
 TestStoreAgainstDict = StoreAgainstDict.TestCase
-TestStoreAgainstDict.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestShardsAgainstDict = ShardsAgainstDict.TestCase
+for case in (TestStoreAgainstDict, TestShardsAgainstDict):
+    case.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

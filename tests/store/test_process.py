@@ -27,6 +27,7 @@ from tests.store.support import (
     ABORTED,
     COMPLETE,
     INCOMPLETE,
+    ONE_AND_SEVERAL,
     OPEN,
     Client,
     OpenStream,
@@ -63,6 +64,7 @@ def write_until_killed(process: Process, chunks: list[bytes], acks_before_kill: 
     return acked
 
 
+@ONE_AND_SEVERAL
 def test_acknowledged_rows_survive_a_kill(start: Start) -> None:
     """Chunks are large, so transactions are long and the kill hits one in progress."""
     chooser = random.Random(7)
@@ -87,6 +89,7 @@ def test_acknowledged_rows_survive_a_kill(start: Start) -> None:
     assert cells == grid(LAYERS, range(length))
 
 
+@ONE_AND_SEVERAL
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_everything_survives_a_restart(start: Start, number: int) -> None:
     process = start("--ending-timeout-seconds", "60")
@@ -153,6 +156,7 @@ def test_the_wait_for_rows_restarts_with_the_store(start: Start) -> None:
     assert client.get("aborted", wait=20).state == ABORTED
 
 
+@ONE_AND_SEVERAL
 def test_frames_of_a_deleted_capture_are_freed_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 0)  # so the store never frees frames
     with serving(tmp_path / "store") as (_, client):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,10 +13,12 @@ from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
 from residuum.wire.selection import wanted_positions
+from store_svc.database.db import Table, Txn
 from store_svc.reading.slicing import slice_chunk
 from tests.encoding_cases import FORMATS, basis, header_of, rows
 from tests.store.support import (
     COMPLETE,
+    ONE_AND_SEVERAL,
     OPEN,
     POST,
     PRE,
@@ -28,6 +29,8 @@ from tests.store.support import (
     make_chunk,
     serving,
 )
+
+pytestmark = ONE_AND_SEVERAL
 
 LAYERS = [0, 1, 2, 5, 6, 9]
 PROMPT, GENERATED = 30, 41
@@ -189,17 +192,15 @@ def test_a_capture_that_is_deleted_while_it_is_read(client: Client, state: int) 
 
 
 def test_a_damaged_chunk_is_never_sent(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    with serving(path) as (_, client):
+    def damage(txn: Txn) -> None:
+        ((key, value),) = txn.items(Table.FRAMES)
+        txn.put(Table.FRAMES, key, bytes(value[:-1]) + bytes([value[-1] ^ 1]))
+
+    with serving(tmp_path / "store") as (store, client):
         client.open()
         client.append([make_chunk([0, 1, 2], range(5))])
         client.seal(generated=[2])
-    with lmdb.open(str(path), max_dbs=16) as env:
-        frames = env.open_db(b"frames")
-        with env.begin(write=True, db=frames) as txn:
-            ((key, value),) = txn.cursor()
-            txn.put(key, value[:-1] + bytes([value[-1] ^ 1]))
-    with serving(path) as (_, client):
+        store._db.write(damage)
         for layers in ([], [2]):
             with failing_with(Reason.ERROR_REASON_CHECKSUM_MISMATCH) as caught:
                 client.read(layers=layers)

@@ -13,7 +13,7 @@ from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
 from store_svc.database.db import Table
 from store_svc.database.keys import unpack_frame
-from tests.store.support import COMPLETE, OPEN, Rows, describe, failing_with, grid, make_chunk, serving
+from tests.store.support import COMPLETE, ONE_AND_SEVERAL, OPEN, Rows, describe, failing_with, grid, make_chunk, serving
 
 UNKNOWN = errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE
 
@@ -151,6 +151,7 @@ def test_the_number_of_captures_is_limited(client, count):
     assert f"1 to 4096 captures, not {count}" in caught[0].message
 
 
+@ONE_AND_SEVERAL
 def test_a_damaged_chunk_fails_only_its_capture(tmp_path):
     with serving(tmp_path / "store") as (store, client):
         for name in ("a", "b", "c"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from residuum.wire.shared_memory import (
     MIN_PLACED_BYTES,
     MIN_READ_BYTES,
     READ,
+    SEAL_FUTURE_WRITE,
     WRITE,
     Hello,
     SharedMemoryError,
@@ -49,6 +52,7 @@ pytestmark = pytest.mark.usefixtures("shared_memory")
 WIDTH, LAYERS, PROMPT, BLOCK = 1024, range(8), 256, 32
 CHUNK_BYTES = len(LAYERS) * BLOCK * WIDTH * 4
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+WRITE_SEALS = SEALS | SEAL_FUTURE_WRITE
 
 
 @pytest.fixture
@@ -228,6 +232,15 @@ def until(holds: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+"""Flags of fallocate(2)."""
+
+
+def fallocate(descriptor: int, mode: int, offset: int, size: int) -> int:
+    call = ctypes.CDLL(None).fallocate
+    return call(descriptor, mode, ctypes.c_long(offset), ctypes.c_long(size))
+
+
 def memfd(size: int, *, seals: int = SEALS, allocate: bool = True, flags: int = 0) -> int:
     descriptor = os.memfd_create("peer", os.MFD_ALLOW_SEALING | flags)
     os.truncate(descriptor, size)
@@ -261,9 +274,9 @@ HELLO = Hello(READ, bytes(range(16))).encode()
 class TestHandshake:
     def test_a_memory_as_it_must_be_is_taken(self, running):
         assert answer_to(running[0], HELLO, [memfd(MIN_READ_BYTES)]).startswith(b"residuum\1")
-        assert answer_to(running[0], Hello(WRITE, bytes(16)).encode(), [memfd(4096)])
+        assert answer_to(running[0], Hello(WRITE, bytes(16)).encode(), [memfd(4096, seals=WRITE_SEALS)])
         # Nothing is written into memory for writing, and it is not limited like that for reading.
-        assert answer_to(running[0], Hello(WRITE, b"k" * 16).encode(), [memfd(128 << 20)])
+        assert answer_to(running[0], Hello(WRITE, b"k" * 16).encode(), [memfd(128 << 20, seals=WRITE_SEALS)])
 
     @pytest.mark.parametrize(
         "make",
@@ -278,6 +291,7 @@ class TestHandshake:
             lambda: [memfd(MIN_READ_BYTES, seals=fcntl.F_SEAL_GROW)],
             lambda: [memfd(MIN_READ_BYTES, seals=fcntl.F_SEAL_SHRINK)],
             lambda: [memfd(MIN_READ_BYTES, seals=SEALS | fcntl.F_SEAL_WRITE)],
+            lambda: [memfd(MIN_READ_BYTES, seals=SEALS | fcntl.F_SEAL_SEAL)],
             lambda: [memfd(MIN_READ_BYTES, allocate=False)],
             lambda: [memfd(MIN_READ_BYTES - 1)],
             lambda: [memfd((64 << 20) + 4096)],
@@ -285,7 +299,7 @@ class TestHandshake:
         ],
         ids=[
             "none", "two", "many", "a device", "a pipe", "a folder", "unsealed", "may shrink", "may grow",
-            "read-only", "not allocated", "too small", "too large", "empty",
+            "read-only", "no further seals", "not allocated", "too small", "too large", "empty",
         ],
     )  # fmt: skip
     def test_another_memory_is_refused(self, running, make):
@@ -295,6 +309,20 @@ class TestHandshake:
             os.close(descriptor)
         assert not len(running[0]._shared_memory.memories)
         self.test_a_memory_as_it_must_be_is_taken(running)
+
+    def test_a_memory_for_writing_must_keep_its_pages(self, running):
+        hello = Hello(WRITE, bytes(16)).encode()
+        assert answer_to(running[0], hello, [memfd(4096)]) == b""
+        assert answer_to(running[0], hello, [memfd(1 << 20, seals=WRITE_SEALS, allocate=False)]) == b""
+
+    def test_a_peer_cannot_free_pages_that_the_store_would_pay_for(self, running):
+        descriptor = memfd(MIN_READ_BYTES)
+        with connected(running[0]) as connection:
+            socket.send_fds(connection, [HELLO], [descriptor])
+            assert connection.recv(100)
+            assert fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, 0, 4096) == -1
+            assert os.fstat(descriptor).st_blocks * 512 == MIN_READ_BYTES
+        os.close(descriptor)
 
     @pytest.mark.parametrize("data", [b"x", HELLO[:-1], HELLO + b"x", b"x" * 5000, HELLO[:9] + b"\7" + HELLO[10:]])
     def test_another_first_message_is_refused(self, running, data):
@@ -329,25 +357,30 @@ class TestHandshake:
             connection.close()
 
 
+@pytest.fixture
+def runtime_folder(monkeypatch):
+    """The folder for sockets. A Unix socket's path has at most 107 bytes, and pytest's folders may be longer."""
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
 class TestSocket:
-    def test_it_is_for_this_user_only_and_is_removed_at_the_end(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    def test_it_is_for_this_user_only_and_is_removed_at_the_end(self, tmp_path, runtime_folder):
         with serving(tmp_path / "store") as (store, _):
             path = Path(store._shared_memory.path)
-            assert path.parent == tmp_path / f"residuum-{os.geteuid()}"
+            assert path.parent == runtime_folder / f"residuum-{os.geteuid()}"
             assert path.parent.stat().st_mode & 0o777 == 0o700
             assert path.stat().st_mode & 0o777 == 0o600
         assert list(path.parent.iterdir()) == []
 
-    def test_a_folder_of_others_is_not_used(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-        (tmp_path / f"residuum-{os.geteuid()}").mkdir(mode=0o755)
+    def test_a_folder_of_others_is_not_used(self, tmp_path, runtime_folder):
+        (runtime_folder / f"residuum-{os.geteuid()}").mkdir(mode=0o755)
         with serving(tmp_path / "store") as (store, client):
             assert store._shared_memory.path == ""
             assert not client.stub.DescribeStore(store_pb2.DescribeStoreRequest()).shared_memory_socket
 
-    def test_sockets_of_killed_stores_are_replaced_and_those_of_others_are_not(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    def test_sockets_of_killed_stores_are_replaced_and_those_of_others_are_not(self, tmp_path, runtime_folder):
         with serving(tmp_path / "first") as (first, _):
             stale = Path(first._shared_memory.path).with_name("store-1-stale.sock")
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
@@ -415,6 +448,7 @@ class TestAppends:
         chunk = capture_pb2.Chunk.FromString(make_chunk(LAYERS, range(BLOCK), width=WIDTH))
         descriptor = memfd(2 << 20)
         os.pwrite(descriptor, chunk.payload, 4096)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
         given = give_memory(answer.shared_memory_socket, answer.instance, WRITE, descriptor)
         os.close(descriptor)
 

@@ -21,7 +21,9 @@ from store_svc.writing.changes import Batch
 from store_svc.writing.write_queue import Append, Command, WorkQueue
 from store_svc.writing.writer import Writer, WriterOptions
 from svc_common.security.tokens_file import ANYBODY
-from tests.store.support import cells_of, describe, grid, make_chunk
+from tests.store.support import ONE_AND_SEVERAL, cells_of, describe, grid, make_chunk
+
+pytestmark = ONE_AND_SEVERAL
 
 LAYERS = [0, 1, 2]
 LONG = 3600.0
@@ -65,9 +67,9 @@ def catalog() -> Catalog:
 
 
 @pytest.fixture
-def writer(tmp_path: Path, catalog: Catalog) -> Iterator[Writer]:
+def writer(tmp_path: Path, catalog: Catalog, shards: int) -> Iterator[Writer]:
     """A writer that is not started and never syncs by time. Its first work opens a capture."""
-    db = Database(tmp_path / "db", 64 << 20, sync_roots=False)
+    db = Database(tmp_path / "db", 64 << 20, sync_roots=False, shards=shards)
     options = WriterOptions(ack_synced=False, sync_interval=LONG, waits=dict.fromkeys(Wait, LONG))
     writer = Writer(db, catalog, options, on_death=lambda: None)
     writer.queue.call(Command(partial(Batch.open, description=describe()), "a", reserve=False))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 
@@ -20,6 +20,23 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 sleep = asyncio.sleep
+
+
+class Stop:
+    """Asks jobs of `run_all` to stop. Tasks are cancelled instead, so here it never does."""
+
+    is_requested = False
+
+
+async def run_all(jobs: Sequence[Callable[[int, Stop], Coroutine[Any, Any, None]]]) -> None:
+    """Run jobs at the same time, each with its index. If one fails, stop the others and raise its exception."""
+    tasks = [asyncio.ensure_future(job(index, Stop())) for index, job in enumerate(jobs)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:

@@ -275,9 +275,11 @@ class AsyncStoreClient:
         )
 
     async def _read_many(
-        self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None
+        self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None, *, lane: int = 0
     ) -> AsyncIterator[Activations]:
         """Yield the activations of captures, store by store, and of one store in the order of `capture_ids`.
+
+        Reads in different lanes use different connections.
 
         Raises:
             UnknownCapture: No store holds some of the captures; the message names them.
@@ -291,7 +293,7 @@ class AsyncStoreClient:
             reading = ManyReading(plan, names)
             is_guess = not all(map(self._stores.known, names))
             try:
-                async for data in self._read_portion(reading, endpoint, deadline, is_guess=is_guess):
+                async for data in self._read_portion(reading, endpoint, deadline, lane, is_guess=is_guess):
                     is_guess = False  # a store first names the captures that it lacks, so it has the others
                     for acts in reading.add(data):
                         yield acts
@@ -357,7 +359,7 @@ class AsyncStoreClient:
             await io.sleep(delay)
 
     async def _read_portion(
-        self, reading: ManyReading, endpoint: str, deadline: Deadline, *, is_guess: bool
+        self, reading: ManyReading, endpoint: str, deadline: Deadline, lane: int, *, is_guess: bool
     ) -> AsyncIterator[bytes]:
         """Yield the messages of a read of many captures. If the connection breaks, request the rest again.
 
@@ -365,13 +367,14 @@ class AsyncStoreClient:
             reading: The state of the read.
             endpoint: The store.
             deadline: The deadline of the read.
+            lane: The connection to use.
             is_guess: Whether another store may have the captures. If so, do not wait for this store if it is away at
                 the start.
         """
         retries = ReadRetries(deadline)
         while reading.left:
             memory, ended = None if retries.is_failing else await self._borrow_memory(endpoint, deadline), False
-            call = self._many_reader(endpoint)(
+            call = self._many_reader(endpoint, lane)(
                 for_tenant(reading.request(memory), self._tenant), timeout=deadline.remaining()
             )
             try:
@@ -398,8 +401,10 @@ class AsyncStoreClient:
                     self._memories.give_back(memory, clean=ended)
             await io.sleep(delay)
 
-    def _many_reader(self, endpoint: str) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadCapturesRequest, bytes]:
-        return self._channels.get(endpoint, "reads").unary_stream(
+    def _many_reader(
+        self, endpoint: str, lane: int
+    ) -> grpc.aio.UnaryStreamMultiCallable[store_pb2.ReadCapturesRequest, bytes]:
+        return self._channels.get(endpoint, f"reads {lane}" if lane else "reads").unary_stream(
             READ_CAPTURES,
             request_serializer=store_pb2.ReadCapturesRequest.SerializeToString,
             response_deserializer=None,

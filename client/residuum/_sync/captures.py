@@ -16,7 +16,7 @@ from residuum._sync.stores import StoreClient
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.listing import Listing, check_place, read_token
-from residuum.protocol.many import check_choice, check_ids, check_some, is_many, warn_of_left_out
+from residuum.protocol.many import check_choice, check_ids, check_some, is_many, split_reads, warn_of_left_out
 from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.protocol.stores import silent_store
@@ -80,7 +80,8 @@ class CaptureClient(StoreClient):
     ) -> Activations | list[Activations]:
         """Return the captured rows of one request, or of a list of requests, once their captures have ended.
 
-        To read many captures, pass a list: they share one stream, which is far faster than one call for each.
+        To read many captures, pass a list: they share one stream, or a few on a machine with many cores. That is far
+        faster than one call for each.
 
         If the store is away, the client retries until the timeout, and then continues where it stopped. Without a
         timeout, it retries for 5 minutes, or for the client's own timeout (30 seconds) if it has never reached this
@@ -154,7 +155,8 @@ class CaptureClient(StoreClient):
     ) -> Rows:
         """Return the rows of one layer of many captures as one array, with the origin of each row.
 
-        The captures share one stream. All rows must fit into memory; `ActivationDataset` can read more than that.
+        The captures share one or a few streams. All rows must fit into memory; `ActivationDataset` can read more than
+        that.
 
         Args:
             captures: The captures, as requests, replies or IDs; the rows have their order. None reads the captures that
@@ -509,14 +511,34 @@ class CaptureClient(StoreClient):
     def _activations_of(
         self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool
     ) -> list[Activations]:
-        """Return the activations of captures, without repeats. `plan` is None if there are no captures."""
+        """Return the activations of captures in any order, without repeats. Without captures, `plan` is None."""
         names = check_ids(capture_ids)
-        found = []
-        with progress_bar(f"reading {len(names)} captures", len(names), enabled=progress) as advance:
-            if plan is not None:
-                for acts in self._read_many(plan, names, timeout):
+        if plan is None:
+            return []
+        parts = split_reads(names)
+        try:
+            return self._read_parts(parts, plan, timeout, progress=progress)
+        except exc.UnknownCapture:
+            if len(parts) == 1:
+                raise
+        return self._read_parts([names], plan, timeout, progress=progress)  # its error names all of them
+
+    def _read_parts(
+        self, parts: Sequence[Sequence[str]], plan: ReadPlan, timeout: float | None, *, progress: bool
+    ) -> list[Activations]:
+        """Read captures in several streams at the same time, one for each part."""
+        found: list[Activations] = []
+        total = sum(map(len, parts))
+        with progress_bar(f"reading {total} captures", total, enabled=progress) as advance:
+
+            def read(lane: int, stop: io.Stop) -> None:
+                for acts in self._read_many(plan, parts[lane], timeout, lane=lane):
+                    if stop.is_requested:
+                        return
                     found.append(acts)
                     advance(1)
+
+            io.run_all([read] * len(parts))
         return found
 
     def _chosen(self, captures: Iterable[RequestLike] | None, prefix: str, where: str) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from residuum.v1 import inference_pb2
@@ -24,6 +26,41 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 sleep = time.sleep
+
+
+@dataclass
+class Stop:
+    """Asks jobs of `run_all` to stop."""
+
+    is_requested: bool = False
+
+
+def run_all(jobs: Sequence[Callable[[int, Stop], None]]) -> None:
+    """Run jobs at the same time, each with its index. If one fails, ask the others to stop and raise its exception.
+
+    The last job runs in this thread. The others have daemon threads, so that Ctrl-C ends the program at once.
+    """
+    stop = Stop()
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            jobs[index](index, stop)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+            stop.is_requested = True
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(jobs) - 1)]
+    for thread in threads:
+        thread.start()
+    try:
+        jobs[-1](len(jobs) - 1, stop)
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.is_requested = True
+    if errors:
+        raise errors[0]
 
 
 def run_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:

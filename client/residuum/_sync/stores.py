@@ -270,8 +270,12 @@ class StoreClient:
             response_deserializer=None,
         )
 
-    def _read_many(self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None) -> Iterator[Activations]:
+    def _read_many(
+        self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None, *, lane: int = 0
+    ) -> Iterator[Activations]:
         """Yield the activations of captures, store by store, and of one store in the order of `capture_ids`.
+
+        Reads in different lanes use different connections.
 
         Raises:
             UnknownCapture: No store holds some of the captures; the message names them.
@@ -285,7 +289,7 @@ class StoreClient:
             reading = ManyReading(plan, names)
             is_guess = not all(map(self._stores.known, names))
             try:
-                for data in self._read_portion(reading, endpoint, deadline, is_guess=is_guess):
+                for data in self._read_portion(reading, endpoint, deadline, lane, is_guess=is_guess):
                     is_guess = False  # a store first names the captures that it lacks, so it has the others
                     yield from reading.add(data)
                     missed |= reading.take_unknown()
@@ -350,7 +354,7 @@ class StoreClient:
             io.sleep(delay)
 
     def _read_portion(
-        self, reading: ManyReading, endpoint: str, deadline: Deadline, *, is_guess: bool
+        self, reading: ManyReading, endpoint: str, deadline: Deadline, lane: int, *, is_guess: bool
     ) -> Iterator[bytes]:
         """Yield the messages of a read of many captures. If the connection breaks, request the rest again.
 
@@ -358,13 +362,14 @@ class StoreClient:
             reading: The state of the read.
             endpoint: The store.
             deadline: The deadline of the read.
+            lane: The connection to use.
             is_guess: Whether another store may have the captures. If so, do not wait for this store if it is away at
                 the start.
         """
         retries = ReadRetries(deadline)
         while reading.left:
             memory, ended = None if retries.is_failing else self._borrow_memory(endpoint, deadline), False
-            call = self._many_reader(endpoint)(
+            call = self._many_reader(endpoint, lane)(
                 for_tenant(reading.request(memory), self._tenant), timeout=deadline.remaining()
             )
             try:
@@ -391,8 +396,10 @@ class StoreClient:
                     self._memories.give_back(memory, clean=ended)
             io.sleep(delay)
 
-    def _many_reader(self, endpoint: str) -> grpc.UnaryStreamMultiCallable[store_pb2.ReadCapturesRequest, bytes]:
-        return self._channels.get(endpoint, "reads").unary_stream(
+    def _many_reader(
+        self, endpoint: str, lane: int
+    ) -> grpc.UnaryStreamMultiCallable[store_pb2.ReadCapturesRequest, bytes]:
+        return self._channels.get(endpoint, f"reads {lane}" if lane else "reads").unary_stream(
             READ_CAPTURES,
             request_serializer=store_pb2.ReadCapturesRequest.SerializeToString,
             response_deserializer=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,15 @@ from residuum.wire.frames import FrameError, chunk_view, placed_view
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
+
+_MAX_STREAMS = 4
+"""Streams that read captures at the same time. Each may have a shared memory with the store."""
+
+_CORES_PER_STREAM = 2
+"""A stream keeps about two cores busy: one here, and one in the store if it is on this machine."""
+
+_MIN_PART = 4
+"""Captures in a stream. Fewer are not worth another stream."""
 
 _MAX_NAMED = 10
 """The most captures that a message names; it counts the others."""
@@ -38,6 +48,12 @@ def check_ids(requests: Iterable[RequestLike]) -> list[str]:
         InvalidRequest: One is not an ID.
     """
     return list(dict.fromkeys(map(check_capture_id, requests)))
+
+
+def split_reads(capture_ids: list[str]) -> list[list[str]]:
+    """Split captures into parts to read at the same time: one, or several on a machine with many cores."""
+    count = max(1, min(_MAX_STREAMS, (os.cpu_count() or 1) // _CORES_PER_STREAM, len(capture_ids) // _MIN_PART))
+    return [capture_ids[lane::count] for lane in range(count)]
 
 
 def check_choice(captures: Iterable[RequestLike], prefix: str, where: str) -> None:

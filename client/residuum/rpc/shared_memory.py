@@ -34,7 +34,9 @@ def is_switched_off() -> bool:
 
 
 def create_memory(num_bytes: int) -> int:
-    """Return the descriptor of a new sealed memory, all of it allocated.
+    """Return the descriptor of a new memory that cannot change its size, all of it allocated.
+
+    The store adds the seal that keeps its pages allocated; with it, no process can map the memory for writing any more.
 
     Raises:
         OSError: There is not enough memory.
@@ -44,7 +46,7 @@ def create_memory(num_bytes: int) -> int:
     descriptor = os.memfd_create("residuum-read", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except BaseException:
         os.close(descriptor)
         raise

@@ -338,8 +338,9 @@ class StoreServiceServicer:
         caller compares the instance, and names the key in its reads or appends
         caller sends RELEASED: `end` of a PlacedChunk (8 bytes, little-endian), when it has copied the bytes before it
 
-        The memfd must be sealed against shrinking and growing. Memory for reading has 8 to 64 MiB, all of them allocated;
-        the store writes payloads into it as into a ring. Memory for writing is only read by the store. Closing the
+        The memfd must be sealed against shrinking and growing, and all its pages must be allocated. Memory for reading has 8
+        to 64 MiB; the store writes payloads into it as into a ring, and seals it with F_SEAL_FUTURE_WRITE, so it must not be
+        sealed against further seals. Memory for writing must have that seal already; the store only reads it. Closing the
         connection takes the memory back. One read at a time can use a memory; the store answers others in messages. It
         also sends a payload in its message if the caller releases nothing for some seconds. If the caller breaks these
         rules, the store closes the connection.

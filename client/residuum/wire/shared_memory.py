@@ -29,6 +29,9 @@ MAX_READ_BYTES: Final = 64 << 20
 MAX_WRITE_BYTES: Final = 1 << 40
 """The largest memory for writing: far above any ring. The store maps it, and keeps nothing of it."""
 
+SEAL_FUTURE_WRITE: Final = 0x10
+"""The seal F_SEAL_FUTURE_WRITE of Linux 5.1. Nobody can map the memory for writing any more, or free pages of it."""
+
 MAX_MESSAGE_BYTES: Final = 64
 """More than any message of the socket has."""
 

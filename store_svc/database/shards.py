@@ -1,0 +1,286 @@
+"""Shards: the table of frames, spread over several files that threads write at the same time.
+
+LMDB has one writer for each file. It lets go of the GIL while it copies, writes and syncs, so several files are written
+on several cores. All other tables stay in the main file, which commits last. A transaction has these steps:
+
+1. `Shards.commit` writes and commits the frames, one thread for each file.
+2. If the main file changes, `Shards.commit` then syncs the files of the frames.
+3. The main file commits.
+
+So the main file never refers to frames that are not there, even after a power failure. If the process ends between the
+steps, frames are left that nobody acknowledged:
+
+* Frames of an open capture become rows of it when the catalog is loaded, as if they had been acknowledged.
+* Frames of a capture that was not committed are freed; see `catalog_loading`.
+
+If a step fails but the process goes on, `take_back` deletes these frames and syncs that, before anything else is
+written. Otherwise a chunk that is sent again, cut in another way, could be stored next to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from store_svc.database.keys import pack_number, unpack_frame
+from store_svc.database.lmdb_file import LmdbFile, StoreFullError, Table, items, next_key
+
+_BLOCK = 32
+"""Positions that a model's worker passes on together."""
+
+_INDEX_BYTES = 16 << 10
+"""Room for the pages of a file's index that a transaction changes."""
+
+_LARGE = 1024
+"""LMDB gives larger values pages of their own."""
+
+
+class Placement:
+    """Finds the shard of a frame from its key.
+
+    The frames that are written together must spread evenly, because the fullest shard decides how long a transaction
+    takes. A random hash would give the fullest of 8 shards twice its share of 16 frames. So these differ by one in
+    steps: consecutive captures, sequences, groups of layers and blocks of positions.
+
+    The first shard of each run of captures is secret. So callers cannot choose captures that all begin in one shard.
+    """
+
+    def __init__(self, count: int, secret: bytes) -> None:
+        """Create the placement.
+
+        Args:
+            count: The number of shards.
+            secret: Bytes that never change for a database.
+        """
+        self._count = count
+        self._secret = secret
+
+    def of(self, key: bytes) -> int:
+        """Return the index of a frame's shard."""
+        frame = unpack_frame(key)
+        group = frame.first_layer // (frame.last_layer - frame.first_layer + 1)
+        block = frame.first_position // _BLOCK + frame.first_position % _BLOCK
+        return (self._start(frame.number) + frame.sequence + frame.site + group + block) % self._count
+
+    def _start(self, number: int) -> int:
+        run = hashlib.blake2b(pack_number(number // self._count), key=self._secret, digest_size=4).digest()
+        return number + int.from_bytes(run, "big")
+
+
+class FrameView:
+    """The frames of all shards, as one transaction sees them. It begins to read a shard when it first needs it."""
+
+    def __init__(self, files: Sequence[LmdbFile], placement: Placement) -> None:
+        self._files = files
+        self._placement = placement
+        self._raws: list[Any] = [None] * len(files)
+        self._at = b""
+        self._heads: list[bytes | None] | None = None
+
+    def get(self, key: bytes) -> memoryview | None:
+        """Return a frame, or None."""
+        shard = self._placement.of(key)
+        value: memoryview | None = self._raw(shard).get(key, db=self._table(shard))
+        return value
+
+    def count(self) -> int:
+        """Return the number of frames."""
+        return sum(int(self._raw(shard).stat(self._table(shard))["entries"]) for shard in self._shards)
+
+    def items(self, prefix: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        """Yield the frames whose key starts with `prefix`, in key order."""
+        found = (items(self._raw(shard), self._table(shard), prefix) for shard in self._shards)
+        return heapq.merge(*found, key=itemgetter(0))
+
+    def next_key(self, at: bytes) -> bytes | None:
+        """Return the first key not less than `at`, or None. A scan in key order looks at few shards for each key."""
+        if self._heads is None or at < self._at:
+            self._heads = [self._seek(shard, at) for shard in self._shards]
+        for shard, head in enumerate(self._heads):
+            if head is not None and head < at:
+                self._heads[shard] = self._seek(shard, at)
+        self._at = at
+        return min((head for head in self._heads if head is not None), default=None)
+
+    def close(self) -> None:
+        """End the transaction."""
+        for raw in self._raws:
+            if raw is not None:
+                raw.abort()
+        self._raws = [None] * len(self._files)
+
+    @property
+    def _shards(self) -> range:
+        return range(len(self._files))
+
+    def _raw(self, shard: int) -> Any:
+        if self._raws[shard] is None:
+            self._raws[shard] = self._files[shard].begin()
+        return self._raws[shard]
+
+    def _table(self, shard: int) -> Any:
+        return self._files[shard].tables[Table.FRAMES]
+
+    def _seek(self, shard: int, at: bytes) -> bytes | None:
+        return next_key(self._raw(shard), self._table(shard), at)
+
+
+class FrameChanges(FrameView):
+    """The changes of one transaction to the frames. They are kept until the commit; reads do not see them."""
+
+    def __init__(self, files: Sequence[LmdbFile], placement: Placement) -> None:
+        super().__init__(files, placement)
+        self.puts: list[list[tuple[Table, bytes, bytes | memoryview]]] = [[] for _ in files]
+        """For each shard, what is written."""
+        self.deletes: list[list[bytes]] = [[] for _ in files]
+        """For each shard, the keys of frames that are deleted before that."""
+
+    def put(self, key: bytes, value: bytes | memoryview) -> None:
+        """Write a frame. Its key is new."""
+        self.puts[self._placement.of(key)].append((Table.FRAMES, key, value))
+
+    def put_everywhere(self, name: bytes, value: bytes) -> None:
+        """Write a value of META to every shard."""
+        for puts in self.puts:
+            puts.append((Table.META, name, value))
+
+    def delete(self, key: bytes) -> None:
+        """Delete a frame, if present."""
+        self.deletes[self._placement.of(key)].append(key)
+
+    def delete_some(self, prefix: bytes, limit: int) -> int:
+        """Delete at most `limit` frames whose key starts with `prefix`; return how many."""
+        deleted, key = 0, self.next_key(prefix)
+        while key is not None and deleted < limit and key.startswith(prefix):
+            self.delete(key)
+            deleted += 1
+            key = self.next_key(key + b"\0")
+        return deleted
+
+    def growth(self, shard: int) -> int:
+        """Return about how many bytes of a file the changes take, and rather too many."""
+        puts = self.puts[shard]
+        if not puts and not self.deletes[shard]:
+            return 0
+        page = self._files[shard].page_bytes
+        return _INDEX_BYTES + sum(
+            -(-(len(value) + 16) // page) * page if len(value) > _LARGE else 2 * (len(value) + 64)
+            for _, _, value in puts
+        )
+
+
+class Shards:
+    """The files of the frames. Only one thread at a time may write."""
+
+    def __init__(self, files: Sequence[LmdbFile], secret: bytes) -> None:
+        """Start with opened files.
+
+        Args:
+            files: The files.
+            secret: See `Placement`.
+        """
+        self.files = files
+        self._placement = Placement(len(files), secret)
+        self._threads = ThreadPoolExecutor(len(files), thread_name_prefix="shard")
+        self._unsettled: dict[int, list[tuple[Table, bytes]]] = {}
+
+    def view(self) -> FrameView:
+        """Return the frames as they are now."""
+        return FrameView(self.files, self._placement)
+
+    def changes(self) -> FrameChanges:
+        """Return an empty set of changes."""
+        return FrameChanges(self.files, self._placement)
+
+    def commit(self, changes: FrameChanges, main: LmdbFile, *, main_changes: bool) -> None:
+        """Commit changes to the frames. Afterwards every earlier commit is synced, as after a commit of a single file.
+
+        Call `settle` once the main file has committed; if it fails, or this does, call `take_back`.
+
+        Args:
+            changes: The changes.
+            main: The main file.
+            main_changes: Whether it commits a change after this.
+
+        Raises:
+            StoreFullError: There is no room.
+            DamagedError: LMDB failed in another way.
+        """
+        changes.close()
+        changed = [shard for shard in range(len(self.files)) if changes.puts[shard] or changes.deletes[shard]]
+        steps: list[Callable[[], None]] = [
+            partial(self._commit, shard, changes.puts[shard], changes.deletes[shard]) for shard in changed
+        ]
+        steps += [file.sync for at, file in enumerate(self.files) if not file.is_synced and at not in changed]
+        if not main_changes and not main.is_synced:
+            steps.append(main.sync)
+        self._run(steps)
+        if main_changes:
+            self.sync()
+
+    def settle(self) -> None:
+        """Note that the main file has committed."""
+        self._unsettled.clear()
+
+    def take_back(self) -> None:
+        """Delete what was committed for a transaction that then failed. Do nothing if there is none.
+
+        Raises:
+            StoreFullError: There is no room. Call this again before anything else is written.
+            DamagedError: LMDB failed in another way.
+        """
+        self._run([partial(self._take_back, shard) for shard in list(self._unsettled)])
+
+    def sync(self) -> None:
+        """Sync all commits to disk.
+
+        Raises:
+            StoreFullError: A disk is full or failing.
+            DamagedError: LMDB failed in another way.
+        """
+        self._run([file.sync for file in self.files if not file.is_synced])
+
+    def close(self) -> None:
+        """Close the files."""
+        self._threads.shutdown()
+        for file in self.files:
+            file.close()
+
+    def _commit(
+        self, shard: int, puts: Sequence[tuple[Table, bytes, bytes | memoryview]], deletes: Sequence[bytes]
+    ) -> None:
+        file = self.files[shard]
+        with file.writing() as raw:
+            for key in deletes:
+                raw.delete(key, db=file.tables[Table.FRAMES])
+            for table, key, value in puts:
+                raw.put(key, value, db=file.tables[table])
+        if puts:
+            self._unsettled[shard] = [(table, key) for table, key, _ in puts]
+
+    def _take_back(self, shard: int) -> None:
+        file = self.files[shard]
+        with file.writing() as raw:
+            for table, key in self._unsettled[shard]:
+                raw.delete(key, db=file.tables[table])
+        file.sync()
+        del self._unsettled[shard]
+
+    def _run(self, steps: Sequence[Callable[[], None]]) -> None:
+        """Run steps at the same time, the first in this thread, and wait for all. Raise the worst of their errors."""
+        if not steps:
+            return
+        others = [self._threads.submit(step) for step in steps[1:]]
+        errors: list[BaseException] = []
+        try:
+            steps[0]()
+        except BaseException as error:  # noqa: BLE001 - raised below, once no step runs any more
+            errors.append(error)
+        errors += [failure for other in others if (failure := other.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, StoreFullError)), errors[0])
