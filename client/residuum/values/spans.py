@@ -24,17 +24,19 @@ _ASSISTANT = "assistant"
 class MessageSpan:
     """The positions of one message of a conversation: the tokens of its content, without those of the chat template.
 
+    Attributes:
+        role: The role of its author: "system", "user" or "assistant".
+        first: The position of its first token.
+        last: The position of its last token, inclusive; `first - 1` if it has no tokens.
+
     Example:
         >>> acts.spans[-1]
         MessageSpan(role='assistant', first=31, last=54)
     """
 
     role: str
-    """The role of its author: "system", "user" or "assistant"."""
     first: int
-    """The position of its first token."""
     last: int
-    """The position of its last token, inclusive; `first - 1` if it has no tokens."""
 
     def __len__(self) -> int:
         """Return the number of its tokens."""
