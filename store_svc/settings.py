@@ -52,7 +52,7 @@ class StoreSettings(SecureSettings):
     """What the store acknowledges: `committed` rows survive the death of the process, `synced` rows a power failure."""
 
     max_bytes: Annotated[ByteSize, AfterValidator(_map_limit)] = Field(default="64GiB", validate_default=True)
-    """The greatest size that the database may reach, such as 64GiB."""
+    """The greatest size that the database may reach, such as 64GiB. At least 16MiB."""
 
     retain_hours: PositiveFloat | None = None
     """The store deletes a capture this many hours after it ended. Default: it keeps captures."""
