@@ -25,9 +25,10 @@ setup: .venv/full.stamp ## Make .venv with client, services, vLLM and all tools 
 setup-client: .venv/client.stamp ## Make .venv without torch and vLLM: enough for lint, types and test-fast
 
 # uv makes environments and locks. If it is not installed, it comes from PyPI into its own folder.
+# Twice quiet: pip then prints errors, but not each configured location that it ignores.
 .venv-uv/bin/uv:
 	@python3 -m venv .venv-uv || { echo 'setup: this Python cannot make virtual environments (Debian 12: apt install python3.11-venv)'; exit 1; }
-	@.venv-uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+	@.venv-uv/bin/pip install --quiet --quiet --disable-pip-version-check uv==0.13.9
 
 .venv/bin/python: | $(UV)
 	@$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv

@@ -64,7 +64,7 @@ autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
+napoleon_use_ivar = False  # a field of a class has an anchor, as a method has
 
 # ---------------------------------------------------------------------------------------------------------- appearance
 

@@ -56,7 +56,7 @@ class StoreSettings(SecureSettings):
     """What the store acknowledges: `committed` rows survive the death of the process, `synced` rows a power failure."""
 
     max_bytes: Annotated[ByteSize, AfterValidator(_map_limit)] = Field(default="64GiB", validate_default=True)
-    """The greatest size that the database may reach, such as 64GiB."""
+    """The greatest size that the database may reach, such as 64GiB. At least 16MiB."""
 
     shards: Annotated[int, Field(ge=1, le=64)] | None = None
     """In how many files the database keeps its rows. Threads write them at the same time, so several files use several

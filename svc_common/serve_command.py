@@ -66,7 +66,7 @@ def serving(
     """
     _check(flags, data, temporary=temporary)
     ports = USUAL_PORTS if all(map(is_free, USUAL_PORTS)) else (0, 0)
-    line = _ProgressLine(sys.stderr, shown=progress)
+    line = ProgressLine(sys.stderr, shown=progress)
     # No timeout, because downloading a model may take long. Ctrl-C ends the wait.
     with (
         tempfile.TemporaryDirectory(prefix="residuum-") as scratch,
@@ -120,7 +120,7 @@ def _check(flags: Sequence[str], data: Path | None, *, temporary: bool) -> None:
         raise ServiceFailedError(f"{' and '.join(missing)} cannot be imported: {install_server()}")
 
 
-class _ProgressLine:
+class ProgressLine:
     """Shows which service is starting, and for how long. It rewrites one line, or prints a plain line now and then."""
 
     def __init__(self, stream: TextIO, *, shown: bool) -> None:

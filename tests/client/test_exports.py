@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import inspect
 import pickle
+import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +68,24 @@ def test_everything_public_is_documented():
             for member, thing in vars(value).items():
                 if not member.startswith("_") and (callable(thing) or isinstance(thing, property)):
                     assert inspect.getdoc(getattr(value, member)), f"{name}.{member}"
+
+
+WITH_FIELDS = [
+    name
+    for name in NAMES
+    if name == "Sampling"
+    or (dataclasses.is_dataclass(getattr(residuum, name)) and not hasattr(getattr(residuum, name), "keep_norm"))
+]
+"""The classes whose docstrings describe their fields. Steering operations share theirs, and only the site has them."""
+
+
+@pytest.mark.parametrize("name", WITH_FIELDS)
+def test_help_describes_every_field(name: str):
+    kind = getattr(residuum, name)
+    fields = [item.name for item in dataclasses.fields(kind)] if name != "Sampling" else list(kind.__annotations__)
+    shown = pydoc.render_doc(kind, renderer=pydoc.plaintext).partition("Attributes:")[2]
+    described = re.findall(r"^ \|      (\w+): \S", shown, re.MULTILINE)
+    assert described[: len(fields)] == fields
 
 
 def loaded_by(code):

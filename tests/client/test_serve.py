@@ -196,7 +196,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_progress_is_one_line_or_a_few(kind):
     stream = kind()
-    line = serve_command._ProgressLine(stream, shown=True)
+    line = serve_command.ProgressLine(stream, shown=True)
     for tenth in range(200):
         line.show("inference", tenth / 10)
     line.end()
@@ -210,7 +210,7 @@ def test_progress_is_one_line_or_a_few(kind):
 
 def test_progress_can_be_silent():
     stream = Terminal()
-    line = serve_command._ProgressLine(stream, shown=False)
+    line = serve_command.ProgressLine(stream, shown=False)
     line.show("store", 1.0)
     with contextlib.suppress(ValueError):
         line.end()

@@ -31,6 +31,13 @@ def chat(**changes):
     return activations(VALUES, **{**fields, **changes})
 
 
+def test_the_last_generated_token_is_in_the_span_of_the_reply_but_has_no_row():
+    acts = chat()
+    reply = acts.spans[-1]
+    assert (reply.first, reply.last) == (PROMPT, len(TEXTS) - 1)
+    assert len(acts.select(span=reply).positions) == len(reply) - 1
+
+
 @given(st.lists(st.text(max_size=4)))
 def test_texts_and_offsets_are_those_that_were_sent(texts):
     again = split_texts(capture_pb2.TokenTexts.FromString(token_texts(texts).SerializeToString()))
@@ -135,7 +142,9 @@ def test_a_span_without_rows_has_no_mean():
 @pytest.mark.parametrize(
     ("span", "error", "match"),
     [
-        ("system", residuum.InvalidRequest, "no message of 'system': use 'user', 'assistant', 'prompt' or 'reply'"),
+        ("system", residuum.InvalidRequest, "no message of 'system': you sent none. The chat template may have added"),
+        ("system", residuum.InvalidRequest, "Use 'user', 'assistant', 'prompt' or 'reply'"),
+        ("tool", residuum.InvalidRequest, "no message of 'tool'. Use 'user', 'assistant', 'prompt' or 'reply'"),
         (2, residuum.InvalidRequest, "Message 2 does not exist: the conversation has the messages 0 to 1"),
         (True, TypeError, "span= takes 'prompt', 'reply', a role, an index or a MessageSpan, not True"),
         (1.5, TypeError, "not 1.5"),

@@ -256,6 +256,7 @@ def test_ctrl_c_stops_all_processes_of_the_demo(smollm2: Path, tmp_path: Path) -
     wait_until(lambda: len(children_of(demo.pid)) >= 3, 60)  # the store, the inference service, its engine
     family = children_of(demo.pid)
     demo.send_signal(signal.SIGINT)
-    demo.communicate(timeout=120)
+    output, _ = demo.communicate(timeout=120)
     assert demo.returncode == 130
+    assert "loading the model ... " in output, "while the services start, the demo says for how long"
     wait_until(lambda: not any(alive(pid) for pid in family))

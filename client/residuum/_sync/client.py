@@ -231,7 +231,8 @@ class Client(CaptureClient):
             **sampling: As for `generate`.
 
         Returns:
-            The replies in the order of the prompts. `generate_as_completed` yields each reply when it ends.
+            The replies in the order of the prompts. `generate_as_completed` yields each reply when it ends. A reply
+            means that the model has answered. Its capture may still be open, or end incomplete: the manifest says so.
 
         Raises:
             BatchFailed: Some prompts failed. It is raised after all other prompts have ended, and holds their replies.

@@ -23,28 +23,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export."""
+    """The result of an export.
+
+    Attributes:
+        path: The file; for Zarr, the folder.
+        format: "safetensors", "npz", "zarr" or "parquet".
+        manifest: The capture's manifest: what was captured, what is missing, and why.
+        layers: The exported layers.
+        sites: The exported sites.
+        sequences: The exported sequences.
+        num_positions: Number of positions of the first sequence.
+        num_rows: Exported rows, counted once for each sequence, site and layer.
+        num_missing: Missing rows at these positions: 0 unless partial captures were allowed.
+        num_bytes: Bytes of the file, or of the folder's files.
+    """
 
     path: Path
-    """The file; for Zarr, the folder."""
     format: str
-    """"safetensors", "npz", "zarr" or "parquet"."""
     manifest: Manifest
-    """The capture's manifest: what was captured, what is missing, and why."""
     layers: tuple[int, ...]
-    """The exported layers."""
     sites: tuple[str, ...]
-    """The exported sites."""
     sequences: tuple[int, ...]
-    """The exported sequences."""
     num_positions: int
-    """Number of positions of the first sequence."""
     num_rows: int
-    """Exported rows, counted once for each sequence, site and layer."""
     num_missing: int
-    """Missing rows at these positions: 0 unless partial captures were allowed."""
     num_bytes: int
-    """Bytes of the file, or of the folder's files."""
 
     def __str__(self) -> str:
         manifest = self.manifest

@@ -23,55 +23,59 @@ from residuum.wire.limits import (
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are sampled: keyword arguments of every call that generates. The server fills in the defaults."""
+    """How tokens are sampled: keyword arguments of every call that generates. The server fills in the defaults.
+
+    Attributes:
+        max_tokens: The most tokens to generate in each sequence. Default 16. 0 only computes the prompt: the reply has
+            no tokens, its finish reason is "length", and a capture has the rows of every position of the prompt.
+        temperature: The sampling temperature, up to 2. 0 (the default) is greedy.
+        top_p: Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Default 1.
+        top_k: Sample from this many most likely tokens; 0 (the default) means all.
+        seed: The random seed, which makes sampling repeatable. Sequence i uses seed + i. Default: none.
+        stop: Generation stops when one of these texts appears. The reply does not contain it. At most 16.
+        ignore_eos: Continue after the end-of-sequence token. Default False.
+        n: The number of sequences to generate from the prompt, at most 64. Default 1.
+        min_tokens: Tokens to generate before a sequence may end. Default 0.
+        stop_token_ids: Generation stops after one of these tokens. The reply's token IDs contain it; its text does not.
+            At most 64.
+        min_p: Sample only from tokens whose probability is at least this fraction of the greatest one; from 0 (the
+            default) to 1.
+        presence_penalty: Subtracted from the logits of tokens that the reply already has; from -2 to 2. Default 0.
+        frequency_penalty: The same, once for each time that the reply has the token; from -2 to 2. Default 0.
+        repetition_penalty: For tokens that the prompt or the reply already has: divides positive logits and multiplies
+            negative ones; above 0. Default 1.
+        logit_bias: Numbers to add to the logits of token IDs, before penalties. At most 1024.
+        bad_words: Words that the reply must not contain. At most 128, none empty.
+        json_schema: Make the reply a JSON document that matches this JSON schema, given as a dict or as JSON. A reply
+            that reaches `max_tokens` may be cut off.
+        regex: Make the whole reply match this regular expression. The reply may be cut off in the same way. Set this or
+            `json_schema`, not both.
+        logprobs: Return the log-probability of each generated token, and of this many most likely tokens in its place.
+            With 0, only those of the generated tokens. The server has a limit, usually 20. See `Reply.logprobs`.
+        prompt_logprobs: The same for the tokens of the prompt. The model then always computes the whole prompt. See
+            `Reply.prompt_logprobs`.
+    """
 
     max_tokens: int
-    """The most tokens to generate in each sequence. Default 16. 0 only computes the prompt: the reply has no tokens,
-    its finish reason is "length", and a capture has the rows of every position of the prompt."""
     temperature: float
-    """The sampling temperature, up to 2. 0 (the default) is greedy."""
     top_p: float
-    """Sample from the most likely tokens whose probabilities add up to this; above 0, at most 1. Default 1."""
     top_k: int
-    """Sample from this many most likely tokens; 0 (the default) means all."""
     seed: int
-    """The random seed, which makes sampling repeatable. Sequence i uses seed + i. Default: none."""
     stop: str | Sequence[str]
-    """Generation stops when one of these texts appears. The reply does not contain it. At most 16."""
     ignore_eos: bool
-    """Continue after the end-of-sequence token. Default False."""
     n: int
-    """The number of sequences to generate from the prompt, at most 64. Default 1."""
     min_tokens: int
-    """Tokens to generate before a sequence may end. Default 0."""
     stop_token_ids: Sequence[int]
-    """Generation stops after one of these tokens. The reply's token IDs contain it; its text does not. At most 64."""
     min_p: float
-    """Sample only from tokens whose probability is at least this fraction of the greatest one; from 0 (the default) to
-    1."""
     presence_penalty: float
-    """Subtracted from the logits of tokens that the reply already has; from -2 to 2. Default 0."""
     frequency_penalty: float
-    """The same, once for each time that the reply has the token; from -2 to 2. Default 0."""
     repetition_penalty: float
-    """For tokens that the prompt or the reply already has: divides positive logits and multiplies negative ones; above
-    0. Default 1."""
     logit_bias: Mapping[int, float]
-    """Numbers to add to the logits of token IDs, before penalties. At most 1024."""
     bad_words: Sequence[str]
-    """Words that the reply must not contain. At most 128, none empty."""
     json_schema: str | Mapping[str, Any]
-    """Make the reply a JSON document that matches this JSON schema, given as a dict or as JSON. A reply that reaches
-    `max_tokens` may be cut off."""
     regex: str
-    """Make the whole reply match this regular expression. The reply may be cut off in the same way. Set this or
-    `json_schema`, not both."""
     logprobs: int
-    """Return the log-probability of each generated token, and of this many most likely tokens in its place. With 0,
-    only those of the generated tokens. The server has a limit, usually 20. See `Reply.logprobs`."""
     prompt_logprobs: int
-    """The same for the tokens of the prompt. The model then always computes the whole prompt. See
-    `Reply.prompt_logprobs`."""
 
 
 def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParameters:

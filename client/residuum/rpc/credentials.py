@@ -38,6 +38,12 @@ def is_loopback(host: str) -> bool:
 class TLS:
     """TLS settings of a client. All files are PEM; they are read when the client connects.
 
+    Attributes:
+        ca: The trusted CAs; None for the public CAs that gRPC ships (or GRPC_DEFAULT_SSL_ROOTS_FILE_PATH).
+        cert: The client's certificate chain. Set both `cert` and `key`, or neither.
+        key: The private key of `cert`.
+        server_name: The name that the service's certificate must have, if it differs from the endpoint's host.
+
     Example:
         TLS()                                                     # the service's certificate is from a public CA
         TLS(ca="ca.pem")                                          # ... from your own CA
@@ -45,13 +51,9 @@ class TLS:
     """
 
     ca: FilePath | None = None
-    """The trusted CAs; None for the public CAs that gRPC ships (or GRPC_DEFAULT_SSL_ROOTS_FILE_PATH)."""
     cert: FilePath | None = None
-    """The client's certificate chain. Set both `cert` and `key`, or neither."""
     key: FilePath | None = None
-    """The private key of `cert`."""
     server_name: str | None = None
-    """The name that the service's certificate must have, if it differs from the endpoint's host."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):

@@ -49,6 +49,46 @@ _OVERFLOW = {"wait": capture_pb2.OVERFLOW_POLICY_WAIT, "shed": capture_pb2.OVERF
 class Capture:
     """What a request captures. Layers count from 0; `client.info().sites` lists the server's capture sites.
 
+    Attributes:
+        layers: "all", a number, a range or a list of numbers.
+        sites: Where in a layer: "resid_post" (the residual stream after the layer and its steering), "resid_pre" (the
+            stream before the layer), "attn_out" and "mlp_out" (what its attention and its MLP add). A list of names, or
+            names separated by commas; the server must have been started with these sites. `acts[k]` reads the first
+            one, and `acts.select(site=...)` selects another.
+        positions: The positions; see `Positions.of`. By default all positions, of the prompt and of generated tokens.
+        encoding: The encoding of the stored rows. By default the server's, which is "raw" unless its operator chose
+            another. docs/encodings.md explains what each keeps and costs.
+
+            - "raw": as the model computed them, in its dtype; "fp32", "fp16", "bf16": cast to this dtype.
+            - "full8": every element in 8 bits; "topk8": the largest `dimensions` elements in 8 bits, the others as 0.
+            - "rp8": a random projection to `dimensions` numbers in 8 bits; see `Activations.projection`.
+            - "rp", "topk": as "rp8" and "topk8", but without quantization to 8 bits.
+            - "project": only the inner products with `vectors`.
+        overflow: What happens when the path to the store is full: with "wait" the model waits; with "shed" rows are
+            dropped, and the capture ends incomplete.
+        dimensions: For "rp8" and "rp", the dimensions to project to; for "topk8" and "topk", the number of elements to
+            keep. At most the model's hidden size. By default the server's, which are 512 and 128 unless its operator
+            chose others.
+        seed: For "rp8" and "rp", the seed of the projection. Only rows with the same seed and dimensions can be
+            compared.
+        axis: For "full8", which numbers share a scale: the elements of a row ("row", the default), or the same element
+            of all rows of a block ("dimension").
+        vectors: For "project", up to 256 vectors; number j of a row is its inner product with vector j. Of a mapping,
+            such as Directions, the values are used.
+        reduction: Capture one row instead of all that `positions` selects: the last row, or the elementwise mean,
+            maximum or sum. The prompt gets one such row, and the generated tokens get another. Each has the last
+            position that it covers.
+        before_steering: Capture rows as they were before steering, instead of those that the model continues with.
+            "resid_pre" is then the stream before the steering of the previous layer; so the sites of a layer do not add
+            up if that layer was steered.
+        labels: The capture's labels, by which lists and data sets can be filtered: {"split": "train", "y": 1}. Values
+            are texts, numbers and bools. `client.label` changes them later; docs/concepts/captures.md has the limits.
+        keep_prompt: Keep the prompt's text with the capture, in `Manifest.prompt_text`: a text as you sent it, a
+            conversation in the model's chat template. A prompt of token IDs has no text and is refused.
+        flush_interval: After how many captured positions of generated tokens their rows are sent, 1 to 32. With 1,
+            `follow` shows each row at once; but every position then takes a chunk of its own, which costs more time and
+            space. Rows of the prompt never wait.
+
     Example:
         >>> residuum.Capture(layers="all")
         >>> residuum.Capture(layers=[0, 5, 10], positions="last_prompt")
@@ -59,55 +99,20 @@ class Capture:
     """
 
     layers: LayersLike = "all"
-    """"all", a number, a range or a list of numbers."""
     sites: str | Sequence[str] = ("resid_post",)
-    """Where in a layer: "resid_post" (the residual stream after the layer and its steering), "resid_pre" (the stream
-    before the layer), "attn_out" and "mlp_out" (what its attention and its MLP add). A list of names, or names
-    separated by commas; the server must have been started with these sites. `acts[k]` reads the first one, and
-    `acts.select(site=...)` selects another."""
     positions: PositionsLike = None
-    """The positions; see `Positions.of`. By default all positions, of the prompt and of generated tokens."""
     encoding: EncodingName | None = None
-    """The encoding of the stored rows. By default the server's, which is "raw" unless its operator chose another.
-    docs/encodings.md explains what each keeps and costs.
-
-    - "raw": as the model computed them, in its dtype; "fp32", "fp16", "bf16": cast to this dtype.
-    - "full8": every element in 8 bits; "topk8": the largest `dimensions` elements in 8 bits, the others as 0.
-    - "rp8": a random projection to `dimensions` numbers in 8 bits; see `Activations.projection`.
-    - "rp", "topk": as "rp8" and "topk8", but without quantization to 8 bits.
-    - "project": only the inner products with `vectors`."""
     overflow: Literal["wait", "shed"] = "wait"
-    """What happens when the path to the store is full: with "wait" the model waits; with "shed" rows are dropped, and
-    the capture ends incomplete."""
     dimensions: int | None = None
-    """For "rp8" and "rp", the dimensions to project to; for "topk8" and "topk", the number of elements to keep. At most
-    the model's hidden size. By default the server's, which are 512 and 128 unless its operator chose others."""
     seed: int = 0
-    """For "rp8" and "rp", the seed of the projection. Only rows with the same seed and dimensions can be compared."""
     axis: Literal["row", "dimension"] | None = None
-    """For "full8", which numbers share a scale: the elements of a row ("row", the default), or the same element of all
-    rows of a block ("dimension")."""
     vectors: Vector | Iterable[Vector] | Mapping[int, Vector] = ()
-    """For "project", up to 256 vectors; number j of a row is its inner product with vector j. Of a mapping, such as
-    Directions, the values are used."""
     reduction: Literal["none", "last", "mean", "max", "sum"] | None = None
-    """Capture one row instead of all that `positions` selects: the last row, or the elementwise mean, maximum or sum.
-    The prompt gets one such row, and the generated tokens get another. Each has the last position that it covers."""
     before_steering: bool = False
-    """Capture rows as they were before steering, instead of those that the model continues with. "resid_pre" is then
-    the stream before the steering of the previous layer; so the sites of a layer do not add up if that layer was
-    steered."""
 
     labels: Mapping[str, LabelValue] = field(default_factory=dict, hash=False)
-    """The capture's labels, by which lists and data sets can be filtered: {"split": "train", "y": 1}. Values are texts,
-    numbers and bools. `client.label` changes them later; docs/concepts/captures.md has the limits."""
     keep_prompt: bool = False
-    """Keep the prompt's text with the capture, in `Manifest.prompt_text`: a text as you sent it, a conversation in the
-    model's chat template. A prompt of token IDs has no text and is refused."""
     flush_interval: int = BLOCK_TOKENS
-    """After how many captured positions of generated tokens their rows are sent, 1 to 32. With 1, `follow` shows each
-    row at once; but every position then takes a chunk of its own, which costs more time and space. Rows of the prompt
-    never wait."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", dict(self.labels))

@@ -18,6 +18,13 @@ class Logprobs:
     They are natural logarithms of the probabilities that the model gave, before temperature, penalties, biases and all
     other sampling parameters. A token that may not be sampled still has its own.
 
+    Attributes:
+        tokens: float32 [tokens]: the log-probability of each token. NaN for the first token of a prompt: nothing
+            predicts it.
+        top_ids: int64 [tokens, k]: the IDs of the most likely tokens in place of each token, the most likely first. -1
+            for the first token of a prompt.
+        top: float32 [tokens, k]: their log-probabilities. NaN for the first token of a prompt.
+
     Example:
         >>> reply = client.generate("The capital of France is", max_tokens=3, logprobs=2)
         >>> reply.logprobs.tokens.shape, reply.logprobs.top.shape
@@ -25,12 +32,8 @@ class Logprobs:
     """
 
     tokens: npt.NDArray[np.float32]
-    """float32 [tokens]: the log-probability of each token. NaN for the first token of a prompt: nothing predicts it."""
     top_ids: npt.NDArray[np.int64]
-    """int64 [tokens, k]: the IDs of the most likely tokens in place of each token, the most likely first. -1 for the
-    first token of a prompt."""
     top: npt.NDArray[np.float32]
-    """float32 [tokens, k]: their log-probabilities. NaN for the first token of a prompt."""
 
     def __len__(self) -> int:
         return len(self.tokens)

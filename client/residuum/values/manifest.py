@@ -34,16 +34,19 @@ FINAL_STATES = frozenset({"complete", "incomplete", "aborted"})
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows of one sequence at one site: every combination of some layers and some positions."""
+    """Rows of one sequence at one site: every combination of some layers and some positions.
+
+    Attributes:
+        sequence: The sequence.
+        site: The site, such as "resid_post".
+        layers: The layers.
+        ranges: The positions as ascending runs (first, last), both inclusive.
+    """
 
     sequence: int
-    """The sequence."""
     site: str
-    """The site, such as "resid_post"."""
     layers: tuple[int, ...]
-    """The layers."""
     ranges: tuple[tuple[int, int], ...]
-    """The positions as ascending runs (first, last), both inclusive."""
 
     def __str__(self) -> str:
         runs = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in self.ranges)
@@ -52,36 +55,42 @@ class RowSet:
 
 @dataclass(frozen=True)
 class SequenceOutcome:
-    """How one sequence ended."""
+    """How one sequence ended.
+
+    Attributes:
+        generated_token_ids: The IDs of the generated tokens.
+        finish_reason: "stop", "length" or "abort".
+    """
 
     generated_token_ids: tuple[int, ...]
-    """The IDs of the generated tokens."""
     finish_reason: str
-    """"stop", "length" or "abort"."""
 
 
 @dataclass(frozen=True)
 class SteeringRecord:
-    """One steering operation, as it was applied."""
+    """One steering operation, as it was applied.
+
+    Attributes:
+        operation: "add", "ablate", "cap", "replace" or "set"; "unknown" if this version does not know it.
+        layers: The layers after which it was applied.
+        digests: The digest of its vector in hexadecimal; or one digest for each layer, in the order of the layers.
+        positions: The positions to which it was applied.
+        scale: The factor of "add" and "ablate".
+        min: The lower bound of "cap".
+        max: The upper bound of "cap".
+        value: The projection that "replace" set.
+        keep_norm: Whether each row was scaled back to the norm that it had before.
+    """
 
     operation: str
-    """"add", "ablate", "cap", "replace" or "set"; "unknown" if this version does not know it."""
     layers: tuple[int, ...]
-    """The layers after which it was applied."""
     digests: tuple[str, ...]
-    """The digest of its vector in hexadecimal; or one digest for each layer, in the order of the layers."""
     positions: Positions
-    """The positions to which it was applied."""
     scale: float | None = None
-    """The factor of "add" and "ablate"."""
     min: float | None = None
-    """The lower bound of "cap"."""
     max: float | None = None
-    """The upper bound of "cap"."""
     value: float | None = None
-    """The projection that "replace" set."""
     keep_norm: bool = False
-    """Whether each row was scaled back to the norm that it had before."""
 
     @classmethod
     def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
@@ -111,12 +120,16 @@ class SteeringRecord:
 
 @dataclass(frozen=True)
 class SteeringChange:
-    """A change of the steering while the request was generating."""
+    """A change of the steering while the request was generating.
+
+    Attributes:
+        first_positions: For each sequence, the first position with this steering; the number of its tokens if it had
+            ended already.
+        steering: The operations from there on, in order; empty if there are none.
+    """
 
     first_positions: tuple[int, ...]
-    """For each sequence, the first position with this steering; the number of its tokens if it had ended already."""
     steering: tuple[SteeringRecord, ...]
-    """The operations from there on, in order; empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -124,76 +137,79 @@ class Manifest:
     """What a capture holds, what it lacks, and why.
 
     Its state is "complete" only if every requested row is in the store.
+
+    Attributes:
+        capture_id: The capture's ID, which is also its request's.
+        model: The model that was served.
+        state: "open", "complete", "incomplete" or "aborted"; all but "open" are final.
+        reason: Why the capture is incomplete, such as "OVERFLOW"; empty otherwise.
+        detail: The same reason, explained for a person.
+        layers: The requested layers.
+        sites: The requested sites.
+        positions: The requested positions.
+        before_steering: Whether the rows were captured before steering, instead of as the model continued with them.
+        encoding: The encoding of the rows, such as "raw" or "rp8"; "unknown" if this version does not know it.
+        dimensions: Numbers in an encoded row of "rp8", "rp", "topk8", "topk" and "project"; 0 for the other encodings.
+        seed: The seed of the random projection of "rp8" and "rp".
+        axis: Which numbers share a scale in "full8": those of a "row" or of a "dimension"; empty for other encodings.
+        projected_onto: The digests of the vectors of "project" in hexadecimal, in the order of the numbers in a row.
+        reduction: The reduction of each phase to one row: "last", "mean", "max" or "sum"; "none" if every row was
+            captured.
+        dtype: The element type in which the model computed the rows, such as "bfloat16".
+        hidden_size: Elements of a row as the model computed it.
+        num_layers: Number of the model's decoder layers.
+        prompt_token_ids: The prompt's token IDs.
+        sequences: The sequences in order; empty until the capture is sealed.
+        present: The rows in the store.
+        missing: The missing rows, as far as is known.
+        num_rows: Rows in the store, counted once for each layer and site.
+        num_bytes: Bytes of chunks in the store.
+        steered: Whether the request was steered, at the start or later.
+        steering: The steering operations at the start, in order.
+        steering_changes: Changes of the steering while the request was generating; known once the capture is sealed.
+        vllm_version: The version of vLLM that ran the model.
+        request_time: When the request was accepted.
+        open_time: When the capture was opened.
+        end_time: When the capture became final.
+        labels: The capture's labels. They are the only part of a final manifest that can change.
+        prompt_text: The prompt's text, if the request asked to keep it (`Capture.keep_prompt`); else empty.
+        proto: The message that this manifest was made from. It has further fields, such as the layout.
     """
 
     capture_id: str
-    """The capture's ID, which is also its request's."""
     model: str
-    """The model that was served."""
     state: str
-    """"open", "complete", "incomplete" or "aborted"; all but "open" are final."""
     reason: str
-    """Why the capture is incomplete, such as "OVERFLOW"; empty otherwise."""
     detail: str
-    """The same reason, explained for a person."""
     layers: tuple[int, ...]
-    """The requested layers."""
     sites: tuple[str, ...]
-    """The requested sites."""
     positions: Positions
-    """The requested positions."""
     before_steering: bool
-    """Whether the rows were captured before steering, instead of as the model continued with them."""
     encoding: str
-    """The encoding of the rows, such as "raw" or "rp8"; "unknown" if this version does not know it."""
     dimensions: int
-    """Numbers in an encoded row of "rp8", "rp", "topk8", "topk" and "project"; 0 for the other encodings."""
     seed: int
-    """The seed of the random projection of "rp8" and "rp"."""
     axis: str
-    """Which numbers share a scale in "full8": those of a "row" or of a "dimension"; empty for other encodings."""
     projected_onto: tuple[str, ...]
-    """The digests of the vectors of "project" in hexadecimal, in the order of the numbers in a row."""
     reduction: str
-    """The reduction of each phase to one row: "last", "mean", "max" or "sum"; "none" if every row was captured."""
     dtype: str
-    """The element type in which the model computed the rows, such as "bfloat16"."""
     hidden_size: int
-    """Elements of a row as the model computed it."""
     num_layers: int
-    """Number of the model's decoder layers."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt's token IDs."""
     sequences: tuple[SequenceOutcome, ...]
-    """The sequences in order; empty until the capture is sealed."""
     present: tuple[RowSet, ...]
-    """The rows in the store."""
     missing: tuple[RowSet, ...]
-    """The missing rows, as far as is known."""
     num_rows: int
-    """Rows in the store, counted once for each layer and site."""
     num_bytes: int
-    """Bytes of chunks in the store."""
     steered: bool
-    """Whether the request was steered, at the start or later."""
     steering: tuple[SteeringRecord, ...]
-    """The steering operations at the start, in order."""
     steering_changes: tuple[SteeringChange, ...]
-    """Changes of the steering while the request was generating; known once the capture is sealed."""
     vllm_version: str
-    """The version of vLLM that ran the model."""
     request_time: datetime.datetime | None
-    """When the request was accepted."""
     open_time: datetime.datetime | None
-    """When the capture was opened."""
     end_time: datetime.datetime | None
-    """When the capture became final."""
     labels: Mapping[str, LabelValue] = field(hash=False)
-    """The capture's labels. They are the only part of a final manifest that can change."""
     prompt_text: str
-    """The prompt's text, if the request asked to keep it (`Capture.keep_prompt`); else empty."""
     proto: capture_pb2.CaptureManifest = field(repr=False, compare=False)
-    """The message that this manifest was made from. It has further fields, such as the layout."""
 
     @property
     def is_final(self) -> bool:

@@ -21,16 +21,19 @@ from residuum.wire.placement import StoreAddress
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """New tokens of one sequence."""
+    """New tokens of one sequence.
+
+    Attributes:
+        text: The new text. It may be empty while a character is incomplete.
+        token_ids: The new token IDs.
+        sequence: The sequence; 0 unless n > 1.
+        logprobs: The log-probabilities of the new tokens; None unless `logprobs` was given.
+    """
 
     text: str
-    """The new text. It may be empty while a character is incomplete."""
     token_ids: tuple[int, ...]
-    """The new token IDs."""
     sequence: int = 0
-    """The sequence; 0 unless n > 1."""
     logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
-    """The log-probabilities of the new tokens; None unless `logprobs` was given."""
 
     def __str__(self) -> str:
         return self.text
@@ -38,32 +41,39 @@ class TokenDelta:
 
 @dataclass(frozen=True)
 class Usage:
-    """The token counts of a request."""
+    """The token counts of a request.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        generated_tokens: Generated tokens of all sequences together.
+    """
 
     prompt_tokens: int
-    """Tokens of the prompt."""
     generated_tokens: int
-    """Generated tokens of all sequences together."""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One of the sequences generated for a prompt."""
+    """One of the sequences generated for a prompt.
+
+    Attributes:
+        text: The generated text.
+        token_ids: The generated token IDs.
+        finish_reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output) or
+            "length".
+        stop_reason: The stop text that ended the sequence; empty if none did.
+        stop_token_id: The stop token that ended the sequence, which is its last token; None if none did.
+        logprobs: The log-probabilities of the generated tokens; None unless `logprobs` was given.
+        token_texts: As `tokens`; None if the server did not send them.
+    """
 
     text: str
-    """The generated text."""
     token_ids: tuple[int, ...]
-    """The generated token IDs."""
     finish_reason: str
-    """"stop" (end of sequence, a stop token, a stop text, or the end of a structured output) or "length"."""
     stop_reason: str = ""
-    """The stop text that ended the sequence; empty if none did."""
     stop_token_id: int | None = None
-    """The stop token that ended the sequence, which is its last token; None if none did."""
     logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
-    """The log-probabilities of the generated tokens; None unless `logprobs` was given."""
     token_texts: tuple[str, ...] | None = field(default=None, repr=False)
-    """As `tokens`; None if the server did not send them."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -86,24 +96,27 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a prompt."""
+    """The reply to a prompt.
+
+    Attributes:
+        request_id: The ID of the request and of its capture: `client.activations(reply.request_id)`.
+        prompt_token_ids: The prompt as the model saw it.
+        sequences: The generated sequences, `n` of them.
+        usage: The token counts.
+        captured: Whether the request has a capture.
+        store_endpoint: The address of the store that holds the capture.
+        skipped: Whether nothing was generated, because the capture existed already (`if_exists="skip"`).
+        prompt_logprobs: The log-probabilities of the prompt's tokens; None unless `prompt_logprobs` was given.
+    """
 
     request_id: str
-    """The ID of the request and of its capture: `client.activations(reply.request_id)`."""
     prompt_token_ids: tuple[int, ...]
-    """The prompt as the model saw it."""
     sequences: tuple[Sequence, ...]
-    """The generated sequences, `n` of them."""
     usage: Usage
-    """The token counts."""
     captured: bool = False
-    """Whether the request has a capture."""
     store_endpoint: str = ""
-    """The address of the store that holds the capture."""
     skipped: bool = False
-    """Whether nothing was generated, because the capture existed already (`if_exists="skip"`)."""
     prompt_logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
-    """The log-probabilities of the prompt's tokens; None unless `prompt_logprobs` was given."""
 
     @property
     def text(self) -> str:
@@ -144,76 +157,86 @@ class Reply:
 
 @dataclass(frozen=True)
 class Registration:
-    """A validated request that waits for its prompt."""
+    """A validated request that waits for its prompt.
+
+    Attributes:
+        request_id: The ID of the request.
+        expire_time: When the registration expires if it is not used.
+        time_to_live: Seconds from the server's answer until then.
+        vectors: The request's vectors. The client sends them again if the server has dropped them.
+    """
 
     request_id: str
-    """The ID of the request."""
     expire_time: datetime.datetime | None
-    """When the registration expires if it is not used."""
     time_to_live: float
-    """Seconds from the server's answer until then."""
     vectors: tuple[Vector, ...] = field(default=(), repr=False)
-    """The request's vectors. The client sends them again if the server has dropped them."""
 
 
 @dataclass(frozen=True)
 class PutResult:
-    """The result of `put_vectors`."""
+    """The result of `put_vectors`.
+
+    Attributes:
+        digests: The digests of the given vectors in hexadecimal, in order.
+        sent: Number of vectors sent: 0 if the server had them all.
+        bytes_sent: Bytes of vector values sent.
+    """
 
     digests: tuple[str, ...]
-    """The digests of the given vectors in hexadecimal, in order."""
     sent: int
-    """Number of vectors sent: 0 if the server had them all."""
     bytes_sent: int
-    """Bytes of vector values sent."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that a server serves, with the server's limits."""
+    """The model that a server serves, with the server's limits.
+
+    Attributes:
+        model: The model's name.
+        num_layers: Number of decoder layers; they are numbered from 0.
+        hidden_size: Elements of a row of the residual stream, and of a steering vector.
+        dtype: The element type in which the model computes rows, such as "bfloat16".
+        sites: The capture sites that the server was started with.
+        steering_operations: The steering operations that the server knows.
+        max_model_len: The most tokens of a prompt and its reply together.
+        limits: All limits by their contract names.
+        store_endpoints: The addresses at which clients reach the stores; empty if the server captures nothing.
+        stores: The same addresses by the stores' names.
+        tensor_parallel_size: Tensor parallel ranks.
+        pipeline_parallel_size: Pipeline parallel stages.
+        eager: Whether the model runs without compiled graphs.
+        vllm_version: The version of vLLM.
+        server_version: The version of the server.
+        server_time: The server's clock when it answered; None if the server is older than this field.
+        encodings: The encodings that a capture may request.
+        default_encoding: The encoding of captures that request none.
+        reductions: The reductions that a capture may request.
+        store_reachable: Whether all stores answer the inference service; None without stores, or without a check
+            (`check_store`).
+        store_detail: Where the inference service looked for its stores, and what they answered.
+    """
 
     model: str
-    """The model's name."""
     num_layers: int
-    """Number of decoder layers; they are numbered from 0."""
     hidden_size: int
-    """Elements of a row of the residual stream, and of a steering vector."""
     dtype: str
-    """The element type in which the model computes rows, such as "bfloat16"."""
     sites: tuple[str, ...]
-    """The capture sites that the server was started with."""
     steering_operations: tuple[str, ...]
-    """The steering operations that the server knows."""
     max_model_len: int
-    """The most tokens of a prompt and its reply together."""
     limits: dict[str, int]
-    """All limits by their contract names."""
     store_endpoints: tuple[str, ...]
-    """The addresses at which clients reach the stores; empty if the server captures nothing."""
     stores: dict[str, str]
-    """The same addresses by the stores' names."""
     tensor_parallel_size: int
-    """Tensor parallel ranks."""
     pipeline_parallel_size: int
-    """Pipeline parallel stages."""
     eager: bool
-    """Whether the model runs without compiled graphs."""
     vllm_version: str
-    """The version of vLLM."""
     server_version: str
-    """The version of the server."""
     server_time: datetime.datetime | None = None
-    """The server's clock when it answered; None if the server is older than this field."""
     encodings: tuple[str, ...] = ("raw",)
-    """The encodings that a capture may request."""
     default_encoding: str = "raw"
-    """The encoding of captures that request none."""
     reductions: tuple[str, ...] = ("none",)
-    """The reductions that a capture may request."""
     store_reachable: bool | None = None
-    """Whether all stores answer the inference service; None without stores, or without a check (`check_store`)."""
     store_detail: str = ""
-    """Where the inference service looked for its stores, and what they answered."""
 
     @classmethod
     def from_proto(cls, proto: inference_pb2.GetModelInfoResponse) -> ModelInfo:
@@ -254,28 +277,31 @@ def _store_detail(check: inference_pb2.StoreCheck) -> str:
 
 @dataclass(frozen=True)
 class CaptureSummary:
-    """A capture's entry in `client.captures()`."""
+    """A capture's entry in `client.captures()`.
+
+    Attributes:
+        capture_id: The ID of the capture and of its request.
+        model: The model.
+        state: "open", "complete", "incomplete" or "aborted".
+        num_rows: Rows in the store, counted once for each layer and site.
+        num_bytes: Bytes of chunks in the store.
+        open_time: When the capture was opened.
+        end_time: When the capture ended; None while it is open.
+        store: The name of the store that holds it.
+        tenant: The tenant that it belongs to; empty for the default tenant.
+        labels: Its labels.
+    """
 
     capture_id: str
-    """The ID of the capture and of its request."""
     model: str
-    """The model."""
     state: str
-    """"open", "complete", "incomplete" or "aborted"."""
     num_rows: int
-    """Rows in the store, counted once for each layer and site."""
     num_bytes: int
-    """Bytes of chunks in the store."""
     open_time: datetime.datetime | None
-    """When the capture was opened."""
     end_time: datetime.datetime | None
-    """When the capture ended; None while it is open."""
     store: str = ""
-    """The name of the store that holds it."""
     tenant: str = ""
-    """The tenant that it belongs to; empty for the default tenant."""
     labels: Mapping[str, LabelValue] = field(default_factory=dict, hash=False)
-    """Its labels."""
 
     @classmethod
     def from_proto(cls, proto: store_pb2.CaptureSummary, store: str = "") -> CaptureSummary:
@@ -296,61 +322,67 @@ class CaptureSummary:
 
 @dataclass(frozen=True)
 class CapturePage:
-    """One page of the list of captures."""
+    """One page of the list of captures.
+
+    Attributes:
+        captures: The captures, newest first.
+        next_page_token: The token of the next page; empty on the last page.
+    """
 
     captures: tuple[CaptureSummary, ...]
-    """The captures, newest first."""
     next_page_token: str
-    """The token of the next page; empty on the last page."""
 
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Statistics of a store."""
+    """Statistics of a store.
+
+    Attributes:
+        endpoint: The store's address.
+        captures: Number of captures in each state.
+        num_bytes: Bytes of all chunks.
+        num_chunks: Number of chunks.
+        disk_bytes: Bytes that the database takes on disk.
+        max_bytes: The greatest size that the database may reach.
+        server_version: The version of the store.
+        used_bytes: Bytes of the database that are in use; 0 if the store is older than this field.
+        append_limit_bytes: The `used_bytes` at which the store is full; 0 if the store is older than this field.
+        free_disk_bytes: Free bytes on the store's disk.
+        why_full: Why the store refuses rows and new captures, in words; empty if it has room.
+        retain_seconds: Seconds for which a capture is kept after it ended; None for ever.
+        retain_bytes: The most bytes of chunks that are kept; None for no limit.
+        expired_by_age: Captures deleted because of their age, since the store started.
+        expired_by_size: Captures deleted because all together took too many bytes, since the store started.
+        bytes_expired: Bytes of the chunks of these captures.
+        server_time: The store's clock when it answered; None if the store is older than this field.
+        store: The store's name.
+        tenant: The tenant that the statistics are about; None if they are about the whole store, which only admins see.
+            Other callers get only their tenant's captures and bytes.
+        tenant_max_bytes: Bytes of chunks that the tenant may have in this store; None for no limit.
+        tenant_max_open_captures: Captures that the tenant may have open in this store; None for no limit.
+    """
 
     endpoint: str
-    """The store's address."""
     captures: dict[str, int]
-    """Number of captures in each state."""
     num_bytes: int
-    """Bytes of all chunks."""
     num_chunks: int
-    """Number of chunks."""
     disk_bytes: int
-    """Bytes that the database takes on disk."""
     max_bytes: int
-    """The greatest size that the database may reach."""
     server_version: str
-    """The version of the store."""
     used_bytes: int = 0
-    """Bytes of the database that are in use; 0 if the store is older than this field."""
     append_limit_bytes: int = 0
-    """The `used_bytes` at which the store is full; 0 if the store is older than this field."""
     free_disk_bytes: int = 0
-    """Free bytes on the store's disk."""
     why_full: str = ""
-    """Why the store refuses rows and new captures, in words; empty if it has room."""
     retain_seconds: float | None = None
-    """Seconds for which a capture is kept after it ended; None for ever."""
     retain_bytes: int | None = None
-    """The most bytes of chunks that are kept; None for no limit."""
     expired_by_age: int = 0
-    """Captures deleted because of their age, since the store started."""
     expired_by_size: int = 0
-    """Captures deleted because all together took too many bytes, since the store started."""
     bytes_expired: int = 0
-    """Bytes of the chunks of these captures."""
     server_time: datetime.datetime | None = None
-    """The store's clock when it answered; None if the store is older than this field."""
     store: str = ""
-    """The store's name."""
     tenant: str | None = None
-    """The tenant that the statistics are about; None if they are about the whole store, which only admins see. Other
-    callers get only their tenant's captures and bytes."""
     tenant_max_bytes: int | None = None
-    """Bytes of chunks that the tenant may have in this store; None for no limit."""
     tenant_max_open_captures: int | None = None
-    """Captures that the tenant may have open in this store; None for no limit."""
 
     @classmethod
     def from_proto(cls, store: StoreAddress, proto: store_pb2.GetStatsResponse) -> StoreStats:
@@ -405,12 +437,15 @@ _SUMMED = (
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the services are ready: "SERVING", "NOT_SERVING" (loading or stopping) or "UNREACHABLE"."""
+    """Whether the services are ready: "SERVING", "NOT_SERVING" (loading or stopping) or "UNREACHABLE".
+
+    Attributes:
+        inference: The inference service.
+        stores: The status of each store by its endpoint; empty while the inference service does not name its stores.
+    """
 
     inference: str
-    """The inference service."""
     stores: dict[str, str]
-    """The status of each store by its endpoint; empty while the inference service does not name its stores."""
 
     @property
     def ok(self) -> bool:

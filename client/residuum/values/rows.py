@@ -19,6 +19,17 @@ class Rows:
 
     Rows are ordered by capture, then by sequence, then by position. A partial capture has only its present rows.
 
+    Attributes:
+        layer: The layer.
+        site: The site, such as "resid_post".
+        captures: The IDs of the captures, in the order in which they were asked for. One without a row is also listed.
+        values: The rows; float32 [rows, width].
+        capture_index: Each row's capture, as an index into `captures`; int64 [rows].
+        sequences: Each row's sequence; int64 [rows].
+        positions: Each row's position, counted over prompt and reply; int64 [rows].
+        token_ids: The token ID at each row's position, -1 if unknown; int64 [rows].
+        capture_labels: The labels of each capture, in the order of `captures`.
+
     Example:
         >>> rows = client.rows(prefix="train-", layer=12, positions="last_prompt")
         >>> rows.values.shape, len(rows.captures)
@@ -26,24 +37,15 @@ class Rows:
     """
 
     layer: int
-    """The layer."""
     site: str
-    """The site, such as "resid_post"."""
     captures: tuple[str, ...]
-    """The IDs of the captures, in the order in which they were asked for. One without a row is also listed."""
     values: npt.NDArray[np.float32]
-    """The rows; float32 [rows, width]."""
     capture_index: npt.NDArray[np.int64]
-    """Each row's capture, as an index into `captures`; int64 [rows]."""
     sequences: npt.NDArray[np.int64]
-    """Each row's sequence; int64 [rows]."""
     positions: npt.NDArray[np.int64]
-    """Each row's position, counted over prompt and reply; int64 [rows]."""
     token_ids: npt.NDArray[np.int64]
-    """The token ID at each row's position, -1 if unknown; int64 [rows]."""
 
     capture_labels: tuple[Mapping[str, LabelValue], ...]
-    """The labels of each capture, in the order of `captures`."""
 
     def labels(self, name: str) -> list[LabelValue | None]:
         """Return the label of each row's capture; None for a capture without the label.

@@ -31,17 +31,20 @@ class Positions:
     from the prompt's end: -1 is the last prompt token. The last generated token is never fed to the model and has no
     row.
 
+    Attributes:
+        phases: "prompt" or "generated"; empty means both.
+        ranges: Ranges (first, last), both inclusive; a last of None is the end of the request. Empty means all
+            positions.
+        every: Only positions that are a multiple of this number.
+
     Example:
         >>> Positions(ranges=[(-4, -1)])                # the last four prompt tokens
         >>> Positions(phases=["generated"], every=8)    # every eighth position of the reply
     """
 
     phases: tuple[str, ...] = ()
-    """"prompt" or "generated"; empty means both."""
     ranges: tuple[tuple[int, int | None], ...] = ()
-    """Ranges (first, last), both inclusive; a last of None is the end of the request. Empty means all positions."""
     every: int = 1
-    """Only positions that are a multiple of this number."""
 
     def __post_init__(self) -> None:
         phases: object = self.phases  # typed as object, because users may pass a string

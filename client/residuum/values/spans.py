@@ -18,11 +18,20 @@ if TYPE_CHECKING:
     from residuum.values.manifest import Manifest
 
 _ASSISTANT = "assistant"
+_ADDED_SYSTEM = ": you sent none. The chat template may have added its own, which has no span"
 
 
 @dataclass(frozen=True)
 class MessageSpan:
     """The positions of one message of a conversation: the tokens of its content, without those of the chat template.
+
+    The last generated token has a position but no row, because it is never fed to the model. So a span that ends with
+    it, as that of a reply does, has one row fewer than positions.
+
+    Attributes:
+        role: The role of its author: "system", "user" or "assistant".
+        first: The position of its first token.
+        last: The position of its last token, inclusive; `first - 1` if it has no tokens.
 
     Example:
         >>> acts.spans[-1]
@@ -30,11 +39,8 @@ class MessageSpan:
     """
 
     role: str
-    """The role of its author: "system", "user" or "assistant"."""
     first: int
-    """The position of its first token."""
     last: int
-    """The position of its last token, inclusive; `first - 1` if it has no tokens."""
 
     def __len__(self) -> int:
         """Return the number of its tokens."""
@@ -97,7 +103,9 @@ def _ranges(span: SpanLike, manifest: Manifest, sequence: int) -> Sequence[tuple
         found = [(item.first, item.last) for item in spans if item.role == span]
         if not found:
             roles = ", ".join(repr(role) for role in dict.fromkeys(item.role for item in spans))
-            raise _unknown(f"The conversation has no message of {span!r}: use {roles}, 'prompt' or 'reply'.", manifest)
+            why = _ADDED_SYSTEM if span == "system" else ""
+            message = f"The conversation has no message of {span!r}{why}. Use {roles}, 'prompt' or 'reply'."
+            raise _unknown(message, manifest)
         return found
     if not -len(spans) <= span < len(spans):
         last = len(spans) - 1
