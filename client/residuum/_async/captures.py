@@ -154,7 +154,7 @@ class AsyncCaptureClient(AsyncStoreClient):
     ) -> Rows:
         """Return the rows of one layer of many captures as one array, with the origin of each row.
 
-        The captures share a stream, or a few. All rows must fit into memory; `ActivationDataset` can read more than that.
+        The captures share a stream, or a few. All rows must fit into memory; `ActivationDataset` can read more.
 
         Args:
             captures: The captures, as requests, replies or IDs; the rows have their order. None reads the captures that

@@ -26,7 +26,7 @@ from residuum.protocol.requests import (
 )
 from residuum.rpc import tracing
 from residuum.transport import health
-from residuum.transport.batches import BatchPlan, Steering
+from residuum.transport.batches import BatchPlan, BatchResults, Outage, Steering
 from residuum.v1 import inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
@@ -214,6 +214,11 @@ class Client(CaptureClient):
     ) -> list[Reply]:
         """Generate for many prompts at once.
 
+        If the inference service or its store does not answer, the batch waits with an OutageWarning: for `timeout`, or
+        for 5 minutes without one (for the client's own timeout if it has never reached the service). It starts no other
+        prompts until then. A prompt whose reply broke off is generated again only if it has an ID and `if_exists` is
+        "skip" or "replace".
+
         Args:
             prompts: The prompts; see `generate` for their forms.
             capture: What to capture for every prompt; or a list with a Capture or None for each prompt.
@@ -240,6 +245,9 @@ class Client(CaptureClient):
                 the same.
             TypeError: `prompts` is a single prompt, or an argument belongs to a single request, such as request_id.
 
+        Warns:
+            OutageWarning: A service does not answer, and the batch waits for it.
+
         Example:
             >>> replies = client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
             >>> acts = [client.activations(reply.request_id) for reply in replies]
@@ -247,7 +255,8 @@ class Client(CaptureClient):
         """
         plan = BatchPlan.of(prompts, capture, steer, sampling, request_ids=request_ids, if_exists=if_exists)
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
-        return run_batch(start, len(plan.prompts), max_concurrency=max_concurrency, progress=progress)
+        outage = Outage(plan, self._patience, timeout)
+        return run_batch(start, BatchResults(plan), outage, max_concurrency=max_concurrency, progress=progress)
 
     def generate_as_completed(
         self,
@@ -282,7 +291,8 @@ class Client(CaptureClient):
         """
         plan = BatchPlan.of(prompts, capture, steer, sampling, request_ids=request_ids, if_exists=if_exists)
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
-        return run_as_completed(start, len(plan.prompts), max_concurrency=max_concurrency, progress=progress)
+        outage = Outage(plan, self._patience, timeout)
+        return run_as_completed(start, BatchResults(plan), outage, max_concurrency=max_concurrency, progress=progress)
 
     def register(
         self,

@@ -23,6 +23,7 @@ _COMMAND_LINE_ADVICE = {
     "TLS(..., cert='client.pem', key='client.key')": "--client-cert and --client-key",
     "tls=TLS(ca='ca.pem')": "--tls-ca FILE",
     "Connect without (tls=False)": "Leave --tls and --tls-ca, or RESIDUUM_TLS and RESIDUUM_TLS_CA, out",
+    "the same call again with if_exists='skip'": "the same command again with --if-exists skip",
     "insecure=True": "--insecure",
     "dimensions= ": "--dimensions ",
     "vectors= ": "--onto ",
