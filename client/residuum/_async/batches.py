@@ -83,6 +83,7 @@ async def _run(
                 item = await ended.get()
                 if isinstance(item, Exception):
                     raise item
+                results.check_common()
                 advance(1)
                 yield item
     finally:  # stop the running generations if this generator is closed or cancelled, or raises

@@ -240,8 +240,8 @@ class AsyncClient(AsyncCaptureClient):
         Raises:
             BatchFailed: Some prompts failed. It is raised after all other prompts have ended, and holds their replies.
             BatchCancelled: The task was cancelled. It holds the replies of the prompts that were done.
-            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, or two IDs are
-                the same.
+            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, two IDs are
+                the same, or an argument that all prompts share is invalid, such as a layer of `capture`.
             TypeError: `prompts` is a single prompt, or an argument belongs to a single request, such as request_id.
 
         Warns:
@@ -280,8 +280,8 @@ class AsyncClient(AsyncCaptureClient):
 
         Raises:
             BatchFailed: Some prompts failed. It is raised after the last reply, and holds all replies.
-            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, or two IDs are
-                the same.
+            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, two IDs are
+                the same, or an argument that all prompts share is invalid, such as a layer of `capture`.
             TypeError: `prompts` is a single prompt, or an argument belongs to a single request, such as request_id.
 
         Example:

@@ -51,6 +51,7 @@ def _run(
         try:
             for future in as_completed(futures):
                 index = future.result()
+                results.check_common()
                 advance(1)
                 yield index
         except BaseException:  # closed, interrupted, or an error in the arguments: stop all, start no more

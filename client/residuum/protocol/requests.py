@@ -76,8 +76,7 @@ def plan_spec(
         raise TypeError(f"capture= takes a residuum.Capture, not {capture!r}.")
     operations = operation_list(steer)
     spec = inference_pb2.RequestSpec(request_id=check_id(request_id) if request_id else "", model=model or "")
-    if if_exists != "fail":
-        spec.if_exists = _if_exists(if_exists, has_both=bool(request_id) and capture is not None)
+    spec.if_exists = check_if_exists(if_exists, has_both=bool(request_id) and capture is not None)
     if capture is not None:
         spec.capture.CopyFrom(capture.to_proto())
     if operations or updatable:
@@ -86,12 +85,14 @@ def plan_spec(
     return SpecPlan(spec, distinct((*vectors_of(operations), *projection)))
 
 
-def _if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType:
-    """Return the contract's value of `if_exists`.
+def check_if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType:
+    """Return the contract's value of `if_exists`: unspecified for "fail".
 
     Raises:
         InvalidRequest: The choice does not exist, or the request has no ID or no capture.
     """
+    if choice == "fail":
+        return capture_pb2.IF_EXISTS_UNSPECIFIED
     field = {"field": "if_exists"}
     if choice not in IF_EXISTS:
         raise InvalidRequest(

@@ -11,9 +11,21 @@ from typing import Any, Union
 
 import numpy as np
 
-from residuum.exceptions import AlreadyExists, BatchFailed, InvalidRequest, OutageWarning, ResiduumError
+from residuum.exceptions import (
+    AlreadyExists,
+    BadVector,
+    BatchFailed,
+    InvalidRequest,
+    OutageWarning,
+    ResiduumError,
+    UnknownLayer,
+    UnknownModel,
+    UnknownOperation,
+    UnknownSite,
+)
 from residuum.protocol.deadlines import Deadline
-from residuum.protocol.requests import IfExists, Prompt, short
+from residuum.protocol.requests import IfExists, Prompt, check_if_exists, short
+from residuum.protocol.sampling import sampling_parameters
 from residuum.transport.connections import ReadRetries, is_away
 from residuum.values.capture import Capture
 from residuum.values.replies import Reply
@@ -72,6 +84,8 @@ class BatchPlan:
     """The ID of each request; None if the server makes it."""
     if_exists: list[IfExists]
     """What to do if the capture of a prompt exists."""
+    is_uniform: bool
+    """Whether all prompts share their capture and steering."""
 
     @classmethod
     def of(
@@ -88,17 +102,19 @@ class BatchPlan:
 
         Raises:
             TypeError: `prompts` is a single prompt, or an argument has the wrong type or belongs to a single request.
-            InvalidRequest: The items of an argument are not one for each prompt, or two request IDs are the same.
+            InvalidRequest: The items of an argument are not one for each prompt, two request IDs are the same, or an
+                argument that all prompts share is invalid.
         """
         items = _check_prompts(prompts, sampling)
-        captures = _captures(capture, len(items))
-        return cls(
-            items,
-            captures,
-            _steering(steer, len(items)),
-            _request_ids(request_ids, len(items)),
-            _if_exists(if_exists, captures),
-        )
+        captures, steering = _captures(capture, len(items)), _steering(steer, len(items))
+        names = _request_ids(request_ids, len(items))
+        is_uniform = all(item is captures[0] for item in captures) and all(item is steering[0] for item in steering)
+        if items:
+            sampling_parameters(sampling)
+            check_if_exists(if_exists, has_both=names[0] is not None and any(captures))
+            if is_uniform and captures[0] is not None:
+                captures[0].to_proto()
+        return cls(items, captures, steering, names, _if_exists(if_exists, captures), is_uniform)
 
     @property
     def can_skip(self) -> bool:
@@ -252,6 +268,16 @@ class Outage:
         return is_away(failure) or (index in self._broken and isinstance(failure, AlreadyExists))
 
 
+_COMMON: tuple[type[ResiduumError], ...] = (BadVector, UnknownLayer, UnknownModel, UnknownOperation, UnknownSite)
+_COMMON_FIELDS = ("capture", "if_exists", "sampling", "steering")
+
+
+def _is_common(failure: ResiduumError | None) -> bool:
+    """Tell whether a failure is about the arguments that all prompts may share."""
+    field = failure.metadata.get("field", "") if isinstance(failure, InvalidRequest) else ""
+    return isinstance(failure, _COMMON) or field.split(".")[0] in _COMMON_FIELDS
+
+
 class BatchResults:
     """The outcome of each prompt of a batch, as far as it is known."""
 
@@ -262,13 +288,25 @@ class BatchResults:
         """The replies; None for a prompt that failed or has not ended."""
         self.errors: dict[int, ResiduumError] = {}
         """The failures, by the index of the prompt."""
+        self._common: ResiduumError | None = None
 
     def add(self, index: int, outcome: Reply | ResiduumError) -> None:
         """Record the outcome of a prompt."""
+        if isinstance(outcome, ResiduumError) and index == 0 and self._plan.is_uniform and _is_common(outcome):
+            self._common = outcome
         if isinstance(outcome, ResiduumError):
             self.errors[index] = outcome
         else:
             self.replies[index] = outcome
+
+    def check_common(self) -> None:
+        """Check that the arguments that all prompts share are valid, as far as the first prompt shows.
+
+        Raises:
+            ResiduumError: The failure of the first prompt, which all others would have too.
+        """
+        if self._common is not None:
+            raise self._common
 
     @property
     def can_skip(self) -> bool:
