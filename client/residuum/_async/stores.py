@@ -16,7 +16,7 @@ from residuum.protocol.deadlines import Deadline, get_request
 from residuum.protocol.endpoints import check_endpoint
 from residuum.protocol.many import ManyReading, not_found
 from residuum.protocol.reading import Reading, ReadPlan
-from residuum.protocol.stores import Search, StoreDirectory
+from residuum.protocol.stores import READ_STORE_ALONE, Search, StoreDirectory
 from residuum.protocol.tenants import check_tenant, for_tenant
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import TLS
@@ -142,18 +142,24 @@ class AsyncStoreClient:
         return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
 
     async def _known_stores(self) -> tuple[StoreAddress, ...]:
-        return self._stores.stores or await self._refreshed_stores()
+        return self._stores.stores or await self._refreshed_stores(needs_all=False)
 
-    async def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
-        """Return the stores, including those that the inference service has added since the last call."""
-        known = self._stores.stores
+    async def _refreshed_stores(self, *, needs_all: bool = True) -> tuple[StoreAddress, ...]:
+        """Return the stores, including those that the inference service has added since the last call.
+
+        Args:
+            needs_all: Warn if the inference service does not answer and there may be stores that are not known.
+        """
         if self._stores.is_named:
-            return known
+            return self._stores.stores
         try:
             advertised = (await self.info()).stores
-        except exc.ResiduumError:
+        except exc.ResiduumError as failure:
+            known = self._stores.last_known(warns=needs_all)
             if known:
                 return known  # without an inference service, stores can still be read
+            if isinstance(failure, (exc.Unavailable, exc.DeadlineExceeded)):
+                failure.args = (f"{failure} {READ_STORE_ALONE}",)
             raise
         return self._stores.learn(itertools.starmap(StoreAddress, advertised.items()), self.endpoint)
 

@@ -186,14 +186,15 @@ class CaptureClient(StoreClient):
             >>> train.values.shape, train.labels("y")[:3]
             ((500, 576), [1, 0, 0])
         """
-        names = self._chosen(captures, prefix, where)
+        deadline = Deadline(timeout)
+        names = self._chosen(captures, prefix, where, deadline)
         leaves_out = captures is None and not allow_partial
         choice: dict[str, Any] = {
             "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
             "follow": True, "allow_partial": allow_partial or leaves_out,
         }  # fmt: skip
         plan = replace(plan_read(names[0], **choice), warns_if_empty=False) if names else None
-        found = self._activations_of(names, plan, timeout, progress=progress)
+        found = self._activations_of(names, plan, deadline.remaining(), progress=progress)
         builder = RowsBuilder(layer, site)
         left_out = []
         for acts in in_order(names, found):
@@ -540,10 +541,24 @@ class CaptureClient(StoreClient):
             io.run_all([read] * len(parts))
         return found
 
-    def _chosen(self, captures: Iterable[RequestLike] | None, prefix: str, where: str) -> list[str]:
+    def _chosen(self, captures: Iterable[RequestLike] | None, prefix: str, where: str, deadline: Deadline) -> list[str]:
         """Return the IDs of the captures that the caller named, or those that the filter selects."""
         if captures is not None:
             check_choice(captures, prefix, where)
             return check_ids(captures)
-        names = sorted([item.capture_id for item in self.captures(prefix=prefix, where=where)])
-        return check_some(names, prefix, where)
+        found = self._selected(prefix, where, deadline)
+        return check_some([item.capture_id for item in found], prefix, where)
+
+    def _selected(self, prefix: str, where: str, deadline: Deadline) -> list[CaptureSummary]:
+        """Return the captures that a filter selects, by ID. If a store is away, list again, as reads do."""
+        request, retries = list_request(prefix, (), where), ReadRetries(deadline)
+        while True:
+            try:
+                found = {item.capture_id: item for item in self._captures(request, allow_partial=False)}
+            except exc.ResiduumError as failure:
+                delay = retries.seconds_after(failure, self._patience(failure))
+                if delay is None:
+                    raise (retries.verdict(failure) or failure) from None
+            else:
+                return [found[name] for name in sorted(found)]
+            io.sleep(delay)
