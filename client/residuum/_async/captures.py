@@ -15,7 +15,15 @@ from residuum._async.stores import AsyncStoreClient
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.listing import Listing, check_place, read_token
-from residuum.protocol.many import check_choice, check_ids, check_some, is_many, split_reads, warn_of_left_out
+from residuum.protocol.many import (
+    check_choice,
+    check_filter,
+    check_ids,
+    check_some,
+    is_many,
+    split_reads,
+    warn_of_left_out,
+)
 from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.protocol.stores import silent_store
@@ -144,7 +152,7 @@ class AsyncCaptureClient(AsyncStoreClient):
         *,
         layer: int,
         site: str = "resid_post",
-        prefix: str = "",
+        prefix: str | None = None,
         where: str = "",
         sequences: int | Iterable[int] | None = None,
         positions: PositionsLike = None,
@@ -161,8 +169,9 @@ class AsyncCaptureClient(AsyncStoreClient):
                 `prefix` and `where` select, in the order of their IDs.
             layer: The layer.
             site: The site.
-            prefix: Without `captures`: all captures whose ID starts with this. The client waits for open captures to
-                end. It leaves out incomplete and aborted ones with a warning, unless `allow_partial` is true.
+            prefix: Without `captures`: all captures whose ID starts with this; "" means all captures. The client waits
+                for open captures to end. It leaves out incomplete and aborted ones with a warning, unless
+                `allow_partial` is true.
             where: Without `captures`: only captures whose labels match this, such as "split = train and y >= 2".
             sequences: Only these sequences; None means all.
             positions: Only these positions; None means all. See `Positions.of`.
@@ -174,8 +183,8 @@ class AsyncCaptureClient(AsyncStoreClient):
             The rows; `values` is float32 [rows, width].
 
         Raises:
-            InvalidRequest: No capture matches; both `captures` and a filter are given; a capture lacks the layer or
-                site; or rows differ in width. The other errors are those of `activations`.
+            InvalidRequest: No capture matches; `captures` and a filter are both given or both missing; a capture lacks
+                the layer or site; or rows differ in width. The other errors are those of `activations`.
 
         Warns:
             LeftOutWarning: Captures that `prefix` and `where` select are not complete, and were left out.
@@ -545,12 +554,13 @@ class AsyncCaptureClient(AsyncStoreClient):
         return found
 
     async def _chosen(
-        self, captures: Iterable[RequestLike] | None, prefix: str, where: str, deadline: Deadline
+        self, captures: Iterable[RequestLike] | None, prefix: str | None, where: str, deadline: Deadline
     ) -> list[str]:
         """Return the IDs of the captures that the caller named, or those that the filter selects."""
         if captures is not None:
             check_choice(captures, prefix, where)
             return check_ids(captures)
+        prefix = check_filter(prefix, where)
         found = await self._selected(prefix, where, deadline)
         return check_some([item.capture_id for item in found], prefix, where)
 

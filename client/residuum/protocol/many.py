@@ -56,7 +56,22 @@ def split_reads(capture_ids: list[str]) -> list[list[str]]:
     return [capture_ids[lane::count] for lane in range(count)]
 
 
-def check_choice(captures: Iterable[RequestLike], prefix: str, where: str) -> None:
+def check_filter(prefix: str | None, where: str) -> str:
+    """Return the prefix of a filter, after checking that the caller gives one. `prefix=""` means all captures.
+
+    Raises:
+        InvalidRequest: There is no filter.
+    """
+    if prefix is None and not where:
+        raise exc.InvalidRequest(
+            "Which captures? Give a list of them, or a filter: prefix= for the start of their IDs, where= for their "
+            "labels. For all captures, pass prefix=''.",
+            reason="INVALID_FIELD",
+        )
+    return prefix or ""
+
+
+def check_choice(captures: Iterable[RequestLike], prefix: str | None, where: str) -> None:
     """Check that captures are given either as a list or as a filter.
 
     Raises:
