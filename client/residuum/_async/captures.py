@@ -16,11 +16,14 @@ from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.listing import Listing, check_place, read_token
 from residuum.protocol.many import (
+    DELETIONS_AT_ONCE,
     check_choice,
+    check_deletion,
     check_filter,
     check_ids,
     check_some,
     is_many,
+    not_found,
     split_reads,
     warn_of_left_out,
 )
@@ -446,24 +449,43 @@ class AsyncCaptureClient(AsyncStoreClient):
 
         return await self._ask_holder(capture_id, ask)
 
-    async def delete(self, request_id: RequestLike) -> int:
-        """Delete a capture in any state.
+    async def delete(
+        self,
+        request_id: RequestLike | Iterable[RequestLike] | None = None,
+        *,
+        prefix: str = "",
+        states: str | Iterable[str] = (),
+        where: str = "",
+    ) -> int:
+        """Delete a capture in any state, a list of captures, or all captures that a filter selects.
+
+        Of several captures, all are deleted that can be, before an error is raised.
+
+        Args:
+            request_id: The request or a list of requests, as for `activations`; None with a filter.
+            prefix: Without `request_id`: all captures whose ID starts with this.
+            states: Without `request_id`: only captures in these states; see `captures`.
+            where: Without `request_id`: only captures whose labels match this; see `captures`.
 
         Returns:
-            The number of bytes freed.
+            The number of bytes freed. A filter that selects no capture frees 0.
 
         Raises:
-            UnknownCapture: The capture does not exist.
+            InvalidRequest: A request and a filter are both given, or neither.
+            UnknownCapture: The capture does not exist. For a list, the message names the captures that do not exist.
             Unreachable: The capture's store, or one that may hold it, does not answer.
+
+        Example:
+            >>> await client.delete(prefix="trial-", states=["incomplete", "aborted"])
+            1992294
         """
-        capture_id = check_capture_id(request_id)
-        request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
-
-        async def ask(endpoint: str) -> int:
-            answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
-            return answer.freed_bytes
-
-        return await self._ask_holder(capture_id, ask)
+        check_deletion(request_id, prefix, states, where)
+        if request_id is None:
+            found = await self._selected(prefix, where, Deadline(self._timeout), states)
+            return await self._delete_many([item.capture_id for item in found], may_be_gone=True)
+        if is_many(request_id):
+            return await self._delete_many(check_ids(request_id), may_be_gone=False)
+        return await self._delete(check_capture_id(request_id))
 
     async def stats(self, *, allow_partial: bool = False) -> list[StoreStats]:
         """Return the statistics of each store; `StoreStats.total` adds them up.
@@ -487,6 +509,25 @@ class AsyncCaptureClient(AsyncStoreClient):
             else:
                 found.append(StoreStats.from_proto(store, answer))
         return found
+
+    async def _delete(self, capture_id: str) -> int:
+        request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
+
+        async def ask(endpoint: str) -> int:
+            answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
+            return answer.freed_bytes
+
+        return await self._ask_holder(capture_id, ask)
+
+    async def _delete_many(self, capture_ids: Sequence[str], *, may_be_gone: bool) -> int:
+        """Delete captures and return the bytes freed. `may_be_gone`: a capture that does not exist is no error."""
+        outcomes = await io.call_each(self._delete, capture_ids, DELETIONS_AT_ONCE)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, exc.ResiduumError)]
+        if may_be_gone:
+            failures = [failure for failure in failures if not isinstance(failure, exc.UnknownCapture)]
+        if failures:
+            raise not_found(failures, len(capture_ids))
+        return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
     async def _captures(
         self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool
@@ -564,9 +605,11 @@ class AsyncCaptureClient(AsyncStoreClient):
         found = await self._selected(prefix, where, deadline)
         return check_some([item.capture_id for item in found], prefix, where)
 
-    async def _selected(self, prefix: str, where: str, deadline: Deadline) -> list[CaptureSummary]:
+    async def _selected(
+        self, prefix: str, where: str, deadline: Deadline, states: str | Iterable[str] = ()
+    ) -> list[CaptureSummary]:
         """Return the captures that a filter selects, by ID. If a store is away, list again, as reads do."""
-        request, retries = list_request(prefix, (), where), ReadRetries(deadline)
+        request, retries = list_request(prefix, states, where), ReadRetries(deadline)
         while True:
             try:
                 found = {item.capture_id: item async for item in self._captures(request, allow_partial=False)}

@@ -130,11 +130,11 @@ def _captures(capture: Capture | Iterable[Capture | None] | None, count: int) ->
     if capture is None or isinstance(capture, Capture):
         return [capture] * count
     if not isinstance(capture, Iterable):
-        raise TypeError(f"capture= takes a residuum.Capture, or a list with one for each prompt, not {capture!r}.")
+        raise TypeError(f"capture= takes a residuum.Capture, or a list with one for each prompt, not {short(capture)}.")
     captures = list(capture)
     for item in captures:
         if item is not None and not isinstance(item, Capture):
-            raise TypeError(f"capture= takes a residuum.Capture or None for each prompt, not {item!r}.")
+            raise TypeError(f"capture= takes a residuum.Capture or None for each prompt, not {short(item)}.")
     _check_count("capture", len(captures), count)
     return captures
 
