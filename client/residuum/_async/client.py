@@ -52,7 +52,8 @@ class AsyncClient(AsyncCaptureClient):
     Close it, or use it in an async with-block.
 
     Args:
-        endpoint: The inference service, host:port.
+        endpoint: The inference service, host:port. Leave it out and give `store` to read, list, label and delete
+            captures without an inference service.
         store: The store or stores. By default the client asks the inference service for their addresses. Give them here
             if those addresses do not work from here, such as behind a tunnel: one store as host:port, several as
             name=host:port with their names in `client.info().stores`. The names tell the client which store to ask
@@ -84,7 +85,7 @@ class AsyncClient(AsyncCaptureClient):
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str = "",
         *,
         store: str | Iterable[str] | None = None,
         timeout: float | None = 30.0,
@@ -408,7 +409,7 @@ class AsyncClient(AsyncCaptureClient):
             stores: Sequence[str] = await self.store_endpoints()
         except exc.ResiduumError:
             stores = ()  # the inference service's own status shows the problem
-        inference = await self._status(self.endpoint)
+        inference = await self._status(self.endpoint) if self.endpoint else ""
         return Health(inference, {endpoint: await self._status(endpoint) for endpoint in stores})
 
     async def close(self) -> None:
@@ -462,7 +463,10 @@ class AsyncClient(AsyncCaptureClient):
 
     async def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         call = self._inference.Generate(plan.request, timeout=timeout)
-        builder = await accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        try:
+            builder = await accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        except exc.ServerFault as failure:
+            raise await self._explained(failure, self.endpoint) from None
         self._channels.note_answer(self.endpoint)
         return call, builder
 

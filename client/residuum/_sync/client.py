@@ -53,7 +53,8 @@ class Client(CaptureClient):
     Close it, or use it in a with-block.
 
     Args:
-        endpoint: The inference service, host:port.
+        endpoint: The inference service, host:port. Leave it out and give `store` to read, list, label and delete
+            captures without an inference service.
         store: The store or stores. By default the client asks the inference service for their addresses. Give them here
             if those addresses do not work from here, such as behind a tunnel: one store as host:port, several as
             name=host:port with their names in `client.info().stores`. The names tell the client which store to ask
@@ -85,7 +86,7 @@ class Client(CaptureClient):
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str = "",
         *,
         store: str | Iterable[str] | None = None,
         timeout: float | None = 30.0,
@@ -409,7 +410,7 @@ class Client(CaptureClient):
             stores: Sequence[str] = self.store_endpoints()
         except exc.ResiduumError:
             stores = ()  # the inference service's own status shows the problem
-        inference = self._status(self.endpoint)
+        inference = self._status(self.endpoint) if self.endpoint else ""
         return Health(inference, {endpoint: self._status(endpoint) for endpoint in stores})
 
     def close(self) -> None:
@@ -463,7 +464,10 @@ class Client(CaptureClient):
 
     def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         call = self._inference.Generate(plan.request, timeout=timeout)
-        builder = accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        try:
+            builder = accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        except exc.ServerFault as failure:
+            raise self._explained(failure, self.endpoint) from None
         self._channels.note_answer(self.endpoint)
         return call, builder
 

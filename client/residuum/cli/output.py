@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -98,6 +99,7 @@ class Output:
         """Print one line on stderr, with Python advice translated to flags."""
         for python, ours in _COMMAND_LINE_ADVICE.items():
             message = message.replace(python, ours)
+        message = re.sub(r"Client\(store='([^']+)'\)", r"--store \1", message)
         print(f"residuum: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:

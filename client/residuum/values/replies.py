@@ -408,11 +408,12 @@ class Health:
     """Whether the services are ready: "SERVING", "NOT_SERVING" (loading or stopping) or "UNREACHABLE"."""
 
     inference: str
-    """The inference service."""
+    """The inference service; "" if the client was created with a store alone."""
     stores: dict[str, str]
     """The status of each store by its endpoint; empty while the inference service does not name its stores."""
 
     @property
     def ok(self) -> bool:
         """Whether all services are serving."""
-        return all(status == "SERVING" for status in (self.inference, *self.stores.values()))
+        inference = [self.inference] if self.inference else []
+        return all(status == "SERVING" for status in (*inference, *self.stores.values()))
