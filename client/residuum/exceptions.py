@@ -51,6 +51,7 @@
     BatchCancelled (asyncio.CancelledError)     the same, if its task is cancelled
 
     EmptyCaptureWarning (UserWarning)   activations with 0 positions: no error, but probably unintended
+    OutageWarning (UserWarning)         a batch waits for a service that does not answer
     LeftOutWarning (UserWarning)        captures that match a filter are not complete, and were left out
     SilentStoreWarning (UserWarning)    with allow_partial=True: a store did not answer and was left out
 
@@ -312,11 +313,13 @@ class BatchFailed(ResiduumError):
         errors: The exception of each failed prompt, by the prompt's index.
     """
 
-    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
+    def __init__(
+        self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError], *, can_skip: bool = False
+    ) -> None:
         index, first = next(iter(sorted(errors.items())))
         super().__init__(
             f"{len(errors)} of {len(replies)} prompts failed. The first failed prompt is number {index}: {first} "
-            "This exception has the other prompts' replies in .replies and all causes in .errors.",
+            f"This exception has the other prompts' replies in .replies and all causes in .errors.{rest(can_skip)}",
             reason=first.reason,
             metadata=first.metadata,
         )
@@ -334,18 +337,25 @@ class BatchInterrupted(KeyboardInterrupt):
         errors: The exception of each failed prompt, by the prompt's index.
     """
 
-    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
-        super().__init__(unfinished(replies))
+    def __init__(
+        self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError], *, can_skip: bool = False
+    ) -> None:
+        super().__init__(unfinished(replies, can_skip=can_skip))
         self.replies = list(replies)
         self.errors = dict(errors)
 
 
-def unfinished(replies: Sequence[Reply | None]) -> str:
+def rest(can_skip: bool) -> str:  # noqa: FBT001 - its only argument
+    """Return the advice on how to finish a batch; empty if its prompts have no IDs."""
+    return " Run the same call again with if_exists='skip' to finish the rest." if can_skip else ""
+
+
+def unfinished(replies: Sequence[Reply | None], *, can_skip: bool = False) -> str:
     """Return the message of an interrupted batch."""
     done = sum(reply is not None for reply in replies)
     return (
         f"The batch was interrupted when {done} of {len(replies)} prompts were done. This exception has their replies "
-        "in .replies."
+        f"in .replies.{rest(can_skip)}"
     )
 
 
@@ -359,6 +369,10 @@ class ServerFault(ResiduumError):
 
 class EmptyCaptureWarning(UserWarning):
     """The activations have 0 positions: the request has none of the selected positions."""
+
+
+class OutageWarning(UserWarning):
+    """A service does not answer. A batch waits until it does, and then continues."""
 
 
 class LeftOutWarning(UserWarning):

@@ -35,6 +35,7 @@ from residuum.captures.row_stream import (
 )
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
+from residuum.protocol.deadlines import Deadline
 from residuum.protocol.many import check_choice, check_ids, check_some, warn_of_left_out
 from residuum.protocol.requests import RequestLike
 from residuum.values.capture import SITES as _SITE_NUMBERS
@@ -293,7 +294,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         values: dict[str, float] = {}
         with Client(**self._connection) as client:
             if captures is None:
-                found = sorted(client.captures(prefix=prefix, where=where), key=lambda item: item.capture_id)
+                found = client._selected(prefix, where, Deadline(self._connection["timeout"]))  # noqa: SLF001 - retries
                 for summary in found:
                     if summary.state == "open":
                         client.manifest(summary.capture_id, wait=self._connection["timeout"] or True)

@@ -114,17 +114,23 @@ def _between(ascending: list[int], first: int, last: int) -> list[int]:
 def _check(request: Selection, description: capture_pb2.CaptureDescription) -> None:
     captured = description.spec.layers.list.layers
     for layer in _others(request.layers, captured):
-        message = f"The capture has no layer {layer}. Choose among its layers: {_runs(captured)}."
+        message = (
+            f"The capture {description.capture_id} has no layer {layer}. Choose among its layers: {_runs(captured)}."
+        )
         raise Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, message, layer=layer, layers=len(captured))
     armed = ",".join(capture_pb2.Site.Name(site) for site in description.spec.sites)
     for site in _others(request.sites, description.spec.sites):
         known = site in capture_pb2.Site.values()
         name = capture_pb2.Site.Name(site) if known else str(site)  # type: ignore[arg-type] # checked above
-        message = f"The capture has no site {name}. Choose among its sites: {armed.replace(',', ', ')}."
+        choices = armed.replace(",", ", ")
+        message = f"The capture {description.capture_id} has no site {name}. Choose among its sites: {choices}."
         raise Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site=name, armed=armed)
     for sequence in _others(request.sequences, range(description.num_sequences)):
         last = description.num_sequences - 1
-        raise invalid("sequences", f"sequence {sequence} does not exist: the capture has sequences 0 to {last}")
+        raise invalid(
+            "sequences",
+            f"sequence {sequence} does not exist: the capture {description.capture_id} has sequences 0 to {last}",
+        )
     try:
         check_positions(request.positions)
     except ValueError as error:

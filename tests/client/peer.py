@@ -361,7 +361,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             steering=spec.steering if spec.HasField("steering") else None, vllm_version="0.0.peer",
             request_time=timestamp_pb2.Timestamp(seconds=1_700_000_000),
         )  # fmt: skip
-        self.store.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=10)
+        request = store_pb2.OpenCaptureRequest(description=description, if_exists=spec.if_exists)
+        self.store.OpenCapture(request, timeout=10)
 
     def _end_capture(self, spec, name, prompt, done, outcome, script):
         if not spec.HasField("capture"):
@@ -492,14 +493,14 @@ def _tokens(request) -> list[int]:
 class RunningPeer:
     """Serve the peer on loopback."""
 
-    def __init__(self, store_endpoint: str | None) -> None:
+    def __init__(self, store_endpoint: str | None, port: int = 0) -> None:
         self.servicer = Peer(store_endpoint)
         self.health = health.HealthServicer()
         interceptor = ErrorInterceptor(structlog.get_logger("peer"))
         self.server = grpc.server(ThreadPoolExecutor(48), interceptors=[interceptor], options=SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, self.server)
         add_health_and_reflection(self.server, SERVICE, self.health)
-        self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.endpoint = f"127.0.0.1:{self.server.add_insecure_port(f'127.0.0.1:{port}')}"
         self.server.start()
 
     def stop(self) -> None:

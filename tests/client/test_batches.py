@@ -279,3 +279,35 @@ async def test_arguments_of_a_single_request_are_refused_for_a_batch(client, pee
     with pytest.raises(TypeError, match=rf"takes no {name}.*generate\({name}=\.\.\.\)"):
         await client.generate_many(["a", "b"], **{name: "x"})
     assert peer.calls == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ({"if_exists": "resume"}, residuum.InvalidRequest, "if_exists='resume' does not exist"),
+        ({"if_exists": "skip"}, residuum.InvalidRequest, "needs request_id= and capture="),
+        ({"top_p": 2}, residuum.InvalidRequest, "top_p"),
+        ({"temprature": 0}, TypeError, "no sampling parameter 'temprature'"),
+    ],
+)
+async def test_a_wrong_argument_of_all_prompts_is_refused_before_the_first_call(client, peer, arguments, error, told):
+    with pytest.raises(error, match=told):
+        await client.generate_many(["a"] * 100, **arguments)
+    assert peer.calls == []
+
+
+async def test_a_wrong_layer_of_all_prompts_ends_the_batch_at_once(client, peer):
+    with pytest.raises(residuum.UnknownLayer, match="No layer 99"):
+        await client.generate_many(["a"] * 500, capture=residuum.Capture(layers=[99]), max_concurrency=4)
+    assert peer.calls.count("Generate") < 100
+    with pytest.raises(residuum.UnknownLayer, match="No layer 99"):
+        await client.generate_as_completed(["a", "b"], capture=residuum.Capture(layers=[99]))
+    with pytest.raises(residuum.UnknownModel):
+        await client.generate_many(["a", "b"], model="another")
+
+
+async def test_a_wrong_layer_of_one_prompt_fails_only_that_prompt(client):
+    captures = [residuum.Capture(layers=[layer]) for layer in (99, 1)]
+    with pytest.raises(residuum.BatchFailed, match="1 of 2 prompts failed") as caught:
+        await client.generate_many(["a", "b"], capture=captures, max_tokens=1)
+    assert caught.value.replies[1].captured

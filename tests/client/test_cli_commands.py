@@ -43,7 +43,8 @@ def test_rm_by_prefix_deletes_only_with_yes(cli, captures, monkeypatch):
     assert (code, listed(cli, "--prefix", "alike-")) == (1, {"alike-0", "alike-1", "alike-2"})
     assert "pass --yes" in err
     code, out, _ = cli("rm", "--prefix", "alike-", "--state", "complete", "--yes")
-    assert (code, out.count("deleted")) == (0, 3)
+    assert code == 0
+    assert out.startswith("deleted 3 captures, ")
     assert listed(cli, "--prefix", "alike-") == set()
     assert "other-0" in listed(cli)
     assert cli("rm", "--prefix", "alike-", "--yes") == (0, "", "no captures match\n")

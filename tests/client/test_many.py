@@ -184,7 +184,7 @@ async def test_an_open_capture_is_waited_for_or_refused(client, peer, replies):
 
 
 async def test_a_capture_without_the_layer_is_named(client, replies):
-    with pytest.raises(residuum.UnknownLayer, match="no layer 3") as caught:
+    with pytest.raises(residuum.UnknownLayer, match=f"The capture {replies[0].request_id} has no layer 3") as caught:
         await client.activations(replies, layers=[3])
     assert caught.value.metadata["capture_id"] == replies[0].request_id
 
@@ -269,6 +269,17 @@ async def test_rows_of_no_capture_are_refused(client, replies):
         await client.rows(replies, prefix="many-", layer=1)
     with pytest.raises(residuum.InvalidRequest, match="either captures="):
         await client.rows("many-1", layer=1)
+
+
+async def test_rows_of_all_captures_must_be_asked_for(client, replies):
+    with pytest.raises(residuum.InvalidRequest, match=r"Which captures\?.*For all captures, pass prefix=''"):
+        await client.rows(layer=1)
+    with pytest.raises(residuum.UnknownLayer, match=rf"The capture {replies[0].request_id[:-1]}\d has no layer 3"):
+        await client.rows(prefix=replies[0].request_id[:-1], layer=3)
+    with pytest.raises(residuum.InvalidRequest, match="There is no capture with labels"):
+        await client.rows(where="x = none", layer=1)
+    with pytest.raises(residuum.InvalidRequest, match="either captures="):
+        await client.rows(replies, prefix="a", layer=1)
 
 
 async def test_rows_of_different_widths_are_refused(client, replies):

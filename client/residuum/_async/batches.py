@@ -9,7 +9,7 @@ from contextlib import aclosing
 from residuum._async.streams import AsyncStream
 from residuum.exceptions import ResiduumError, unfinished
 from residuum.rpc import tracing
-from residuum.transport.batches import BatchResults, check_concurrency
+from residuum.transport.batches import BatchResults, Outage, check_concurrency
 from residuum.transport.progress import progress_bar
 from residuum.values.replies import Reply
 
@@ -24,32 +24,32 @@ class BatchCancelled(asyncio.CancelledError):
         errors: The exception of each failed prompt, by the prompt's index.
     """
 
-    def __init__(self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError]) -> None:
-        super().__init__(unfinished(replies))
+    def __init__(
+        self, replies: Sequence[Reply | None], errors: Mapping[int, ResiduumError], *, can_skip: bool = False
+    ) -> None:
+        super().__init__(unfinished(replies, can_skip=can_skip))
         self.replies = list(replies)
         self.errors = dict(errors)
 
 
 async def run_batch(
-    start: Callable[[int], AsyncStream], count: int, *, max_concurrency: int, progress: bool
+    start: Callable[[int], AsyncStream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
 ) -> list[Reply]:
     """Return the replies of all prompts; see `AsyncClient.generate_many`."""
-    results = BatchResults(count)
     try:
-        async with aclosing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
+        async with aclosing(_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)) as ends:
             async for _ in ends:
                 pass
     except asyncio.CancelledError:
-        raise BatchCancelled(results.replies, results.errors) from None
+        raise BatchCancelled(results.replies, results.errors, can_skip=results.can_skip) from None
     return results.all_replies()
 
 
 async def run_as_completed(
-    start: Callable[[int], AsyncStream], count: int, *, max_concurrency: int, progress: bool
+    start: Callable[[int], AsyncStream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
 ) -> AsyncGenerator[tuple[int, Reply], None]:
     """Yield each reply when its generation ends; see `AsyncClient.generate_as_completed`."""
-    results = BatchResults(count)
-    async with aclosing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
+    async with aclosing(_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)) as ends:
         async for index in ends:
             reply = results.replies[index]
             if reply is not None:
@@ -58,16 +58,17 @@ async def run_as_completed(
 
 
 async def _run(
-    start: Callable[[int], AsyncStream], results: BatchResults, *, max_concurrency: int, progress: bool
+    start: Callable[[int], AsyncStream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
 ) -> AsyncGenerator[int, None]:
     """Run the generations, record their outcomes, and yield the index of each when it ends."""
     room = asyncio.Semaphore(check_concurrency(max_concurrency))
     ended: asyncio.Queue[int | Exception] = asyncio.Queue()
+    batch = _Batch(start, outage)
 
     async def run_one(index: int) -> None:
         try:
             async with room:
-                results.add(index, await _reply(start(index)))
+                results.add(index, await batch.reply(index))
         except ResiduumError as error:
             results.add(index, error)
         except Exception as error:  # noqa: BLE001 - an error in the arguments, which the caller must see
@@ -82,6 +83,7 @@ async def _run(
                 item = await ended.get()
                 if isinstance(item, Exception):
                     raise item
+                results.check_common()
                 advance(1)
                 yield item
     finally:  # stop the running generations if this generator is closed or cancelled, or raises
@@ -90,10 +92,48 @@ async def _run(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _reply(stream: AsyncStream) -> Reply:
-    with tracing.span("client.generate"):
-        async with stream:
-            async for _ in stream:
-                pass
-        tracing.set_attributes(request_id=stream.reply.request_id)
-    return stream.reply
+class _Batch:
+    """The running generations."""
+
+    def __init__(self, start: Callable[[int], AsyncStream], outage: Outage) -> None:
+        self._start = start
+        self._outage = outage
+        self._turn = asyncio.Lock()
+
+    async def reply(self, index: int) -> Reply:
+        """Run one and return its reply. If a service is away, wait for it."""
+        with tracing.span("client.generate"):
+            while True:
+                stream = await self._accepted(index)
+                try:
+                    async with stream:
+                        async for _ in stream:
+                            pass
+                except ResiduumError as failure:
+                    self._outage.note(index, failure, was_accepted=True)
+                else:
+                    tracing.set_attributes(request_id=stream.reply.request_id)
+                    return stream.reply
+
+    async def _accepted(self, index: int) -> AsyncStream:
+        """Return the stream of a prompt once the service has accepted it."""
+        while True:
+            stream = self._start(index)
+            if not self._outage.is_on:
+                try:
+                    await stream.open()
+                except ResiduumError as failure:
+                    self._outage.note(index, failure)
+                else:
+                    return stream
+            async with self._turn:  # during an outage, one attempt at a time
+                await asyncio.sleep(self._outage.seconds())
+                if not self._outage.is_on:
+                    continue
+                try:
+                    await stream.open()
+                except ResiduumError as failure:
+                    self._outage.note(index, failure, is_attempt=True)
+                else:
+                    self._outage.end()
+                    return stream

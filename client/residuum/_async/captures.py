@@ -15,7 +15,18 @@ from residuum._async.stores import AsyncStoreClient
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
 from residuum.protocol.listing import Listing, check_place, read_token
-from residuum.protocol.many import check_choice, check_ids, check_some, is_many, split_reads, warn_of_left_out
+from residuum.protocol.many import (
+    DELETIONS_AT_ONCE,
+    check_choice,
+    check_deletion,
+    check_filter,
+    check_ids,
+    check_some,
+    is_many,
+    not_found,
+    split_reads,
+    warn_of_left_out,
+)
 from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.protocol.stores import silent_store
@@ -144,7 +155,7 @@ class AsyncCaptureClient(AsyncStoreClient):
         *,
         layer: int,
         site: str = "resid_post",
-        prefix: str = "",
+        prefix: str | None = None,
         where: str = "",
         sequences: int | Iterable[int] | None = None,
         positions: PositionsLike = None,
@@ -162,8 +173,9 @@ class AsyncCaptureClient(AsyncStoreClient):
                 `prefix` and `where` select, in the order of their IDs.
             layer: The layer.
             site: The site.
-            prefix: Without `captures`: all captures whose ID starts with this. The client waits for open captures to
-                end. It leaves out incomplete and aborted ones with a warning, unless `allow_partial` is true.
+            prefix: Without `captures`: all captures whose ID starts with this; "" means all captures. The client waits
+                for open captures to end. It leaves out incomplete and aborted ones with a warning, unless
+                `allow_partial` is true.
             where: Without `captures`: only captures whose labels match this, such as "split = train and y >= 2".
             sequences: Only these sequences; None means all.
             positions: Only these positions; None means all. See `Positions.of`.
@@ -175,8 +187,8 @@ class AsyncCaptureClient(AsyncStoreClient):
             The rows; `values` is float32 [rows, width].
 
         Raises:
-            InvalidRequest: No capture matches; both `captures` and a filter are given; a capture lacks the layer or
-                site; or rows differ in width. The other errors are those of `activations`.
+            InvalidRequest: No capture matches; `captures` and a filter are both given or both missing; a capture lacks
+                the layer or site; or rows differ in width. The other errors are those of `activations`.
 
         Warns:
             LeftOutWarning: Captures that `prefix` and `where` select are not complete, and were left out.
@@ -186,14 +198,15 @@ class AsyncCaptureClient(AsyncStoreClient):
             >>> train.values.shape, train.labels("y")[:3]
             ((500, 576), [1, 0, 0])
         """
-        names = await self._chosen(captures, prefix, where)
+        deadline = Deadline(timeout)
+        names = await self._chosen(captures, prefix, where, deadline)
         leaves_out = captures is None and not allow_partial
         choice: dict[str, Any] = {
             "layers": layer, "sites": site, "sequences": sequences, "positions": positions,
             "follow": True, "allow_partial": allow_partial or leaves_out,
         }  # fmt: skip
         plan = replace(plan_read(names[0], **choice), warns_if_empty=False) if names else None
-        found = await self._activations_of(names, plan, timeout, progress=progress)
+        found = await self._activations_of(names, plan, deadline.remaining(), progress=progress)
         builder = RowsBuilder(layer, site)
         left_out = []
         for acts in in_order(names, found):
@@ -437,24 +450,43 @@ class AsyncCaptureClient(AsyncStoreClient):
 
         return await self._ask_holder(capture_id, ask)
 
-    async def delete(self, request_id: RequestLike) -> int:
-        """Delete a capture in any state.
+    async def delete(
+        self,
+        request_id: RequestLike | Iterable[RequestLike] | None = None,
+        *,
+        prefix: str = "",
+        states: str | Iterable[str] = (),
+        where: str = "",
+    ) -> int:
+        """Delete a capture in any state, a list of captures, or all captures that a filter selects.
+
+        Of several captures, all are deleted that can be, before an error is raised.
+
+        Args:
+            request_id: The request or a list of requests, as for `activations`; None with a filter.
+            prefix: Without `request_id`: all captures whose ID starts with this.
+            states: Without `request_id`: only captures in these states; see `captures`.
+            where: Without `request_id`: only captures whose labels match this; see `captures`.
 
         Returns:
-            The number of bytes freed.
+            The number of bytes freed. A filter that selects no capture frees 0.
 
         Raises:
-            UnknownCapture: The capture does not exist.
+            InvalidRequest: A request and a filter are both given, or neither.
+            UnknownCapture: The capture does not exist. For a list, the message names the captures that do not exist.
             Unreachable: The capture's store, or one that may hold it, does not answer.
+
+        Example:
+            >>> await client.delete(prefix="trial-", states=["incomplete", "aborted"])
+            1992294
         """
-        capture_id = check_capture_id(request_id)
-        request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
-
-        async def ask(endpoint: str) -> int:
-            answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
-            return answer.freed_bytes
-
-        return await self._ask_holder(capture_id, ask)
+        check_deletion(request_id, prefix, states, where)
+        if request_id is None:
+            found = await self._selected(prefix, where, Deadline(self._timeout), states)
+            return await self._delete_many([item.capture_id for item in found], may_be_gone=True)
+        if is_many(request_id):
+            return await self._delete_many(check_ids(request_id), may_be_gone=False)
+        return await self._delete(check_capture_id(request_id))
 
     async def stats(self, *, allow_partial: bool = False) -> list[StoreStats]:
         """Return the statistics of each store; `StoreStats.total` adds them up.
@@ -478,6 +510,25 @@ class AsyncCaptureClient(AsyncStoreClient):
             else:
                 found.append(StoreStats.from_proto(store, answer))
         return found
+
+    async def _delete(self, capture_id: str) -> int:
+        request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
+
+        async def ask(endpoint: str) -> int:
+            answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
+            return answer.freed_bytes
+
+        return await self._ask_holder(capture_id, ask)
+
+    async def _delete_many(self, capture_ids: Sequence[str], *, may_be_gone: bool) -> int:
+        """Delete captures and return the bytes freed. `may_be_gone`: a capture that does not exist is no error."""
+        outcomes = await io.call_each(self._delete, capture_ids, DELETIONS_AT_ONCE)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, exc.ResiduumError)]
+        if may_be_gone:
+            failures = [failure for failure in failures if not isinstance(failure, exc.UnknownCapture)]
+        if failures:
+            raise not_found(failures, len(capture_ids))
+        return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
     async def _captures(
         self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool
@@ -544,10 +595,29 @@ class AsyncCaptureClient(AsyncStoreClient):
             await io.run_all([read] * len(parts))
         return found
 
-    async def _chosen(self, captures: Iterable[RequestLike] | None, prefix: str, where: str) -> list[str]:
+    async def _chosen(
+        self, captures: Iterable[RequestLike] | None, prefix: str | None, where: str, deadline: Deadline
+    ) -> list[str]:
         """Return the IDs of the captures that the caller named, or those that the filter selects."""
         if captures is not None:
             check_choice(captures, prefix, where)
             return check_ids(captures)
-        names = sorted([item.capture_id async for item in self.captures(prefix=prefix, where=where)])
-        return check_some(names, prefix, where)
+        prefix = check_filter(prefix, where)
+        found = await self._selected(prefix, where, deadline)
+        return check_some([item.capture_id for item in found], prefix, where)
+
+    async def _selected(
+        self, prefix: str, where: str, deadline: Deadline, states: str | Iterable[str] = ()
+    ) -> list[CaptureSummary]:
+        """Return the captures that a filter selects, by ID. If a store is away, list again, as reads do."""
+        request, retries = list_request(prefix, states, where), ReadRetries(deadline)
+        while True:
+            try:
+                found = {item.capture_id: item async for item in self._captures(request, allow_partial=False)}
+            except exc.ResiduumError as failure:
+                delay = retries.seconds_after(failure, self._patience(failure))
+                if delay is None:
+                    raise (retries.verdict(failure) or failure) from None
+            else:
+                return [found[name] for name in sorted(found)]
+            await io.sleep(delay)

@@ -25,7 +25,7 @@ from residuum.protocol.requests import (
 )
 from residuum.rpc import tracing
 from residuum.transport import health
-from residuum.transport.batches import BatchPlan, Steering
+from residuum.transport.batches import BatchPlan, BatchResults, Outage, Steering
 from residuum.v1 import inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
@@ -52,7 +52,8 @@ class AsyncClient(AsyncCaptureClient):
     Close it, or use it in an async with-block.
 
     Args:
-        endpoint: The inference service, host:port.
+        endpoint: The inference service, host:port. Leave it out and give `store` to read, list, label and delete
+            captures without an inference service.
         store: The store or stores. By default the client asks the inference service for their addresses. Give them here
             if those addresses do not work from here, such as behind a tunnel: one store as host:port, several as
             name=host:port with their names in `client.info().stores`. The names tell the client which store to ask
@@ -84,7 +85,7 @@ class AsyncClient(AsyncCaptureClient):
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str = "",
         *,
         store: str | Iterable[str] | None = None,
         timeout: float | None = 30.0,
@@ -213,6 +214,11 @@ class AsyncClient(AsyncCaptureClient):
     ) -> list[Reply]:
         """Generate for many prompts at once.
 
+        If the inference service or its store does not answer, the batch waits with an OutageWarning: for `timeout`, or
+        for 5 minutes without one (for the client's own timeout if it has never reached the service). It starts no other
+        prompts until then. A prompt whose reply broke off is generated again only if it has an ID and `if_exists` is
+        "skip" or "replace".
+
         Args:
             prompts: The prompts; see `generate` for their forms.
             capture: What to capture for every prompt; or a list with a Capture or None for each prompt.
@@ -236,9 +242,12 @@ class AsyncClient(AsyncCaptureClient):
         Raises:
             BatchFailed: Some prompts failed. It is raised after all other prompts have ended, and holds their replies.
             BatchCancelled: The task was cancelled. It holds the replies of the prompts that were done.
-            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, or two IDs are
-                the same.
+            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, two IDs are
+                the same, or an argument that all prompts share is invalid, such as a layer of `capture`.
             TypeError: `prompts` is a single prompt, or an argument belongs to a single request, such as request_id.
+
+        Warns:
+            OutageWarning: A service does not answer, and the batch waits for it.
 
         Example:
             >>> replies = await client.generate_many(["One", "Two"], capture=residuum.Capture(), max_tokens=8)
@@ -247,7 +256,8 @@ class AsyncClient(AsyncCaptureClient):
         """
         plan = BatchPlan.of(prompts, capture, steer, sampling, request_ids=request_ids, if_exists=if_exists)
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
-        return await run_batch(start, len(plan.prompts), max_concurrency=max_concurrency, progress=progress)
+        outage = Outage(plan, self._patience, timeout)
+        return await run_batch(start, BatchResults(plan), outage, max_concurrency=max_concurrency, progress=progress)
 
     def generate_as_completed(
         self,
@@ -272,8 +282,8 @@ class AsyncClient(AsyncCaptureClient):
 
         Raises:
             BatchFailed: Some prompts failed. It is raised after the last reply, and holds all replies.
-            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, or two IDs are
-                the same.
+            InvalidRequest: The items of `capture`, `steer` or `request_ids` are not one for each prompt, two IDs are
+                the same, or an argument that all prompts share is invalid, such as a layer of `capture`.
             TypeError: `prompts` is a single prompt, or an argument belongs to a single request, such as request_id.
 
         Example:
@@ -282,7 +292,8 @@ class AsyncClient(AsyncCaptureClient):
         """
         plan = BatchPlan.of(prompts, capture, steer, sampling, request_ids=request_ids, if_exists=if_exists)
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
-        return run_as_completed(start, len(plan.prompts), max_concurrency=max_concurrency, progress=progress)
+        outage = Outage(plan, self._patience, timeout)
+        return run_as_completed(start, BatchResults(plan), outage, max_concurrency=max_concurrency, progress=progress)
 
     async def register(
         self,
@@ -399,7 +410,7 @@ class AsyncClient(AsyncCaptureClient):
             stores: Sequence[str] = await self.store_endpoints()
         except exc.ResiduumError:
             stores = ()  # the inference service's own status shows the problem
-        inference = await self._status(self.endpoint)
+        inference = await self._status(self.endpoint) if self.endpoint else ""
         return Health(inference, {endpoint: await self._status(endpoint) for endpoint in stores})
 
     async def close(self) -> None:
@@ -453,7 +464,10 @@ class AsyncClient(AsyncCaptureClient):
 
     async def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         call = self._inference.Generate(plan.request, timeout=timeout)
-        builder = await accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        try:
+            builder = await accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+        except exc.ServerFault as failure:
+            raise await self._explained(failure, self.endpoint) from None
         self._channels.note_answer(self.endpoint)
         return call, builder
 

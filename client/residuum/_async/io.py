@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 
+from residuum.exceptions import ResiduumError
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -37,6 +38,30 @@ async def run_all(jobs: Sequence[Callable[[int, Stop], Coroutine[Any, Any, None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def call_each(
+    function: Callable[[str], Coroutine[Any, Any, _Result]], names: Sequence[str], at_once: int
+) -> list[_Result | ResiduumError]:
+    """Return what a function returns for each name, or the ResiduumError that it raises, with `at_once` calls at once.
+
+    After another exception, stop.
+    """
+    room = asyncio.Semaphore(at_once)
+
+    async def call(name: str) -> _Result | ResiduumError:
+        async with room:
+            try:
+                return await function(name)
+            except ResiduumError as error:
+                return error
+
+    tasks = [asyncio.ensure_future(call(name)) for name in names]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def run_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:

@@ -9,29 +9,29 @@ from contextlib import closing
 
 from residuum._sync.streams import Stream
 from residuum.exceptions import BatchInterrupted, RequestAborted, ResiduumError
-from residuum.transport.batches import BatchResults, check_concurrency
+from residuum.transport.batches import BatchResults, Outage, check_concurrency
 from residuum.transport.progress import progress_bar
 from residuum.values.replies import Reply
 
 
-def run_batch(start: Callable[[int], Stream], count: int, *, max_concurrency: int, progress: bool) -> list[Reply]:
+def run_batch(
+    start: Callable[[int], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
+) -> list[Reply]:
     """Return the replies of all prompts; see `Client.generate_many`."""
-    results = BatchResults(count)
     try:
-        with closing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
+        with closing(_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)) as ends:
             for _ in ends:
                 pass
     except KeyboardInterrupt:
-        raise BatchInterrupted(results.replies, results.errors) from None
+        raise BatchInterrupted(results.replies, results.errors, can_skip=results.can_skip) from None
     return results.all_replies()
 
 
 def run_as_completed(
-    start: Callable[[int], Stream], count: int, *, max_concurrency: int, progress: bool
+    start: Callable[[int], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
 ) -> Generator[tuple[int, Reply], None, None]:
     """Yield each reply when its generation ends; see `Client.generate_as_completed`."""
-    results = BatchResults(count)
-    with closing(_run(start, results, max_concurrency=max_concurrency, progress=progress)) as ends:
+    with closing(_run(start, results, outage, max_concurrency=max_concurrency, progress=progress)) as ends:
         for index in ends:
             reply = results.replies[index]
             if reply is not None:
@@ -40,17 +40,18 @@ def run_as_completed(
 
 
 def _run(
-    start: Callable[[int], Stream], results: BatchResults, *, max_concurrency: int, progress: bool
+    start: Callable[[int], Stream], results: BatchResults, outage: Outage, *, max_concurrency: int, progress: bool
 ) -> Generator[int, None, None]:
     """Run the generations, record their outcomes, and yield the index of each when it ends."""
     count = len(results.replies)
-    batch = _Batch(start, results)
+    batch = _Batch(start, results, outage)
     workers = min(check_concurrency(max_concurrency), max(count, 1))
     with ThreadPoolExecutor(workers) as pool, progress_bar("generating", count, enabled=progress) as advance:
         futures = [pool.submit(batch.run, index) for index in range(count)]
         try:
             for future in as_completed(futures):
                 index = future.result()
+                results.check_common()
                 advance(1)
                 yield index
         except BaseException:  # closed, interrupted, or an error in the arguments: stop all, start no more
@@ -62,9 +63,11 @@ def _run(
 class _Batch:
     """The running generations."""
 
-    def __init__(self, start: Callable[[int], Stream], results: BatchResults) -> None:
+    def __init__(self, start: Callable[[int], Stream], results: BatchResults, outage: Outage) -> None:
         self._start = start
         self._results = results
+        self._outage = outage
+        self._turn = threading.Lock()
         self._running: set[Stream] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -80,18 +83,49 @@ class _Batch:
         return index
 
     def _reply(self, index: int) -> Reply:
+        """Run one and return its reply. If a service is away, wait for it."""
+        while True:
+            with self._accepted(index) as stream:
+                with self._lock:
+                    self._running.add(stream)
+                    if self._stopped.is_set():
+                        stream.close()
+                try:
+                    for _ in stream:
+                        pass
+                except ResiduumError as failure:
+                    self._outage.note(index, failure, was_accepted=True)
+                else:
+                    return stream.reply
+                finally:
+                    with self._lock:
+                        self._running.discard(stream)
+
+    def _accepted(self, index: int) -> Stream:
+        """Return the stream of a prompt once the service has accepted it."""
+        while True:
+            self._check_running()
+            if not self._outage.is_on:
+                try:
+                    return self._start(index)
+                except ResiduumError as failure:
+                    self._outage.note(index, failure)
+            with self._turn:  # during an outage, one attempt at a time
+                self._stopped.wait(self._outage.seconds())
+                self._check_running()
+                if not self._outage.is_on:
+                    continue
+                try:
+                    stream = self._start(index)
+                except ResiduumError as failure:
+                    self._outage.note(index, failure, is_attempt=True)
+                else:
+                    self._outage.end()
+                    return stream
+
+    def _check_running(self) -> None:
         if self._stopped.is_set():
             raise RequestAborted("The batch was stopped before this prompt.")
-        with self._start(index) as stream:
-            with self._lock:
-                self._running.add(stream)
-                if self._stopped.is_set():
-                    stream.close()
-            for _ in stream:
-                pass
-            with self._lock:
-                self._running.discard(stream)
-        return stream.reply
 
     def stop(self) -> None:
         """Stop them all."""

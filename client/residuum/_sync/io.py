@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from residuum.exceptions import ResiduumError
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -61,6 +63,26 @@ def run_all(jobs: Sequence[Callable[[int, Stop], None]]) -> None:
         stop.is_requested = True
     if errors:
         raise errors[0]
+
+
+def call_each(function: Callable[[str], _Result], names: Sequence[str], at_once: int) -> list[_Result | ResiduumError]:
+    """Return what a function returns for each name, or the ResiduumError that it raises, with `at_once` calls at once.
+
+    After another exception, or Ctrl-C, stop.
+    """
+
+    def call(name: str) -> _Result | ResiduumError:
+        try:
+            return function(name)
+        except ResiduumError as error:
+            return error
+
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            return list(pool.map(call, names))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def run_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:

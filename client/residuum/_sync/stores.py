@@ -16,7 +16,7 @@ from residuum.protocol.deadlines import Deadline, get_request
 from residuum.protocol.endpoints import check_endpoint
 from residuum.protocol.many import ManyReading, not_found
 from residuum.protocol.reading import Reading, ReadPlan
-from residuum.protocol.stores import Search, StoreDirectory
+from residuum.protocol.stores import READ_STORE_ALONE, Search, StoreDirectory
 from residuum.protocol.tenants import check_tenant, for_tenant
 from residuum.rpc.channels import open_channel
 from residuum.rpc.credentials import TLS
@@ -29,7 +29,7 @@ from residuum.transport.connections import (
     Channels,
     ReadRetries,
 )
-from residuum.transport.failures import from_rpc_error
+from residuum.transport.failures import from_rpc_error, is_unknown_call
 from residuum.transport.shared_memory import ReadMemory, SharedMemories
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
 from residuum.values.activations import Activations
@@ -44,7 +44,7 @@ class StoreClient:
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str = "",
         *,
         store: str | Iterable[str] | None = None,
         timeout: float | None = 30.0,
@@ -55,12 +55,14 @@ class StoreClient:
         shared_memory: bool = True,
     ) -> None:
         self._tenant = check_tenant(tenant)
-        self.endpoint = check_endpoint(endpoint)
-        self._timeout = timeout
         self._stores = StoreDirectory(store)
+        self.endpoint = check_endpoint(endpoint) if endpoint or not self._stores.is_named else ""
+        """The inference service; "" if the client was created with `store` alone."""
+        self._timeout = timeout
         self.credentials = resolve_credentials(token=token, tls=tls, insecure=insecure)
         """The credentials for the inference service and the stores."""
-        check_channel(self.credentials, self.endpoint)
+        if self.endpoint:
+            check_channel(self.credentials, self.endpoint)
         self._channels: Channels[grpc.Channel] = Channels(opener(open_channel, self.credentials))
         self._memories = SharedMemories(wanted=shared_memory)
 
@@ -134,24 +136,36 @@ class StoreClient:
 
     @property
     def _inference(self) -> inference_pb2_grpc.InferenceServiceStub:
+        if not self.endpoint:
+            raise exc.InvalidRequest(
+                "This client has no inference service: it was created with store= alone, to read captures. For this "
+                "call, create a client with the endpoint of an inference service.",
+                reason="INVALID_FIELD",
+            )
         return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
 
     def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceStub:
         return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
 
     def _known_stores(self) -> tuple[StoreAddress, ...]:
-        return self._stores.stores or self._refreshed_stores()
+        return self._stores.stores or self._refreshed_stores(needs_all=False)
 
-    def _refreshed_stores(self) -> tuple[StoreAddress, ...]:
-        """Return the stores, including those that the inference service has added since the last call."""
-        known = self._stores.stores
+    def _refreshed_stores(self, *, needs_all: bool = True) -> tuple[StoreAddress, ...]:
+        """Return the stores, including those that the inference service has added since the last call.
+
+        Args:
+            needs_all: Warn if the inference service does not answer and there may be stores that are not known.
+        """
         if self._stores.is_named:
-            return known
+            return self._stores.stores
         try:
             advertised = self.info().stores
-        except exc.ResiduumError:
+        except exc.ResiduumError as failure:
+            known = self._stores.last_known(warns=needs_all)
             if known:
                 return known  # without an inference service, stores can still be read
+            if isinstance(failure, (exc.Unavailable, exc.DeadlineExceeded)):
+                failure.args = (f"{failure} {READ_STORE_ALONE}",)
             raise
         return self._stores.learn(itertools.starmap(StoreAddress, advertised.items()), self.endpoint)
 
@@ -205,9 +219,25 @@ class StoreClient:
             answer = method(request, timeout=None if self._timeout is None else self._timeout + extra)
         except grpc.RpcError as error:
             has_answered = self._channels.has_answered(endpoint)
-            raise from_rpc_error(error, endpoint, has_answered=has_answered, **facts) from None
+            failure = from_rpc_error(error, endpoint, has_answered=has_answered, **facts)
+            raise self._explained(failure, endpoint) from None
         self._channels.note_answer(endpoint)
         return answer
+
+    def _explained(self, failure: exc.ResiduumError, endpoint: str) -> exc.ResiduumError:
+        """Return the exception for a failed call. If a store is where the inference service should be, it says so."""
+        if endpoint != self.endpoint or not is_unknown_call(failure):
+            return failure
+        try:
+            self._store(endpoint).DescribeStore(store_pb2.DescribeStoreRequest(), timeout=DESCRIBE_SECONDS)
+        except grpc.RpcError:
+            return failure
+        return exc.InvalidRequest(
+            f"This is a store, not an inference service: {endpoint}. Give the address of the inference service. To "
+            f"read captures from this store alone, name it: Client(store='{endpoint}').",
+            reason="INVALID_FIELD",
+            metadata={"endpoint": endpoint},
+        )
 
     def _read(self, reading: Reading, timeout: float | None) -> Iterator[bytes]:
         """Yield the messages of a read. If the connection breaks, read again; `reading` ignores repeated rows."""

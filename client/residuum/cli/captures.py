@@ -8,7 +8,8 @@ import datetime
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import positive_count
 from residuum.exports.formats import FORMATS
+from residuum.protocol.many import DELETIONS_AT_ONCE
 
 _STATES = ("open", "complete", "incomplete", "aborted")
 _LAYERS_HELP = "only these layers: 12 or 0,5,10-20 (default: all)"
@@ -242,9 +244,12 @@ def remove(options: argparse.Namespace, output: Output) -> int:
                 output.error("nothing was deleted; pass --yes to delete without being asked")
                 return 1
             names = [summary.capture_id for summary in found]
-        else:
-            names = options.ids
-        return _for_each(names, client.delete, _show_deleted, output)
+            freed: list[int] = []
+            show = _show_deleted if output.as_json else lambda _name, count, _output: freed.append(count)
+            status = _for_each(names, client.delete, show, output)
+            output.say(f"deleted {len(freed):,} capture{'' if len(freed) == 1 else 's'}, {size(sum(freed))} freed")
+            return status
+        return _for_each(options.ids, client.delete, _show_deleted, output)
 
 
 def _agrees(found: list[residuum.CaptureSummary]) -> bool:
@@ -280,16 +285,26 @@ def _show_aborted(name: str, _: None, output: Output) -> None:
 
 
 def _for_each(
-    names: Iterable[str], call: Callable[[str], Any], show: Callable[[str, Any, Output], None], output: Output
+    names: Sequence[str], call: Callable[[str], Any], show: Callable[[str, Any, Output], None], output: Output
 ) -> int:
-    """Call something for each name and show the result. Return 1 if a call failed, else 0."""
+    """Call something for each name, several at a time, and show the results in order. Return 1 if a call failed."""
     failed = False
-    for name in names:
+
+    def outcome(name: str) -> Any:
         try:
-            result = call(name)
+            return call(name)
         except _ABOUT_ONE_CAPTURE as error:
-            output.error(str(error))
-            failed = True
-        else:
-            show(name, result, output)
+            return error
+
+    with ThreadPoolExecutor(DELETIONS_AT_ONCE) as pool:
+        try:
+            for name, result in zip(names, pool.map(outcome, names), strict=True):
+                if isinstance(result, _ABOUT_ONE_CAPTURE):
+                    output.error(str(result))
+                    failed = True
+                else:
+                    show(name, result, output)
+        except BaseException:  # another failure, or Ctrl-C: begin no more
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return 1 if failed else 0

@@ -68,6 +68,15 @@ def silent_stores(output: Output) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
+def outages(output: Output) -> Iterator[None]:
+    """Print the warnings about services that do not answer, when they come."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", residuum.OutageWarning)
+        warnings.showwarning = lambda message, *_: output.error(str(message))
+        yield
+
+
+@contextlib.contextmanager
 def advice_if_cut_off(advice: str) -> Iterator[None]:
     """Add advice to the errors of a timeout and of Ctrl-C: the state of the work, and how to continue."""
     try:

@@ -66,6 +66,8 @@ def _examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]
     """Yield findings. Checks that depend on a failed one are skipped."""
     reachable = yield from _endpoint("inference service", client.endpoint)
     if not reachable:
+        if named_store:
+            yield from _examine_stores(client)
         return
     yield from _credentials(client)
     yield _health("inference service", client.health().inference)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ _COMMAND_LINE_ADVICE = {
     "TLS(..., cert='client.pem', key='client.key')": "--client-cert and --client-key",
     "tls=TLS(ca='ca.pem')": "--tls-ca FILE",
     "Connect without (tls=False)": "Leave --tls and --tls-ca, or RESIDUUM_TLS and RESIDUUM_TLS_CA, out",
+    "the same call again with if_exists='skip'": "the same command again with --if-exists skip",
     "insecure=True": "--insecure",
     "dimensions= ": "--dimensions ",
     "vectors= ": "--onto ",
@@ -97,6 +99,7 @@ class Output:
         """Print one line on stderr, with Python advice translated to flags."""
         for python, ours in _COMMAND_LINE_ADVICE.items():
             message = message.replace(python, ours)
+        message = re.sub(r"Client\(store='([^']+)'\)", r"--store \1", message)
         print(f"residuum: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:

@@ -21,6 +21,9 @@ from residuum.wire.frames import FrameError, chunk_view, placed_view
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
+DELETIONS_AT_ONCE = 16
+"""Calls that delete captures at the same time."""
+
 _MAX_STREAMS = 4
 """Streams that read captures at the same time. Each may have a shared memory with the store."""
 
@@ -56,7 +59,22 @@ def split_reads(capture_ids: list[str]) -> list[list[str]]:
     return [capture_ids[lane::count] for lane in range(count)]
 
 
-def check_choice(captures: Iterable[RequestLike], prefix: str, where: str) -> None:
+def check_filter(prefix: str | None, where: str) -> str:
+    """Return the prefix of a filter, after checking that the caller gives one. `prefix=""` means all captures.
+
+    Raises:
+        InvalidRequest: There is no filter.
+    """
+    if prefix is None and not where:
+        raise exc.InvalidRequest(
+            "Which captures? Give a list of them, or a filter: prefix= for the start of their IDs, where= for their "
+            "labels. For all captures, pass prefix=''.",
+            reason="INVALID_FIELD",
+        )
+    return prefix or ""
+
+
+def check_choice(captures: Iterable[RequestLike], prefix: str | None, where: str) -> None:
     """Check that captures are given either as a list or as a filter.
 
     Raises:
@@ -66,6 +84,22 @@ def check_choice(captures: Iterable[RequestLike], prefix: str, where: str) -> No
         raise exc.InvalidRequest(
             "Give either captures= as a list of IDs, or a filter: prefix= for the start of their IDs, where= for their "
             "labels.",
+            reason="INVALID_FIELD",
+        )
+
+
+def check_deletion(
+    requests: RequestLike | Iterable[RequestLike] | None, prefix: str, states: str | Iterable[str], where: str
+) -> None:
+    """Check that the captures to delete are given either by ID or by a filter that is not empty.
+
+    Raises:
+        InvalidRequest: Both are given, or neither.
+    """
+    if (requests is None) != bool(prefix or states or where):
+        raise exc.InvalidRequest(
+            "Give either a capture or a list of captures to delete, or a filter that is not empty: prefix=, states= or "
+            "where=.",
             reason="INVALID_FIELD",
         )
 

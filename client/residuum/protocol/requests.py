@@ -73,11 +73,10 @@ def plan_spec(
         TypeError: `capture` is not a Capture, or `steer` contains something other than operations.
     """
     if capture is not None and not isinstance(capture, Capture):
-        raise TypeError(f"capture= takes a residuum.Capture, not {capture!r}.")
+        raise TypeError(f"capture= takes a residuum.Capture, not {short(capture)}.")
     operations = operation_list(steer)
     spec = inference_pb2.RequestSpec(request_id=check_id(request_id) if request_id else "", model=model or "")
-    if if_exists != "fail":
-        spec.if_exists = _if_exists(if_exists, has_both=bool(request_id) and capture is not None)
+    spec.if_exists = check_if_exists(if_exists, has_both=bool(request_id) and capture is not None)
     if capture is not None:
         spec.capture.CopyFrom(capture.to_proto())
     if operations or updatable:
@@ -86,12 +85,14 @@ def plan_spec(
     return SpecPlan(spec, distinct((*vectors_of(operations), *projection)))
 
 
-def _if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType:
-    """Return the contract's value of `if_exists`.
+def check_if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType:
+    """Return the contract's value of `if_exists`: unspecified for "fail".
 
     Raises:
         InvalidRequest: The choice does not exist, or the request has no ID or no capture.
     """
+    if choice == "fail":
+        return capture_pb2.IF_EXISTS_UNSPECIFIED
     field = {"field": "if_exists"}
     if choice not in IF_EXISTS:
         raise InvalidRequest(
@@ -210,7 +211,9 @@ def check_id(request: RequestLike) -> str:
         if not isinstance(request_id, str):
             request_id = getattr(request, name, request_id)
     if not isinstance(request_id, str):
-        raise TypeError(f"A request must be an ID, or an object with a request ID such as a Reply, not {request!r}.")
+        raise TypeError(
+            f"A request must be an ID, or an object with a request ID such as a Reply, not {short(request)}."
+        )
     if not is_valid_id(request_id):
         raise InvalidRequest(
             f"{_shown(request_id)} is not a valid request ID. Use 1 to 128 of a-z A-Z 0-9 . _ - and do not start with "

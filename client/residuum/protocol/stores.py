@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,9 @@ from residuum.protocol.endpoints import check_endpoint
 from residuum.v1 import inference_pb2
 from residuum.wire.limits import MAX_CAPTURES_PER_READ
 from residuum.wire.placement import StoreAddress, first_rank, parse_stores, ranks
+
+READ_STORE_ALONE = "To read captures from the store alone, name it: Client(..., store='host:port')."
+"""Advice if an inference service does not answer."""
 
 
 def named_stores(stores: str | Iterable[str] | None) -> tuple[StoreAddress, ...]:
@@ -40,6 +44,8 @@ class StoreDirectory:
         self._stores = named_stores(stores)
         self.is_named = bool(self._stores)
         """Whether the user named the stores. If so, the addresses from the inference service are ignored."""
+        self._last: dict[StoreAddress, None] = {}
+        self._is_whole = False
         self._of: OrderedDict[str, StoreAddress] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -62,6 +68,24 @@ class StoreDirectory:
             )
         if not self.is_named:
             self._stores = advertised
+            self._last, self._is_whole = dict.fromkeys(advertised), True
+        return self._stores
+
+    def last_known(self, *, warns: bool) -> tuple[StoreAddress, ...]:
+        """Return the stores without the inference service: those that it named last, and those of its captures.
+
+        Warns:
+            SilentStoreWarning: `warns` is true, and the inference service never named its stores, or has others by now.
+        """
+        self._stores = tuple(self._last)
+        if warns and self._stores and not self._is_whole:
+            warnings.warn(
+                "The inference service does not answer, so its list of stores is unknown. The client uses the stores "
+                f"of its own captures: {', '.join(map(str, self._stores))}. What other stores hold is left out. "
+                f"{READ_STORE_ALONE}",
+                exc.SilentStoreWarning,
+                stacklevel=4,
+            )
         return self._stores
 
     def note(self, handle: inference_pb2.CaptureHandle) -> None:
@@ -70,6 +94,8 @@ class StoreDirectory:
             return
         advertised = StoreAddress(handle.store or handle.store_endpoint, handle.store_endpoint)
         if not self.is_named:
+            self._is_whole = self._is_whole and advertised in self._last
+            self._last[advertised] = None
             if self._stores and advertised not in self._stores:
                 self._stores = ()  # the list has changed; ask for it again when it is needed
             self.found(handle.capture_id, advertised)

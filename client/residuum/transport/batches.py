@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
 import numpy as np
 
-from residuum.exceptions import BatchFailed, InvalidRequest, ResiduumError
-from residuum.protocol.requests import IfExists, Prompt, short
+from residuum.exceptions import (
+    AlreadyExists,
+    BadVector,
+    BatchFailed,
+    InvalidRequest,
+    OutageWarning,
+    ResiduumError,
+    UnknownLayer,
+    UnknownModel,
+    UnknownOperation,
+    UnknownSite,
+)
+from residuum.protocol.deadlines import Deadline
+from residuum.protocol.requests import IfExists, Prompt, check_if_exists, short
+from residuum.protocol.sampling import sampling_parameters
+from residuum.transport.connections import ReadRetries, is_away
 from residuum.values.capture import Capture
 from residuum.values.replies import Reply
 from residuum.values.steering import Operation, operation_list
@@ -68,6 +84,8 @@ class BatchPlan:
     """The ID of each request; None if the server makes it."""
     if_exists: list[IfExists]
     """What to do if the capture of a prompt exists."""
+    is_uniform: bool
+    """Whether all prompts share their capture and steering."""
 
     @classmethod
     def of(
@@ -84,28 +102,39 @@ class BatchPlan:
 
         Raises:
             TypeError: `prompts` is a single prompt, or an argument has the wrong type or belongs to a single request.
-            InvalidRequest: The items of an argument are not one for each prompt, or two request IDs are the same.
+            InvalidRequest: The items of an argument are not one for each prompt, two request IDs are the same, or an
+                argument that all prompts share is invalid.
         """
         items = _check_prompts(prompts, sampling)
-        captures = _captures(capture, len(items))
-        return cls(
-            items,
-            captures,
-            _steering(steer, len(items)),
-            _request_ids(request_ids, len(items)),
-            _if_exists(if_exists, captures),
-        )
+        captures, steering = _captures(capture, len(items)), _steering(steer, len(items))
+        names = _request_ids(request_ids, len(items))
+        is_uniform = all(item is captures[0] for item in captures) and all(item is steering[0] for item in steering)
+        if items:
+            sampling_parameters(sampling)
+            check_if_exists(if_exists, has_both=names[0] is not None and any(captures))
+            if is_uniform and captures[0] is not None:
+                captures[0].to_proto()
+        return cls(items, captures, steering, names, _if_exists(if_exists, captures), is_uniform)
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether the same call with if_exists="skip" would generate only what is not complete."""
+        return any(self.captures) and all(self.request_ids)
+
+    def may_repeat(self, index: int) -> bool:
+        """Return whether a prompt may be generated again after its reply broke off: its capture is then replaced."""
+        return self.request_ids[index] is not None and self.if_exists[index] in {"skip", "replace"}
 
 
 def _captures(capture: Capture | Iterable[Capture | None] | None, count: int) -> list[Capture | None]:
     if capture is None or isinstance(capture, Capture):
         return [capture] * count
     if not isinstance(capture, Iterable):
-        raise TypeError(f"capture= takes a residuum.Capture, or a list with one for each prompt, not {capture!r}.")
+        raise TypeError(f"capture= takes a residuum.Capture, or a list with one for each prompt, not {short(capture)}.")
     captures = list(capture)
     for item in captures:
         if item is not None and not isinstance(item, Capture):
-            raise TypeError(f"capture= takes a residuum.Capture or None for each prompt, not {item!r}.")
+            raise TypeError(f"capture= takes a residuum.Capture or None for each prompt, not {short(item)}.")
     _check_count("capture", len(captures), count)
     return captures
 
@@ -156,22 +185,133 @@ def _check_count(name: str, given: int, count: int) -> None:
         )
 
 
+class Outage:
+    """The time in which a service does not answer the prompts of a batch. Thread-safe.
+
+    A prompt that the service did not accept is tried again. A prompt whose reply broke off is tried again only if its
+    plan allows it, because it would otherwise be generated twice. During an outage, one prompt at a time is tried.
+    """
+
+    def __init__(self, plan: BatchPlan, patience: Callable[[ResiduumError], float], timeout: float | None) -> None:
+        """Start with services that answer.
+
+        Args:
+            plan: The batch.
+            patience: Returns for how many seconds a service may be away after a failure.
+            timeout: The seconds to use instead; None if there are none.
+        """
+        self._plan = plan
+        self._patience = patience
+        self._timeout = timeout
+        self._retries = ReadRetries(Deadline(None))
+        self._lock = threading.Lock()
+        self._broken: set[int] = set()
+        self._seconds = 0.0
+        self._verdict: ResiduumError | None = None
+        self.is_on = False
+        """Whether a service does not answer at the moment."""
+
+    def seconds(self) -> float:
+        """Return the seconds to wait before the next attempt.
+
+        Raises:
+            ResiduumError: The service was away for too long.
+        """
+        with self._lock:
+            if self._verdict is not None:
+                raise self._verdict
+            return self._seconds if self.is_on else 0.0
+
+    def end(self) -> None:
+        """Note that the service has answered an attempt."""
+        with self._lock:
+            self.is_on = False
+            self._retries.progress()
+
+    def note(self, index: int, failure: ResiduumError, *, was_accepted: bool = False, is_attempt: bool = False) -> None:
+        """Note the failure of a prompt, and return if the prompt is to be tried again.
+
+        Args:
+            index: The prompt.
+            failure: Its failure.
+            was_accepted: Whether the service had accepted the request.
+            is_attempt: Whether the prompt was tried during the outage.
+
+        Raises:
+            ResiduumError: The prompt has failed.
+        """
+        if is_attempt and not self._may_pass(index, failure):
+            self.end()
+        if not self._may_pass(index, failure) or (was_accepted and not self._plan.may_repeat(index)):
+            raise failure
+        with self._lock:
+            if was_accepted:
+                self._broken.add(index)
+            if self.is_on and not is_attempt:
+                return
+            patience = self._patience(failure) if self._timeout is None else self._timeout
+            seconds = self._retries.seconds_after(failure, patience, may_pass=True)
+            if seconds is None:
+                self._verdict = self._retries.verdict(failure) or failure
+                raise self._verdict
+            is_new, self.is_on, self._seconds = not self.is_on, True, seconds
+        if is_new:
+            warnings.warn(
+                f"The batch waits up to {patience:.0f} s until it can continue, and starts no prompts until then: "
+                f"{failure}",
+                OutageWarning,
+                stacklevel=2,
+            )
+
+    def _may_pass(self, index: int, failure: ResiduumError) -> bool:
+        # The store may still count the request that broke off as running, until the lease of its service runs out.
+        return is_away(failure) or (index in self._broken and isinstance(failure, AlreadyExists))
+
+
+_COMMON: tuple[type[ResiduumError], ...] = (BadVector, UnknownLayer, UnknownModel, UnknownOperation, UnknownSite)
+_COMMON_FIELDS = ("capture", "if_exists", "sampling", "steering")
+
+
+def _is_common(failure: ResiduumError | None) -> bool:
+    """Tell whether a failure is about the arguments that all prompts may share."""
+    field = failure.metadata.get("field", "") if isinstance(failure, InvalidRequest) else ""
+    return isinstance(failure, _COMMON) or field.split(".")[0] in _COMMON_FIELDS
+
+
 class BatchResults:
     """The outcome of each prompt of a batch, as far as it is known."""
 
-    def __init__(self, count: int) -> None:
-        """Create the results of `count` prompts, none of which has ended."""
-        self.replies: list[Reply | None] = [None] * count
+    def __init__(self, plan: BatchPlan) -> None:
+        """Create the results of a batch in which no prompt has ended."""
+        self._plan = plan
+        self.replies: list[Reply | None] = [None] * len(plan.prompts)
         """The replies; None for a prompt that failed or has not ended."""
         self.errors: dict[int, ResiduumError] = {}
         """The failures, by the index of the prompt."""
+        self._common: ResiduumError | None = None
 
     def add(self, index: int, outcome: Reply | ResiduumError) -> None:
         """Record the outcome of a prompt."""
+        if isinstance(outcome, ResiduumError) and index == 0 and self._plan.is_uniform and _is_common(outcome):
+            self._common = outcome
         if isinstance(outcome, ResiduumError):
             self.errors[index] = outcome
         else:
             self.replies[index] = outcome
+
+    def check_common(self) -> None:
+        """Check that the arguments that all prompts share are valid, as far as the first prompt shows.
+
+        Raises:
+            ResiduumError: The failure of the first prompt, which all others would have too.
+        """
+        if self._common is not None:
+            raise self._common
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether the same call with if_exists="skip" finishes the rest."""
+        return self._plan.can_skip
 
     def check(self) -> None:
         """Check that no prompt failed.
@@ -180,7 +320,7 @@ class BatchResults:
             BatchFailed: Some prompts failed.
         """
         if self.errors:
-            raise BatchFailed(self.replies, self.errors)
+            raise BatchFailed(self.replies, self.errors, can_skip=self.can_skip)
 
     def all_replies(self) -> list[Reply]:
         """Return the replies of a batch in which all prompts have ended.

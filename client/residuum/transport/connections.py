@@ -101,14 +101,15 @@ class ReadRetries:
         self._failures = 0
         self._away_since = self._last = None
 
-    def seconds_after(self, failure: ResiduumError, patience: float) -> float | None:
+    def seconds_after(self, failure: ResiduumError, patience: float, *, may_pass: bool = False) -> float | None:
         """Return the seconds to wait before the next attempt; None to give up. Then raise `verdict`.
 
         Args:
             failure: The failure of the last attempt.
             patience: The seconds that the store may be away if the read has no timeout.
+            may_pass: Retry although this kind of failure usually does not pass.
         """
-        if not _is_transient(failure):
+        if not may_pass and not _is_transient(failure):
             return None
         now = time.monotonic()
         self._last = failure
@@ -138,6 +139,11 @@ def _is_transient(failure: ResiduumError) -> bool:
     if isinstance(failure, RequestAborted):
         # Without a reason, the store cancelled the call because the reader paused for longer than --stall-seconds.
         return not failure.reason
+    return is_away(failure)
+
+
+def is_away(failure: ResiduumError) -> bool:
+    """Tell whether a failure means that a service does not answer at the moment, so that it may answer later."""
     if isinstance(failure, Unreachable) and failure.is_refusal:
         return False
     return isinstance(failure, Unavailable) and not isinstance(failure, EngineDead)

@@ -100,6 +100,14 @@ def from_generation_error(
     return failure
 
 
+_UNKNOWN_CALL = grpc.StatusCode.UNIMPLEMENTED.name
+
+
+def is_unknown_call(failure: exc.ResiduumError) -> bool:
+    """Tell whether a call failed because the service does not offer it."""
+    return isinstance(failure, exc.ServerFault) and failure.metadata.get("code") == _UNKNOWN_CALL
+
+
 def stream_closed(builder: ReplyBuilder) -> exc.RequestAborted:
     """Return the exception for reading a stream after it was closed early."""
     return exc.RequestAborted(
@@ -146,7 +154,7 @@ def _from_code(code: grpc.StatusCode, details: str, endpoint: str, unreachable: 
         return exc.ServerFault(
             f"{endpoint} does not offer this call ({details}). Check that it is the right service, and not an older "
             "version.",
-            metadata=metadata,
+            metadata={**metadata, "code": _UNKNOWN_CALL},
         )
     kind = _BY_CODE.get(code, exc.ServerFault)
     return kind(f"{endpoint} answered {code.name}: {details}", metadata=metadata)

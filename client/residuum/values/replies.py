@@ -440,7 +440,7 @@ class Health:
     """Whether the services are ready: "SERVING", "NOT_SERVING" (loading or stopping) or "UNREACHABLE".
 
     Attributes:
-        inference: The inference service.
+        inference: The inference service; "" if the client was created with a store alone.
         stores: The status of each store by its endpoint; empty while the inference service does not name its stores.
     """
 
@@ -450,4 +450,5 @@ class Health:
     @property
     def ok(self) -> bool:
         """Whether all services are serving."""
-        return all(status == "SERVING" for status in (self.inference, *self.stores.values()))
+        inference = [self.inference] if self.inference else []
+        return all(status == "SERVING" for status in (*inference, *self.stores.values()))
