@@ -268,7 +268,7 @@ async def _start_sink(job: Job, tapped: TappedSubject, stack: AsyncExitStack) ->
     layers = job.workload.layers if Mode.CUSTOM in job.modes else tuple(range(facts.num_layers))
     sink: CaptureSink
     if job.needs_store:
-        sink = StoreSink(facts, job.stores, job.workload.shippers, layers)
+        sink = StoreSink(facts, job.stores, job.workload.shippers, layers, job.workload.decode)
     else:
         sink = RingSink(facts, job.workload.rows_per_request, layers)
     stack.push_async_callback(sink.stop)

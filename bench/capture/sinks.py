@@ -70,8 +70,11 @@ class StoreSink:
 
     knows_complete = True
 
-    def __init__(self, facts: ModelFacts, stores: Sequence[str], shippers: int, layers: Sequence[int]) -> None:
+    def __init__(
+        self, facts: ModelFacts, stores: Sequence[str], shippers: int, layers: Sequence[int], new_tokens: int
+    ) -> None:
         self._facts = facts
+        self._new_tokens = new_tokens
         self._layers = layers
         self._supervisor = ShipperSupervisor(facts.control_paths, stores, shippers)
         self._channels = {store.name: open_aio_channel(store.endpoint) for store in parse_stores(stores)}
@@ -149,6 +152,7 @@ class StoreSink:
                 tensor_parallel_size=facts.tensor_parallel_size, pipeline_parallel_size=facts.pipeline_parallel_size
             ),
             vllm_version=facts.vllm_version,
+            max_generated_tokens=self._new_tokens,
         )
         description.request_time.GetCurrentTime()
         return description

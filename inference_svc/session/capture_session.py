@@ -87,6 +87,7 @@ class CaptureSession:
         store: Callable[[], CaptureStore],
         cause_of: Callable[[Exception], Exception] = lambda error: error,
         sampling_digest: bytes = b"",
+        max_generated_tokens: int = 0,
         new_texts: Callable[[], TokenTexts | None] = lambda: None,
         describe_prompt: CompleteSeal | None = None,
     ) -> None:
@@ -101,6 +102,7 @@ class CaptureSession:
                 that captures.
             cause_of: Translates an exception that ended the request into the failure that the seal records.
             sampling_digest: A hash of its sampling parameters.
+            max_generated_tokens: The most tokens that each sequence may generate; 0 if that is not known.
             new_texts: Returns a new collection of the texts of tokens that follow the prompt; None without a tokenizer.
             describe_prompt: Adds the texts of the prompt's tokens and the positions of its messages to a seal. Called
                 after the request has ended, so that no token waits for it.
@@ -111,6 +113,7 @@ class CaptureSession:
         self._store = store
         self._cause_of = cause_of
         self._sampling_digest = sampling_digest
+        self._max_generated_tokens = max_generated_tokens
         self.existing: capture_pb2.CaptureManifest | None = None
         self._describe_prompt = describe_prompt
         self.sequences = [GeneratedSequence(texts=new_texts()) for _ in range(num_sequences)]
@@ -187,6 +190,7 @@ class CaptureSession:
             vllm_version=facts.vllm_version,
             attempt=running.attempt,
             sampling_digest=self._sampling_digest,
+            max_generated_tokens=self._max_generated_tokens,
         )
         description.request_time.GetCurrentTime()
         return description

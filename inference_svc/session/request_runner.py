@@ -6,7 +6,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.sampling import num_sequences, sampling_digest
+from inference_svc.admission.sampling import max_new_tokens, num_sequences, sampling_digest
 from inference_svc.captures.stores import require_stores
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.concurrency import Places
@@ -150,6 +150,7 @@ class RequestRunner:
             num_sequences(sampling),
             lambda: require_stores(self._stores),
             sampling_digest=sampling_digest(sampling) if running.spec.capture else b"",
+            max_generated_tokens=max_new_tokens(sampling),
             new_texts=partial(replies.new_texts, token_ids),
             describe_prompt=partial(replies.describe, token_ids, chat),
         )

@@ -222,6 +222,7 @@ class FrontEnd:
                 self._require_delivery,
                 self._cause_of,
                 sampling_digest=digest_of(sampling) if running.spec.capture else b"",
+                max_generated_tokens=sampling.max_tokens or 0,
                 new_texts=partial(replies.new_texts, admitted.token_ids) if running.spec.capture else lambda: None,
                 describe_prompt=partial(replies.describe, admitted.token_ids, _NO_CHAT),
             )

@@ -313,13 +313,14 @@ class Database:
         Raises:
             StoreFullError: They would not.
         """
-        used = {self._main: main_bytes}
+        sizes = []
         if frames is not None and self._shards is not None:
-            used.update({file: file.used_bytes + frames.growth(at) for at, file in enumerate(self._shards.files)})
-        if sum(used.values()) > self.ordinary_bytes:
+            sizes = [file.used_bytes + frames.growth(at) for at, file in enumerate(self._shards.files)]
+        if main_bytes + sum(sizes) > self.ordinary_bytes:
             raise StoreFullError(limit_text(self.max_bytes))
-        for file, num_bytes in used.items():
-            file.allocate(num_bytes)
+        self._main.allocate(main_bytes)
+        if self._shards is not None:
+            self._shards.allocate(sizes)
 
     def _open(self, folder: Path, tables: Iterable[Table], disk_reserve: int) -> LmdbFile:
         return LmdbFile(

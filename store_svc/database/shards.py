@@ -197,6 +197,16 @@ class Shards:
         """Return an empty set of changes."""
         return FrameChanges(self.files, self._placement)
 
+    def allocate(self, sizes: Sequence[int]) -> None:
+        """Make sure that the reserve of each file remains when its pages in use take this many bytes.
+
+        Some file systems write zeros to what they allocate, so all files are allocated at the same time.
+
+        Raises:
+            StoreFullError: A reserve would not remain.
+        """
+        self._run([partial(file.allocate, size) for file, size in zip(self.files, sizes, strict=False)])
+
     def commit(self, changes: FrameChanges, main: LmdbFile, *, main_changes: bool) -> None:
         """Commit changes to the frames. Afterwards every earlier commit is synced, as after a commit of a single file.
 

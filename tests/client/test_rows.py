@@ -117,3 +117,25 @@ def test_a_long_capture_of_unknown_length_grows():
         reading.add(message(chunk=chunk(0, POST, LAYERS, range(at, at + 100))))
     reading.add(message(manifest=manifest(capture_pb2.CAPTURE_STATE_COMPLETE, 1, 3000)))
     assert np.array_equal(reading.activations()[7], rows(0, POST, 7, range(3000)).astype(np.float32))
+
+
+@pytest.mark.parametrize(("max_generated", "grows"), [(0, True), (200, False)])
+def test_room_for_all_rows_is_made_at_once_if_the_length_is_foreseen(max_generated, grows):
+    """Growing copies all rows."""
+    made = []
+
+    def allocate(shape, dtype):
+        made.append(shape)
+        return np.empty(shape, dtype)
+
+    first = manifest(capture_pb2.CAPTURE_STATE_OPEN, 10, 0)
+    first.description.max_generated_tokens = max_generated
+    choice = {"layers": None, "sites": None, "sequences": None, "positions": None}
+    reading = Reading(plan_read("c", follow=True, allow_partial=False, **choice), allocate=allocate)
+    reading.begin()
+    reading.add(message(manifest=first))
+    arrays = len(made)
+    reading.add(message(chunk=chunk(0, POST, LAYERS, range(209))))
+    assert (len(made) > arrays) == grows
+    reading.add(message(manifest=manifest(capture_pb2.CAPTURE_STATE_COMPLETE, 10, 200)))
+    assert np.array_equal(reading.activations().raw(2), rows(0, POST, 2, range(209)))

@@ -246,6 +246,7 @@ class Reading:
             positions=self.request.positions,
             prompt_tokens=len(view.prompt_token_ids),
             form=_row_format(view),
+            max_generated=manifest.description.max_generated_tokens,
         )
         sites = [SITE_NAMES[site] for site in self.request.sites] or list(view.sites)
         sequences = list(self.request.sequences) or range(max(manifest.description.num_sequences, 1))

@@ -22,6 +22,9 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
 _FIRST_GUESS = 64
 """The generated positions to make room for while a capture's length is unknown."""
 
+_MOST_FORESEEN = 4096
+"""The most generated positions for which there is room at first. Growing later copies all rows."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -37,6 +40,8 @@ class Wanted:
     """Tokens of the prompt. Both selections refer to it."""
     form: RowFormat
     """How rows are encoded."""
+    max_generated: int = 0
+    """The most tokens that the sequence may have after the prompt; 0 if unknown."""
 
     def mask(self, first: int, count: int, length: int | None) -> npt.NDArray[np.bool_]:
         """Return which of the positions first, first + 1, ... are wanted; bool [count].
@@ -97,7 +102,7 @@ class RowGrid:
         self._prefixes: npt.NDArray[Any] | None = None  # those of all chunks and layers, with room for more
         self._prefix_count = 0
         self._group = np.zeros((len(wanted.layers), 0), dtype=np.int32)  # the index of each row's prefix
-        self._cover(wanted.prompt_tokens + _FIRST_GUESS if length is None else length)
+        self._cover(wanted.prompt_tokens + _room(wanted.max_generated) if length is None else length)
 
     @property
     def values(self) -> npt.NDArray[Any]:
@@ -229,6 +234,11 @@ class RowGrid:
             group = np.zeros((layers, columns), dtype=np.int32)
             group[:, :before] = self._group
             self._group = group
+
+
+def _room(max_generated: int) -> int:
+    """Return for how many generated positions to make room at first. Memory that no row needs is never touched."""
+    return min(max_generated, _MOST_FORESEEN) or _FIRST_GUESS
 
 
 def whole_block(grid: RowGrid, length: int) -> AnyBlock | None:

@@ -702,6 +702,7 @@ class CaptureDescription(_message.Message):
     SERVICE_INSTANCE_FIELD_NUMBER: _builtins.int
     SAMPLING_DIGEST_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    MAX_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture's ID, which is also its request's ID."""
     model: _builtins.str
@@ -734,6 +735,8 @@ class CaptureDescription(_message.Message):
     """The text of the prompt: a text as it was sent, a conversation in the model's chat template. Empty unless the spec has
     `keep_prompt`.
     """
+    max_generated_tokens: _builtins.int
+    """The most tokens that each sequence may generate. A reader can make room for all rows before they come. 0: not known."""
     @_builtins.property
     def spec(self) -> Global___CaptureSpec:
         """The requested capture with all defaults filled in: layers as a list, sites named."""
@@ -774,10 +777,11 @@ class CaptureDescription(_message.Message):
         service_instance: _builtins.str = ...,
         sampling_digest: _builtins.bytes = ...,
         prompt_text: _builtins.str = ...,
+        max_generated_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "request_time", b"request_time", "spec", b"spec", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "max_generated_tokens", b"max_generated_tokens", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
