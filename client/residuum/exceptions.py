@@ -51,7 +51,7 @@
     BatchCancelled (asyncio.CancelledError)     the same, if its task is cancelled
 
     EmptyCaptureWarning (UserWarning)   activations with 0 positions: no error, but probably unintended
-    OutageWarning (UserWarning)         a batch waits for a service that does not answer
+    OutageWarning (UserWarning)         a batch waits for a service, or one of `residuum.serve` has ended
     LeftOutWarning (UserWarning)        captures that match a filter are not complete, and were left out
     SilentStoreWarning (UserWarning)    with allow_partial=True: a store did not answer and was left out
 
@@ -372,7 +372,7 @@ class EmptyCaptureWarning(UserWarning):
 
 
 class OutageWarning(UserWarning):
-    """A service does not answer. A batch waits until it does, and then continues."""
+    """A service does not answer, and a batch waits until it does; or a service of `residuum.serve` has ended."""
 
 
 class LeftOutWarning(UserWarning):

@@ -6,17 +6,23 @@ The services are a separate distribution, residuum-server. The client loads it t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from residuum.client import Client
+from residuum.exceptions import OutageWarning
 from residuum.rpc.extras import install_server
 
 ENTRY_POINTS = "residuum.commands"
 """The entry points of commands that residuum-server implements."""
+
+_POLL_SECONDS = 0.2
+"""How often `serve` checks that its services run."""
 
 
 @contextmanager
@@ -46,6 +52,9 @@ def serve(
         RuntimeError: `residuum-server` is not installed, or a service did not start; the message has the end of its
             log.
 
+    Warns:
+        OutageWarning: A service ended before the block; the message has the end of its log.
+
     Example:
         >>> with residuum.serve("HuggingFaceTB/SmolLM2-135M-Instruct") as client:
         ...     print(client.generate("The capital of France is", max_tokens=8).text)
@@ -54,10 +63,34 @@ def serve(
     folder = Path(data) if data is not None else None
     flags = [_flag(name, value) for name, value in settings.items()]
     with (
-        server.serving(str(model), data=folder, temporary=temporary, flags=flags, progress=progress) as (_, inference),
-        Client(inference.endpoint) as client,
+        server.serving(str(model), data=folder, temporary=temporary, flags=flags, progress=progress) as services,
+        _watched(services),
+        Client(services[1].endpoint) as client,
     ):
         yield client
+
+
+@contextmanager
+def _watched(services: Sequence[Any]) -> Iterator[None]:
+    """Warn at once if a service ends within the block."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_POLL_SECONDS):
+            ended = next((service for service in services if not service.is_running), None)
+            if ended is not None:
+                warnings.warn(
+                    f"The {ended.name} service has ended. Its log ends:\n{ended.log_end()}", OutageWarning, stacklevel=2
+                )
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def installed_server(command: str = "serve") -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from residuum.v1 import capture_pb2
-from residuum.wire.labels import changed
+from residuum.wire.labels import changed, to_dict, write_value
 from store_svc.captures.capture_names import capture_exists
 from store_svc.captures.leases import Leases
 from store_svc.captures.lifecycle import COMPLETE, OPEN
 
 _NOT_COMPARED = ("layout", "vllm_version", "request_time", "attempt", "service_instance")
 """Fields that may differ between two descriptions of the same request."""
+
+_SHOWN = 200
+"""The characters of labels that a message shows."""
 
 _NAMES = {
     "spec": "capture spec",
@@ -50,7 +53,7 @@ def is_replaced(
             raise capture_exists(
                 new.capture_id,
                 existing.state,
-                f"It is of another request: its {different} differs. Set if_exists to REPLACE to replace it, or choose "
+                f"It is of another request: its {different}. Set if_exists to REPLACE to replace it, or choose "
                 "another ID.",
             )
     if existing.state == OPEN and not is_sealed:
@@ -59,7 +62,7 @@ def is_replaced(
 
 
 def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.CaptureDescription) -> str:
-    """Return the name of the first field in which the two requests differ; empty if they are the same.
+    """Return how the two requests differ, by the first field that does; empty if they are the same.
 
     Labels count only as the requests ask for them, in any order; later changes of labels do not count. The flush
     interval does not count either, because the rows are the same.
@@ -67,7 +70,7 @@ def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.Captu
     existing, before = _comparable(existing)
     new, after = _comparable(new)
     if before != after:
-        return "set of labels"
+        return f"set of labels differs (it was {_labels(before)}, now {_labels(after)})"
     for field in capture_pb2.CaptureDescription.DESCRIPTOR.fields:
         if field.name in _NOT_COMPARED:
             continue
@@ -75,8 +78,16 @@ def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.Captu
         if field.name == "sampling_digest" and not (before and after):
             continue  # a writer that is older than this field
         if before != after:
-            return _NAMES.get(field.name, str(field.name))
+            values = f" (it was {before}, now {after})" if isinstance(before, int | str) else ""
+            hidden = field.name in ("prompt_text", "sampling_digest")
+            return f"{_NAMES.get(field.name, str(field.name))} differs{'' if hidden else values}"
     return ""
+
+
+def _labels(labels: list[capture_pb2.Label]) -> str:
+    """Return labels for a message; a long text is truncated."""
+    text = ", ".join(f"{name} = {write_value(value)}" for name, value in to_dict(labels).items()) or "none"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _comparable(

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import warnings
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -100,12 +102,38 @@ def test_a_service_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
     assert "--no-such-flag" in err
 
 
-def test_from_python(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def scripted(tmp_path, monkeypatch):
+    """Makes `residuum.serve` start the scripted inference service, in a folder of the test."""
     monkeypatch.setattr(serve_command, "_INFERENCE", "tests.client.scripted_inference")
     monkeypatch.setattr(serve_command, "_NEEDED", ())
     monkeypatch.setattr(serve_command, "USUAL_PORTS", (0, 0))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "client")]))
     monkeypatch.chdir(tmp_path)
+
+
+def test_a_service_that_dies_is_reported_at_once(scripted, monkeypatch):
+    serving, started = serve_command.serving, []
+
+    @contextmanager
+    def remembered(*arguments, **how):
+        with serving(*arguments, **how) as services:
+            started.extend(services)
+            yield services
+
+    monkeypatch.setattr(serve_command, "serving", remembered)
+    with residuum.serve("peer", temporary=True, progress=False) as client, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert client.health().ok
+        started[1].kill()
+        until = time.monotonic() + 10
+        while not told and time.monotonic() < until:
+            time.sleep(0.01)
+    assert [item.category for item in told] == [residuum.OutageWarning]
+    assert "The inference service has ended" in str(told[0].message)
+
+
+def test_from_python(scripted, tmp_path, capfd):
     with residuum.serve("peer", data="here", max_model_len=64) as client:
         reply = client.generate([1, 2, 3], max_tokens=2, capture=residuum.Capture(layers=[1]))
         assert client.activations(reply)[1].shape[0] == 4
@@ -124,7 +152,7 @@ def asked(monkeypatch):
     @contextmanager
     def serving(model, **how):
         calls.append((model, how))
-        yield None, SimpleNamespace(endpoint="localhost:1")
+        yield SimpleNamespace(is_running=True), SimpleNamespace(is_running=True, endpoint="localhost:1")
 
     server = SimpleNamespace(main=lambda **how: calls.append(how) or 0, serving=serving)
     monkeypatch.setattr(command, "installed_server", lambda: server)

@@ -88,10 +88,14 @@ def _summary_row(summary: residuum.CaptureSummary, output: Output) -> dict[str, 
 
 def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `pull`."""
-    parser.add_argument("id", nargs="?", metavar="ID", help="the capture's ID")
-    add_where(
-        parser, "each complete capture whose labels match this, into a file ID.FORMAT in the folder --out", "only ID"
+    parser.add_argument(
+        "id",
+        nargs="?",
+        metavar="ID",
+        help="the capture's ID; or give --prefix, --state or --where to write each complete capture that matches into "
+        "a file ID.FORMAT in the folder --out",
     )
+    add_filter(parser)
     parser.add_argument(
         "--out", metavar="FILE", help="the file or folder to write (default: ID with the format's suffix, here)"
     )
@@ -111,8 +115,9 @@ def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 def pull(options: argparse.Namespace, output: Output) -> int:
     """Fetch a capture into a file, or all captures with some labels into files in a folder."""
-    if bool(options.id) == bool(options.where):
-        options.usage_error("give either the ID of a capture, or --where")
+    chosen = _filter_of(options)
+    if bool(options.id) == bool(chosen):
+        options.usage_error("give either the ID of a capture, or --prefix, --state or --where")
     if options.id:
         kind = _file_format(options)
         advice = f"Nothing was written. Again: residuum pull {options.id}"
@@ -121,7 +126,7 @@ def pull(options: argparse.Namespace, output: Output) -> int:
         return 0
     folder, kind = Path(options.out or "."), options.format or "safetensors"
     with open_client(options) as client, advice_if_cut_off("The captures that were printed are written."):
-        found = list(client.captures(where=options.where))
+        found = list(client.captures(**chosen))
         if not found:
             output.note("no captures match")
         folder.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
     parser.add_argument(
-        "--file", metavar="FILE", help="a UTF-8 file with one prompt per line, instead of PROMPT (default: none)"
+        "--file",
+        metavar="FILE",
+        help="a UTF-8 file with one prompt per line, instead of PROMPT; blank lines are skipped (default: none)",
     )
     parser.add_argument(
         "--chat", action="store_true", help="treat the prompt as a user's message in a chat (default: as plain text)"
@@ -57,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--id",
         dest="request_id",
-        help="your own ID for the request and its capture; with --file, the requests are ID-0, ID-1 and so on "
-        "(default: the server's choice)",
+        help="your own ID for the request and its capture; with --file, the requests are ID-0, ID-1 and so on, "
+        "without a number for blank lines (default: the server's choice)",
     )
     parser.add_argument(
         "--if-exists",

@@ -17,6 +17,7 @@ _COMMAND_LINE_ADVICE = {
     "wait=False, allow_partial=True": "--no-wait --allow-partial",
     "allow_partial=True": "--allow-partial",
     "overwrite=True": "--force",
+    "Set if_exists='replace'": "Pass --if-exists replace",
     "set if_exists": "pass --if-exists",
     "Wait for it, or follow() it": "Wait for it",
     "Client(..., store='host:port')": "--store HOST:PORT",

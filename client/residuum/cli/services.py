@@ -14,6 +14,8 @@ def info(options: argparse.Namespace, output: Output) -> int:
     """Show the served model and the limits."""
     with open_client(options) as client:
         facts = dataclasses.asdict(client.info())
+    if facts["store_reachable"] is None:  # the inference service was not asked to check its stores
+        del facts["store_reachable"], facts["store_detail"]
     if output.is_terminal:
         facts["limits"] = {
             name: size(limit) if name.endswith("_bytes") else limit for name, limit in facts["limits"].items()

@@ -13,6 +13,7 @@ from residuum.protocol.sampling import sampling_parameters
 from residuum.v1 import capture_pb2, inference_pb2
 from residuum.values.capture import Capture
 from residuum.values.replies import Registration, Reply
+from residuum.values.spans import CHAT_ROLES
 from residuum.values.steering import Operation, operation_list, steering_spec
 from residuum.values.vector import Vector
 from residuum.wire.ids import is_valid_id
@@ -308,6 +309,13 @@ def _chat_message(item: Any) -> inference_pb2.ChatMessage:
     if set(item) != {"role", "content"} or not all(isinstance(part, str) for part in item.values()):
         raise InvalidRequest(
             f'A message of a conversation must be {{"role": ..., "content": ...}} with two texts, not {dict(item)!r}.',
+            reason="INVALID_FIELD",
+            metadata={"field": "chat"},
+        )
+    if item["role"] not in CHAT_ROLES:
+        raise InvalidRequest(
+            f"A message of a conversation has the role {short(item['role'])}, which does not exist. Choose among "
+            f"{', '.join(CHAT_ROLES)}.",
             reason="INVALID_FIELD",
             metadata={"field": "chat"},
         )

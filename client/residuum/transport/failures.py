@@ -128,7 +128,8 @@ def _from_rpc_error(error: grpc.RpcError, endpoint: str, unreachable: str) -> ex
 
 
 def _in_python(message: str) -> str:
-    """Return a server's message with this package's names of sites: resid_post instead of SITE_RESID_POST."""
+    """Return a server's message with this package's names: resid_post for SITE_RESID_POST, if_exists='replace'."""
+    message = message.replace("Set if_exists to REPLACE", "Set if_exists='replace'")
     return re.sub(r"\bSITE_([A-Z_]+)\b", lambda match: match[1].lower(), message)
 
 

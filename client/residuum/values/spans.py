@@ -51,6 +51,10 @@ SpanLike = Union[str, int, MessageSpan]  # noqa: UP007 - evaluated at run time o
 """The forms in which users may name a span; see `Activations.select`."""
 
 
+CHAT_ROLES = ("system", "user", "assistant", "tool", "developer")
+"""The roles of messages. Chat templates that do not know one of them leave it out or refuse it."""
+
+
 def spans_of(manifest: capture_pb2.CaptureManifest, sequence: int) -> tuple[MessageSpan, ...]:
     """Return the messages of the prompt and of one reply, which continues the assistant's message if that is the last.
 
@@ -98,6 +102,9 @@ def _ranges(span: SpanLike, manifest: Manifest, sequence: int) -> Sequence[tuple
         return [(prompt_tokens, np.inf)]
     if isinstance(span, bool) or not isinstance(span, (str, int, np.integer)):
         raise TypeError(f"span= takes 'prompt', 'reply', a role, an index or a MessageSpan, not {span!r}.")
+    if isinstance(span, str) and span not in CHAT_ROLES:
+        choices = ", ".join(map(repr, CHAT_ROLES))
+        raise _unknown(f"There is no span {span[:60]!r}. Use 'prompt', 'reply', or a role: {choices}.", manifest)
     spans = manifest.spans(sequence)
     if isinstance(span, str):
         found = [(item.first, item.last) for item in spans if item.role == span]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Union
 
@@ -33,8 +34,18 @@ _TOKEN = re.compile(
     re.ASCII | re.DOTALL,
 )
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_VALUE_AT = 2
+"""The place of the value among the tokens of a condition."""
 _ESCAPED = re.compile(r"\\([\"'\\])")
 _AND = "and"
+_UNSUPPORTED = {
+    "or": "use one filter for each case",
+    "in": "use one filter for each value",
+    "not": "use !=",
+    "like": "use = with a whole value",
+    "between": "use >= and <=",
+}
+"""Words of other languages for filters, and what to use instead."""
 _GRAMMAR = "Write conditions such as: split = train and y >= 2."
 
 
@@ -216,6 +227,7 @@ def parse_where(where: str) -> tuple[Condition, ...]:
     tokens = _tokens(where)
     if not tokens:
         return ()
+    _check_dialect(tokens)
     conditions = []
     while True:
         conditions.append(_condition(tokens[:3]))
@@ -244,6 +256,23 @@ def _tokens(where: str) -> list[_Token]:
         tokens.append((kind, found[kind]))
         at = found.end()
     return tokens
+
+
+def _check_dialect(tokens: Sequence[_Token]) -> None:
+    """Refuse by name what other languages for filters have.
+
+    Raises:
+        LabelError: The filter has ==, or a word such as "or" where none can be.
+    """
+    for (kind, written), (next_kind, following) in itertools.pairwise(tokens):
+        if kind == next_kind == "operator" and written == following == "=":
+            raise LabelError(f"use a single = instead of ==. {_GRAMMAR}")
+    # A condition is 3 tokens and "and" follows it: a word at another place than these is a name or a value.
+    for at, (kind, written) in enumerate(tokens):
+        is_name = at % 4 == 0 and tokens[at + 1 : at + 2] and tokens[at + 1][0] == "operator"
+        is_value = at % 4 == _VALUE_AT
+        if kind == "word" and written.lower() in _UNSUPPORTED and not is_name and not is_value:
+            raise LabelError(f"{written!r} is not supported; {_UNSUPPORTED[written.lower()]}. {_GRAMMAR}")
 
 
 def _condition(tokens: list[_Token]) -> Condition:
