@@ -29,7 +29,7 @@ NAMES = """
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
     IncompleteCapture InvalidRequest LeftOutWarning LimitReached Logprobs Manifest MessageSpan MissingVectors ModelInfo
-    NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture PermissionDenied Piece Positions
+    NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PermissionDenied Piece Positions
     PromptTooLong PutResult
     QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence

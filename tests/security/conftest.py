@@ -5,9 +5,11 @@ from contextlib import contextmanager
 import pytest
 
 from inference_svc.server import InferenceServer
+from inference_svc.servicer import SERVICE
 from inference_svc.settings import InferenceSettings
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
+from svc_common.security.access import Access
 from tests.security.callers import Caller
 from tests.security.certificates import Authority
 from tests.security.tokens import Tokens
@@ -70,8 +72,9 @@ async def inference(tmp_path):
 
     async def run(**settings):
         usual = {"listen": "127.0.0.1:0", "model": "none", "port_file": str(tmp_path / "port"), "store": ""}
-        service = InferenceServer(InferenceSettings(**usual | settings), str(tmp_path))
-        running.append(await service._listen())
+        given = InferenceSettings(**usual | settings)
+        access = Access(given.tokens, [SERVICE])
+        running.append(await InferenceServer(given, str(tmp_path))._listen(access))
         return f"127.0.0.1:{(tmp_path / 'port').read_text().strip()}"
 
     yield run
