@@ -29,9 +29,8 @@ NAMES = """
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
     IncompleteCapture InvalidRequest LeftOutWarning LimitReached Logprobs Manifest MessageSpan MissingVectors ModelInfo
-    NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PermissionDenied Piece Positions
-    PromptTooLong PutResult
-    QuotaExceeded Registration
+    NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PermissionDenied
+    Piece Positions PromptTooLong PutResult QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
     SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
     StoreStats StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer
