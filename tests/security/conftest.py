@@ -4,8 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from inference_svc.server import InferenceServer
-from inference_svc.servicer import SERVICE
+from inference_svc.server import SERVICE, InferenceServer
 from inference_svc.settings import InferenceSettings
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
