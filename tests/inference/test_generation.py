@@ -144,6 +144,7 @@ async def test_the_capture_is_opened_with_the_whole_description(service, store):
         dtype=FACTS.dtype,
         prompt_token_ids=[5, 6, 7],
         num_sequences=2,
+        max_generated_tokens=16,
         layout=capture_pb2.ParallelLayout(tensor_parallel_size=2, pipeline_parallel_size=1),
         vllm_version=FACTS.vllm_version,
     )
