@@ -22,7 +22,7 @@ from bench.steering import timing, ways
 from bench.steering.kernel import Bench, KernelJob
 from inference_svc.taps.gpu import tap
 
-JOB = KernelJob(hidden=(48, 64), unique=(1, 2, 4), requests=4, rows_each=3, compile_seconds=0.0)
+JOB = KernelJob(hidden=(48,), unique=(1, 4), requests=4, rows_each=3, compile_seconds=0.0)
 
 
 def main() -> None:

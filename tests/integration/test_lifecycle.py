@@ -1,4 +1,4 @@
-"""Services start, stop and die, as real processes. Two tests are about captures alone, and start forks."""
+"""Services start, stop and die, as real processes. Only the tests of a normal stop import vLLM anew (tests/warm_start.py)."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_dead_engine_stops_the_service_and_seals_its_captures(
 ) -> None:
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
-    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, EAGER))
+    inference = run(warm_start.start_inference(tmp_path, str(tiny_llama), store.endpoint, EAGER))
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint, store=store.endpoint) as client:
         (engine,) = [pid for pid in children_of(inference.process.pid) if "EngineCore" in command_of(pid)]
@@ -210,7 +210,7 @@ def test_a_killed_service_leaves_no_process(
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
     arguments = [*EAGER, "--ring-mib", "1"]
-    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, arguments))
+    inference = run(warm_start.start_inference(tmp_path, str(tiny_llama), store.endpoint, arguments))
     inference.wait_until_serving(START_SECONDS)
     family = children_of(inference.process.pid)
     with residuum.Client(inference.endpoint) as client:

@@ -10,9 +10,10 @@ import pytest
 
 import residuum
 from residuum.cli import main
-from svc_common.launcher import start_inference, start_store
+from svc_common.launcher import start_store
 from tests import one_process
 from tests.security.test_scans import KNOCKS, noise
+from tests.warm_start import start_inference
 
 pytestmark = pytest.mark.engine
 

@@ -121,34 +121,50 @@ def test_an_unsupported_vllm_is_recognized():
     assert "no abort, collective_rpc" in plugin._missing(object)
 
 
-def run(code, **environment):
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **environment},
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout.splitlines()[-1])
+STARTED_WORKERS = """
+import json, os, sys
+from vllm.plugins import load_general_plugins  # once: it takes 10 s
+import inference_svc.vllm_serve.worker as worker
 
+def start():
+    load_general_plugins()
+    try:
+        worker._check_front_end()
+    except Exception as error:
+        return str(error)
 
-STARTED_WORKER = """
-import json
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from inference_svc.vllm_serve.worker import _check_front_end
-try:
-    _check_front_end()
-except Exception as error:
-    print(json.dumps(str(error)))
-else:
-    print("null")
+answers = []
+for environment in json.loads(sys.argv[1]):
+    reading, writing = os.pipe()
+    if not os.fork():
+        os.environ.update(environment)
+        os.write(writing, json.dumps(start()).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        answers.append(json.load(answer))
+    os.wait()
+print(json.dumps(answers))
 """
 
 
 def test_a_worker_without_the_front_end_does_not_start():
-    assert run(STARTED_WORKER) is None
-    assert "VLLM_PLUGINS" in run(STARTED_WORKER, VLLM_PLUGINS="another")
-    assert "VLLM_USE_RUST_FRONTEND" in run(STARTED_WORKER, VLLM_USE_RUST_FRONTEND="1")
-    assert run(STARTED_WORKER, VLLM_PLUGINS="residuum", VLLM_USE_RUST_FRONTEND="0") is None
+    environments = [
+        {},
+        {"VLLM_PLUGINS": "another"},
+        {"VLLM_USE_RUST_FRONTEND": "1"},
+        {"VLLM_PLUGINS": "residuum", "VLLM_USE_RUST_FRONTEND": "0"},
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED_WORKERS, json.dumps(environments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    plain, other_plugin, rust, both = json.loads(done.stdout.splitlines()[-1])
+    assert plain is None
+    assert "VLLM_PLUGINS" in other_plugin
+    assert "VLLM_USE_RUST_FRONTEND" in rust
+    assert both is None
