@@ -1,4 +1,7 @@
-"""Services start, stop and die, as real processes. Only the tests of a normal stop import vLLM anew (tests/warm_start.py)."""
+"""Services start, stop and die, as real processes.
+
+Only those that are stopped as usual import vLLM anew; the others are forks (tests/warm_start.py).
+"""
 
 from __future__ import annotations
 
