@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
+import psutil
 from grpc_health.v1 import health
 
 from inference_svc.captures.stores import Stores
@@ -45,6 +47,7 @@ _OTHER_CALLS = 256
 _WATCH_SECONDS = 0.5
 _SEAL_SECONDS = 10.0
 _STOP_SECONDS = 5.0
+_KILL_SECONDS = 0.1
 
 
 class EngineDiedError(RuntimeError):
@@ -139,7 +142,9 @@ class InferenceServer:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not starting.done():
-            _log.info("got a signal while the model is loading; the service stops once it is loaded")
+            _log.info("got a signal while the model is loading; the service stops")
+            await _give_up(starting)
+            return False
         engine = await starting
         self._parts = self._assemble(engine, access)
         self._servicer.load(self._parts)
@@ -236,3 +241,14 @@ class InferenceServer:
         status = SERVING if serving else NOT_SERVING
         for name in ("", SERVICE):
             await self._health.set(name, status)
+
+
+async def _give_up(starting: asyncio.Task[Engine]) -> None:
+    """Kill the processes of an engine that is starting. There is nothing to lose yet, and a load may take minutes."""
+    while not starting.done():
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.wait({starting}, timeout=_KILL_SECONDS)
+    if starting.exception() is None:
+        starting.result().shutdown()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 from svc_common.memory import importing
 from tests.light import (  # noqa: F401 - hooks
@@ -22,6 +23,9 @@ from tests.light import (  # noqa: F401 - hooks
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+settings.register_profile("untimed", deadline=None)  # a deadline would measure what else the machine does
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,24 +27,41 @@ class Feed:
         """The keys of its frames, in commit order; the list only grows."""
         self.deleted = False
         """Whether the capture was deleted."""
+        self._watchers: set[threading.Event] = set()
+
+    @contextmanager
+    def watched(self, news: threading.Event) -> Iterator[None]:
+        """Set an event at each change, and at each `wake`, for as long as the context lasts."""
+        with self.condition:
+            self._watchers.add(news)
+        try:
+            yield
+        finally:
+            with self.condition:
+                self._watchers.discard(news)
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
         """Replace the capture, add the keys of new frames, and wake all waiters."""
         with self.condition:
             self.capture = capture
             self.keys.extend(keys)
-            self.condition.notify_all()
+            self._notify()
 
     def delete(self) -> None:
         """Mark the capture as deleted, and wake all waiters."""
         with self.condition:
             self.deleted = True
-            self.condition.notify_all()
+            self._notify()
 
     def wake(self) -> None:
         """Wake all waiters, so that they check their conditions again."""
         with self.condition:
-            self.condition.notify_all()
+            self._notify()
+
+    def _notify(self) -> None:
+        self.condition.notify_all()
+        for news in self._watchers:
+            news.set()
 
 
 @dataclass(frozen=True)

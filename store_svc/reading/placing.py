@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from residuum.v1 import capture_pb2
-from residuum.wire.frames import ChunkView, FrameError, check_header, checksum, placed_response, split_chunk
-from residuum.wire.shared_memory import MIN_PLACED_BYTES, Place
+from residuum.wire.frames import FrameError, checksum, placed_response, split_chunk
+from residuum.wire.shared_memory import MIN_PLACED_BYTES
 from store_svc.captures.capture_names import unknown_capture
 from store_svc.database.db import Database, Table
 from store_svc.reading.query import Query
@@ -48,11 +47,9 @@ class Placing:
                     raise unknown_capture(query.capture_id)
                 if len(view) < MIN_PLACED_BYTES:
                     return None
-                copied = _copy_whole(view, memory) if whole else _copy_slice(view, query, memory)
-            if isinstance(copied, bytes):
-                return copied
+                copied = (_copy_whole if whole else _copy_slice)(view, query, memory)
             if copied is not None:
-                return _check_and_frame(*copied, query.capture_id)
+                return copied
             memory.wait(self._is_cancelled)
         return None
 
@@ -78,22 +75,25 @@ def joined(responses: Iterator[bytes], memory: ReadUse | None) -> Iterator[bytes
         yield b"".join(waiting)
 
 
-_Copied = tuple[bytes, Place, npt.NDArray[np.uint8]]
-"""The bytes of a Chunk before its payload, the place of the payload, and the copied payload."""
+def _copy_whole(view: memoryview, query: Query, memory: ReadUse) -> bytes | None:
+    """Copy the payload of a chunk, and return the response; return None if there is no room.
 
-
-def _copy_whole(view: memoryview, memory: ReadUse) -> _Copied | None:
-    """Copy the payload of a chunk; return None if there is no room."""
-    head, payload = split_chunk(view)
+    The reader compares the payload with its checksum, so the store does not.
+    """
+    try:
+        head, payload = split_chunk(view)
+    except FrameError:
+        raise damaged(query.capture_id) from None
     room = memory.take(len(payload))
     if room is None:
         return None
-    np.copyto(room[1], np.frombuffer(payload, dtype=np.uint8))  # lets go of the GIL
-    return bytes(head), *room
+    place, target = room
+    np.copyto(target, np.frombuffer(payload, dtype=np.uint8))  # lets go of the GIL
+    return placed_response(bytes(head), place, len(payload))
 
 
-def _copy_slice(view: memoryview, query: Query, memory: ReadUse) -> _Copied | bytes | None:
-    """Copy the wanted rows of a chunk. Return None if there is no room; the response if they belong into it."""
+def _copy_slice(view: memoryview, query: Query, memory: ReadUse) -> bytes | None:
+    """Copy the wanted rows of a chunk, and return the response; return None if there is no room."""
     chunk = verified(view, query.capture_id)
     layers, positions = query.cut(chunk.header)
     if not layers or not positions:
@@ -107,19 +107,4 @@ def _copy_slice(view: memoryview, query: Query, memory: ReadUse) -> _Copied | by
     place, payload = room
     cut_into(payload, chunk, layers, positions)
     head = capture_pb2.Chunk(header=slice_header(chunk, layers, positions), crc32c=checksum(payload.data))
-    return head.SerializeToString(), place, payload
-
-
-def _check_and_frame(head: bytes, place: Place, payload: npt.NDArray[np.uint8], capture_id: str) -> bytes:
-    """Check a copied payload, which needs no transaction, and return the response.
-
-    The peer could have changed its memory. Then the check fails, and only the peer's own call.
-    """
-    try:
-        chunk = capture_pb2.Chunk.FromString(head)
-        check_header(chunk.header, len(payload))
-    except (FrameError, ValueError):
-        raise damaged(capture_id) from None
-    if not ChunkView(chunk.header, chunk.crc32c, payload.data).verify():
-        raise damaged(capture_id)
-    return placed_response(head, place, len(payload))
+    return placed_response(head.SerializeToString(), place, len(payload))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
@@ -14,6 +17,7 @@ from store_svc.captures.labels import read_labels
 from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import after_group, pack_number, unpack_frame
+from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
 from store_svc.reading.stored_chunks import framed, sliced, verified
@@ -76,7 +80,7 @@ class Reader:
                 yield from joined(self._read_ended(number, request, placing), memory)
             else:
                 feed_seen(feed)
-                yield from joined(self._read_live(feed, request, is_cancelled, placing), memory)
+                yield from joined(self._read_open(feed, request, is_cancelled, placing), memory)
 
     def read_many(
         self,
@@ -101,14 +105,16 @@ class Reader:
         batch = CaptureBatch()
         placing = Placing(self._db, is_cancelled, memory)
         placed = 0
-        for index, field, is_live in self._fields_of_many(names, request, is_cancelled, feed_seen, placing):
+        for index, field in self._fields_of_many(names, request, is_cancelled, feed_seen, placing):
+            if not field:  # the next field may take long to come
+                if full := batch.take():
+                    yield full
+                continue
             now = memory.num_bytes if memory is not None else 0
             weight = (now - placed) * BATCH_BYTES // memory.message_bytes if memory is not None else 0
             if full := batch.add(index, field, weight):
                 yield full
             placed = now
-            if is_live:
-                yield batch.take()  # the next field of an open capture may take long to come
         if rest := batch.take():
             yield rest
 
@@ -119,32 +125,97 @@ class Reader:
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
         placing: Placing,
-    ) -> Iterator[tuple[int, bytes, bool]]:
-        """Yield the fields of the responses: the capture's index, the field, and whether the capture was open."""
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield the fields of the responses, each with the index of its capture.
+
+        An empty field says that the next one may take long to come.
+        """
         known = []
         for index, name in enumerate(names):
             if name is not None and self._catalog.number_of(name) is not None:
                 known.append((index, name))
             else:
-                yield index, end_field(unknown_capture(request.capture_ids[index]).to_item_error()), False
+                yield index, end_field(unknown_capture(request.capture_ids[index]).to_item_error())
+        open_ones = []
         for index, name in known:
-            if is_cancelled():
-                raise _cancelled()
-            try:
-                with self._catalog.reading(name) as (number, feed):
-                    if feed is None:
-                        fields = self._fields_of_ended(number, name.capture_id, request, placing)
-                    else:
-                        feed_seen(feed)
-                        fields = self._read_live(feed, request, is_cancelled, placing)
-                    for field in filter(None, fields):
-                        yield index, field, feed is not None
-            except Failure as error:
-                if error.reason in _OF_THE_CALL:
-                    raise
-                yield index, end_field(error.to_item_error()), False
+            check_not_cancelled(is_cancelled)
+            if request.follow and request.any_order and self._catalog.feed_named(name) is not None:
+                open_ones.append((index, name))
             else:
-                yield index, end_field(), False
+                yield from self._fields_of_one(index, name, request, is_cancelled, feed_seen, placing)
+        yield from self._fields_of_open(open_ones, request, is_cancelled, feed_seen, placing)
+
+    def _fields_of_one(
+        self,
+        index: int,
+        name: CaptureName,
+        request: store_pb2.ReadCapturesRequest,
+        is_cancelled: Callable[[], bool],
+        feed_seen: Callable[[Feed], object],
+        placing: Placing,
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield the fields of one capture from its beginning to its end."""
+        try:
+            with self._catalog.reading(name) as (number, feed):
+                if feed is None:
+                    fields = self._fields_of_ended(number, name.capture_id, request, placing)
+                else:
+                    feed_seen(feed)
+                    fields = self._read_open(feed, request, is_cancelled, placing)
+                for field in fields:
+                    yield index, field
+        except Failure as error:
+            yield index, _failed(error)
+        else:
+            yield index, end_field()
+
+    def _fields_of_open(
+        self,
+        captures: Sequence[tuple[int, CaptureName]],
+        request: store_pb2.ReadCapturesRequest,
+        is_cancelled: Callable[[], bool],
+        feed_seen: Callable[[Feed], object],
+        placing: Placing,
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield the fields of open captures, of all of them as their rows are published."""
+        news = threading.Event()
+        reads: dict[int, OpenRead] = {}
+        with ExitStack() as stack:
+            for index, name in captures:
+                try:
+                    _, feed = stack.enter_context(self._catalog.reading(name))
+                    if feed is None:  # it has ended meanwhile
+                        yield from self._fields_of_one(index, name, request, is_cancelled, feed_seen, placing)
+                        continue
+                    read = self._open_read(feed, request, placing)
+                except Failure as error:
+                    yield index, _failed(error)
+                    continue
+                feed_seen(feed)
+                stack.enter_context(feed.watched(news))
+                reads[index] = read
+                yield index, read.begin()
+            while reads:
+                news.clear()
+                for index, read in list(reads.items()):
+                    yield from self._news(index, read, is_cancelled)
+                    if read.is_done:
+                        del reads[index]
+                yield -1, b""
+                if reads:
+                    news.wait()
+
+    def _news(self, index: int, read: OpenRead, is_cancelled: Callable[[], bool]) -> Iterator[tuple[int, bytes]]:
+        """Yield the fields of the rows that an open capture has got, and its end."""
+        try:
+            for field in filter(None, read.news(is_cancelled)):
+                yield index, field
+        except Failure as error:
+            yield index, _failed(error)
+            read.is_done = True
+        else:
+            if read.is_done:
+                yield index, end_field()
 
     def _fields_of_ended(self, number: int, capture_id: str, request: Selection, placing: Placing) -> Iterator[bytes]:
         """Yield the manifest and the rows of an ended capture, as fields of a response."""
@@ -160,48 +231,23 @@ class Reader:
         yield from self._fields_of_ended(number, request.capture_id, request, placing)
         yield _framed_manifest(self._ended_manifest(number, request.capture_id))
 
-    def _read_live(
+    def _read_open(
         self, feed: Feed, request: Selection, is_cancelled: Callable[[], bool], placing: Placing
     ) -> Iterator[bytes]:
-        """Yield the published rows; with `follow`, go on with new rows until the capture ends.
+        """Yield the responses for an open capture.
 
         An empty response says that the next one may take long to come.
         """
-        sent = 0
-        capture = feed.capture
-        query = Query(request, capture.description, capture.sequences)
-        yield _framed_manifest(self._live_manifest(capture))
-        last = False
-        while not last:
-            with feed.condition:
-                if request.follow:
-                    self._wait_for_news(feed, sent, is_cancelled)
-                self._check_usable(feed, is_cancelled)
-                capture, end = feed.capture, len(feed.keys)
-            last = capture.ended or not request.follow
-            query = Query(request, capture.description, capture.sequences)
-            for key in feed.keys[sent:end]:
-                if query.wants(unpack_frame(key)):
-                    yield from self._rows(key, query, placing)
-            sent = end
-            yield b""
-        self._check_usable(feed, is_cancelled)
-        yield _framed_manifest(self._live_manifest(capture))
+        read = self._open_read(feed, request, placing)
+        yield read.begin()
+        yield b""
+        while not read.is_done:
+            read.wait(is_cancelled)
+            yield from read.news(is_cancelled)
 
-    def _wait_for_news(self, feed: Feed, sent: int, is_cancelled: Callable[[], bool]) -> None:
-        feed.condition.wait_for(
-            lambda: (
-                len(feed.keys) > sent or feed.capture.ended or feed.deleted or self._catalog.stopping or is_cancelled()
-            )
-        )
-
-    def _check_usable(self, feed: Feed, is_cancelled: Callable[[], bool]) -> None:
-        if feed.deleted:
-            raise unknown_capture(feed.capture.description.capture_id)
-        if self._catalog.stopping and not feed.capture.ended:
-            raise Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping; try again later.")
-        if is_cancelled():
-            raise _cancelled()
+    def _open_read(self, feed: Feed, request: Selection, placing: Placing) -> OpenRead:
+        rows = partial(self._rows, placing=placing)
+        return OpenRead(feed, request, self._catalog, rows, self._live_manifest)
 
     def _live_manifest(self, capture: Capture) -> capture_pb2.CaptureManifest:
         manifest = capture.manifest()
@@ -266,8 +312,15 @@ class Reader:
         return response
 
 
-def _cancelled() -> Failure:
-    return Failure(Reason.ERROR_REASON_ABORTED, "The caller cancelled the call.")
+def _failed(error: Failure) -> bytes:
+    """Return the fields that end a capture with an error.
+
+    Raises:
+        Failure: The error is of the call.
+    """
+    if error.reason in _OF_THE_CALL:
+        raise error
+    return end_field(error.to_item_error())
 
 
 def _framed_manifest(manifest: capture_pb2.CaptureManifest) -> bytes:

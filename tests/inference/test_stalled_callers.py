@@ -65,20 +65,24 @@ async def next_event(stream):
 
 async def test_a_capture_with_unread_tokens_is_not_complete(store):
     async with running_service(store.endpoint, stall_seconds=STALL) as service:
+        has_started = asyncio.Event()
+
+        async def five_full(call):
+            await has_started.wait()
+            for _ in range(4):
+                yield Delta("x" * FULL, [1])
+                for _ in range(10):  # the service takes it out of its queue, where it would be merged with the next
+                    await asyncio.sleep(0)
+            yield Delta("x" * FULL, [1], "length")
+
         service.engine.script = five_full
         async with small_window(service) as stub:
             stream = stub.Generate(ask(spec("r", CAPTURE)))
             await stream.read()
+            has_started.set()
             assert (await store.seal()).outcome == capture_pb2.CAPTURE_STATE_ABORTED
             assert stalled_calls(service) == 1
             stream.cancel()
-
-
-async def five_full(call):
-    for _ in range(4):
-        yield Delta("x" * FULL, [1])
-        await asyncio.sleep(0)
-    yield Delta("x" * FULL, [1], "length")
 
 
 async def test_a_caller_may_wait_for_tokens(store):

@@ -130,7 +130,8 @@ def test_sigterm_drains_requests_and_leaves_no_processes(
 ) -> None:
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
-    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, EAGER))
+    arguments = [*EAGER, "--grace-seconds", "120"]  # a busy machine may need more than the default
+    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, arguments))
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint, store=store.endpoint) as client:
         family = children_of(inference.process.pid)

@@ -414,6 +414,26 @@ def test_a_capture_stays_with_one_shipper_and_captures_spread_over_shippers(star
     assert seen[1]
 
 
+def test_captures_are_spread_evenly_over_shippers(start_producer, connect):
+    producer = start_producer()
+    shippers = [connect(producer) for _ in range(4)]
+    publish(producer, *[f"capture-{number}" for number in range(32)])
+    for shipper in shippers:
+        assert len({shipper.receive().capture_id for _ in range(8)}) == 8
+
+
+def test_a_capture_without_items_under_way_goes_to_the_shipper_with_the_fewest_bytes(start_producer, connect):
+    producer = start_producer()
+    first, second = connect(producer), connect(producer)
+    publish(producer, "a", "b")
+    ticket = second.receive().ticket if first.receive().capture_id == "a" else 0
+    second.send(Done(ticket))
+    wait_until(lambda: producer.stats().freed)
+    publish(producer, "b", "c", "a")
+    assert [second.receive().capture_id for _ in range(1)] == ["b"]
+    assert sorted(first.receive().capture_id for _ in range(2)) == ["a", "c"]
+
+
 def test_a_leaving_shipper_keeps_its_items_and_gets_no_more(start_producer, connect):
     producer = start_producer()
     publish(producer, "a")

@@ -115,6 +115,37 @@ def test_an_open_capture_is_sent_as_far_as_it_is_written(client):
     assert found[0].rows.cells == grid([0, 1], range(5))
 
 
+def test_in_any_order_open_captures_are_sent_as_their_rows_come(client):
+    """In the order of the request, nothing of the second open capture would come before the first one ended."""
+    put(client, "ended")
+    for name in ("late", "early"):
+        client.open(describe(name, layers=[0], prompt=4))
+    request = store_pb2.ReadCapturesRequest(capture_ids=["late", "ended", "gone", "early"], follow=True, any_order=True)
+    parts = (part for message in client.stub.ReadCaptures(request, timeout=30) for part in message.captures)
+    found = {index: Found() for index in range(4)}
+
+    def take_until(holds):
+        while not holds():
+            part = next(parts)
+            found[part.index].take(part)
+
+    take_until(lambda: found[0].states and found[3].states)
+    assert found[2].error.reason == UNKNOWN
+    assert found[1].is_last
+    for name, index in (("early", 3), ("late", 0)):
+        client.append([make_chunk([0], range(4))], name)
+        take_until(lambda index=index: found[index].rows.cells)
+    client.append([make_chunk([0], [4])], "early")
+    client.seal("early", generated=[2])
+    take_until(lambda: found[3].is_last)
+    assert found[3].states == [OPEN, COMPLETE]
+    assert not found[0].is_last
+    client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="late"))
+    assert next(parts).error.reason == UNKNOWN
+    assert list(parts) == []
+    assert found[3].rows.cells == grid([0], range(5))
+
+
 def test_follow_waits_for_an_open_capture_and_sends_what_is_before_it_at_once(client):
     put(client, "first")
     put(client, "open", seal=False)

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import residuum
 from residuum.rpc.errors import Reason
 from residuum.rpc.shared_memory import create_memory, give_memory
 from residuum.v1 import capture_pb2, store_pb2
@@ -167,12 +169,26 @@ class TestReads:
         write(running[1])
         assert running[1].read(shared_memory_key=key)[0] == EVERY
 
-    def test_a_damaged_chunk_is_noticed(self, running, monkeypatch):
+    def test_a_damaged_chunk_is_noticed_by_the_reader(self, running, monkeypatch):
+        """The store only copies whole chunks."""
+        write(running[1])
+
+        def copy_and_damage(target: np.ndarray, source: np.ndarray) -> None:
+            target[:] = source
+            target[0] ^= 1
+
+        numpy = SimpleNamespace(copyto=copy_and_damage, frombuffer=np.frombuffer, uint8=np.uint8)
+        monkeypatch.setattr("store_svc.reading.placing.np", numpy)
+        with residuum.Client(store=running[1].target) as reader:
+            with pytest.raises(residuum.DamagedCapture, match="do not match their checksum"):
+                reader.activations("a")
+
+    def test_a_damaged_chunk_of_which_a_part_is_read_is_noticed_by_the_store(self, running, monkeypatch):
         write(running[1])
         peer = Peer(*running)
-        monkeypatch.setattr("store_svc.reading.placing.ChunkView.verify", lambda _: False)
+        monkeypatch.setattr("store_svc.reading.stored_chunks.ChunkView.verify", lambda _: False)
         with pytest.raises(Exception, match="damaged"):
-            peer.read()
+            peer.read(layers=[1])
 
 
 def last(count: int) -> object:

@@ -305,7 +305,7 @@ class StoreClient:
     ) -> Iterator[Activations]:
         """Yield the activations of captures, store by store, and of one store in the order of `capture_ids`.
 
-        Reads in different lanes use different connections.
+        Captures that the read waits for come as they end. Reads in different lanes use different connections.
 
         Raises:
             UnknownCapture: No store holds some of the captures; the message names them.

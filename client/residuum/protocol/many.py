@@ -142,27 +142,27 @@ class ManyReading:
             capture_ids: The captures, without repeats, at most as many as one call may name.
         """
         self._plan = plan
-        self._left = list(capture_ids)
+        self._left = dict.fromkeys(capture_ids)
         self._asked: list[str] = []
-        self._reading: Reading | None = None
+        self._readings: dict[str, Reading] = {}
         self._unknown: dict[str, exc.UnknownCapture] = {}
         self._memory: SharedPayloads | None = None
 
     @property
     def left(self) -> Sequence[str]:
-        """The captures that were not read yet."""
-        return self._left
+        """The captures that were not read to their end yet."""
+        return list(self._left)
 
     def request(self, memory: SharedPayloads | None = None) -> store_pb2.ReadCapturesRequest:
-        """Return the request for all captures that are left. The rows that arrived of the first one are kept.
+        """Return the request for all captures that are left. Rows that arrived are kept.
 
         Args:
             memory: The shared memory for large payloads.
         """
         self._asked = list(self._left)
         self._memory = memory
-        if self._reading is not None:
-            self._reading.begin()
+        for reading in self._readings.values():
+            reading.begin()
         of = self._plan.request
         return store_pb2.ReadCapturesRequest(
             capture_ids=self._asked,
@@ -171,11 +171,14 @@ class ManyReading:
             sequences=of.sequences,
             positions=of.positions if of.HasField("positions") else None,
             follow=of.follow,
+            any_order=True,
             shared_memory_key=b"" if memory is None else memory.key,
         )
 
     def add(self, data: bytes) -> Iterator[Activations]:
-        """Add one message of the stream, and yield the captures that it completes, in the order of the request.
+        """Add one message of the stream, and yield the captures that it completes.
+
+        They come in the order of the request, but captures that were open come as they end.
 
         Raises:
             ResiduumError: A capture cannot be read, or lacks requested rows. See `Reading` for the errors.
@@ -201,24 +204,26 @@ class ManyReading:
             ServerFault: It ended before its last capture.
         """
         if self._left:
+            first = next(iter(self._left))
             raise exc.ServerFault(
-                f"The store ended the read before the capture {self._left[0]}.", metadata={"capture_id": self._left[0]}
+                f"The store ended the read before the capture {first}.", metadata={"capture_id": first}
             )
 
     def explain(self, failure: exc.ResiduumError) -> exc.ResiduumError:
         """Return the exception for a read that failed; see `Reading.explain`."""
-        return failure if self._reading is None else self._reading.explain(failure)
+        explained = (reading.explain(failure) for reading in self._readings.values())
+        return next((better for better in explained if better is not failure), failure)
 
     def _add(self, part: store_pb2.CaptureRows) -> Activations | None:
         capture_id = self._asked[part.index] if part.index < len(self._asked) else ""
         if part.HasField("error"):
             self._fail(capture_id, part)
             return None
-        if not self._left or capture_id != self._left[0]:
-            raise exc.ServerFault(f"The store sent rows of the capture {capture_id!r} out of order.")
-        if self._reading is None:
-            self._reading = Reading(self._plan.of(capture_id))
-        reading = self._reading
+        reading = self._readings.get(capture_id)
+        if reading is None:
+            if capture_id not in self._left:
+                raise exc.ServerFault(f"The store sent rows of the capture {capture_id!r}, which it had sent already.")
+            reading = self._readings[capture_id] = Reading(self._plan.of(capture_id))
         # In a part, the manifest is before the rows. The part with the last manifest has no rows.
         if part.HasField("manifest"):
             reading.add_manifest(part.manifest)
@@ -235,8 +240,8 @@ class ManyReading:
             return None
         reading.end()
         acts = reading.activations()
-        self._reading = None
-        self._left.pop(0)
+        del self._readings[capture_id]
+        del self._left[capture_id]
         return acts
 
     def _fail(self, capture_id: str, part: store_pb2.CaptureRows) -> None:
@@ -244,7 +249,7 @@ class ManyReading:
         if not isinstance(failure, exc.UnknownCapture) or capture_id not in self._left:
             raise failure
         self._unknown[capture_id] = failure
-        self._left.remove(capture_id)
+        del self._left[capture_id]
 
 
 def not_found(failures: Sequence[exc.ResiduumError], total: int) -> exc.ResiduumError:

@@ -83,7 +83,7 @@ class PlacedChunk(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     crc32c: _builtins.int
-    """The CRC-32C of the payload."""
+    """The CRC-32C of the payload. The receiver compares it with the payload. The sender may not have compared it."""
     offset: _builtins.int
     """Where in the memory the payload begins, in bytes."""
     num_bytes: _builtins.int
@@ -817,12 +817,17 @@ class ReadCapturesRequest(_message.Message):
     FOLLOW_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_KEY_FIELD_NUMBER: _builtins.int
+    ANY_ORDER_FIELD_NUMBER: _builtins.int
     follow: _builtins.bool
     """Wait for the end of captures that are open."""
     tenant: _builtins.str
     """The tenant of all these captures. Unset: the caller's own. Only admins can use another tenant's captures."""
     shared_memory_key: _builtins.bytes
     """The key of the memory that large payloads are to be put into, as in ReadChunksRequest."""
+    any_order: _builtins.bool
+    """With `follow`: send the rows of all open captures as they are stored. Otherwise, and from older stores, the captures
+    come one after another.
+    """
     @_builtins.property
     def capture_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The IDs of the captures, 1 to 4096."""
@@ -854,10 +859,11 @@ class ReadCapturesRequest(_message.Message):
         follow: _builtins.bool = ...,
         tenant: _builtins.str | None = ...,
         shared_memory_key: _builtins.bytes = ...,
+        any_order: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "positions", b"positions", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_ids", b"capture_ids", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "shared_memory_key", b"shared_memory_key", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "any_order", b"any_order", "capture_ids", b"capture_ids", "follow", b"follow", "layers", b"layers", "positions", b"positions", "sequences", b"sequences", "shared_memory_key", b"shared_memory_key", "sites", b"sites", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -874,7 +880,7 @@ class ReadCapturesResponse(_message.Message):
     CAPTURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureRows]:
-        """The parts. At most the last one is of a capture that goes on in the next message."""
+        """The parts. Without `any_order`, at most the last one is of a capture that goes on in the next message."""
 
     def __init__(
         self,

@@ -8,10 +8,12 @@ import selectors
 import socket
 import struct
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from pathlib import Path
 
+from inference_svc.shipping.framing import payload_bytes
 from inference_svc.shipping.protocol import (
     Done,
     ExtentReady,
@@ -44,7 +46,25 @@ class _Link:
         self.reader = MessageReader()
         self.unsent = bytearray()
         self.items: dict[int, Item] = {}  # by ticket, in the order they were handed over
+        self.captures: Counter[str] = Counter()  # the number of items of each capture
+        self.num_bytes = 0  # of the rows of all items
         self.leaving = False
+
+    def give(self, item: Item) -> None:
+        """Add an item, to be sent."""
+        self.items[item.ticket] = item
+        self.captures[item.capture_id] += 1
+        self.num_bytes += _num_bytes(item)
+        self.unsent += item.encode()
+
+    def take(self, ticket: int) -> Item:
+        """Remove an item that the shipper is done with."""
+        item = self.items.pop(ticket)
+        self.num_bytes -= _num_bytes(item)
+        self.captures[item.capture_id] -= 1
+        if not self.captures[item.capture_id]:
+            del self.captures[item.capture_id]
+        return item
 
 
 class Dispatcher:
@@ -54,8 +74,8 @@ class Dispatcher:
     shipper that has it. A link that ends returns all its items to the inbox. So each item is delivered at least once,
     until some shipper sends Done. The store ignores rows that it gets a second time.
 
-    All items of a capture go to one shipper, chosen by rendezvous hashing over the connected shippers. When a shipper
-    leaves, only its captures move; when one joins, it takes over only its share.
+    An item goes to the shipper that has other items of its capture, so that they arrive in order. Otherwise it goes to
+    the shipper with the fewest bytes.
     """
 
     def __init__(
@@ -183,7 +203,7 @@ class Dispatcher:
         if isinstance(message, Leaving):
             link.leaving = True
         elif isinstance(message, Done) and message.ticket in link.items:
-            self._on_done(link.items.pop(message.ticket))
+            self._on_done(link.take(message.ticket))
         else:
             raise ProtocolError(f"a shipper must not send {type(message).__name__} at this point")
 
@@ -203,8 +223,7 @@ class Dispatcher:
         while self._inbox:
             item = self._inbox.popleft()
             link = _choose(accepting, item.capture_id)
-            link.items[item.ticket] = item
-            link.unsent += item.encode()
+            link.give(item)
             touched[link.serial] = link
         self._send_all(touched.values())
 
@@ -227,8 +246,13 @@ class Dispatcher:
 
 
 def _choose(links: list[_Link], capture_id: str) -> _Link:
-    """Pick a capture's link by rendezvous hashing. Python's hash suffices: no other process needs the same choice."""
-    return max(links, key=lambda link: hash((capture_id, link.serial)))
+    """Pick the link for an item of a capture."""
+    holder = next((link for link in links if capture_id in link.captures), None)
+    return holder or min(links, key=attrgetter("num_bytes"))
+
+
+def _num_bytes(item: Item) -> int:
+    return sum(map(payload_bytes, item.headers)) if isinstance(item, ExtentReady) else 0
 
 
 def _listen(path: Path) -> socket.socket:
