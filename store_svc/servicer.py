@@ -14,7 +14,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.labels import Condition
-from residuum.wire.limits import DEFAULT_PAGE_SIZE, MAX_PAGE_BYTES, MAX_PAGE_SIZE, MAX_WAIT_SECONDS
+from residuum.wire.limits import (
+    DEFAULT_PAGE_SIZE,
+    MAX_PAGE_BYTES,
+    MAX_PAGE_SIZE,
+    MAX_PLACED_CHUNK_BYTES,
+    MAX_WAIT_SECONDS,
+)
 from store_svc.calls import Calls
 from store_svc.captures.capture_names import (
     CaptureName,
@@ -336,6 +342,7 @@ class StoreServicer:
             server_version=self._version,
             instance=self._shared_memory.instance,
             shared_memory_socket=self._shared_memory.path,
+            max_placed_chunk_bytes=MAX_PLACED_CHUNK_BYTES,
         )
 
     def _tenant_stats(self, caller: Caller) -> store_pb2.GetStatsResponse:

@@ -33,8 +33,10 @@ def payload_bytes(header: capture_pb2.ChunkHeader) -> int:
     return RowFormat.of(header).payload_bytes(len(header.layers), len(header.positions))
 
 
-def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]:
-    """Cut rows into pieces of at most TARGET_CHUNK_BYTES. A piece is larger only if it holds a single layer.
+def cut(
+    header: capture_pb2.ChunkHeader, payload: memoryview, target_bytes: int = TARGET_CHUNK_BYTES
+) -> Iterator[Piece]:
+    """Cut rows into pieces of at most `target_bytes`. A piece is larger only if it holds a single layer.
 
     Pieces are groups of whole layers of nearly equal size: rows just above the target become two halves, not a full
     piece and a small rest. A layer is cut by positions only if it does not fit one chunk.
@@ -44,6 +46,7 @@ def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]
     Args:
         header: Describes the rows of the payload.
         payload: The encoded rows.
+        target_bytes: The size of the pieces. A layer that does not fit a message is cut to fit one.
 
     Raises:
         ValueError: The payload does not have the size that the header describes, or one row exceeds a chunk.
@@ -58,7 +61,7 @@ def cut(header: capture_pb2.ChunkHeader, payload: memoryview) -> Iterator[Piece]
             f"{MAX_CHUNK_BYTES - _HEADER_ROOM}"
         )
     if layer_bytes <= MAX_CHUNK_BYTES - _HEADER_ROOM and len(header.positions) <= MAX_CHUNK_POSITIONS:
-        return _by_layers(header, payload, layer_bytes)
+        return _by_layers(header, payload, layer_bytes, target_bytes)
     return _by_positions(header, payload, form)
 
 
@@ -70,9 +73,11 @@ def append_message(number: int, capture_id: str, piece: Piece, tenant: str = "",
     return b"".join((prefix, chunk, piece.payload))
 
 
-def _by_layers(header: capture_pb2.ChunkHeader, payload: memoryview, layer_bytes: int) -> Iterator[Piece]:
+def _by_layers(
+    header: capture_pb2.ChunkHeader, payload: memoryview, layer_bytes: int, target_bytes: int
+) -> Iterator[Piece]:
     layers, positions = list(header.layers), list(header.positions)
-    for start, end in _spans(len(layers), max(1, TARGET_CHUNK_BYTES // layer_bytes)):
+    for start, end in _spans(len(layers), max(1, target_bytes // layer_bytes)):
         part = _part(header, layers[start:end], positions)
         yield Piece(part, payload[start * layer_bytes : end * layer_bytes])
 

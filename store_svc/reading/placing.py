@@ -13,7 +13,7 @@ from store_svc.captures.capture_names import unknown_capture
 from store_svc.database.db import Database, Table
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import cut_into, slice_chunk, slice_header
-from store_svc.reading.stored_chunks import damaged, framed, verified
+from store_svc.reading.stored_chunks import damaged, framed, wanted
 from store_svc.shared_memory.memories import ReadUse
 
 
@@ -45,7 +45,7 @@ class Placing:
                 view = txn.get(Table.FRAMES, key)
                 if view is None:
                     raise unknown_capture(query.capture_id)
-                if len(view) < MIN_PLACED_BYTES:
+                if not MIN_PLACED_BYTES <= len(view) <= memory.max_bytes:
                     return None
                 copied = (_copy_whole if whole else _copy_slice)(view, query, memory)
             if copied is not None:
@@ -94,9 +94,8 @@ def _copy_whole(view: memoryview, query: Query, memory: ReadUse) -> bytes | None
 
 def _copy_slice(view: memoryview, query: Query, memory: ReadUse) -> bytes | None:
     """Copy the wanted rows of a chunk, and return the response; return None if there is no room."""
-    chunk = verified(view, query.capture_id)
-    layers, positions = query.cut(chunk.header)
-    if not layers or not positions:
+    chunk, layers, positions = wanted(view, query)
+    if not layers:
         return b""
     num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
     if num_bytes < MIN_PLACED_BYTES:

@@ -11,6 +11,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
 from residuum.wire.frames import length_prefix
+from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.captures.capture_names import CaptureName, unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import read_labels
@@ -20,7 +21,7 @@ from store_svc.database.keys import after_group, pack_number, unpack_frame
 from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
-from store_svc.reading.stored_chunks import framed, sliced, verified
+from store_svc.reading.stored_chunks import check_whole, framed, responses
 from store_svc.shared_memory.memories import ReadUse
 
 _KEYS_AT_ONCE = 1024
@@ -292,24 +293,25 @@ class Reader:
         return keys, at
 
     def _rows(self, key: bytes, query: Query, placing: Placing) -> Iterator[bytes]:
-        """Yield the response with the wanted rows of a frame, if it has any."""
+        """Yield the responses with the wanted rows of a frame."""
         whole = query.wants_whole(unpack_frame(key))
         response = placing.respond(key, query, whole=whole)
         if response is None:
-            response = self._respond(key, query, whole=whole)
-        if response:
+            yield from self._responses(key, query, whole=whole)
+        elif response:
             yield response
 
-    def _respond(self, key: bytes, query: Query, *, whole: bool) -> bytes:
+    def _responses(self, key: bytes, query: Query, *, whole: bool) -> list[bytes]:
         with self._db.read() as txn:
             view = txn.get(Table.FRAMES, key)
             if view is None:
                 raise unknown_capture(query.capture_id)
             size = len(view)
-            response = framed(view) if whole else sliced(view, query)
-        if whole:
-            verified(memoryview(response)[-size:], query.capture_id)
-        return response
+            if not whole or size > MAX_CHUNK_BYTES:
+                return responses(view, query)
+            response = framed(view)
+        check_whole(memoryview(response)[-size:], query.capture_id)
+        return [response]
 
 
 def _failed(error: Failure) -> bytes:

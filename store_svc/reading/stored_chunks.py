@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
+from residuum.wire.limits import TARGET_CHUNK_BYTES
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import slice_chunk
 
@@ -13,19 +14,24 @@ def framed(chunk: bytes | memoryview) -> bytes:
     return b"".join((read_prefix(len(chunk)), chunk))
 
 
-def sliced(frame: memoryview, query: Query) -> bytes:
-    """Return the response with the wanted rows of a stored chunk; empty if it has none.
+def responses(frame: memoryview, query: Query) -> list[bytes]:
+    """Return the responses with the wanted rows of a stored chunk, each small enough for a message.
 
     Raises:
         Failure: CHECKSUM_MISMATCH.
     """
-    chunk = verified(frame, query.capture_id)
-    layers, positions = query.cut(chunk.header)
-    return framed(slice_chunk(chunk, layers, positions)) if layers and positions else b""
+    chunk, layers, positions = wanted(frame, query)
+    if not layers:
+        return []
+    count = max(1, TARGET_CHUNK_BYTES // chunk.format.payload_bytes(1, len(positions)))
+    parts = (layers[start : start + count] for start in range(0, len(layers), count))
+    return [framed(slice_chunk(chunk, part, positions)) for part in parts]
 
 
-def verified(frame: memoryview, capture_id: str) -> ChunkView:
-    """Return a stored chunk, after comparing its payload with its checksum.
+def wanted(frame: memoryview, query: Query) -> tuple[ChunkView, list[int], list[int]]:
+    """Return a stored chunk, and the indices of its wanted layers and positions, neither if no row is wanted.
+
+    The wanted layers match their checksums.
 
     Raises:
         Failure: CHECKSUM_MISMATCH.
@@ -33,10 +39,27 @@ def verified(frame: memoryview, capture_id: str) -> ChunkView:
     try:
         chunk = parse_chunk(frame)
     except FrameError:
-        raise damaged(capture_id) from None
-    if not chunk.verify():
+        raise damaged(query.capture_id) from None
+    layers, positions = query.cut(chunk.header)
+    if not layers or not positions:
+        return chunk, [], []
+    if not chunk.verify_layers(layers):
+        raise damaged(query.capture_id)
+    return chunk, layers, positions
+
+
+def check_whole(chunk: bytes | memoryview, capture_id: str) -> None:
+    """Compare the payload of a chunk with its checksum.
+
+    Raises:
+        Failure: CHECKSUM_MISMATCH.
+    """
+    try:
+        is_right = parse_chunk(chunk).verify()
+    except FrameError:
+        is_right = False
+    if not is_right:
         raise damaged(capture_id)
-    return chunk
 
 
 def damaged(capture_id: str) -> Failure:

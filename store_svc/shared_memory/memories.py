@@ -20,6 +20,7 @@ import numpy.typing as npt
 from residuum.wire.shared_memory import (
     MAX_MESSAGE_BYTES,
     MAX_READ_BYTES,
+    MAX_UNRELEASED_BYTES,
     MAX_WRITE_BYTES,
     MIN_READ_BYTES,
     READ,
@@ -99,6 +100,9 @@ class ReadUse:
         self.message_bytes = min(_MESSAGE_BYTES, len(memory.bytes) // 8)
         """Bytes of payloads at which a message is sent. The memory has room for several such messages, so that the
         store copies while the reader does."""
+        self.max_bytes = (len(memory.bytes) - self.message_bytes - MAX_UNRELEASED_BYTES) // 2
+        """Bytes of the largest chunk that always finds room in the end, also if payloads of a message that is not sent
+        yet, and some that the peer has not released yet, lie in the middle of the memory."""
 
     @property
     def is_over(self) -> bool:

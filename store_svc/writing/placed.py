@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from residuum.wire.frames import ChunkView, FrameError, check_header, chunk_prefix
-from residuum.wire.limits import MAX_CHUNK_BYTES
+from residuum.wire.frames import ChunkView, FrameError, check_header, check_layer_checksums, chunk_prefix
+from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_PLACED_CHUNK_BYTES
 from store_svc.checks import invalid
 
 
@@ -33,11 +33,15 @@ def copy_placed(
     size = placed.num_bytes
     try:
         check_header(placed.header, size)
+        check_layer_checksums(placed.header, placed.layer_crc32c)
     except FrameError as error:
         return invalid("placed_chunk", str(error))
-    prefix = chunk_prefix(placed.header, placed.crc32c, size)
-    if len(prefix) + size > MAX_CHUNK_BYTES:
-        return invalid("placed_chunk", f"a chunk has at most {MAX_CHUNK_BYTES} bytes, not {len(prefix) + size}")
+    prefix = chunk_prefix(placed.header, placed.crc32c, size, placed.layer_crc32c)
+    if len(prefix) + size > MAX_PLACED_CHUNK_BYTES:
+        return invalid("placed_chunk", f"a chunk has at most {MAX_PLACED_CHUNK_BYTES} bytes, not {len(prefix) + size}")
+    part = len(prefix) + size // len(placed.header.layers)
+    if part > MAX_CHUNK_BYTES:  # a reader without shared memory gets it in a message
+        return invalid("placed_chunk", f"with one layer, a chunk has at most {MAX_CHUNK_BYTES} bytes, not {part}")
     if placed.offset + size > len(memory):
         return invalid("placed_chunk", f"its payload ends at {placed.offset + size}, beyond the memory's end")
     frame = np.empty(len(prefix) + size, dtype=np.uint8)

@@ -16,10 +16,11 @@ from store_svc.captures.capture_names import CaptureName
 from store_svc.writing.changes import Batch
 
 _GROUP_BYTES = 32 << 20
-"""Bytes of chunks in one transaction. Larger transactions are no faster, and delay acknowledgements."""
+"""Bytes of chunks in one transaction, at least. For one file, larger transactions are no faster, and delay
+acknowledgements."""
 
-_QUEUE_BYTES = 64 << 20
-"""Bytes of chunks that may wait. At this limit `append` blocks, and gRPC's flow control slows the clients down."""
+_SHARD_BYTES = 12 << 20
+"""Bytes of chunks for each shard. With less, the shards wait for each other longer than they write."""
 
 
 class Acks(Protocol):
@@ -143,7 +144,12 @@ class Waiting(NamedTuple):
 class WorkQueue:
     """A queue that is bounded by bytes. Commands overtake waiting messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_shards: int = 1) -> None:
+        """Begin empty, for a database with this number of shards."""
+        self._group_bytes = max(_GROUP_BYTES, num_shards * _SHARD_BYTES)
+        # As many bytes as a transaction may wait for it, and as many for the next one. At this limit `append` blocks,
+        # and gRPC's flow control slows the clients down.
+        self._max_bytes = 2 * self._group_bytes
         self._condition = threading.Condition()
         self._commands: list[Command] = []
         self._messages: deque[Append | Acks] = deque()
@@ -168,7 +174,7 @@ class WorkQueue:
             Failure: NOT_SERVING if the queue is closed.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self._bytes < _QUEUE_BYTES or self._closed)
+            self._condition.wait_for(lambda: self._bytes < self._max_bytes or self._closed)
             self._check_open()
             self._messages.append(item)
             self._bytes += item.size
@@ -217,7 +223,7 @@ class WorkQueue:
 
     def _take_messages(self, work: Work) -> None:
         size = 0
-        while self._messages and size < _GROUP_BYTES:
+        while self._messages and size < self._group_bytes:
             item = self._messages.popleft()
             if isinstance(item, Append):
                 work.appends.append(item)

@@ -107,7 +107,7 @@ class Writer:
             on_end: Called with each capture that has ended.
         """
         self.counters = Counters()
-        self.queue = WorkQueue()
+        self.queue = WorkQueue(db.num_shards)
         self.room = Room(db)
         """Whether the store has room."""
         self._db = db

@@ -16,6 +16,7 @@ from inference_svc.shipping.shipper.outbox import Outbox
 from inference_svc.shipping.shipper.shared_rings import Rings
 from inference_svc.shipping.shipper.uploader import Uploader
 from residuum.v1 import store_pb2
+from residuum.wire.limits import MAX_CHUNK_BYTES, TARGET_PLACED_CHUNK_BYTES
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
 from tests.faults.support import COMPLETE, LAYERS, Capture, Ring, collect
 from tests.shipping.support import DEADLINE, wait_until
@@ -114,6 +115,44 @@ def test_several_rings_of_one_shipper(running, ship):
         wait_until(lambda capture=capture: client.get(capture.name).num_rows == len(capture.rows()))
         check(client, capture)
     assert written(store) == 32 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_large_blocks_travel_whole_in_the_ring_and_cut_in_messages(running, ship, monkeypatch, is_placed):
+    store, client = running
+    if not is_placed:
+        monkeypatch.setattr(shared_rings.SharedRings, "_give", lambda *_: None)
+    ring, uploader = ship(client, ring_bytes=32 << 20)
+    large = Capture("large", 2 * BLOCK, 8192)
+    block_bytes = len(LAYERS) * BLOCK * large.width * 4
+    assert MAX_CHUNK_BYTES < block_bytes <= TARGET_PLACED_CHUNK_BYTES
+    open_capture(client, large)
+    publish(ring, large)
+    assert ring.drain(DEADLINE)
+    check(client, large)
+    assert written(store) == (2 * block_bytes if is_placed else 0)
+    assert uploader.num_settled == (2 if is_placed else 8)
+    assert uploader.num_streams == 1
+
+
+def test_an_older_store_gets_small_chunks(running, ship, monkeypatch):
+    store, client = running
+    describe_store = shared_rings._describe
+
+    def describe_older(channel):
+        answer = describe_store(channel)
+        answer.ClearField("max_placed_chunk_bytes")
+        return answer
+
+    monkeypatch.setattr(shared_rings, "_describe", describe_older)
+    ring, uploader = ship(client, ring_bytes=32 << 20)
+    large = Capture("large", 2 * BLOCK, 8192)
+    open_capture(client, large)
+    publish(ring, large)
+    assert ring.drain(DEADLINE)
+    check(client, large)
+    assert written(store) == len(LAYERS) * 2 * BLOCK * large.width * 4
+    assert uploader.num_settled == 8
 
 
 @pytest.mark.parametrize("how", ["off in the store", "off in the environment", "no rings"])

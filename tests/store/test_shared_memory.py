@@ -21,7 +21,8 @@ import residuum
 from residuum.rpc.errors import Reason
 from residuum.rpc.shared_memory import create_memory, give_memory
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import checksum, placed_append
+from residuum.wire.frames import checksum, layer_parts, placed_append
+from residuum.wire.limits import TARGET_CHUNK_BYTES
 from residuum.wire.shared_memory import (
     MIN_PLACED_BYTES,
     MIN_READ_BYTES,
@@ -46,6 +47,7 @@ from tests.store.support import (
     grid,
     make_chunk,
     rejections,
+    row,
     serving,
 )
 
@@ -179,9 +181,9 @@ class TestReads:
 
         numpy = SimpleNamespace(copyto=copy_and_damage, frombuffer=np.frombuffer, uint8=np.uint8)
         monkeypatch.setattr("store_svc.reading.placing.np", numpy)
-        with residuum.Client(store=running[1].target) as reader:
-            with pytest.raises(residuum.DamagedCapture, match="do not match their checksum"):
-                reader.activations("a")
+        refused = pytest.raises(residuum.DamagedCapture, match="do not match their checksum")
+        with residuum.Client(store=running[1].target) as reader, refused:
+            reader.activations("a")
 
     def test_a_damaged_chunk_of_which_a_part_is_read_is_noticed_by_the_store(self, running, monkeypatch):
         write(running[1])
@@ -503,3 +505,81 @@ class TestAppends:
         for key in (b"", bytes(16), reader.given.key):
             with failing_with(Reason.ERROR_REASON_UNKNOWN_MEMORY):
                 writer(key)
+
+
+class TestLargeChunks:
+    """Chunks that are too large for a message."""
+
+    LARGE = range(44)
+    """Layers of 128 KiB each: 5.5 MiB."""
+
+    @pytest.fixture
+    def write(self, running: tuple[Store, Client]) -> Iterator[Callable[..., dict[int, int]]]:
+        """Appends one large chunk, and returns the rejections."""
+        _, client = running
+        answer = client.stub.DescribeStore(store_pb2.DescribeStoreRequest())
+        assert answer.max_placed_chunk_bytes == 8 << 20
+        given = []
+
+        def write(layers: range = self.LARGE, width: int = WIDTH, **changes: object) -> dict[int, int]:
+            client.open(describe("a", layers=layers, prompt=BLOCK, width=width))
+            chunk = capture_pb2.Chunk.FromString(make_chunk(layers, range(BLOCK), width=width))
+            descriptor = memfd(len(chunk.payload))
+            os.pwrite(descriptor, chunk.payload, 0)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
+            given.append(give_memory(answer.shared_memory_socket, answer.instance, WRITE, descriptor))
+            os.close(descriptor)
+            parts = layer_parts(chunk.header, memoryview(chunk.payload))
+            fields = {"layer_crc32c": list(map(checksum, parts)), "num_bytes": len(chunk.payload), **changes}
+            placed = store_pb2.PlacedChunk(header=chunk.header, crc32c=chunk.crc32c, **fields)
+            return rejections(client.send([placed_append(1, "a", placed, given[-1].key)]))
+
+        yield write
+        for memory in given:
+            memory.close()
+
+    def test_they_are_placed_whole_if_the_memory_is_large_enough(self, running, write):
+        assert write() == {}
+        peer = Peer(*running, size=16 << 20)
+        assert peer.read() == grid(self.LARGE, range(BLOCK))
+        assert (peer.placed, peer.in_message) == (1, 0)
+
+    @pytest.mark.parametrize("layers", [[], range(3, 40)], ids=["whole", "most of it"])
+    def test_others_get_them_in_parts(self, running, write, layers):
+        assert write() == {}
+        small = Peer(*running)
+        assert small.read(layers=layers) == grid(layers or self.LARGE, range(BLOCK))
+        assert small.placed == 0
+        answers = list(running[1].stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", layers=layers)))
+        sizes = [len(answer.chunk.payload) for answer in answers if answer.HasField("chunk")]
+        assert sum(sizes) == len(layers or self.LARGE) * BLOCK * WIDTH * 4
+        assert max(sizes) <= TARGET_CHUNK_BYTES
+        assert len(sizes) == small.in_message == 3
+
+    def test_of_many_captures(self, running, write):
+        assert write() == {}
+        with residuum.Client(store=running[1].target) as client:
+            running[1].seal("a", generated=[1])
+            for acts in (client.activations(["a"])[0], client.activations("a")):
+                for layer in self.LARGE:
+                    assert np.array_equal(acts[layer], [row((0, POST, layer, at), WIDTH) for at in range(BLOCK)])
+
+    def test_only_the_wanted_layers_are_compared_with_their_checksums(self, running, write):
+        wrong = [0] * len(self.LARGE)
+        wrong[7] = checksum(np.array([row((0, POST, 7, at), WIDTH) for at in range(BLOCK)]).tobytes())
+        assert write(layer_crc32c=wrong) == {}
+        peer = Peer(*running, size=16 << 20)
+        assert peer.read(layers=[7]) == grid([7], range(BLOCK))
+        with failing_with(Reason.ERROR_REASON_CHECKSUM_MISMATCH):
+            peer.read(layers=[7, 8])
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"layers": range(65)}, "at most 8388608 bytes"),
+            ({"layers": range(2), "width": 16384 + 256}, "with one layer, a chunk has at most 2097152 bytes"),
+            ({"layer_crc32c": [1]}, "1 checksums of layers, but 44 layers"),
+        ],
+    )
+    def test_those_that_no_reader_could_get_are_rejected(self, running, write, fields, message):
+        assert write(**fields) == {1: Reason.ERROR_REASON_INVALID_FIELD}

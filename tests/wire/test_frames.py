@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -109,6 +111,50 @@ def test_a_changed_byte_is_noticed():
     good = frames.chunk_prefix(header, frames.checksum(payload), 4) + payload
     assert frames.parse_chunk(good).verify()
     assert not frames.parse_chunk(good[:-1] + b"\x04").verify()
+
+
+def chunk_of_layers(damaged=None, packed=True):
+    rows = np.arange(3 * 2 * 4, dtype=np.float32).reshape(3, 2, 4)
+    payload = bytearray(rows.tobytes())
+    header = capture_pb2.ChunkHeader(layers=[1, 2, 5], positions=[0, 1], dtype=tensor_pb2.DATA_TYPE_FLOAT32, width=4)
+    header.encoding = capture_pb2.ENCODING_RAW
+    layers = list(map(frames.checksum, frames.layer_parts(header, memoryview(payload))))
+    assert layers == [frames.checksum(layer.tobytes()) for layer in rows]
+    crc = frames.checksum(payload)
+    if damaged is not None:
+        payload[damaged * 2 * 4 * 4 + 5] ^= 1
+    if packed:
+        return frames.chunk_prefix(header, crc, len(payload), layers) + bytes(payload)
+    singly = b"".join(b"\x35" + number.to_bytes(4, "little") for number in layers)
+    return capture_pb2.Chunk(header=header, crc32c=crc).SerializeToString() + singly + b"\x7a\x60" + bytes(payload)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_layers_have_their_own_checksums(packed):
+    data = chunk_of_layers(packed=packed)
+    view = frames.parse_chunk(data)
+    assert list(view.layer_crc32c) == list(capture_pb2.Chunk.FromString(data).layer_crc32c)
+    assert view.verify()
+    assert view.verify_layers([0, 1, 2])
+
+
+@pytest.mark.parametrize("damaged", range(3))
+def test_damage_in_a_layer_is_noticed_there_alone(damaged):
+    view = frames.parse_chunk(chunk_of_layers(damaged))
+    assert not view.verify()
+    assert [view.verify_layers([layer]) for layer in range(3)] == [layer != damaged for layer in range(3)]
+    assert not view.verify_layers([0, 1, 2])
+
+
+def test_without_checksums_of_layers_the_whole_payload_is_compared():
+    view = replace(frames.parse_chunk(chunk_of_layers(damaged=2)), layer_crc32c=())
+    assert not view.verify_layers([0])
+
+
+@pytest.mark.parametrize("field", [b"\x32\x04abcd", b"\x32\x03abc", b"\x35abcd"])
+def test_other_numbers_of_checksums_are_refused(field):
+    with pytest.raises(frames.FrameError, match=r"checksums of layers, but 3 layers|truncated"):
+        frames.parse_chunk(field + chunk_of_layers())
 
 
 def test_the_checksum_is_crc32c():

@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 
 from residuum.rpc.shared_memory import SWITCH, GivenMemory, create_memory, give_memory, is_possible, is_switched_off
 from residuum.v1 import store_pb2
-from residuum.wire.shared_memory import READ, SharedMemoryError, encode_released
+from residuum.wire.shared_memory import MAX_UNRELEASED_BYTES, READ, SharedMemoryError, encode_released
 
 MEMORY_BYTES = 16 << 20
-"""The size of a memory. It holds some chunks of 2 MiB, and is small enough for the caches of most processors."""
-
-_RELEASE_BYTES = 2 << 20
-"""Payloads are released when they take this much, so that a message to the store is rare."""
+"""The size of a memory. It holds some chunks, and is small enough for the caches of most processors."""
 
 _MEMORIES = 4
 """Memories for one store. More reads at the same time get their rows in messages."""
@@ -51,7 +48,7 @@ class ReadMemory:
 
     def release(self, *, now: bool = False) -> None:
         """Release all payloads that were taken, if they take enough memory or `now` is true."""
-        if self._taken - self._released >= (1 if now else _RELEASE_BYTES) and self._given.send(
+        if self._taken - self._released >= (1 if now else MAX_UNRELEASED_BYTES) and self._given.send(
             encode_released(self._taken)
         ):
             self._released = self._taken  # otherwise the next release includes these

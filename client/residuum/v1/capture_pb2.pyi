@@ -618,7 +618,8 @@ Global___ChunkHeader: _TypeAlias = ChunkHeader  # noqa: Y015
 class Chunk(_message.Message):
     """Rows of one sequence at one site, for some layers and positions.
 
-    A chunk is at most 2 MiB, well below gRPC's default limit of 4 MiB for a message. `payload` is the last field so that
+    In a message, a chunk is at most 2 MiB, well below gRPC's default limit of 4 MiB for a message. In shared memory it may
+    be larger, if no layer of it is; see DescribeStoreResponse. `payload` is the last field so that
     a writer can serialise a chunk as a small header followed by the array's own bytes, and a store can slice rows
     without copying the whole chunk. A writer MUST emit the fields in the order of their numbers.
     """
@@ -627,6 +628,7 @@ class Chunk(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
+    LAYER_CRC32C_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     crc32c: _builtins.int
     """CRC-32C (Castagnoli) of the payload."""
@@ -638,16 +640,23 @@ class Chunk(_message.Message):
     def header(self) -> Global___ChunkHeader:
         """Describes the payload."""
 
+    @_builtins.property
+    def layer_crc32c(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """CRC-32C of each layer's part of the payload, in the order of the layers. May be empty. With it, a store that sends
+        some layers needs to compare only these with their checksums.
+        """
+
     def __init__(
         self,
         *,
         header: Global___ChunkHeader | None = ...,
         crc32c: _builtins.int = ...,
+        layer_crc32c: _abc.Iterable[_builtins.int] | None = ...,
         payload: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "header", b"header", "payload", b"payload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "header", b"header", "layer_crc32c", b"layer_crc32c", "payload", b"payload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

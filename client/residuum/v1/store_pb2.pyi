@@ -50,22 +50,28 @@ class DescribeStoreResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_SOCKET_FIELD_NUMBER: _builtins.int
+    MAX_PLACED_CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The version of the server."""
     instance: _builtins.bytes
     """Random bytes that are new at each start of the store."""
     shared_memory_socket: _builtins.str
     """The path of the Unix socket for shared memory. Empty: the store offers none."""
+    max_placed_chunk_bytes: _builtins.int
+    """The size of the largest chunk that the store accepts in shared memory, header and payload together. 0: as in a
+    message, 2 MiB. Each layer of the payload must fit into a message.
+    """
     def __init__(
         self,
         *,
         server_version: _builtins.str = ...,
         instance: _builtins.bytes = ...,
         shared_memory_socket: _builtins.str = ...,
+        max_placed_chunk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "server_version", b"server_version", "shared_memory_socket", b"shared_memory_socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "max_placed_chunk_bytes", b"max_placed_chunk_bytes", "server_version", b"server_version", "shared_memory_socket", b"shared_memory_socket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,6 +88,7 @@ class PlacedChunk(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    LAYER_CRC32C_FIELD_NUMBER: _builtins.int
     crc32c: _builtins.int
     """The CRC-32C of the payload. The receiver compares it with the payload. The sender may not have compared it."""
     offset: _builtins.int
@@ -96,6 +103,10 @@ class PlacedChunk(_message.Message):
     def header(self) -> _capture_pb2.ChunkHeader:
         """Describes the payload."""
 
+    @_builtins.property
+    def layer_crc32c(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See Chunk."""
+
     def __init__(
         self,
         *,
@@ -104,10 +115,11 @@ class PlacedChunk(_message.Message):
         offset: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         end: _builtins.int = ...,
+        layer_crc32c: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "end", b"end", "header", b"header", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "end", b"end", "header", b"header", "layer_crc32c", b"layer_crc32c", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ it. The `parse_*` functions return the payload as a view of the message's bytes;
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, Union
 
@@ -19,7 +20,7 @@ from residuum.wire.limits import MAX_CHUNK_POSITIONS
 from residuum.wire.shared_memory import Payloads, Place, SharedMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     import numpy.typing as npt
@@ -32,6 +33,7 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 _CHUNK_HEADER = capture_pb2.Chunk.HEADER_FIELD_NUMBER
 _CHUNK_CRC32C = capture_pb2.Chunk.CRC32C_FIELD_NUMBER
+_CHUNK_LAYER_CRC32C = capture_pb2.Chunk.LAYER_CRC32C_FIELD_NUMBER
 _CHUNK_PAYLOAD = capture_pb2.Chunk.PAYLOAD_FIELD_NUMBER
 _APPEND_CHUNK = store_pb2.AppendChunksRequest.CHUNK_FIELD_NUMBER
 _READ_CHUNK = store_pb2.ReadChunksResponse.CHUNK_FIELD_NUMBER
@@ -54,10 +56,22 @@ class ChunkView:
     """The encoded rows; valid as long as the underlying buffer."""
     is_placed: bool = False
     """Whether the payload is in shared memory, and so valid only until it is released."""
+    layer_crc32c: Sequence[int] = ()
+    """The received checksum of each layer; may be empty."""
 
     def verify(self) -> bool:
         """Tell whether the payload matches its checksum."""
         return checksum(self.payload) == self.crc32c
+
+    def verify_layers(self, layers: Sequence[int]) -> bool:
+        """Tell whether some layers, given by their indices in the header, match their checksums.
+
+        Without checksums of layers, tell whether the whole payload matches.
+        """
+        if not self.layer_crc32c:
+            return self.verify()
+        parts, found = layer_parts(self.header, self.payload), self.layer_crc32c
+        return all(checksum(parts[layer]) == found[layer] for layer in layers)
 
     @property
     def format(self) -> RowFormat:
@@ -104,9 +118,17 @@ def checksum(payload: Buffer) -> int:
     return int(_crc32c.crc32c(payload))
 
 
-def chunk_prefix(header: capture_pb2.ChunkHeader, crc32c: int, payload_bytes: int) -> bytes:
+def layer_parts(header: capture_pb2.ChunkHeader, payload: memoryview) -> list[memoryview]:
+    """Return the part of a payload that each layer takes. All have the same size."""
+    size = len(payload) // len(header.layers)
+    return [payload[at : at + size] for at in range(0, len(payload), size)]
+
+
+def chunk_prefix(
+    header: capture_pb2.ChunkHeader, crc32c: int, payload_bytes: int, layer_crc32c: Sequence[int] = ()
+) -> bytes:
     """Return the bytes of a Chunk before its payload. With the payload appended, they are the whole message."""
-    head = capture_pb2.Chunk(header=header, crc32c=crc32c).SerializeToString()
+    head = capture_pb2.Chunk(header=header, crc32c=crc32c, layer_crc32c=layer_crc32c).SerializeToString()
     return head + length_prefix(_CHUNK_PAYLOAD, payload_bytes)
 
 
@@ -185,17 +207,21 @@ def parse_chunk(data: Buffer) -> ChunkView:
         FrameError: The bytes are not a Chunk, or its header does not match its payload.
     """
     header, crc32c, payload = None, 0, memoryview(b"")
+    layer_crc32c: tuple[int, ...] = ()
     for number, value in _fields(memoryview(data)):
         if number == _CHUNK_HEADER and isinstance(value, memoryview):
             header = _parse(capture_pb2.ChunkHeader, value)
         elif number == _CHUNK_CRC32C and isinstance(value, int):
             crc32c = value
+        elif number == _CHUNK_LAYER_CRC32C:  # packed, as protobuf writes it, or one by one
+            layer_crc32c += (value,) if isinstance(value, int) else _fixed32s(value)
         elif number == _CHUNK_PAYLOAD and isinstance(value, memoryview):
             payload = value
     if header is None:
         raise FrameError("the chunk has no header")
     check_header(header, len(payload))
-    return ChunkView(header, crc32c, payload)
+    check_layer_checksums(header, layer_crc32c)
+    return ChunkView(header, crc32c, payload, layer_crc32c=layer_crc32c)
 
 
 def parse_append(data: Buffer) -> AppendView:
@@ -276,6 +302,27 @@ def check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
         raise FrameError(str(error)) from None
     if expected != payload_bytes:
         raise FrameError(f"the chunk's header describes {expected} bytes, but its payload has {payload_bytes}")
+
+
+def check_layer_checksums(header: capture_pb2.ChunkHeader, layer_crc32c: Sequence[int]) -> None:
+    """Check that a chunk has no checksums of layers, or one for each.
+
+    Raises:
+        FrameError: It has another number of them.
+    """
+    if layer_crc32c and len(layer_crc32c) != len(header.layers):
+        raise FrameError(f"the chunk has {len(layer_crc32c)} checksums of layers, but {len(header.layers)} layers")
+
+
+def _fixed32s(data: memoryview) -> tuple[int, ...]:
+    """Return the numbers of a packed field of fixed32.
+
+    Raises:
+        FrameError: The field is truncated.
+    """
+    if len(data) % 4:
+        raise FrameError("a field of 32-bit numbers in the message is truncated")
+    return struct.unpack(f"<{len(data) // 4}I", data)
 
 
 def _ascends(numbers: list[int]) -> bool:

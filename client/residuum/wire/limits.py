@@ -10,7 +10,15 @@ TARGET_CHUNK_BYTES = 15 << 17
 spread their fixed cost over more rows; with messages of 1 MiB, each row takes a fifth more processor time."""
 
 MAX_CHUNK_BYTES = 2 << 20
-"""The largest chunk that a store accepts, header and payload together."""
+"""The largest chunk that a store accepts in a message, header and payload together."""
+
+TARGET_PLACED_CHUNK_BYTES = 47 << 17
+"""The payload size that writers aim at in shared memory, 5.9 MiB: with its header, it fits the memory of our client.
+Each chunk costs a store and its reader the same work in Python, which lets only one thread run at a time, so throughput
+grows with the size. A block of a model with 3 billion parameters has 4.7 MB."""
+
+MAX_PLACED_CHUNK_BYTES = 8 << 20
+"""The largest chunk that a store accepts in shared memory. Readers without shared memory get it in parts."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """gRPC's default receive limit, kept so that an oversized message fails."""

@@ -24,6 +24,8 @@ MIN_PLACED_BYTES: Final = 64 << 10
 MIN_READ_BYTES: Final = 8 << 20
 """The smallest memory for reading. Some chunks wait in it for others that share their message, and a chunk that does
 not fit before the end of the memory leaves up to 2 MiB empty."""
+MAX_UNRELEASED_BYTES: Final = 2 << 20
+"""A reader releases payloads that it does not need any more before they add up to this."""
 MAX_READ_BYTES: Final = 64 << 20
 """The largest memory for reading."""
 MAX_WRITE_BYTES: Final = 1 << 40

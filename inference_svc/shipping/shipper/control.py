@@ -25,6 +25,7 @@ from inference_svc.shipping.protocol import (
 from inference_svc.shipping.ring import Extent, SharedRing
 from inference_svc.shipping.shipper.parcels import Parcel, extent_parcels, loss_parcels
 from inference_svc.shipping.shipper.shared_rings import Rings
+from residuum.wire.limits import TARGET_CHUNK_BYTES
 from svc_common.backoff import Backoff
 from svc_common.logs import get_logger
 
@@ -172,11 +173,16 @@ class _Session:
         else:
             raise ProtocolError(f"a worker must not send {type(message).__name__} at this point")
 
+    def _target_bytes(self) -> int:
+        return TARGET_CHUNK_BYTES if self._rings is None else self._rings.target_bytes
+
     def _take_extent(self, message: ExtentReady, ring: SharedRing) -> None:
         rows = ring.view(Extent(message.offset, sum(map(payload_bytes, message.headers)))).data
         self._put(
             message.capture_id,
-            extent_parcels(message.capture_id, message.headers, rows, lambda: self.send(Done(message.ticket))),
+            extent_parcels(
+                message.capture_id, message.headers, rows, lambda: self.send(Done(message.ticket)), self._target_bytes
+            ),
         )
 
 

@@ -72,6 +72,19 @@ class Outbox:
             self._end_stream()
             return unacked
 
+    def wait_for_next(self, stream: int) -> Parcel | None:
+        """Wait for a parcel and for room in flight, and return the parcel that `take` will return; None as there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over(stream) or self._may_send())
+            return None if self._over(stream) else self._waiting[0]
+
+    def split(self, parcel: Parcel, target_bytes: int) -> None:
+        """Replace the next parcel by smaller ones; do nothing if another one is next now."""
+        with self._changed:
+            if self._waiting and self._waiting[0] is parcel:
+                self._waiting.popleft()
+                self._waiting.extendleft(reversed(parcel.split(target_bytes)))
+
     def take(self, stream: int) -> tuple[int, Parcel] | None:
         """Wait for a parcel and for room in flight, and return the parcel with its number.
 

@@ -10,6 +10,7 @@ from inference_svc.shipping.framing import Piece, append_message, cut, payload_b
 from inference_svc.shipping.shipper.shared_rings import Place, SharedRings
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire import frames
+from residuum.wire.limits import TARGET_CHUNK_BYTES
 from residuum.wire.tokens import split_path
 
 
@@ -76,6 +77,19 @@ class Parcel:
         )
         return message.SerializeToString()
 
+    def target_bytes(self, shared: SharedRings) -> int:
+        """Return the size of the parcels in which this one's rows are to travel: as `encode` will send them."""
+        if self.resent or not isinstance(self.content, Piece):
+            return TARGET_CHUNK_BYTES
+        return shared.target_bytes(self.content.payload)
+
+    def split(self, target_bytes: int) -> list[Parcel]:
+        """Return parcels of at most `target_bytes` with the same rows, in order; only one layer may be larger."""
+        if not isinstance(self.content, Piece) or len(self.content.payload) <= target_bytes:
+            return [self]
+        pieces = cut(self.content.header, self.content.payload, target_bytes)
+        return [replace(self, content=piece, share=len(piece.payload)) for piece in pieces]
+
     def settle(self) -> None:
         """Count the parcel as settled. Only one thread may call this."""
         self.delivery.settle(self.share)
@@ -98,12 +112,17 @@ def placed_message(number: int, parcel: Parcel, piece: Piece, place: Place) -> b
         crc32c=frames.checksum(piece.payload),
         offset=place.offset,
         num_bytes=len(piece.payload),
+        layer_crc32c=map(frames.checksum, frames.layer_parts(piece.header, piece.payload)),
     )
     return frames.placed_append(number, parcel.capture_id, placed, place.key, parcel.tenant, parcel.attempt)
 
 
 def extent_parcels(
-    path: str, headers: Sequence[capture_pb2.ChunkHeader], rows: memoryview, on_done: Callable[[], None]
+    path: str,
+    headers: Sequence[capture_pb2.ChunkHeader],
+    rows: memoryview,
+    on_done: Callable[[], None],
+    target_bytes: Callable[[], int],
 ) -> Iterator[Parcel]:
     """Yield the parcels of an extent, one at a time as the caller takes them.
 
@@ -114,6 +133,7 @@ def extent_parcels(
         headers: The headers of the rows, with known element types.
         rows: Exactly the payloads of the headers, in order.
         on_done: Called once the last parcel is settled.
+        target_bytes: Returns the size of parcels that can probably travel; see `Parcel.target_bytes`.
     """
     tenant, capture_id, attempt = split_path(path)
     make = partial(Parcel, capture_id, tenant=tenant, attempt=attempt)
@@ -122,7 +142,7 @@ def extent_parcels(
     for header in headers:
         start, end = end, end + payload_bytes(header)
         try:
-            pieces = cut(header, rows[start:end])
+            pieces = cut(header, rows[start:end], target_bytes())
         except ValueError as error:
             yield make(write_failed(header, str(error)), delivery, end - start)
         else:

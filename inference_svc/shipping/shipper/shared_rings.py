@@ -16,6 +16,7 @@ import numpy.typing as npt
 from inference_svc.shipping.ring import SharedRing
 from residuum.rpc.shared_memory import GivenMemory, give_memory, is_possible, is_switched_off
 from residuum.v1 import store_pb2
+from residuum.wire.limits import TARGET_CHUNK_BYTES, TARGET_PLACED_CHUNK_BYTES
 from residuum.wire.shared_memory import MIN_PLACED_BYTES, WRITE, SharedMemoryError
 from svc_common.logs import get_logger
 
@@ -54,6 +55,8 @@ class Rings:
 
     def __init__(self) -> None:
         """Begin without any."""
+        self.target_bytes = TARGET_PLACED_CHUNK_BYTES
+        """The size of the pieces in which the last payload travelled: the next one will probably travel so too."""
         self._lock = threading.Lock()
         self._rings: dict[int, _Ring] = {}
         self._next = 0
@@ -114,6 +117,15 @@ class SharedRings:
         self._store = store
         self._given: dict[int, GivenMemory | None] = {}
 
+    def target_bytes(self, payload: memoryview) -> int:
+        """Return the size of the pieces in which a payload is to travel. This may wait as `find` does."""
+        if self._description is None or self.find(payload) is None:
+            self._rings.target_bytes = TARGET_CHUNK_BYTES
+        else:
+            largest = max(TARGET_CHUNK_BYTES, self._description.max_placed_chunk_bytes)
+            self._rings.target_bytes = min(largest, TARGET_PLACED_CHUNK_BYTES)
+        return self._rings.target_bytes
+
     def find(self, payload: memoryview) -> Place | None:
         """Return where a payload is; None if it must travel in its message. This may wait for the store once a ring."""
         if self._description is None or len(payload) < MIN_PLACED_BYTES:
@@ -150,15 +162,15 @@ class StoreRings:
 
     def __init__(self, rings: Rings | None, store: str) -> None:
         """Prepare for a store, of this name; without rings, all payloads travel in messages."""
-        self._rings = rings if is_possible() and not is_switched_off() else None
+        self._rings = rings or Rings()
+        self._is_wanted = rings is not None and is_possible() and not is_switched_off()
         self._store = store
         self._paused_until = 0.0
 
     def begin(self, channel: grpc.Channel) -> SharedRings:
         """Return what a new stream needs, after asking the store on its channel."""
-        if self._rings is None or time.monotonic() < self._paused_until:
-            return SharedRings(Rings(), None, self._store)
-        return SharedRings(self._rings, _describe(channel), self._store)
+        is_used = self._is_wanted and time.monotonic() >= self._paused_until
+        return SharedRings(self._rings, _describe(channel) if is_used else None, self._store)
 
     def pause(self) -> None:
         """Let payloads travel in messages for a while: the store did not have a memory."""

@@ -143,7 +143,13 @@ class Uploader:
 
     def _messages(self, stream: int, shared: SharedRings) -> Iterator[bytes]:
         """Yield a stream's messages. Runs on gRPC's thread, which waits here while no parcel can be sent."""
-        while (taken := self._outbox.take(stream)) is not None:
+        while (following := self._outbox.wait_for_next(stream)) is not None:
+            target_bytes = following.target_bytes(shared)
+            if following.num_bytes > target_bytes:
+                self._outbox.split(following, target_bytes)
+            taken = self._outbox.take(stream)
+            if taken is None:
+                return
             number, parcel = taken
             yield parcel.encode(number, shared)
 
