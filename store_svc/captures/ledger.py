@@ -76,24 +76,31 @@ class Ledger:
         """
         groups: dict[Positions, list[int]] = {}
         expected = self._expected[cells.sequence] if self._expected is not None else None
+        found: dict[Positions | None, Positions] = {}  # most layers have the same set, also as an object
         for row in cells.rows():
             have = self._stored.get(row)
-            new = cells.positions - have if have else cells.positions
-            if new and (expected is None or new & expected):
+            if have not in found:
+                new = cells.positions - have if have else cells.positions
+                found[have] = new if expected is None or new & expected else Positions()
+            if new := found[have]:
                 groups.setdefault(new, []).append(row[2])
         return groups
 
     def add(self, cells: Cells) -> None:
         """Record cells as stored. None of them may be recorded as stored already."""
         served = self.served(cells.sequence, cells.positions)
+        count = len(served)
+        unions: dict[Positions | None, Positions] = {}  # see `fresh`
         for row in cells.rows():
             have = self._stored.get(row)
-            now = self._stored[row] = have | cells.positions if have else cells.positions
+            if have not in unions:
+                unions[have] = have | cells.positions if have else cells.positions
+            now = self._stored[row] = unions[have]
             self.num_blocks += now.num_blocks - (have.num_blocks if have else 0)
-            self.num_rows += len(served)
+            self.num_rows += count
             if self._expected is not None:
-                self.missing -= len(served)
-                self.outstanding -= len(served - self._lost.get(row, Positions()))
+                self.missing -= count
+                self.outstanding -= len(served - self._lost[row]) if row in self._lost else count
 
     def lose(self, cells: Cells) -> None:
         """Record cells as lost. A lost cell that arrives later still counts as stored."""

@@ -297,14 +297,15 @@ class Database:
         with self._main.writing() as raw:
             txn = Txn(raw, self._tables, frames)
             result = change(txn)
-            if txn.wrote and not reserve:
+            keeps_reserve = txn.wrote and not reserve
+            if keeps_reserve:
                 self._check_room(self._main.measure(raw), frames)
             if frames is not None and self._shards is not None:
-                self._shards.commit(frames, self._main, main_changes=txn.changed_main)
+                self._shards.commit(frames, self._main, main_changes=txn.changed_main, keeps_reserve=keeps_reserve)
             return result
 
     def _check_room(self, main_bytes: int, frames: FrameChanges | None) -> None:
-        """Make sure that the reserves remain after a transaction.
+        """Make sure that the reserves of the map and of the main file remain after a transaction.
 
         Args:
             main_bytes: The bytes that the main file's pages in use then take.
@@ -313,14 +314,11 @@ class Database:
         Raises:
             StoreFullError: They would not.
         """
-        sizes = []
-        if frames is not None and self._shards is not None:
-            sizes = [file.used_bytes + frames.growth(at) for at, file in enumerate(self._shards.files)]
-        if main_bytes + sum(sizes) > self.ordinary_bytes:
+        shards = self._shards.files if frames is not None and self._shards is not None else ()
+        shard_bytes = sum(file.used_bytes + frames.growth(at) for at, file in enumerate(shards)) if frames else 0
+        if main_bytes + shard_bytes > self.ordinary_bytes:
             raise StoreFullError(limit_text(self.max_bytes))
         self._main.allocate(main_bytes)
-        if self._shards is not None:
-            self._shards.allocate(sizes)
 
     def _open(self, folder: Path, tables: Iterable[Table], disk_reserve: int) -> LmdbFile:
         return LmdbFile(

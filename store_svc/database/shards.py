@@ -197,17 +197,7 @@ class Shards:
         """Return an empty set of changes."""
         return FrameChanges(self.files, self._placement)
 
-    def allocate(self, sizes: Sequence[int]) -> None:
-        """Make sure that the reserve of each file remains when its pages in use take this many bytes.
-
-        Some file systems write zeros to what they allocate, so all files are allocated at the same time.
-
-        Raises:
-            StoreFullError: A reserve would not remain.
-        """
-        self._run([partial(file.allocate, size) for file, size in zip(self.files, sizes, strict=False)])
-
-    def commit(self, changes: FrameChanges, main: LmdbFile, *, main_changes: bool) -> None:
+    def commit(self, changes: FrameChanges, main: LmdbFile, *, main_changes: bool, keeps_reserve: bool) -> None:
         """Commit changes to the frames. Afterwards every earlier commit is synced, as after a commit of a single file.
 
         Call `settle` once the main file has committed; if it fails, or this does, call `take_back`.
@@ -216,6 +206,8 @@ class Shards:
             changes: The changes.
             main: The main file.
             main_changes: Whether it commits a change after this.
+            keeps_reserve: Whether the reserve of each file must remain. Some file systems write zeros to what they
+                allocate, so each file is allocated in its own thread.
 
         Raises:
             StoreFullError: There is no room.
@@ -224,7 +216,7 @@ class Shards:
         changes.close()
         changed = [shard for shard in range(len(self.files)) if changes.puts[shard] or changes.deletes[shard]]
         steps: list[Callable[[], None]] = [
-            partial(self._commit, shard, changes.puts[shard], changes.deletes[shard]) for shard in changed
+            partial(self._commit, shard, changes, keeps_reserve=keeps_reserve) for shard in changed
         ]
         steps += [file.sync for at, file in enumerate(self.files) if not file.is_synced and at not in changed]
         if not main_changes and not main.is_synced:
@@ -261,12 +253,12 @@ class Shards:
         for file in self.files:
             file.close()
 
-    def _commit(
-        self, shard: int, puts: Sequence[tuple[Table, bytes, bytes | memoryview]], deletes: Sequence[bytes]
-    ) -> None:
-        file = self.files[shard]
+    def _commit(self, shard: int, changes: FrameChanges, *, keeps_reserve: bool) -> None:
+        file, puts = self.files[shard], changes.puts[shard]
+        if keeps_reserve:
+            file.allocate(file.used_bytes + changes.growth(shard))
         with file.writing() as raw:
-            for key in deletes:
+            for key in changes.deletes[shard]:
                 raw.delete(key, db=file.tables[Table.FRAMES])
             for table, key, value in puts:
                 raw.put(key, value, db=file.tables[table])
