@@ -12,11 +12,12 @@ _BASE = 160 * _MIB
 _KEPT = 256 * _MIB
 """Freed memory that glibc keeps (svc_common/memory.py)."""
 
-_QUEUE = 96 * _MIB
-"""Chunks that wait for the writer, and chunks that it is writing."""
+_QUEUE = 384 * _MIB
+"""Chunks that wait for the writer, chunks that it is writing, and LMDB's copies of these, with 8 shards or more."""
 
-_WRITER = 8 * _MIB
-"""For each writer stream: one message being received, and one waiting for room in the queue."""
+_WRITER = 12 * _MIB
+"""For each writer stream: one message being received, and one waiting for room in the queue, with a large chunk from
+shared memory."""
 
 _STREAM = 8 * _MIB
 """For each active read stream: up to three prepared chunks, and one being sent."""

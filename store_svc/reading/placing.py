@@ -94,9 +94,10 @@ def _copy_whole(view: memoryview, query: Query, memory: ReadUse) -> bytes | None
 
 def _copy_slice(view: memoryview, query: Query, memory: ReadUse) -> bytes | None:
     """Copy the wanted rows of a chunk, and return the response; return None if there is no room."""
-    chunk, layers, positions = wanted(view, query)
-    if not layers:
+    found = wanted(view, query)
+    if found is None:
         return b""
+    chunk, (layers, positions) = found
     num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
     if num_bytes < MIN_PLACED_BYTES:
         return framed(slice_chunk(chunk, layers, positions))

@@ -16,12 +16,12 @@ from store_svc.captures.capture_names import CaptureName, unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import read_labels
 from store_svc.captures.lifecycle import Capture
-from store_svc.database.db import Database, Table
+from store_svc.database.db import Database, Table, Txn
 from store_svc.database.keys import after_group, pack_number, unpack_frame
 from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
-from store_svc.reading.stored_chunks import check_whole, framed, responses
+from store_svc.reading.stored_chunks import Part, check_whole, framed, sliced, wanted_parts
 from store_svc.shared_memory.memories import ReadUse
 
 _KEYS_AT_ONCE = 1024
@@ -301,17 +301,30 @@ class Reader:
         elif response:
             yield response
 
-    def _responses(self, key: bytes, query: Query, *, whole: bool) -> list[bytes]:
+    def _responses(self, key: bytes, query: Query, *, whole: bool) -> Iterator[bytes]:
+        parts: list[Part] = []
+        response = b""
         with self._db.read() as txn:
-            view = txn.get(Table.FRAMES, key)
-            if view is None:
-                raise unknown_capture(query.capture_id)
+            view = _frame(txn, key, query)
             size = len(view)
-            if not whole or size > MAX_CHUNK_BYTES:
-                return responses(view, query)
-            response = framed(view)
-        check_whole(memoryview(response)[-size:], query.capture_id)
-        return [response]
+            if whole and size <= MAX_CHUNK_BYTES:
+                response = framed(view)
+            else:
+                parts = wanted_parts(view, query)
+        if response:
+            check_whole(memoryview(response)[-size:], query.capture_id)
+            yield response
+        for part in parts:
+            with self._db.read() as txn:
+                response = sliced(_frame(txn, key, query), part, query.capture_id)
+            yield response
+
+
+def _frame(txn: Txn, key: bytes, query: Query) -> memoryview:
+    view = txn.get(Table.FRAMES, key)
+    if view is None:
+        raise unknown_capture(query.capture_id)
+    return view
 
 
 def _failed(error: Failure) -> bytes:

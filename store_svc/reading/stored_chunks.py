@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
 from residuum.wire.limits import TARGET_CHUNK_BYTES
@@ -14,38 +17,50 @@ def framed(chunk: bytes | memoryview) -> bytes:
     return b"".join((read_prefix(len(chunk)), chunk))
 
 
-def responses(frame: memoryview, query: Query) -> list[bytes]:
-    """Return the responses with the wanted rows of a stored chunk, each small enough for a message.
+class Part(NamedTuple):
+    """Some rows of a stored chunk: the indices of layers and positions in its header, ascending."""
+
+    layers: Sequence[int]
+    positions: Sequence[int]
+
+
+def wanted_parts(frame: memoryview, query: Query) -> list[Part]:
+    """Return the wanted rows of a stored chunk, in parts that are small enough for a message.
 
     Raises:
-        Failure: CHECKSUM_MISMATCH.
+        Failure: CHECKSUM_MISMATCH: the chunk cannot be parsed.
     """
-    chunk, layers, positions = wanted(frame, query)
-    if not layers:
-        return []
-    count = max(1, TARGET_CHUNK_BYTES // chunk.format.payload_bytes(1, len(positions)))
-    parts = (layers[start : start + count] for start in range(0, len(layers), count))
-    return [framed(slice_chunk(chunk, part, positions)) for part in parts]
-
-
-def wanted(frame: memoryview, query: Query) -> tuple[ChunkView, list[int], list[int]]:
-    """Return a stored chunk, and the indices of its wanted layers and positions, neither if no row is wanted.
-
-    The wanted layers match their checksums.
-
-    Raises:
-        Failure: CHECKSUM_MISMATCH.
-    """
-    try:
-        chunk = parse_chunk(frame)
-    except FrameError:
-        raise damaged(query.capture_id) from None
+    chunk = _parsed(frame, query.capture_id)
     layers, positions = query.cut(chunk.header)
     if not layers or not positions:
-        return chunk, [], []
-    if not chunk.verify_layers(layers):
-        raise damaged(query.capture_id)
-    return chunk, layers, positions
+        return []
+    count = max(1, TARGET_CHUNK_BYTES // chunk.format.payload_bytes(1, len(positions)))
+    return [Part(layers[start : start + count], positions) for start in range(0, len(layers), count)]
+
+
+def sliced(frame: memoryview, part: Part, capture_id: str) -> bytes:
+    """Return the response with a part of a stored chunk.
+
+    Raises:
+        Failure: CHECKSUM_MISMATCH.
+    """
+    chunk = _parsed(frame, capture_id)
+    _check_layers(chunk, part.layers, capture_id)
+    return framed(slice_chunk(chunk, *part))
+
+
+def wanted(frame: memoryview, query: Query) -> tuple[ChunkView, Part] | None:
+    """Return a stored chunk and its wanted rows, whose layers match their checksums. None if no row is wanted.
+
+    Raises:
+        Failure: CHECKSUM_MISMATCH.
+    """
+    chunk = _parsed(frame, query.capture_id)
+    part = Part(*query.cut(chunk.header))
+    if not part.layers or not part.positions:
+        return None
+    _check_layers(chunk, part.layers, query.capture_id)
+    return chunk, part
 
 
 def check_whole(chunk: bytes | memoryview, capture_id: str) -> None:
@@ -59,6 +74,18 @@ def check_whole(chunk: bytes | memoryview, capture_id: str) -> None:
     except FrameError:
         is_right = False
     if not is_right:
+        raise damaged(capture_id)
+
+
+def _parsed(frame: memoryview, capture_id: str) -> ChunkView:
+    try:
+        return parse_chunk(frame)
+    except FrameError:
+        raise damaged(capture_id) from None
+
+
+def _check_layers(chunk: ChunkView, layers: Sequence[int], capture_id: str) -> None:
+    if not chunk.verify_layers(layers):
         raise damaged(capture_id)
 
 

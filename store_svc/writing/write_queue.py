@@ -15,9 +15,8 @@ from residuum.wire.frames import ChunkView
 from store_svc.captures.capture_names import CaptureName
 from store_svc.writing.changes import Batch
 
-_GROUP_BYTES = 32 << 20
-"""Bytes of chunks in one transaction, at least. For one file, larger transactions are no faster, and delay
-acknowledgements."""
+_LEAST_GROUP_BYTES, _MOST_GROUP_BYTES = 32 << 20, 96 << 20
+"""Bytes of chunks in one transaction. For one file, larger transactions are no faster, and delay acknowledgements."""
 
 _SHARD_BYTES = 12 << 20
 """Bytes of chunks for each shard. With less, the shards wait for each other longer than they write."""
@@ -146,7 +145,7 @@ class WorkQueue:
 
     def __init__(self, num_shards: int = 1) -> None:
         """Begin empty, for a database with this number of shards."""
-        self._group_bytes = max(_GROUP_BYTES, num_shards * _SHARD_BYTES)
+        self._group_bytes = min(max(_LEAST_GROUP_BYTES, num_shards * _SHARD_BYTES), _MOST_GROUP_BYTES)
         # As many bytes as a transaction may wait for it, and as many for the next one. At this limit `append` blocks,
         # and gRPC's flow control slows the clients down.
         self._max_bytes = 2 * self._group_bytes

@@ -37,6 +37,7 @@ def test_large_blocks_are_encoded_in_groups(monkeypatch):
         case.check(encode(case.rows, case.form, case.basis()))
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_gpu_do_the_same_interpreted():
     subprocess.run([sys.executable, "-m", "tests.inference.interpreted_encodings"], cwd=ROOT, check=True, timeout=240)
 

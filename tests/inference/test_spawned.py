@@ -34,6 +34,7 @@ def tell(answers):
     answers.put(("vllm.v1.engine.async_llm" in sys.modules, gc.get_freeze_count() > 100_000, gc.isenabled()))
 
 
+@pytest.mark.slow
 def test_a_spawned_process_imports_vllm_without_garbage_collection():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)

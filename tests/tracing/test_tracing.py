@@ -76,6 +76,7 @@ GENERATE = "residuum.v1.InferenceService/Generate"
 SEAL, OPEN = "residuum.v1.StoreService/SealCapture", "residuum.v1.StoreService/OpenCapture"
 
 
+@pytest.mark.slow
 def test_one_request_is_one_trace_across_three_processes(
     collector: Collector, start_store: Callable[..., Store], start_service: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
@@ -108,6 +109,7 @@ def test_one_request_is_one_trace_across_three_processes(
     assert len(names) == 1
 
 
+@pytest.mark.slow
 def test_a_failed_call_is_an_error_in_the_trace(
     collector: Collector, start_store: Callable[..., Store], start_service: Callable[..., str]
 ) -> None:

@@ -148,6 +148,7 @@ print(json.dumps(answers))
 """
 
 
+@pytest.mark.slow
 def test_a_worker_without_the_front_end_does_not_start():
     environments = [
         {},

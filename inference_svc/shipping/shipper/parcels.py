@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from inference_svc.shipping.framing import Piece, append_message, cut, payload_bytes
+from inference_svc.shipping.shipper.checksums import combined
 from inference_svc.shipping.shipper.shared_rings import Place, SharedRings
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire import frames
@@ -107,12 +108,14 @@ class Parcel:
 
 def placed_message(number: int, parcel: Parcel, piece: Piece, place: Place) -> bytes:
     """Return the AppendChunksRequest of a piece that stays in its ring."""
+    layers = frames.layer_parts(piece.header, piece.payload)
+    checksums = [frames.checksum(layer) for layer in layers]
     placed = store_pb2.PlacedChunk(
         header=piece.header,
-        crc32c=frames.checksum(piece.payload),
+        crc32c=combined(checksums, len(layers[0])),
         offset=place.offset,
         num_bytes=len(piece.payload),
-        layer_crc32c=map(frames.checksum, frames.layer_parts(piece.header, piece.payload)),
+        layer_crc32c=checksums,
     )
     return frames.placed_append(number, parcel.capture_id, placed, place.key, parcel.tenant, parcel.attempt)
 
