@@ -6,6 +6,8 @@ import gc
 import subprocess
 import sys
 
+import pytest
+
 from tests.shipping.support import ENVIRONMENT
 
 # The service's program, as `python -m` runs it, until it reads its settings. At that point it spawns a process.
