@@ -16,6 +16,8 @@ from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.frames import checksum
 
+pytestmark = pytest.mark.slow
+
 LAYERS, HIDDEN, TOKENS = 8, 2048, {"small": 2000, "large": 10_000}
 LARGE_BYTES, SMALL_BYTES = (LAYERS * HIDDEN * TOKENS[name] * 2 for name in ("large", "small"))  # 328 MB and 66 MB
 MORE_BYTES = 96_000_000  # gRPC's buffers, and pages that the allocator keeps

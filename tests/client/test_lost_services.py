@@ -103,11 +103,13 @@ async def test_the_list_of_rows_gives_up_after_the_timeout(make, endpoint, flaky
 
 
 def test_a_dataset_waits_for_the_store(endpoint, flaky, outage):
-    torch = pytest.importorskip("residuum.torch")
+    pytest.importorskip("torch")
+    from residuum.torch import ActivationDataset
+
     with residuum.Client(endpoint) as client:
         name = f"lost-{uuid.uuid4().hex}"
         client.generate("a bb", capture=LAYER, request_id=name, max_tokens=2)
         client.manifest(name, wait=True)
-    data = torch.ActivationDataset(endpoint, prefix=name, store=flaky.endpoint)
+    data = ActivationDataset(endpoint, prefix=name, store=flaky.endpoint)
     assert data.captures == (name,)
     assert len(outage[0]) > 2

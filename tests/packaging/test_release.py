@@ -13,6 +13,8 @@ import pytest
 from scripts import release_check
 from scripts.release_check import NotReadyError, check_changelog
 
+pytestmark = pytest.mark.slow  # it builds wheels
+
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = ROOT / "pyproject.toml"
 
