@@ -23,6 +23,8 @@ from residuum.cli import serve as command
 from svc_common import serve_command
 from svc_common.launcher import ServiceFailedError, is_free
 
+pytestmark = pytest.mark.slow  # it starts many processes
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys

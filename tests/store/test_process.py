@@ -65,6 +65,7 @@ def write_until_killed(process: Process, chunks: list[bytes], acks_before_kill: 
 
 
 @ONE_AND_SEVERAL
+@pytest.mark.slow
 def test_acknowledged_rows_survive_a_kill(start: Start) -> None:
     """Chunks are large, so transactions are long and the kill hits one in progress."""
     chooser = random.Random(7)
