@@ -116,6 +116,8 @@ class Reader:
             if full := batch.add(index, field, weight):
                 yield full
             placed = now
+            if weight >= BATCH_BYTES:  # kept here, a large payload could leave no room in the memory for the next one
+                yield batch.take()
         if rest := batch.take():
             yield rest
 

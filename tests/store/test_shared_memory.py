@@ -521,9 +521,13 @@ class TestLargeChunks:
         assert answer.max_placed_chunk_bytes == 8 << 20
         given = []
 
-        def write(layers: range = self.LARGE, width: int = WIDTH, **changes: object) -> dict[int, int]:
-            client.open(describe("a", layers=layers, prompt=BLOCK, width=width))
-            chunk = capture_pb2.Chunk.FromString(make_chunk(layers, range(BLOCK), width=width))
+        def write(
+            layers: range = self.LARGE, width: int = WIDTH, name: str = "a", block: int = 0, **changes: object
+        ) -> dict[int, int]:
+            if not block:
+                client.open(describe(name, layers=layers, prompt=BLOCK, width=width))
+            positions = range(block * BLOCK, (block + 1) * BLOCK)
+            chunk = capture_pb2.Chunk.FromString(make_chunk(layers, positions, width=width))
             descriptor = memfd(len(chunk.payload))
             os.pwrite(descriptor, chunk.payload, 0)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)
@@ -532,7 +536,7 @@ class TestLargeChunks:
             parts = layer_parts(chunk.header, memoryview(chunk.payload))
             fields = {"layer_crc32c": list(map(checksum, parts)), "num_bytes": len(chunk.payload), **changes}
             placed = store_pb2.PlacedChunk(header=chunk.header, crc32c=chunk.crc32c, **fields)
-            return rejections(client.send([placed_append(1, "a", placed, given[-1].key)]))
+            return rejections(client.send([placed_append(1, name, placed, given[-1].key)]))
 
         yield write
         for memory in given:
@@ -563,6 +567,20 @@ class TestLargeChunks:
             for acts in (client.activations(["a"])[0], client.activations("a")):
                 for layer in self.LARGE:
                     assert np.array_equal(acts[layer], [row((0, POST, layer, at), WIDTH) for at in range(BLOCK)])
+
+    def test_no_chunk_waits_for_room_that_one_takes_which_is_not_sent_yet(self, running, write):
+        """The second of these lies in the middle of the client's memory, and leaves no room for the third."""
+        store, client = running
+        layers, blocks = {"a": range(42), "b": self.LARGE}, {"a": 1, "b": 3}
+        for name, count in blocks.items():
+            for block in range(count):
+                assert write(layers[name], name=name, block=block) == {}
+            client.seal(name, generated=[(count - 1) * BLOCK + 1])
+        with residuum.Client(store=client.target) as reader:
+            found = reader.activations(list(blocks))
+        assert [len(acts.positions) for acts in found] == [count * BLOCK for count in blocks.values()]
+        placed = sum(len(layers[name]) * count for name, count in blocks.items()) * BLOCK * WIDTH * 4
+        assert store._metrics.shared_memory_read_bytes._value.get() == placed
 
     def test_only_the_wanted_layers_are_compared_with_their_checksums(self, running, write):
         wrong = [0] * len(self.LARGE)
