@@ -20,14 +20,14 @@ _BIAS = 0.1
 _NORM = 0.2
 """How far the weights of norms and biases are moved from their defaults. Then a norm that is left out, or taken from
 another layer, changes the rows."""
-_ONE_AT_A_TIME = threading.Lock()
+ONE_AT_A_TIME = threading.Lock()
 """Torch has one random generator, and transformers ties and initialises weights by global state: two models that are
-made at a time get other weights, or untied ones."""
+made or loaded at a time get other weights, or untied ones."""
 
 
 def make_model(architecture: Architecture, folder: Path) -> Path:
     """Write a model with random float32 weights into a folder. An architecture always gets the same weights."""
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         transformers.utils.logging.disable_progress_bar()
         torch.manual_seed(zlib.crc32(architecture.name.encode()))
         config = getattr(transformers, architecture.config_class)(**architecture.values)

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench.conformance.architectures import Architecture
+from bench.conformance.models import ONE_AT_A_TIME
 
 Rows = npt.NDArray[np.float32]
 Change = Callable[[Tensor], Tensor]
@@ -34,9 +35,10 @@ class Reference:
         """Load the model from its folder."""
         transformers.utils.logging.disable_progress_bar()
         # Eager is transformers' only attention with every special feature, such as soft caps.
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager"
-        ).eval()
+        with ONE_AT_A_TIME:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation="eager"
+            ).eval()
         self._changes: Mapping[int, Change] = {}
         self._kept: dict[str, list[Tensor | None]] = {}
         self._layers = decoder_layers(self.model)

@@ -148,4 +148,6 @@ def test_scale_is_written_with_its_bars(tmp_path):
     assert result["benchmark"] == "bench.store"
     (case,) = result["parts"]["scale"]["cases"]
     assert (case["stores"], case["shards"], case["shippers"], len(case["gb_per_second"])) == (1, 3, 2, 1)
+    assert case["held_gb_per_second"] == [case["held_median"]]
+    assert case["held_median"] > 0
     assert [bar["name"] for bar in result["parts"]["scale"]["bars"]] == ["best, GB/s committed"]
