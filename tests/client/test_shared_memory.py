@@ -124,6 +124,16 @@ class TestReads:
             (state,) = client._memories._stores.values()
             assert state.count == len(state.idle) <= 4
 
+    def test_reads_that_begin_at_the_same_time_open_no_more_memories_than_allowed(self, filled):
+        with client_of(filled) as client:
+            assert is_right(client.activations("a"))
+            (state,) = client._memories._stores.values()
+            opened = [client._memories.open(filled.endpoint, state.description) for _ in range(5)]
+            assert [memory is not None for memory in opened] == [True, True, True, False, False]
+            for memory in filter(None, opened):
+                client._memories.give_back(memory, clean=True)
+            assert state.count == len(state.idle) == 4
+
     def test_threads_share_a_client(self, filled):
         failures = []
 

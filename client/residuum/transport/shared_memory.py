@@ -105,7 +105,7 @@ class SharedMemories:
         return None
 
     def may_open(self, endpoint: str) -> bool:
-        """Tell whether to make another memory for a store. If so, call `opening`, and then `open` or `failed`."""
+        """Tell whether to make another memory for a store. If so, call `open` or `failed`."""
         if self._why_never or self._closed:
             return False
         store = self._stores[endpoint]
@@ -123,6 +123,8 @@ class SharedMemories:
             self.failed(endpoint, "the store offers none (its setting --shared-memory)")
             return None
         with self._lock:
+            if store.count >= _MEMORIES:  # others have opened the last ones meanwhile
+                return None
             store.count += 1
         try:
             memory = _open(endpoint, path, description.instance)
