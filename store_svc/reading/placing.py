@@ -9,11 +9,10 @@ import numpy as np
 from residuum.v1 import capture_pb2
 from residuum.wire.frames import FrameError, checksum, placed_response, split_chunk
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
-from store_svc.captures.capture_names import unknown_capture
-from store_svc.database.db import Database, Table
+from store_svc.database.db import Database
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import cut_into, slice_chunk, slice_header
-from store_svc.reading.stored_chunks import damaged, framed, wanted
+from store_svc.reading.stored_chunks import damaged, framed, stored_frame, wanted
 from store_svc.shared_memory.memories import ReadUse
 
 
@@ -42,9 +41,7 @@ class Placing:
         memory = self._memory
         while memory is not None and not memory.is_over:
             with self._db.read() as txn:
-                view = txn.get(Table.FRAMES, key)
-                if view is None:
-                    raise unknown_capture(query.capture_id)
+                view = stored_frame(txn, key, query.capture_id)
                 if not MIN_PLACED_BYTES <= len(view) <= memory.max_bytes:
                     return None
                 copied = (_copy_whole if whole else _copy_slice)(view, query, memory)

@@ -16,12 +16,12 @@ from store_svc.captures.capture_names import CaptureName, unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import read_labels
 from store_svc.captures.lifecycle import Capture
-from store_svc.database.db import Database, Table, Txn
+from store_svc.database.db import Database, Table
 from store_svc.database.keys import after_group, pack_number, unpack_frame
 from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
-from store_svc.reading.stored_chunks import Part, check_whole, framed, sliced, wanted_parts
+from store_svc.reading.stored_chunks import Part, check_whole, framed, sliced, stored_frame, wanted_parts
 from store_svc.shared_memory.memories import ReadUse
 
 _KEYS_AT_ONCE = 1024
@@ -307,7 +307,7 @@ class Reader:
         parts: list[Part] = []
         response = b""
         with self._db.read() as txn:
-            view = _frame(txn, key, query)
+            view = stored_frame(txn, key, query.capture_id)
             size = len(view)
             if whole and size <= MAX_CHUNK_BYTES:
                 response = framed(view)
@@ -318,15 +318,8 @@ class Reader:
             yield response
         for part in parts:
             with self._db.read() as txn:
-                response = sliced(_frame(txn, key, query), part, query.capture_id)
+                response = sliced(stored_frame(txn, key, query.capture_id), part, query.capture_id)
             yield response
-
-
-def _frame(txn: Txn, key: bytes, query: Query) -> memoryview:
-    view = txn.get(Table.FRAMES, key)
-    if view is None:
-        raise unknown_capture(query.capture_id)
-    return view
 
 
 def _failed(error: Failure) -> bytes:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
 from residuum.wire.limits import TARGET_CHUNK_BYTES
+from store_svc.captures.capture_names import unknown_capture
+from store_svc.database.db import Table, Txn
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import slice_chunk
 
@@ -15,6 +17,18 @@ from store_svc.reading.slicing import slice_chunk
 def framed(chunk: bytes | memoryview) -> bytes:
     """Return the ReadChunksResponse with a serialised Chunk."""
     return b"".join((read_prefix(len(chunk)), chunk))
+
+
+def stored_frame(txn: Txn, key: bytes, capture_id: str) -> memoryview:
+    """Return the bytes of a stored chunk, valid as long as the transaction.
+
+    Raises:
+        Failure: UNKNOWN_CAPTURE: the capture was deleted.
+    """
+    view = txn.get(Table.FRAMES, key)
+    if view is None:
+        raise unknown_capture(capture_id)
+    return view
 
 
 class Part(NamedTuple):
@@ -63,17 +77,13 @@ def wanted(frame: memoryview, query: Query) -> tuple[ChunkView, Part] | None:
     return chunk, part
 
 
-def check_whole(chunk: bytes | memoryview, capture_id: str) -> None:
+def check_whole(chunk: memoryview, capture_id: str) -> None:
     """Compare the payload of a chunk with its checksum.
 
     Raises:
         Failure: CHECKSUM_MISMATCH.
     """
-    try:
-        is_right = parse_chunk(chunk).verify()
-    except FrameError:
-        is_right = False
-    if not is_right:
+    if not _parsed(chunk, capture_id).verify():
         raise damaged(capture_id)
 
 

@@ -135,6 +135,21 @@ def test_large_blocks_travel_whole_in_the_ring_and_cut_in_messages(running, ship
     assert uploader.num_streams == 1
 
 
+def test_small_payloads_between_do_not_make_large_ones_smaller(running, ship):
+    _, client = running
+    ring, uploader = ship(client, ring_bytes=32 << 20)
+    large, small = Capture("large", 3 * BLOCK, 8192), Capture("small", 3 * BLOCK, 32)
+    for capture in (large, small):
+        open_capture(client, capture)
+    for number in range(3):
+        for capture in (large, small):
+            publish(ring, capture, [list(capture.blocks())[number]])
+            assert ring.drain(DEADLINE)
+    for capture in (large, small):
+        check(client, capture)
+    assert uploader.num_settled == 6
+
+
 def test_an_older_store_gets_small_chunks(running, ship, monkeypatch):
     store, client = running
     describe_store = shared_rings._describe

@@ -119,6 +119,8 @@ class SharedRings:
 
     def target_bytes(self, payload: memoryview) -> int:
         """Return the size of the pieces in which a payload is to travel. This may wait as `find` does."""
+        if self._description is not None and len(payload) < MIN_PLACED_BYTES:
+            return TARGET_CHUNK_BYTES  # it always travels in a message, so it tells nothing about others
         if self._description is None or self.find(payload) is None:
             self._rings.target_bytes = TARGET_CHUNK_BYTES
         else:
