@@ -63,7 +63,9 @@ class Engine:
         Otherwise the tiny model generates hundreds of tokens before a client on a busy machine reads the first.
         """
         pace = pace_file(self.journal.path)
-        pace.write_text(str(seconds))
+        whole = pace.with_suffix(".new")
+        whole.write_text(str(seconds))
+        whole.replace(pace)  # the scheduler reads it at any time, and an empty file would end the engine
         try:
             yield
         finally:
