@@ -147,13 +147,16 @@ class BlockPool:
                 self._changed.wait()
 
     def _max_capacity(self, capture: Capture) -> int:
-        """Return the most positions of a block such that its encoded rows fit the ring well."""
+        """Return the most positions of a block such that its encoded rows fit the ring and chunks well.
+
+        A layer's rows must fit one chunk. Otherwise they are cut by positions, so each chunk has rows of one layer
+        alone: a prompt of 512 tokens would make 72 chunks of 1 MB instead of 13 of up to 5.9 MB. Encodings with a
+        prefix could not be cut at all, because a layer's rows are encoded together.
+        """
         form = capture.encoding.format_of(self.memory.shape[1], self._wire_type)
         max_rows = self._largest_block * self.row_bytes // max(form.row_bytes, self.row_bytes)
-        capacity = min(MAX_CHUNK_POSITIONS, max_rows // capture.units)
-        if form.prefix_bytes:  # a layer's rows are encoded together, so they must fit one chunk
-            capacity = min(capacity, (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes)
-        return capacity
+        in_chunk = (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes
+        return min(MAX_CHUNK_POSITIONS, max_rows // capture.units, in_chunk)
 
     def leaving(self, count: int) -> None:
         """Note that another thread will give back `count` blocks. Until then, `take` waits instead of failing."""

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from inference_svc.shipping.framing import cut
 from inference_svc.shipping.protocol import Done, ExtentReady, MessageReader
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.sink import BlockSink, ModelRows
 from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.wire.limits import TARGET_PLACED_CHUNK_BYTES
 from tests.inference.taps_support import CPU, Worker, capture, select
 
 
@@ -104,6 +106,24 @@ def test_a_block_has_the_requested_capacity():
     for block in blocks:
         pool.give_back(block)
     assert pool.free_rows == 4000
+
+
+@pytest.mark.parametrize("width", [64, 1024, 100_000])
+def test_a_layer_of_a_block_fits_one_chunk(width):
+    """Otherwise the rows of a prompt travel in several times as many chunks, each with one layer alone."""
+    pool = BlockPool(3 * 4096, width, torch.bfloat16, torch.device("meta"), largest_block=3 * 4096)
+    block = pool.take(capture(layers=(0, 5, 9)), 4096)
+    header = capture_pb2.ChunkHeader(
+        site=capture_pb2.SITE_RESID_POST,
+        layers=(0, 5, 9),
+        positions=range(block.capacity),
+        dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+        width=width,
+        encoding=capture_pb2.ENCODING_RAW,
+    )
+    payload = np.broadcast_to(np.uint8(0), block.num_rows * width * 2).data
+    layers = [len(piece.header.layers) for piece in cut(header, payload, TARGET_PLACED_CHUNK_BYTES)]
+    assert layers == {64: [3], 1024: [3], 100_000: [1] * 12}[width], "a block has at least 32 positions"
 
 
 def test_a_pool_without_a_long_run_gives_a_short_one():
