@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.frames import parse_chunk
 from store_svc.captures.catalog import Catalog, CatalogLimits
 from store_svc.captures.leases import Leases
 from store_svc.captures.ledger import Cells
@@ -44,9 +43,9 @@ def load_catalog(db: Database, limits: CatalogLimits | None = None, leases: Leas
 def _load(txn: Txn, key: bytes, record: capture_pb2.CaptureManifest) -> tuple[Capture, list[bytes]]:
     keys: list[bytes] = []
     frames: list[tuple[Cells, int]] = []
-    for frame_key, frame in txn.items(Table.FRAMES, key):
+    for frame_key, frame in txn.frames(key):
         keys.append(frame_key)
-        frames.append((cells_of(parse_chunk(frame).header), len(frame)))
+        frames.append((cells_of(frame.parse().header), len(frame.prefix) + len(frame.payload)))
     losses = [store_pb2.RowLoss.FromString(bytes(value)) for _, value in txn.items(Table.LOSSES, key)]
     value = txn.get(Table.SEALS, key)
     seal = store_pb2.SealCaptureRequest.FromString(bytes(value)) if value is not None else None

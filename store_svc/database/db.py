@@ -28,16 +28,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from store_svc.database.frames import PayloadChangedError, PlacedFrame, StoredFrame
 from store_svc.database.lmdb_file import DamagedError, LmdbFile, StoreFullError, Table, items, limit_text, next_key
 from store_svc.database.shards import FrameChanges, FrameView, Shards
 
-__all__ = ["DamagedError", "Database", "StoreFullError", "Table", "Txn", "bytes_for_appends"]
+__all__ = [
+    "DamagedError",
+    "Database",
+    "PayloadChangedError",
+    "StoreFullError",
+    "Table",
+    "Txn",
+    "bytes_for_appends",
+]
 
 _T = TypeVar("_T")
 
 _FORMAT = b"2"
 _SHARDED = b"3"
 """The format of a database with several shards. Versions of the store that know no shards refuse it."""
+_WITH_HEADS = b"4"
+"""The format of a database that has had a frame in two parts, with or without shards. Older versions refuse it."""
 _SHARDS = struct.Struct(">16sH")
 """The value of META's key `shards`: the secret of the placement, and in the main file the number of shards. In a shard,
 it is the shard's index, so that files of two databases are not mixed up."""
@@ -47,6 +58,9 @@ _DISK_RESERVE = 4 << 20
 """Bytes on the disk that chunks leave free; see the module's docstring."""
 _LEAST_SHARD_RESERVE = 256 << 10
 """Bytes of it for a shard, at least."""
+
+_OF_FRAMES = {Table.FRAMES, Table.HEADS}
+"""The tables that shards have."""
 
 _TRIAL = b"trial"
 """META's key of a trial's bytes. Its value is empty between trials."""
@@ -77,8 +91,8 @@ class Txn:
 
     def get(self, table: Table, key: bytes) -> memoryview | None:
         """Return the value of a key, or None."""
-        if self._frames is not None and table is Table.FRAMES:
-            return self._frames.get(key)
+        if self._frames is not None and table in _OF_FRAMES:
+            return self._frames.get(table, key)
         value: memoryview | None = self._raw.get(key, db=self._tables[table])
         return value
 
@@ -90,6 +104,44 @@ class Txn:
         else:
             self.changed_main = True
             self._raw.put(key, value, db=self._tables[table])
+
+    def put_frame(self, key: bytes, frame: bytes | memoryview | PlacedFrame) -> None:
+        """Write a frame. Its key is new.
+
+        Raises:
+            PayloadChangedError: Its payload is in shared memory and does not match its checksum. With several shards,
+                the commit raises this.
+        """
+        if not isinstance(frame, PlacedFrame):
+            self.put(Table.FRAMES, key, frame)
+            return
+        if bytes(self.get(Table.META, b"format") or b"") != _WITH_HEADS:
+            self.put(Table.META, b"format", _WITH_HEADS)
+        if changes := self._changes(Table.FRAMES):
+            self.wrote = True
+            changes.put_placed(key, frame)
+        else:
+            self.put(Table.HEADS, key, frame.head)
+            self.put(Table.FRAMES, key, frame.payload)
+            frame.check(self._raw.get(key, db=self._tables[Table.FRAMES]))
+
+    def frame(self, key: bytes) -> StoredFrame | None:
+        """Return a frame, or None.
+
+        Raises:
+            FrameError: It is damaged.
+        """
+        value = self.get(Table.FRAMES, key)
+        return None if value is None else StoredFrame.of(self.get(Table.HEADS, key), value)
+
+    def frames(self, prefix: bytes) -> Iterator[tuple[bytes, StoredFrame]]:
+        """Yield the frames whose key starts with `prefix`, in key order.
+
+        Raises:
+            FrameError: One is damaged.
+        """
+        for key, value in self.items(Table.FRAMES, prefix):
+            yield key, StoredFrame.of(self.get(Table.HEADS, key), value)
 
     def put_trial(self, value: bytes) -> None:
         """Write a value that means nothing to every file that holds frames."""
@@ -105,7 +157,7 @@ class Txn:
             changes.delete(key)
         else:
             self.changed_main = True
-            self._raw.delete(key, db=self._tables[table])
+            self._delete(table, key)
 
     def count(self, table: Table) -> int:
         """Return the number of entries in a table."""
@@ -139,14 +191,18 @@ class Txn:
         """Delete at most `limit` entries whose key starts with `prefix`; return how many were deleted."""
         if changes := self._changes(table):
             return changes.delete_some(prefix, limit)
-        cursor = self._raw.cursor(db=self._tables[table])
-        found, deleted = cursor.set_range(prefix), 0
-        while found and deleted < limit and bytes(cursor.key()).startswith(prefix):
+        deleted, key = 0, self.next_key(table, prefix)
+        while key is not None and deleted < limit and key.startswith(prefix):
             self.changed_main = True
-            found = cursor.delete()  # moves to the next entry
+            self._delete(table, key)
             deleted += 1
-            found = found and bool(cursor.key())
+            key = self.next_key(table, key + b"\0")
         return deleted
+
+    def _delete(self, table: Table, key: bytes) -> None:
+        self._raw.delete(key, db=self._tables[table])
+        if table is Table.FRAMES:
+            self._raw.delete(key, db=self._tables[Table.HEADS])
 
     def _changes(self, table: Table) -> FrameChanges | None:
         """Return where changes of a table are collected, or None if it is in the main file."""
@@ -186,7 +242,7 @@ class Database:
         self._tables = dict(self._main.tables)
         self._shards = self._open_shards(shards)
         if self._shards is not None:
-            del self._tables[Table.FRAMES]
+            del self._tables[Table.FRAMES], self._tables[Table.HEADS]
         self.sync()
         for folder in (path, *(folder.parent for folder in made)):
             _sync_folder(folder)
@@ -216,6 +272,7 @@ class Database:
 
         Raises:
             StoreFullError: There is no room. Nothing was written.
+            PayloadChangedError: A payload in shared memory does not match its checksum. Nothing was written.
             DamagedError: LMDB failed in another way.
         """
         shards = self._shards
@@ -339,10 +396,10 @@ class Database:
             secret, kept = _SHARDS.unpack(layout) if layout is not None else (b"", 1)
         if found is None:
             return self._make(count)
-        if found not in (_FORMAT, _SHARDED):
+        if found not in (_FORMAT, _SHARDED, _WITH_HEADS):
             raise DamagedError(
                 f"{self._path} holds a database of format {found!r}, but this version of the store reads the formats "
-                f"{_FORMAT!r} and {_SHARDED!r}. Use the version that wrote it, or another --path."
+                f"{_FORMAT!r}, {_SHARDED!r} and {_WITH_HEADS!r}. Use the version that wrote it, or another --path."
             )
         if kept == 1:
             return None
@@ -386,7 +443,7 @@ class Database:
 
     def _open_shard(self, shard: int, count: int) -> LmdbFile:
         reserve = max(self._disk_reserve // count, _LEAST_SHARD_RESERVE)
-        return self._open(self._folder(shard), (Table.FRAMES, Table.META), reserve)
+        return self._open(self._folder(shard), (Table.FRAMES, Table.HEADS, Table.META), reserve)
 
     def _check_exists(self, shard: int, count: int) -> None:
         if not (self._folder(shard) / "data.mdb").exists():

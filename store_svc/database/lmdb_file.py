@@ -50,7 +50,9 @@ class Table(enum.Enum):
     """The tables."""
 
     FRAMES = b"frames"
-    """FrameKey -> the bytes of a Chunk, as received."""
+    """FrameKey -> the bytes of a Chunk, as received; its payload alone, if HEADS has the same key."""
+    HEADS = b"heads"
+    """FrameKey -> the bytes of a Chunk without its payload; see `frames`."""
     LIVE = b"live"
     """Number -> CaptureManifest of an open capture, without its rows, which follow from the frames."""
     ENDED = b"ended"

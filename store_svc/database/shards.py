@@ -27,6 +27,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from store_svc.database.frames import PlacedFrame
 from store_svc.database.keys import pack_number, unpack_frame
 from store_svc.database.lmdb_file import LmdbFile, StoreFullError, Table, items, next_key
 
@@ -82,10 +83,10 @@ class FrameView:
         self._at = b""
         self._heads: list[bytes | None] | None = None
 
-    def get(self, key: bytes) -> memoryview | None:
-        """Return a frame, or None."""
+    def get(self, table: Table, key: bytes) -> memoryview | None:
+        """Return the value of a frame in FRAMES or HEADS, or None."""
         shard = self._placement.of(key)
-        value: memoryview | None = self._raw(shard).get(key, db=self._table(shard))
+        value: memoryview | None = self._raw(shard).get(key, db=self._files[shard].tables[table])
         return value
 
     def count(self) -> int:
@@ -137,12 +138,20 @@ class FrameChanges(FrameView):
         super().__init__(files, placement)
         self.puts: list[list[tuple[Table, bytes, bytes | memoryview]]] = [[] for _ in files]
         """For each shard, what is written."""
+        self.placed: list[dict[bytes, PlacedFrame]] = [{} for _ in files]
+        """For each shard, those of the written frames that must be compared with their checksums, by key."""
         self.deletes: list[list[bytes]] = [[] for _ in files]
         """For each shard, the keys of frames that are deleted before that."""
 
     def put(self, key: bytes, value: bytes | memoryview) -> None:
         """Write a frame. Its key is new."""
         self.puts[self._placement.of(key)].append((Table.FRAMES, key, value))
+
+    def put_placed(self, key: bytes, frame: PlacedFrame) -> None:
+        """Write a frame whose payload is in shared memory. Its key is new."""
+        shard = self._placement.of(key)
+        self.puts[shard] += [(Table.HEADS, key, frame.head), (Table.FRAMES, key, frame.payload)]
+        self.placed[shard][key] = frame
 
     def put_everywhere(self, name: bytes, value: bytes) -> None:
         """Write a value of META to every shard."""
@@ -211,6 +220,7 @@ class Shards:
 
         Raises:
             StoreFullError: There is no room.
+            PayloadChangedError: A payload in shared memory does not match its checksum.
             DamagedError: LMDB failed in another way.
         """
         changes.close()
@@ -260,8 +270,11 @@ class Shards:
         with file.writing() as raw:
             for key in changes.deletes[shard]:
                 raw.delete(key, db=file.tables[Table.FRAMES])
+                raw.delete(key, db=file.tables[Table.HEADS])
             for table, key, value in puts:
                 raw.put(key, value, db=file.tables[table])
+            for key, frame in changes.placed[shard].items():
+                frame.check(raw.get(key, db=file.tables[Table.FRAMES]))
         if puts:
             self._unsettled[shard] = [(table, key) for table, key, _ in puts]
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from residuum.v1 import capture_pb2
-from residuum.wire.frames import FrameError, checksum, placed_response, split_chunk
+from residuum.wire.frames import checksum, placed_response
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
 from store_svc.database.db import Database
+from store_svc.database.frames import StoredFrame
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import cut_into, slice_chunk, slice_header
-from store_svc.reading.stored_chunks import damaged, framed, stored_frame, wanted
+from store_svc.reading.stored_chunks import framed, stored_frame, wanted
 from store_svc.shared_memory.memories import ReadUse
 
 
@@ -41,10 +42,10 @@ class Placing:
         memory = self._memory
         while memory is not None and not memory.is_over:
             with self._db.read() as txn:
-                view = stored_frame(txn, key, query.capture_id)
-                if not MIN_PLACED_BYTES <= len(view) <= memory.max_bytes:
+                frame = stored_frame(txn, key, query.capture_id)
+                if not MIN_PLACED_BYTES <= len(frame.payload) <= memory.max_bytes:
                     return None
-                copied = (_copy_whole if whole else _copy_slice)(view, query, memory)
+                copied = _copy_whole(frame, memory) if whole else _copy_slice(frame, query, memory)
             if copied is not None:
                 return copied
             memory.wait(self._is_cancelled)
@@ -72,15 +73,12 @@ def joined(responses: Iterator[bytes], memory: ReadUse | None) -> Iterator[bytes
         yield b"".join(waiting)
 
 
-def _copy_whole(view: memoryview, query: Query, memory: ReadUse) -> bytes | None:
+def _copy_whole(frame: StoredFrame, memory: ReadUse) -> bytes | None:
     """Copy the payload of a chunk, and return the response; return None if there is no room.
 
     The reader compares the payload with its checksum, so the store does not.
     """
-    try:
-        head, payload = split_chunk(view)
-    except FrameError:
-        raise damaged(query.capture_id) from None
+    head, payload = frame
     room = memory.take(len(payload))
     if room is None:
         return None
@@ -89,9 +87,9 @@ def _copy_whole(view: memoryview, query: Query, memory: ReadUse) -> bytes | None
     return placed_response(bytes(head), place, len(payload))
 
 
-def _copy_slice(view: memoryview, query: Query, memory: ReadUse) -> bytes | None:
+def _copy_slice(frame: StoredFrame, query: Query, memory: ReadUse) -> bytes | None:
     """Copy the wanted rows of a chunk, and return the response; return None if there is no room."""
-    found = wanted(view, query)
+    found = wanted(frame, query)
     if found is None:
         return b""
     chunk, (layers, positions) = found

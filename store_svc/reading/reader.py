@@ -307,12 +307,13 @@ class Reader:
         parts: list[Part] = []
         response = b""
         with self._db.read() as txn:
-            view = stored_frame(txn, key, query.capture_id)
-            size = len(view)
+            frame = stored_frame(txn, key, query.capture_id)
+            prefix = frame.prefix
+            size = len(prefix) + len(frame.payload)
             if whole and size <= MAX_CHUNK_BYTES:
-                response = framed(view)
+                response = framed(prefix, frame.payload)
             else:
-                parts = wanted_parts(view, query)
+                parts = wanted_parts(frame, query)
         if response:
             check_whole(memoryview(response)[-size:], query.capture_id)
             yield response

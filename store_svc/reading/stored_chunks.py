@@ -9,26 +9,30 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
 from residuum.wire.limits import TARGET_CHUNK_BYTES
 from store_svc.captures.capture_names import unknown_capture
-from store_svc.database.db import Table, Txn
+from store_svc.database.db import Txn
+from store_svc.database.frames import StoredFrame
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import slice_chunk
 
 
-def framed(chunk: bytes | memoryview) -> bytes:
-    """Return the ReadChunksResponse with a serialised Chunk."""
-    return b"".join((read_prefix(len(chunk)), chunk))
+def framed(*chunk: bytes | memoryview) -> bytes:
+    """Return the ReadChunksResponse with a serialised Chunk, given in one or several parts."""
+    return b"".join((read_prefix(sum(map(len, chunk))), *chunk))
 
 
-def stored_frame(txn: Txn, key: bytes, capture_id: str) -> memoryview:
-    """Return the bytes of a stored chunk, valid as long as the transaction.
+def stored_frame(txn: Txn, key: bytes, capture_id: str) -> StoredFrame:
+    """Return a stored chunk, valid as long as the transaction.
 
     Raises:
-        Failure: UNKNOWN_CAPTURE: the capture was deleted.
+        Failure: UNKNOWN_CAPTURE: the capture was deleted. CHECKSUM_MISMATCH: the chunk cannot be parsed.
     """
-    view = txn.get(Table.FRAMES, key)
-    if view is None:
+    try:
+        frame = txn.frame(key)
+    except FrameError:
+        raise damaged(capture_id) from None
+    if frame is None:
         raise unknown_capture(capture_id)
-    return view
+    return frame
 
 
 class Part(NamedTuple):
@@ -38,7 +42,7 @@ class Part(NamedTuple):
     positions: Sequence[int]
 
 
-def wanted_parts(frame: memoryview, query: Query) -> list[Part]:
+def wanted_parts(frame: StoredFrame, query: Query) -> list[Part]:
     """Return the wanted rows of a stored chunk, in parts that are small enough for a message.
 
     Raises:
@@ -52,7 +56,7 @@ def wanted_parts(frame: memoryview, query: Query) -> list[Part]:
     return [Part(layers[start : start + count], positions) for start in range(0, len(layers), count)]
 
 
-def sliced(frame: memoryview, part: Part, capture_id: str) -> bytes:
+def sliced(frame: StoredFrame, part: Part, capture_id: str) -> bytes:
     """Return the response with a part of a stored chunk.
 
     Raises:
@@ -63,7 +67,7 @@ def sliced(frame: memoryview, part: Part, capture_id: str) -> bytes:
     return framed(slice_chunk(chunk, *part))
 
 
-def wanted(frame: memoryview, query: Query) -> tuple[ChunkView, Part] | None:
+def wanted(frame: StoredFrame, query: Query) -> tuple[ChunkView, Part] | None:
     """Return a stored chunk and its wanted rows, whose layers match their checksums. None if no row is wanted.
 
     Raises:
@@ -83,13 +87,17 @@ def check_whole(chunk: memoryview, capture_id: str) -> None:
     Raises:
         Failure: CHECKSUM_MISMATCH.
     """
-    if not _parsed(chunk, capture_id).verify():
+    try:
+        matches = parse_chunk(chunk).verify()
+    except FrameError:
+        matches = False
+    if not matches:
         raise damaged(capture_id)
 
 
-def _parsed(frame: memoryview, capture_id: str) -> ChunkView:
+def _parsed(frame: StoredFrame, capture_id: str) -> ChunkView:
     try:
-        return parse_chunk(frame)
+        return frame.parse()
     except FrameError:
         raise damaged(capture_id) from None
 

@@ -15,8 +15,8 @@ from residuum.wire.frames import AppendView, ChunkView, FrameError, parse_append
 from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.captures.capture_names import CaptureName, unknown_capture, written_tenant
 from store_svc.checks import invalid
-from store_svc.writing.placed import checksum_mismatch, copy_placed, unknown_memory
-from store_svc.writing.write_queue import Append, WorkQueue
+from store_svc.writing.placed import checksum_mismatch, placed_frame, unknown_memory
+from store_svc.writing.write_queue import Append, Content, WorkQueue
 from svc_common.security.tokens_file import Caller
 
 _MAX_REJECTIONS = 1024
@@ -164,7 +164,7 @@ class AppendStream:
         size = len(data) + _ITEM_BYTES + (message.placed.num_bytes if message.placed is not None else 0)
         return Append(self, message.number, name, content, size, message.attempt)
 
-    def _content(self, message: AppendView) -> tuple[memoryview, ChunkView] | store_pb2.RowLoss | Failure:
+    def _content(self, message: AppendView) -> Content:
         if message.chunk is not None:
             return _content(message.chunk, message.capture_id)
         if message.placed is None:
@@ -173,7 +173,7 @@ class AppendStream:
         memory = self._memory_of(message.shared_memory_key)
         if memory is None:
             raise unknown_memory()
-        content = copy_placed(memory, message.placed, message.capture_id)
+        content = placed_frame(memory, message.placed)
         if not isinstance(content, Failure):
             self._count_placed(message.placed.num_bytes)
         return content

@@ -20,9 +20,11 @@ from store_svc.captures.lifecycle import Capture, ended_ledger
 from store_svc.captures.numbers import take_number
 from store_svc.checks import check_chunk, check_loss, check_seal, invalid
 from store_svc.database.db import Table, Txn
+from store_svc.database.frames import PlacedFrame, frame_bytes
 from store_svc.database.keys import FrameKey, pack_loss, pack_number
 from store_svc.reading.slicing import cells_of, slice_chunk
 from store_svc.writing.existing import is_replaced
+from store_svc.writing.placed import checksum_mismatch
 from store_svc.writing.quotas import Quotas, Replaced
 from store_svc.writing.room import store_full
 from svc_common.security.tokens_file import Limits
@@ -132,20 +134,22 @@ class Batch:
         write_labels(self._txn, description.tenant, number, changed([], description.spec.labels, []))
         return None
 
-    def append(self, name: CaptureName, frame: memoryview, chunk: ChunkView, attempt: int = 0) -> bool:
+    def append(self, name: CaptureName, frame: memoryview | PlacedFrame, chunk: ChunkView, attempt: int = 0) -> bool:
         """Store the rows of a chunk that are not stored yet.
 
         Args:
             name: The capture.
-            frame: The bytes of the Chunk.
-            chunk: The same chunk, parsed; the caller has verified its checksum.
+            frame: The bytes of the Chunk, or its frame in shared memory.
+            chunk: The same chunk, parsed. The caller has verified the checksum of bytes; that of a frame in shared
+                memory is verified when it is written.
             attempt: The capture's attempt, as the writer names it.
 
         Returns:
             Whether any row was stored.
 
         Raises:
-            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD, LIMIT_REACHED or QUOTA_EXCEEDED.
+            Failure: UNKNOWN_CAPTURE, CAPTURE_ENDED, INVALID_FIELD, LIMIT_REACHED, QUOTA_EXCEEDED or CHECKSUM_MISMATCH.
+            PayloadChangedError: See `Txn.put_frame`.
         """
         number, draft = self._require_attempt(name, attempt)
         if draft is None or draft.ended:
@@ -157,10 +161,11 @@ class Batch:
         groups = draft.ledger.fresh(cells)
         if groups:
             self._check_memory()
-            self._quotas.check_room(name.tenant, len(frame))
+            self._quotas.check_room(name.tenant, frame_bytes(frame))
         if list(groups.values()) == [list(cells.layers)] and cells.positions in groups:
             self._put_frame(draft, frame, cells)
-        else:
+        elif groups:
+            chunk = _unchanging(frame, chunk, name.capture_id)
             for positions, layers in groups.items():
                 self._put_part(draft, chunk, cells._replace(layers=layers, positions=positions))
         if groups:
@@ -369,7 +374,7 @@ class Batch:
         positions = [at for at, position in enumerate(chunk.header.positions) if position in cells.positions]
         self._put_frame(draft, slice_chunk(chunk, layers, positions), cells)
 
-    def _put_frame(self, draft: Capture, frame: bytes | memoryview, cells: Cells) -> None:
+    def _put_frame(self, draft: Capture, frame: bytes | memoryview | PlacedFrame, cells: Cells) -> None:
         runs = cells.positions.runs()
         key = FrameKey(
             number=draft.number,
@@ -380,10 +385,10 @@ class Batch:
             first_position=runs[0][0],
             last_position=runs[-1][1],
         ).pack()
-        self._txn.put(Table.FRAMES, key, frame)
+        self._txn.put_frame(key, frame)
         self._keys.setdefault(draft.number, []).append(key)
-        draft.add(cells, len(frame), self._clock.monotonic)
-        self._quotas.add(draft.description.tenant, len(frame))
+        draft.add(cells, frame_bytes(frame), self._clock.monotonic)
+        self._quotas.add(draft.description.tenant, frame_bytes(frame))
 
     def _advance(self, draft: Capture) -> None:
         draft.advance(self._clock.wall)
@@ -398,6 +403,20 @@ class Batch:
             self._txn.put(Table.ENDED, key, draft.manifest().SerializeToString())
         else:
             self._txn.put(Table.LIVE, key, draft.record().SerializeToString())
+
+
+def _unchanging(frame: memoryview | PlacedFrame, chunk: ChunkView, capture_id: str) -> ChunkView:
+    """Return a chunk whose payload its writer cannot change: a copy, if it is in shared memory.
+
+    Raises:
+        Failure: CHECKSUM_MISMATCH.
+    """
+    if not isinstance(frame, PlacedFrame):
+        return chunk
+    copy = frame.copied()
+    if copy is None:
+        raise checksum_mismatch(capture_id)
+    return copy[1]
 
 
 def purge_some(txn: Txn, limit: int) -> bool:

@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
 from residuum.wire.frames import ChunkView
 from store_svc.captures.capture_names import CaptureName
+from store_svc.database.frames import PlacedFrame, frame_bytes
 from store_svc.writing.changes import Batch
+from store_svc.writing.placed import checksum_mismatch
 
 _LEAST_GROUP_BYTES, _MOST_GROUP_BYTES = 32 << 20, 96 << 20
 """Bytes of chunks in one transaction. For one file, larger transactions are no faster, and delay acknowledgements."""
@@ -41,6 +43,10 @@ class Acks(Protocol):
         """Note that every message queued before `WorkQueue.finish` is committed and synced."""
 
 
+Content: TypeAlias = "tuple[memoryview | PlacedFrame, ChunkView] | store_pb2.RowLoss | Failure"
+"""What a message carries: a chunk, as a frame and parsed; or a loss; or the reason why it can never be written."""
+
+
 @dataclass
 class Append:
     """A message of a stream. It passed all checks that do not need its capture."""
@@ -51,8 +57,8 @@ class Append:
     """Its number in the stream."""
     name: CaptureName
     """The capture."""
-    content: tuple[memoryview, ChunkView] | store_pb2.RowLoss | Failure
-    """A chunk, as bytes and parsed; or a loss; or the reason why the message can never be written."""
+    content: Content
+    """What it carries."""
     size: int
     """Bytes that it takes in the queue."""
     attempt: int = 0
@@ -65,8 +71,13 @@ class Append:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the chunk as received; 0 if the message carries none."""
-        return len(self.content[0]) if isinstance(self.content, tuple) else 0
+        """Bytes of the chunk; 0 if the message carries none."""
+        return frame_bytes(self.content[0]) if isinstance(self.content, tuple) else 0
+
+    def copy(self) -> None:
+        """Copy a payload that is in shared memory, and compare the copy with its checksum."""
+        if isinstance(self.content, tuple) and isinstance(self.content[0], PlacedFrame):
+            self.content = self.content[0].copied() or checksum_mismatch(self.capture_id)
 
     def apply(self, batch: Batch) -> bool | None:
         """Apply the message to a batch. For a chunk, return whether any row was stored.

@@ -14,7 +14,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.lifecycle import Capture, Wait
-from store_svc.database.db import DamagedError, Database, StoreFullError, Txn
+from store_svc.database.db import DamagedError, Database, PayloadChangedError, StoreFullError, Txn
 from store_svc.writing.changes import Batch, purge_some
 from store_svc.writing.retention import Expired, Retention, RetentionPolicy
 from store_svc.writing.room import Room, store_full
@@ -182,6 +182,10 @@ class Writer:
             batch, outcomes = self._write(work)
         except DamagedError:
             raise
+        except PayloadChangedError:
+            for item in work.appends:
+                item.copy()
+            self._commit(work)
         except StoreFullError as error:
             self._commit_when_full(work, error)
         except Exception:  # noqa: BLE001 - a bug; _commit_one_by_one logs it with the work that triggers it

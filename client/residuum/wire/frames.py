@@ -128,8 +128,17 @@ def chunk_prefix(
     header: capture_pb2.ChunkHeader, crc32c: int, payload_bytes: int, layer_crc32c: Sequence[int] = ()
 ) -> bytes:
     """Return the bytes of a Chunk before its payload. With the payload appended, they are the whole message."""
-    head = capture_pb2.Chunk(header=header, crc32c=crc32c, layer_crc32c=layer_crc32c).SerializeToString()
-    return head + length_prefix(_CHUNK_PAYLOAD, payload_bytes)
+    return payload_prefix(chunk_head(header, crc32c, layer_crc32c), payload_bytes)
+
+
+def chunk_head(header: capture_pb2.ChunkHeader, crc32c: int, layer_crc32c: Sequence[int] = ()) -> bytes:
+    """Return the bytes of a Chunk without its payload field."""
+    return capture_pb2.Chunk(header=header, crc32c=crc32c, layer_crc32c=layer_crc32c).SerializeToString()
+
+
+def payload_prefix(head: Buffer, payload_bytes: int) -> bytes:
+    """Return the bytes of a Chunk before its payload, from those before its payload field."""
+    return b"".join((head, length_prefix(_CHUNK_PAYLOAD, payload_bytes)))
 
 
 def append_prefix(number: int, capture_id: str, chunk_bytes: int, tenant: str = "", attempt: int = 0) -> bytes:
@@ -200,13 +209,17 @@ def placed_view(chunk: store_pb2.PlacedChunk, payloads: Payloads | None) -> Chun
     return ChunkView(chunk.header, chunk.crc32c, payload, is_placed=True)
 
 
-def parse_chunk(data: Buffer) -> ChunkView:
+def parse_chunk(data: Buffer, payload: memoryview | None = None) -> ChunkView:
     """Parse a Chunk and check that its header describes its payload, without copying the payload.
+
+    Args:
+        data: The bytes of the Chunk.
+        payload: The payload, if it is not among them.
 
     Raises:
         FrameError: The bytes are not a Chunk, or its header does not match its payload.
     """
-    header, crc32c, payload = None, 0, memoryview(b"")
+    header, crc32c, payload = None, 0, payload if payload is not None else memoryview(b"")
     layer_crc32c: tuple[int, ...] = ()
     for number, value in _fields(memoryview(data)):
         if number == _CHUNK_HEADER and isinstance(value, memoryview):
