@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from residuum.wire.frames import ChunkView, checksum, parse_chunk, payload_prefix, split_chunk
+from residuum.wire.frames import ChunkView, checksum, parse_chunk, parse_stored, payload_prefix, split_chunk
 
 
 class PayloadChangedError(Exception):
@@ -89,4 +89,4 @@ class StoredFrame(NamedTuple):
         Raises:
             FrameError: The frame is damaged.
         """
-        return parse_chunk(self.head, self.payload)
+        return parse_stored(self.head, self.payload)

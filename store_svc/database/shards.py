@@ -60,6 +60,7 @@ class Placement:
         """
         self._count = count
         self._secret = secret
+        self._last = (-1, 0)  # the start of the run of captures that was asked for last: reads ask for one many times
 
     def of(self, key: bytes) -> int:
         """Return the index of a frame's shard."""
@@ -69,8 +70,13 @@ class Placement:
         return (self._start(frame.number) + frame.sequence + frame.site + group + block) % self._count
 
     def _start(self, number: int) -> int:
-        run = hashlib.blake2b(pack_number(number // self._count), key=self._secret, digest_size=4).digest()
-        return number + int.from_bytes(run, "big")
+        run, start = self._last
+        if run != number // self._count:
+            run = number // self._count
+            digest = hashlib.blake2b(pack_number(run), key=self._secret, digest_size=4).digest()
+            start = int.from_bytes(digest, "big")
+            self._last = (run, start)
+        return number + start
 
 
 class FrameView:

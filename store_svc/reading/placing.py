@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from residuum.v1 import capture_pb2
-from residuum.wire.frames import checksum, placed_response
+from residuum.wire.checksums import combined
+from residuum.wire.frames import checksum, chunk_head, placed_response
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
 from store_svc.database.db import Database
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import cut_into, slice_chunk, slice_header
-from store_svc.reading.stored_chunks import framed, stored_frame, wanted
+from store_svc.reading.stored_chunks import check_layers, framed, parsed, stored_frame
 from store_svc.shared_memory.memories import ReadUse
 
 
@@ -89,17 +89,24 @@ def _copy_whole(frame: StoredFrame, memory: ReadUse) -> bytes | None:
 
 def _copy_slice(frame: StoredFrame, query: Query, memory: ReadUse) -> bytes | None:
     """Copy the wanted rows of a chunk, and return the response; return None if there is no room."""
-    found = wanted(frame, query)
-    if found is None:
+    chunk = parsed(frame, query.capture_id)
+    layers, positions = query.cut(chunk.header)
+    if not layers or not positions:
         return b""
-    chunk, (layers, positions) = found
     num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
     if num_bytes < MIN_PLACED_BYTES:
+        check_layers(chunk, layers, query.capture_id)
         return framed(slice_chunk(chunk, layers, positions))
     room = memory.take(num_bytes)
     if room is None:
         return None
     place, payload = room
     cut_into(payload, chunk, layers, positions)
-    head = capture_pb2.Chunk(header=slice_header(chunk, layers, positions), crc32c=checksum(payload.data))
-    return placed_response(head.SerializeToString(), place, len(payload))
+    if chunk.layer_crc32c and len(positions) == len(chunk.header.positions):
+        # The reader compares the payload with its checksum, which follows from those of its layers.
+        crc32c = combined([chunk.layer_crc32c[layer] for layer in layers], num_bytes // len(layers))
+    else:
+        check_layers(chunk, layers, query.capture_id)
+        crc32c = checksum(payload.data)
+    head = chunk_head(slice_header(chunk, layers, positions), crc32c)
+    return placed_response(head, place, num_bytes)

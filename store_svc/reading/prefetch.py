@@ -10,18 +10,22 @@ from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
+_OWN_ITEMS = 4
+"""Three, and the end after them."""
+
 
 def ahead(items: Generator[_T, None, None], depth: int = 1) -> Generator[_T, None, None]:
     """Yield what `items` yields, while a thread prefetches up to `depth` items and works on one more.
 
     Sending a chunk, and fetching and checking the next one, hold the GIL only briefly, so two threads overlap them.
-    The caller's own thread makes the first two items, so that an answer of one or two messages costs no thread.
+    The caller's own thread makes the first items. So an answer of three messages, such as a manifest, rows and the closing
+    manifest, costs no thread.
 
     Exceptions of `items` are raised here. Closing this generator ends the thread and closes `items`; it waits until
-    until `items` returns from whatever it waits for. So that wait must end when the caller has disconnected.
+    `items` returns from whatever it waits for. So that wait must end when the caller has disconnected.
     """
     try:
-        for _ in range(2):
+        for _ in range(_OWN_ITEMS):
             try:
                 item = next(items)
             except StopIteration:

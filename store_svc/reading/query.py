@@ -84,19 +84,24 @@ class Query:
     def wants_whole(self, key: FrameKey) -> bool:
         """Tell whether every row of this frame is certainly wanted."""
         captured = _between(self._captured_layers, key.first_layer, key.last_layer)
-        if len(_between(self._layers, key.first_layer, key.last_layer)) != len(captured):
-            return False
-        span = key.last_position - key.first_position + 1
-        return span <= _LONGEST_SPAN and bool(self._mask(key.sequence, key.first_position, span).all())
-
-    def cut(self, header: capture_pb2.ChunkHeader) -> tuple[list[int], list[int]]:
-        """Return the indices of the wanted layers and positions in the chunk's lists of layers and positions."""
-        layers, positions = set(self._layers), list(header.positions)
-        wanted = Positions.of(positions).filter(lambda first, count: self._mask(header.sequence, first, count))
-        return (
-            [at for at, layer in enumerate(header.layers) if layer in layers],
-            [at for at, position in enumerate(positions) if position in wanted],
+        return len(_between(self._layers, key.first_layer, key.last_layer)) == len(captured) and (
+            self._wants_positions(key.sequence, key.first_position, key.last_position)
         )
+
+    def cut(self, header: capture_pb2.ChunkHeader) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the indices of the wanted layers and positions in the chunk's lists of layers and positions."""
+        chosen, positions = set(self._layers), header.positions
+        layers = [at for at, layer in enumerate(header.layers) if layer in chosen]
+        if self._wants_positions(header.sequence, positions[0], positions[-1]):
+            return layers, range(len(positions))
+        listed = list(positions)
+        wanted = Positions.of(listed).filter(lambda first, count: self._mask(header.sequence, first, count))
+        return layers, [at for at, position in enumerate(listed) if position in wanted]
+
+    def _wants_positions(self, sequence: int, first: int, last: int) -> bool:
+        """Tell whether every position of a frame from `first` to `last` is certainly wanted."""
+        span = last - first + 1
+        return span <= _LONGEST_SPAN and bool(self._mask(sequence, first, span).all())
 
     def _mask(self, sequence: int, first: int, count: int) -> npt.NDArray[np.bool_]:
         """Tell which of the positions first, first + 1, ... are wanted; bool [count]."""

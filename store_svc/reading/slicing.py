@@ -36,10 +36,9 @@ def slice_header(view: ChunkView, layers: Sequence[int], positions: Sequence[int
     """Return the header of a slice; the arguments are those of `slice_chunk`."""
     header = capture_pb2.ChunkHeader()
     header.CopyFrom(view.header)
-    del header.layers[:]
-    del header.positions[:]
-    header.layers.extend(view.header.layers[at] for at in layers)
-    header.positions.extend(view.header.positions[at] for at in positions)
+    header.layers[:] = [view.header.layers[at] for at in layers]
+    if len(positions) < len(view.header.positions):
+        header.positions[:] = [view.header.positions[at] for at in positions]
     return header
 
 
@@ -48,6 +47,10 @@ def cut_into(payload: npt.NDArray[np.uint8], view: ChunkView, layers: Sequence[i
     form, count = view.format, len(view.header.positions)
     data = np.frombuffer(view.payload, dtype=np.uint8).reshape(len(view.header.layers), -1)
     cut = payload.reshape(len(layers), -1)
+    if len(positions) == count:
+        for at, layer in enumerate(layers):
+            cut[at] = data[layer]
+        return
     run = slice(positions[0], positions[-1] + 1)
     is_run = run.stop - run.start == len(positions)
     for at, layer in enumerate(layers):

@@ -48,7 +48,7 @@ def wanted_parts(frame: StoredFrame, query: Query) -> list[Part]:
     Raises:
         Failure: CHECKSUM_MISMATCH: the chunk cannot be parsed.
     """
-    chunk = _parsed(frame, query.capture_id)
+    chunk = parsed(frame, query.capture_id)
     layers, positions = query.cut(chunk.header)
     if not layers or not positions:
         return []
@@ -62,23 +62,9 @@ def sliced(frame: StoredFrame, part: Part, capture_id: str) -> bytes:
     Raises:
         Failure: CHECKSUM_MISMATCH.
     """
-    chunk = _parsed(frame, capture_id)
-    _check_layers(chunk, part.layers, capture_id)
+    chunk = parsed(frame, capture_id)
+    check_layers(chunk, part.layers, capture_id)
     return framed(slice_chunk(chunk, *part))
-
-
-def wanted(frame: StoredFrame, query: Query) -> tuple[ChunkView, Part] | None:
-    """Return a stored chunk and its wanted rows, whose layers match their checksums. None if no row is wanted.
-
-    Raises:
-        Failure: CHECKSUM_MISMATCH.
-    """
-    chunk = _parsed(frame, query.capture_id)
-    part = Part(*query.cut(chunk.header))
-    if not part.layers or not part.positions:
-        return None
-    _check_layers(chunk, part.layers, query.capture_id)
-    return chunk, part
 
 
 def check_whole(chunk: memoryview, capture_id: str) -> None:
@@ -95,14 +81,24 @@ def check_whole(chunk: memoryview, capture_id: str) -> None:
         raise damaged(capture_id)
 
 
-def _parsed(frame: StoredFrame, capture_id: str) -> ChunkView:
+def parsed(frame: StoredFrame, capture_id: str) -> ChunkView:
+    """Return a stored chunk, parsed.
+
+    Raises:
+        Failure: CHECKSUM_MISMATCH: it cannot be parsed.
+    """
     try:
         return frame.parse()
     except FrameError:
         raise damaged(capture_id) from None
 
 
-def _check_layers(chunk: ChunkView, layers: Sequence[int], capture_id: str) -> None:
+def check_layers(chunk: ChunkView, layers: Sequence[int], capture_id: str) -> None:
+    """Compare some layers of a stored chunk, given by their indices, with their checksums.
+
+    Raises:
+        Failure: CHECKSUM_MISMATCH.
+    """
     if not chunk.verify_layers(layers):
         raise damaged(capture_id)
 

@@ -12,7 +12,7 @@ import pytest
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from residuum.wire.frames import parse_chunk, split_chunk
+from residuum.wire.frames import parse_chunk, parse_stored, split_chunk
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.catalog_loading import load_catalog
@@ -189,7 +189,7 @@ def written(opened: Open) -> Iterator[tuple[Writer, Catalog]]:
 
 
 def queue(writer: Writer, stream: Stream, number: int, frame: PlacedFrame) -> None:
-    writer.queue.append(Append(stream, number, NAME, (frame, parse_chunk(frame.head, frame.payload)), frame.num_bytes))
+    writer.queue.append(Append(stream, number, NAME, (frame, parse_stored(frame.head, frame.payload)), frame.num_bytes))
 
 
 def test_only_the_payloads_that_do_not_match_are_rejected(written: tuple[Writer, Catalog]) -> None:

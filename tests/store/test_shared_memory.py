@@ -194,8 +194,12 @@ class TestReads:
 
 
 def last(count: int) -> object:
+    return span(PROMPT - count, PROMPT - 1)
+
+
+def span(first: int, last: int) -> object:
     positions = store_pb2.ReadChunksRequest().positions
-    positions.ranges.add(first=PROMPT - count, last=PROMPT - 1)
+    positions.ranges.add(first=first, last=last)
     return positions
 
 
@@ -583,13 +587,17 @@ class TestLargeChunks:
         assert store._metrics.shared_memory_read_bytes._value.get() == placed
 
     def test_only_the_wanted_layers_are_compared_with_their_checksums(self, running, write):
+        """The reader compares them: a slice has a checksum that follows from those of its layers."""
         wrong = [0] * len(self.LARGE)
         wrong[7] = checksum(np.array([row((0, POST, 7, at), WIDTH) for at in range(BLOCK)]).tobytes())
         assert write(layer_crc32c=wrong) == {}
         peer = Peer(*running, size=16 << 20)
         assert peer.read(layers=[7]) == grid([7], range(BLOCK))
-        with failing_with(Reason.ERROR_REASON_CHECKSUM_MISMATCH):
-            peer.read(layers=[7, 8])
+        damaged = pytest.raises(residuum.DamagedCapture, match="do not match their checksum")
+        with residuum.Client(store=running[1].target) as reader, damaged:
+            reader.activations("a", layers=[7, 8], wait=False, allow_partial=True)
+        with failing_with(Reason.ERROR_REASON_CHECKSUM_MISMATCH):  # a part of a layer has a checksum of its own
+            peer.read(layers=[8], positions=span(0, 19))
 
     @pytest.mark.parametrize(
         ("fields", "message"),

@@ -96,6 +96,8 @@ class RowGrid:
         self._shape = (wanted.form.width,) if self._plain else ()
         self._length = length
         self._layer_index = {layer: index for index, layer in enumerate(wanted.layers)}
+        self._last_layers: tuple[int, ...] = ()
+        self._found: tuple[Any, npt.NDArray[np.intp]] = slice(0), np.empty(0, dtype=np.intp)
         self._column = np.empty(0, dtype=np.int64)  # the column of each position; -1 if it is not wanted
         self.have = np.zeros((len(wanted.layers), 0), dtype=np.bool_)
         self._values = allocate((len(wanted.layers), 0, *self._shape), self._dtype) if keep_values else None
@@ -166,23 +168,32 @@ class RowGrid:
             raise ServerFault(f"A chunk has another row format than its capture: {chunk.format}, not {self._form}.")
         positions = np.array(header.positions, dtype=np.int64)
         self._cover(int(positions[-1]) + 1)
-        from_layers = [i for i, layer in enumerate(header.layers) if layer in self._layer_index]
-        layers = np.array([self._layer_index[header.layers[i]] for i in from_layers], dtype=np.intp)
+        from_layers, layers = self._layers_in(tuple(header.layers))
         columns = self._column[positions]
-        from_columns = np.flatnonzero(columns >= 0)
-        if not len(layers) or not len(from_columns):
+        from_columns: Any = slice(None)
+        if columns[0] < 0 or columns[-1] - columns[0] != len(columns) - 1:  # some are not wanted
+            from_columns = np.flatnonzero(columns >= 0)
+            columns, positions = columns[from_columns], positions[from_columns]
+        if not len(layers) or not len(columns):
             return None
-        columns = columns[from_columns]
         prefixes, rows = self._rows_of(chunk)
-        rows = rows[_span(np.array(from_layers))][:, _span(from_columns)]
+        rows = rows[from_layers][:, from_columns]
         where = _where(layers, columns)
-        added = AddedRows(layers, positions[from_columns], rows, ~self.have[where])
+        added = AddedRows(layers, positions, rows, ~self.have[where])
         if prefixes is not None:
             self._group[where] = self._keep_prefixes(prefixes[from_layers])[:, None]
         self.have[where] = True
         if self._values is not None:
             self._values[where] = rows
         return added
+
+    def _layers_in(self, layers: tuple[int, ...]) -> tuple[Any, npt.NDArray[np.intp]]:
+        """Return the wanted ones of a chunk's layers, as an index of its layers and as indices of the grid's."""
+        if layers != self._last_layers:
+            wanted = [at for at, layer in enumerate(layers) if layer in self._layer_index]
+            where = np.array([self._layer_index[layers[at]] for at in wanted], dtype=np.intp)
+            self._last_layers, self._found = layers, (_span(np.array(wanted)) if wanted else slice(0), where)
+        return self._found
 
     def _rows_of(self, chunk: ChunkView) -> tuple[npt.NDArray[Any] | None, npt.NDArray[Any]]:
         """Return a chunk's prefixes and rows in the form in which the grid keeps them.

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 Buffer = Union[bytes, bytearray, memoryview]  # noqa: UP007 - evaluated at run time on Python 3.10
 
-_Message = TypeVar("_Message", capture_pb2.ChunkHeader, store_pb2.AppendChunksRequest, store_pb2.ReadChunksResponse)
+_Message = TypeVar(
+    "_Message",
+    capture_pb2.Chunk,
+    capture_pb2.ChunkHeader,
+    store_pb2.AppendChunksRequest,
+    store_pb2.ReadChunksResponse,
+)
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
@@ -209,17 +215,13 @@ def placed_view(chunk: store_pb2.PlacedChunk, payloads: Payloads | None) -> Chun
     return ChunkView(chunk.header, chunk.crc32c, payload, is_placed=True)
 
 
-def parse_chunk(data: Buffer, payload: memoryview | None = None) -> ChunkView:
+def parse_chunk(data: Buffer) -> ChunkView:
     """Parse a Chunk and check that its header describes its payload, without copying the payload.
-
-    Args:
-        data: The bytes of the Chunk.
-        payload: The payload, if it is not among them.
 
     Raises:
         FrameError: The bytes are not a Chunk, or its header does not match its payload.
     """
-    header, crc32c, payload = None, 0, payload if payload is not None else memoryview(b"")
+    header, crc32c, payload = None, 0, memoryview(b"")
     layer_crc32c: tuple[int, ...] = ()
     for number, value in _fields(memoryview(data)):
         if number == _CHUNK_HEADER and isinstance(value, memoryview):
@@ -235,6 +237,18 @@ def parse_chunk(data: Buffer, payload: memoryview | None = None) -> ChunkView:
     check_header(header, len(payload))
     check_layer_checksums(header, layer_crc32c)
     return ChunkView(header, crc32c, payload, layer_crc32c=layer_crc32c)
+
+
+def parse_stored(head: Buffer, payload: memoryview) -> ChunkView:
+    """Parse a Chunk from the bytes before its payload field and its payload. The Chunk was checked when it was written.
+
+    Raises:
+        FrameError: The head is not that of a Chunk, or the payload has another size than it says.
+    """
+    chunk = _parse(capture_pb2.Chunk, memoryview(head))
+    _check_size(chunk.header, len(chunk.header.layers), len(chunk.header.positions), len(payload))
+    check_layer_checksums(chunk.header, chunk.layer_crc32c)
+    return ChunkView(chunk.header, chunk.crc32c, payload, layer_crc32c=chunk.layer_crc32c)
 
 
 def parse_append(data: Buffer) -> AppendView:
@@ -309,8 +323,12 @@ def check_header(header: capture_pb2.ChunkHeader, payload_bytes: int) -> None:
         raise FrameError(f"a chunk holds at most {MAX_CHUNK_POSITIONS} positions, not {len(positions)}")
     if not _ascends(layers) or not _ascends(positions):
         raise FrameError("the layers and the positions of a chunk must ascend")
+    _check_size(header, len(layers), len(positions), payload_bytes)
+
+
+def _check_size(header: capture_pb2.ChunkHeader, layers: int, positions: int, payload_bytes: int) -> None:
     try:
-        expected = RowFormat.of(header).payload_bytes(len(layers), len(positions))
+        expected = RowFormat.of(header).payload_bytes(layers, positions)
     except ValueError as error:
         raise FrameError(str(error)) from None
     if expected != payload_bytes:

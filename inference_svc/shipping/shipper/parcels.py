@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from inference_svc.shipping.framing import Piece, append_message, cut, payload_bytes
-from inference_svc.shipping.shipper.checksums import combined
 from inference_svc.shipping.shipper.shared_rings import Place, SharedRings
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire import frames
+from residuum.wire.checksums import combined
 from residuum.wire.limits import TARGET_CHUNK_BYTES
 from residuum.wire.tokens import split_path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.shipping.shipper.checksums import combined
+from residuum.wire.checksums import combined
 from residuum.wire.frames import checksum
 
 
