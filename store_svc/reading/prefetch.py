@@ -18,8 +18,8 @@ def ahead(items: Generator[_T, None, None], depth: int = 1) -> Generator[_T, Non
     """Yield what `items` yields, while a thread prefetches up to `depth` items and works on one more.
 
     Sending a chunk, and fetching and checking the next one, hold the GIL only briefly, so two threads overlap them.
-    The caller's own thread makes the first items. So an answer of three messages, such as a manifest, rows and the closing
-    manifest, costs no thread.
+    The caller's own thread makes the first items. So an answer of three messages, such as a manifest, rows and the
+    closing manifest, costs no thread.
 
     Exceptions of `items` are raised here. Closing this generator ends the thread and closes `items`; it waits until
     `items` returns from whatever it waits for. So that wait must end when the caller has disconnected.

@@ -13,6 +13,7 @@ from peer import HIDDEN
 from running_store import RunningStore
 
 import residuum
+from residuum.rpc import channels
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, inference_pb2, placement_pb2, selection_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.placement import first_rank, ranks
@@ -65,6 +66,15 @@ class Group:
             channel.close()
         for store in self.stores.values():
             store.stop(signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    """gRPC retries a call to a store that is unreachable three times, after 1.3 s in all. Here it waits a tenth."""
+    config = json.dumps(channels._SERVICE_CONFIG).replace('"initialBackoff": "0.1s"', '"initialBackoff": "0.01s"')
+    assert "0.01s" in config
+    own = tuple((name, config if name == "grpc.service_config" else value) for name, value in channels.CHANNEL_OPTIONS)
+    monkeypatch.setattr(channels, "CHANNEL_OPTIONS", own)
 
 
 @pytest.fixture(scope="module")

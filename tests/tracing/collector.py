@@ -54,6 +54,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             ]
             return find(self.spans)
 
+    def clear(self) -> None:
+        """Forget the spans."""
+        with self._came:
+            self.spans.clear()
+
     def close(self) -> None:
         self._server.stop(0).wait()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,40 +13,26 @@ from tests.faults.support import ENVIRONMENT, Store
 from tests.tracing.collector import Collector, Span
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     collector = Collector()
     yield collector
     collector.close()
 
 
-@pytest.fixture
-def start_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
-    stores = []
-
-    def start(*flags: str) -> Store:
-        stores.append(Store(tmp_path, "--seal-timeout-seconds", "0.1", *flags))
-        return stores[-1]
-
-    yield start
-    for store in stores:
-        store.close()
-
-
-@pytest.fixture
-def start_service() -> Iterator[Callable[[str, dict[str, str]], str]]:
-    """Starts the inference service; returns its endpoint."""
-    processes = []
-
-    def start(store: str, environment: dict[str, str]) -> str:
-        command = [sys.executable, "-m", "tests.tracing.inference_service", store]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
-        return processes[-1].stdout.readline().strip()
-
-    yield start
-    for process in processes:
-        process.communicate(timeout=60)
+@pytest.fixture(scope="module")
+def service(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Both services, traced; the endpoint of the inference service."""
+    flags = ("--seal-timeout-seconds", "0.1", "--otel-endpoint", collector.endpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENVIRONMENT, "OTEL_BSP_SCHEDULE_DELAY", "50")
+        store = Store(tmp_path_factory.mktemp("tracing"), *flags)
+    command = [sys.executable, "-m", "tests.tracing.inference_service", store.endpoint]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, env=traced_to(collector), text=True, **pipes)
+    yield process.stdout.readline().strip()
+    process.communicate(timeout=60)
+    store.close()
 
 
 PROGRAM = """
@@ -77,13 +63,8 @@ SEAL, OPEN = "residuum.v1.StoreService/SealCapture", "residuum.v1.StoreService/O
 
 
 @pytest.mark.slow
-def test_one_request_is_one_trace_across_three_processes(
-    collector: Collector, start_store: Callable[..., Store], start_service: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setitem(ENVIRONMENT, "OTEL_BSP_SCHEDULE_DELAY", "50")
-    store = start_store("--otel-endpoint", collector.endpoint)
-    generate(start_service(store.endpoint, traced_to(collector)), traced_to(collector))
+def test_one_request_is_one_trace_across_three_processes(collector: Collector, service: str) -> None:
+    generate(service, traced_to(collector))
     collector.wait_for(lambda spans: find(spans, "residuum-store", "capture") and find(spans, "residuum-store", SEAL))
     whole = collector.wait_for(lambda spans: find(spans, "residuum-client", "client.generate"))
     collector.wait_for(lambda spans: find(spans, "residuum-inference", GENERATE))
@@ -95,14 +76,14 @@ def test_one_request_is_one_trace_across_three_processes(
         ("residuum-store", "capture"),
     ]
     parent = whole
-    for service, name in chain:
-        span = collector.wait_for(lambda spans, at=(service, name): find(spans, *at))
-        assert (span.trace, span.parent) == (whole.trace, parent.id), (service, name)
+    for at in chain:
+        span = collector.wait_for(lambda spans, at=at: find(spans, *at))
+        assert (span.trace, span.parent) == (whole.trace, parent.id), at
         parent = span
     served = find(collector.spans, *chain[1])
     assert served.events == ["checked", "queued", "first token", "generated"]
-    for service in ("residuum-inference", "residuum-store"):
-        assert find(collector.spans, service, SEAL).trace == whole.trace
+    for name in ("residuum-inference", "residuum-store"):
+        assert find(collector.spans, name, SEAL).trace == whole.trace
     capture = find(collector.spans, "residuum-store", "capture")
     assert capture.attributes["residuum.state"] == "INCOMPLETE"  # this engine captures no rows
     names = {span.attributes["residuum.request_id"] for span in (whole, served, capture)}
@@ -110,15 +91,13 @@ def test_one_request_is_one_trace_across_three_processes(
 
 
 @pytest.mark.slow
-def test_a_failed_call_is_an_error_in_the_trace(
-    collector: Collector, start_store: Callable[..., Store], start_service: Callable[..., str]
-) -> None:
-    endpoint = start_service(start_store().endpoint, traced_to(collector))
-    command = [sys.executable, "-m", "residuum", "generate", "--endpoint", endpoint, "abc", "--max-tokens", "3000"]
+def test_a_failed_call_is_an_error_in_the_trace(collector: Collector, service: str) -> None:
+    collector.clear()
+    command = [sys.executable, "-m", "residuum", "generate", "--endpoint", service, "abc", "--max-tokens", "3000"]
     done = subprocess.run(command, env=traced_to(collector), check=False, timeout=120, capture_output=True)
     assert done.returncode == 1
-    for service in ("residuum-client", "residuum-inference"):
-        span = collector.wait_for(lambda spans, service=service: find(spans, service, GENERATE))
+    for name in ("residuum-client", "residuum-inference"):
+        span = collector.wait_for(lambda spans, name=name: find(spans, name, GENERATE))
         assert span.attributes["rpc.grpc.status_code"] == 3  # INVALID_ARGUMENT
 
 
