@@ -225,14 +225,14 @@ class Reader:
         data = self._ended_record(number, capture_id)
         manifest = capture_pb2.CaptureManifest.FromString(data)
         query = Query(request, manifest.description, manifest.sequences)
-        yield length_prefix(_MANIFEST, len(data)) + data
+        yield _manifest_field(data)
         for key in self._scan(number, query):
             yield from self._rows(key, query, placing)
         self._ended_record(number, capture_id)  # raises if it was deleted meanwhile
 
     def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest, placing: Placing) -> Iterator[bytes]:
         yield from self._fields_of_ended(number, request.capture_id, request, placing)
-        yield _framed_manifest(self._ended_manifest(number, request.capture_id))
+        yield _manifest_field(self._ended_record(number, request.capture_id))
 
     def _read_open(
         self, feed: Feed, request: Selection, is_cancelled: Callable[[], bool], placing: Placing
@@ -334,5 +334,6 @@ def _failed(error: Failure) -> bytes:
     return end_field(error.to_item_error())
 
 
-def _framed_manifest(manifest: capture_pb2.CaptureManifest) -> bytes:
-    return store_pb2.ReadChunksResponse(manifest=manifest).SerializeToString()
+def _manifest_field(data: bytes) -> bytes:
+    """Return a serialised manifest as a response."""
+    return length_prefix(_MANIFEST, len(data)) + data

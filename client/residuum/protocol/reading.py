@@ -232,7 +232,8 @@ class Reading:
     def add_manifest(self, manifest: capture_pb2.CaptureManifest) -> None:
         """Add a manifest: the one before the first row, or the one after the last row."""
         self._manifests_seen += 1
-        self._manifest = manifest
+        if manifest != self._manifest:  # that of an ended capture comes twice
+            self._manifest = manifest
         if not self._grids:
             self._grids = self._make_grids(manifest)
 
