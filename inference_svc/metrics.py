@@ -51,8 +51,8 @@ class InferenceMetrics:
             ["outcome"],
             registry=self.registry,
         )
-        for outcome in _OUTCOMES:
-            self.requests.labels(outcome)
+        self.ended = {outcome: self.requests.labels(outcome) for outcome in _OUTCOMES}
+        """The counter of each outcome."""
         self.prompt_tokens = Counter(
             "residuum_inference_prompt_tokens", "Prompt tokens of requests that started.", registry=self.registry
         )
@@ -113,7 +113,7 @@ class RequestWatch:
         if outcome == "failed" and not self._began:
             outcome = "refused"
         seconds = self._elapsed()
-        self._metrics.requests.labels(outcome).inc()
+        self._metrics.ended[outcome].inc()
         if outcome == "finished":
             self._metrics.request_seconds.observe(seconds)
         if self._began:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from inference_svc.model_facts import ModelFacts
     from residuum.v1 import inference_pb2, selection_pb2, steering_pb2
 
+_IF_EXISTS = frozenset(capture_pb2.IfExists.values())
+
 
 @dataclass(frozen=True)
 class ResolvedSpec:
@@ -35,6 +37,8 @@ class ResolvedSpec:
     @property
     def digests(self) -> list[bytes]:
         """The digests of all vectors that the request needs: first those to steer with, then those to project onto."""
+        if self.capture is None and self.steering is None:
+            return []
         steering = digests_of(self.steering) if self.steering else []
         projection = self.capture.encoding_options.vectors if self.capture else []
         return list(dict.fromkeys((*steering, *projection)))
@@ -95,7 +99,7 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
 
 
 def _check_if_exists(spec: inference_pb2.RequestSpec) -> None:
-    if spec.if_exists not in capture_pb2.IfExists.values():
+    if spec.if_exists not in _IF_EXISTS:
         raise invalid("if_exists", f"if_exists is {int(spec.if_exists)}; set FAIL, REPLACE or SKIP.")
     if spec.if_exists > capture_pb2.IF_EXISTS_FAIL and not (spec.request_id and spec.HasField("capture")):
         raise invalid(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -10,20 +11,34 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from inference_svc.admission.fields import invalid
 from inference_svc.admission.sampling import is_prefill_only, max_new_tokens
+from residuum.v1 import inference_pb2
 from residuum.wire.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
-
-if TYPE_CHECKING:
-    from residuum.v1 import inference_pb2
 
 REFUSALS = (ValueError, VLLMValidationError)
 """What vLLM raises for invalid parameters. Only in older versions is the second one a subclass of the first."""
+
+_MAX_KEPT_BYTES = 256
+"""The largest parameters whose form for vLLM is kept for later requests. Making it takes longer than copying it."""
 
 _CHECKED_BY_VLLM = ("bad_words", "json_schema", "regex", "min_p", "logit_bias")
 """Parameters that vLLM refuses for some values, models or engines. Only requests with one of these are checked."""
 
 
 def sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int) -> SamplingParams:
-    """Return vLLM's form of checked sampling parameters, for one sequence of a request."""
+    """Return vLLM's form of checked sampling parameters, for one sequence of a request. Requests share it."""
+    data = parameters.SerializeToString()
+    if len(data) > _MAX_KEPT_BYTES or parameters.WhichOneof("structured_output"):  # vLLM writes into its grammars
+        return make_sampling_params(parameters, sequence)
+    return _kept_params(data, sequence)
+
+
+@lru_cache(maxsize=64)
+def _kept_params(data: bytes, sequence: int) -> SamplingParams:
+    return make_sampling_params(inference_pb2.SamplingParameters.FromString(data), sequence)
+
+
+def make_sampling_params(parameters: inference_pb2.SamplingParameters, sequence: int) -> SamplingParams:
+    """Return a new object of vLLM's form of checked sampling parameters."""
     p = parameters
     if is_prefill_only(p):
         # vLLM generates at least one token. It comes from the step that computes the prompt, and is dropped later.
@@ -72,7 +87,7 @@ def check_with_vllm(parameters: inference_pb2.SamplingParameters, config: Any, t
     Raises:
         Failure: vLLM refuses a parameter. The metadata names it.
     """
-    made = sampling_params(parameters, 0)
+    made = make_sampling_params(parameters, 0)
     try:
         made.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
     except Exception as error:  # the grammars' compilers raise unrelated classes

@@ -272,7 +272,8 @@ class RequestRegistry:
         return registration
 
     def _lease(self, tenant: str, spec: ResolvedSpec) -> None:
-        self._leases.update(_vector_names(tenant, spec))
+        for name in _vector_names(tenant, spec):
+            self._leases[name] += 1
 
     def _end_lease(self, tenant: str, spec: ResolvedSpec) -> None:
         for name in _vector_names(tenant, spec):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,14 @@ from residuum.rpc.errors import Failure, Reason
 from svc_common.logs import bind_request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator
+    from contextlib import AbstractAsyncContextManager
 
     from inference_svc.admission.admission import Admission
     from inference_svc.captures.stores import Stores
     from inference_svc.engine.engine import Engine
     from inference_svc.requests.registry import RequestRegistry, Running
+    from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.reservation import Reservations
     from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 
@@ -62,7 +64,7 @@ class RequestRunner:
         self._metrics = metrics or InferenceMetrics()
         self._places = places or Places()
         self._changes: dict[str, SteeringChanges] = {}
-        """The steering changes of each request that generates, by its path."""
+        """The steering changes of each updatable request that generates, by its path."""
 
     async def run(
         self, request: inference_pb2.GenerateRequest, tenant: str = ""
@@ -77,17 +79,37 @@ class RequestRunner:
             # Read the prompt before the registration is used up, so that a bad prompt leaves the registration valid.
             token_ids = await self._engine.tokenize(request)
             self._admission.check_prompt(token_ids, request.sampling)
-            async with self._events(request, token_ids, tenant) as stream, aclosing(stream) as events:
-                watch.begin(len(token_ids))
-                tracing.add_event("queued")  # the vectors are active and the capture is open
-                has_tokens = False
-                async for event in events:
-                    watch.add_tokens(len(event.delta.token_ids))
-                    if event.HasField("delta") and not has_tokens:
-                        has_tokens = True
-                        tracing.add_event("first token")
-                    yield event
-                tracing.add_event("generated")
+            running = self._start(request, tenant)
+            bind_request(running.request_id)
+            traced = tracing.is_on()
+            if traced:
+                tracing.set_attributes(request_id=running.request_id, prompt_tokens=len(token_ids))
+                tracing.add_event("checked")
+            session = self._session(running, request, token_ids)
+            try:
+                self._admission.check_request(running.spec, tenant, len(token_ids), request.sampling)
+                if running.spec.capture is not None and running.spec.capture.keep_prompt:
+                    session.prompt_text = await self._engine.prompts.text(request, token_ids)
+                async with self._reservations.reserve(running) as vectors, session:
+                    stream = await self._events(running, request.sampling, token_ids, vectors, session)
+                    async with self._changing(running, len(token_ids), vectors, session), aclosing(stream) as events:
+                        watch.begin(len(token_ids))
+                        if traced:
+                            tracing.add_event("queued")  # the vectors are active and the capture is open
+                        has_tokens = False
+                        async for event in events:
+                            if event.HasField("delta"):
+                                watch.add_tokens(len(event.delta.token_ids))
+                                if traced and not has_tokens:
+                                    tracing.add_event("first token")
+                                has_tokens = True
+                            yield event
+                        if traced:
+                            tracing.add_event("generated")
+            finally:
+                # A request that did not begin is released, so a retry is possible.
+                self._changes.pop(running.path, None)
+                self._registry.finish(running, has_begun=session.has_begun)
 
     async def update_steering(self, request_id: str, spec: steering_pb2.SteeringSpec, tenant: str = "") -> list[int]:
         """Change the steering of a tenant's running request; see `InferenceService.UpdateSteering`.
@@ -112,31 +134,30 @@ class RequestRunner:
             raise running.ended_failure()
         return await changes.change(steering)
 
-    @asynccontextmanager
     async def _events(
-        self, request: inference_pb2.GenerateRequest, token_ids: list[int], tenant: str
-    ) -> AsyncIterator[AsyncGenerator[inference_pb2.GenerateResponse]]:
-        """Start a request, and hold everything that it needs for as long as the context lasts. Yield its events."""
-        running, sampling = self._start(request, tenant), request.sampling
-        bind_request(running.request_id)
-        tracing.set_attributes(request_id=running.request_id, prompt_tokens=len(token_ids))
-        tracing.add_event("checked")
-        session = self._session(running, request, token_ids)
-        with self._registered(running, session):
-            self._admission.check_request(running.spec, tenant, len(token_ids), sampling)
-            if running.spec.capture is not None and running.spec.capture.keep_prompt:
-                session.prompt_text = await self._engine.prompts.text(request, token_ids)
-            async with self._reservations.reserve(running) as vectors, session:
-                handle = self._handle(running)
-                if session.existing is not None:
-                    yield await self._replayed(session.existing, sampling, handle)
-                    return
-                changes = SteeringChanges(self._engine, running, len(token_ids), vectors, session.sequences)
-                session.history = self._changes[running.path] = changes
-                async with changes:
-                    yield Generation(
-                        self._engine, running, token_ids, sampling, vectors, session.sequences, handle
-                    ).events()
+        self,
+        running: Running,
+        sampling: inference_pb2.SamplingParameters,
+        token_ids: list[int],
+        vectors: VectorHold,
+        session: CaptureSession,
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        """Return the events of a request whose capture is open, or exists already."""
+        handle = self._handle(running)
+        if session.existing is not None:
+            return await self._replayed(session.existing, sampling, handle)
+        return Generation(self._engine, running, token_ids, sampling, vectors, session.sequences, handle).events()
+
+    def _changing(
+        self, running: Running, prompt_tokens: int, vectors: VectorHold, session: CaptureSession
+    ) -> AbstractAsyncContextManager[object]:
+        """Return a context in which the steering of the request can be changed, if it is updatable and generates."""
+        steering = running.spec.steering
+        if steering is None or not steering.updatable or session.existing is not None:
+            return nullcontext()
+        changes = SteeringChanges(self._engine, running, prompt_tokens, vectors, session.sequences)
+        session.history = self._changes[running.path] = changes
+        return changes
 
     def _session(
         self, running: Running, request: inference_pb2.GenerateRequest, token_ids: list[int]
@@ -176,12 +197,3 @@ class RequestRunner:
         if request.WhichOneof("target") == "request_id":
             return self._registry.start_registered(request.request_id, tenant)
         return self._registry.start_inline(self._admission.resolve(request.spec), tenant)
-
-    @contextmanager
-    def _registered(self, running: Running, session: CaptureSession) -> Iterator[None]:
-        """End the request when the context ends. A request that did not begin is released, so a retry is possible."""
-        try:
-            yield
-        finally:
-            self._changes.pop(running.path, None)
-            self._registry.finish(running, has_begun=session.has_begun)

@@ -10,11 +10,13 @@ from inference_svc.resources.vector_activator import VectorHold
 from inference_svc.session.interruption import unless_interrupted
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from inference_svc.requests.registry import Running
     from inference_svc.resources.projections import Projections
     from inference_svc.resources.vector_activator import VectorActivator
+    from inference_svc.taps.encodings.projections import Projection
 
 
 class Reservations:
@@ -25,21 +27,27 @@ class Reservations:
         self._activator = activator
         self._projections = projections
 
-    @asynccontextmanager
-    async def reserve(self, running: Running) -> AsyncIterator[VectorHold]:
+    def reserve(self, running: Running) -> AbstractAsyncContextManager[VectorHold]:
         """Wait until the workers have all that a request needs, and hold it for as long as the context lasts.
 
-        Yields:
-            The vectors that the request holds. A steering change may add more.
+        Returns:
+            A context of the vectors that the request holds. A steering change may add more.
 
         Raises:
             Failure: The request was aborted meanwhile, no room became free in time, or a vector is no longer on the
-                server.
+                server. Raised when the context is entered.
         """
-        async with VectorHold(self._activator, running.tenant) as vectors, AsyncExitStack() as signs:
-            if running.spec.digests:
-                await unless_interrupted(running.aborted, running.aborted_failure, vectors.add(running.spec.digests))
-            projection = projection_of(running.spec.capture)
+        vectors = VectorHold(self._activator, running.tenant)
+        digests, projection = running.spec.digests, projection_of(running.spec.capture)
+        return self._reserved(running, vectors, digests, projection) if digests or projection else vectors
+
+    @asynccontextmanager
+    async def _reserved(
+        self, running: Running, vectors: VectorHold, digests: Sequence[bytes], projection: Projection | None
+    ) -> AsyncIterator[VectorHold]:
+        async with vectors, AsyncExitStack() as signs:
+            if digests:
+                await unless_interrupted(running.aborted, running.aborted_failure, vectors.add(digests))
             if projection is not None:
                 held = signs.enter_async_context(self._projections.held(projection))
                 await unless_interrupted(running.aborted, running.aborted_failure, held)

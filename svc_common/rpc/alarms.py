@@ -79,14 +79,23 @@ class AioAlarm:
     @contextmanager
     def over(self, ring: Callable[[], object]) -> Iterator[None]:
         """Call `ring` if the context lasts longer than the timeout."""
-        loop, token = asyncio.get_running_loop(), object()
-        self._waiting[token] = loop.time() + self._seconds, ring
-        if self._timer is None:
-            self._timer = loop.call_later(self._seconds, self._look, loop)
+        token = object()
+        self.start(token, ring)
         try:
             yield
         finally:
-            self._waiting.pop(token, None)
+            self.stop(token)
+
+    def start(self, wait: object, ring: Callable[[], object]) -> None:
+        """Call `ring` after the timeout, unless `stop` ends the wait before."""
+        loop = asyncio.get_running_loop()
+        self._waiting[wait] = loop.time() + self._seconds, ring
+        if self._timer is None:
+            self._timer = loop.call_later(self._seconds, self._look, loop)
+
+    def stop(self, wait: object) -> None:
+        """End a wait."""
+        self._waiting.pop(wait, None)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Ring for expired entries, and set the timer for the next one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     import structlog
+    from typing_extensions import Self
 
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
@@ -71,11 +73,20 @@ def internal_failure(log: structlog.stdlib.BoundLogger, method: str) -> Failure:
 
 
 class _Call:
-    """A running call."""
+    """A running call. A context that reports how the call ends."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, on_end: CallEnded | None) -> None:
         self.method = method
         self.outcome = CANCELLED  # until the handler returns or raises
+        self._on_end = on_end
+
+    def __enter__(self) -> Self:
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._on_end is not None and is_ours(self.method):
+            self._on_end(self.method.rpartition("/")[2], self.outcome, time.monotonic() - self._start)
 
 
 class _CallObserver:
@@ -91,17 +102,8 @@ class _CallObserver:
         self._log = log
         self._on_end = on_end
 
-    @contextlib.contextmanager
-    def _watching(self, method: str) -> Iterator[_Call]:
-        """Report how a call ends, and drop the log fields that it bound."""
-        call = _Call(method)
-        start = time.monotonic()
-        with request_scope():
-            try:
-                yield call
-            finally:
-                if self._on_end is not None and is_ours(method):
-                    self._on_end(method.rpartition("/")[2], call.outcome, time.monotonic() - start)
+    def _watching(self, method: str) -> _Call:
+        return _Call(method, self._on_end)
 
     def _failure(self, error: Exception, call: _Call) -> Failure:
         failure = error if isinstance(error, Failure) else internal_failure(self._log, call.method)
@@ -128,7 +130,7 @@ class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
 
     def _unary(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
-            with self._watching(method) as watched:
+            with request_scope(), self._watching(method) as watched:
                 try:
                     response = call(request, context)
                 except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
@@ -140,7 +142,7 @@ class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
 
     def _streaming(self, call: Callable[..., Any], method: str) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._watching(method) as watched:
+            with request_scope(), self._watching(method) as watched:
                 try:
                     yield from call(request, context)
                 except Exception as error:  # noqa: BLE001 - the last place that can answer the caller
@@ -159,7 +161,10 @@ class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
 
 
 class AioErrorInterceptor(_CallObserver, grpc.aio.ServerInterceptor):
-    """Translates exceptions of an asyncio server's handlers into a status; see `residuum.rpc.errors`."""
+    """Translates exceptions of an asyncio server's handlers into a status; see `residuum.rpc.errors`.
+
+    The log fields that a call binds end with the call's task.
+    """
 
     async def intercept_service(
         self,
@@ -170,12 +175,13 @@ class AioErrorInterceptor(_CallObserver, grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not is_ours(handler_call_details.method):
             return handler
-        method = handler_call_details.method
-        if handler.response_streaming:
-            return handler_of(handler, self._streaming(_aio_decoding(handler), method), None)
-        return handler_of(handler, self._unary(_aio_decoding(handler), method), None)
+        method, call = handler_call_details.method, behaviour_of(handler)
+        guarded = self._streaming if inspect.isasyncgenfunction(call) else self._unary
+        return handler_of(handler, guarded(_aio_decoding(handler), method), None)
 
     def _unary(self, call: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Any]:
+        """Wrap a coroutine: of a call with one response, or one that writes its responses to the context."""
+
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             with self._watching(method) as watched:
                 try:
@@ -237,7 +243,7 @@ def _decoding(handler: _Handler) -> Callable[..., Any]:
 
     gRPC itself would answer INTERNAL (sync) or UNKNOWN (asyncio), as if the server were at fault.
     """
-    call, decode = behaviour_of(handler), _decoder(handler)
+    call, decode = behaviour_of(handler), decoder_of(handler)
     if handler.request_streaming:
         return lambda messages, context: call(map(decode, messages), context)
     return lambda message, context: call(decode(message), context)
@@ -245,7 +251,9 @@ def _decoding(handler: _Handler) -> Callable[..., Any]:
 
 def _aio_decoding(handler: _Handler) -> Callable[..., Any]:
     """Return an asyncio handler's behaviour that takes messages as bytes; see `_decoding`."""
-    call, decode = behaviour_of(handler), _decoder(handler)
+    call, decode = behaviour_of(handler), decoder_of(handler)
+    if handler.request_deserializer is None:
+        return call
 
     async def decoded(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         # Always close gRPC's iterator. Unless it is closed or read to its end, it and the call refer to each other, and
@@ -260,7 +268,8 @@ def _aio_decoding(handler: _Handler) -> Callable[..., Any]:
     return lambda message, context: call(decode(message), context)
 
 
-def _decoder(handler: _Handler) -> Callable[[bytes], Any]:
+def decoder_of(handler: _Handler) -> Callable[[bytes], Any]:
+    """Return a function that parses the messages of a handler, and raises a Failure for a malformed one."""
     deserialize = handler.request_deserializer
 
     def decode(message: bytes) -> Any:

@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import sys
 import threading
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -24,7 +24,7 @@ import grpc.aio
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.methods import is_ours
 from svc_common.rpc.alarms import AioAlarm, Alarm
-from svc_common.rpc.serving import behaviour_of
+from svc_common.rpc.serving import behaviour_of, decoder_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     import structlog
 
     _Handler = grpc.RpcMethodHandler[Any, Any]
+    _Answer = Callable[[AsyncIterator[Any], Any], Awaitable[Any]]
+    """Takes a call's messages and its context."""
 
 MAX_WATCHES = 16
 """Health watches and reflection streams that may run at once. They last as long as their clients like, and must not
 take the slots of other calls."""
-
-_NO_RESPONSES: tuple[Any, ...] = ()
-"""Yielded by a handler that writes its messages itself. The interceptors around it still need an async generator."""
 
 
 class StallInterceptor(grpc.ServerInterceptor):
@@ -138,7 +137,7 @@ class AioStallInterceptor(grpc.aio.ServerInterceptor):
         """Create the interceptor."""
         self._log = log
         self._first_seconds, self._stall_seconds = first_message_seconds, stall_seconds
-        self._stall = AioAlarm(stall_seconds)
+        self._first, self._stall = AioAlarm(first_message_seconds), AioAlarm(stall_seconds)
         self._watches = 0
 
     async def intercept_service(
@@ -146,46 +145,51 @@ class AioStallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Wrap the handler of a call; see `StallInterceptor`."""
+        """Wrap the handler of a call as a coroutine; see `StallInterceptor`. It writes streamed responses itself."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
         method = handler_call_details.method
-        call = behaviour_of(handler)
+        call, deserializer = behaviour_of(handler), handler.request_deserializer
+        request: _Answer = self._first_and_rest
+        if not handler.request_streaming:
+            request = self._only_message
+            if is_ours(method):  # the interceptor of `serving` makes gRPC pass bytes
+                deserializer, request = None, self._decoded(decoder_of(handler))
 
-        async def unary(messages: AsyncIterator[Any], context: Any) -> Any:
-            async with _sending_failures(method, context):
-                return await call(await self._request(handler, messages), context)
+        async def answered(messages: AsyncIterator[Any], context: Any) -> Any:
+            return await call(await request(messages, context), context)
 
-        async def streaming(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            async with (
-                _sending_failures(method, context),
-                self._place(method),
-                contextlib.aclosing(call(await self._request(handler, messages), context)) as responses,
-            ):
+        async def written(messages: AsyncIterator[Any], context: Any) -> None:
+            async with contextlib.aclosing(call(await request(messages, context), context)) as responses:
+                unread = _Timeout(self._stall, lambda: self._not_read(context, method))
                 async for response in responses:
-                    await self._write(response, context, method)
-            for response in _NO_RESPONSES:
-                yield response
+                    with unread:
+                        await context.write(response)
 
-        async def writing(messages: AsyncIterator[Any], context: Any) -> None:
-            async with _sending_failures(method, context), self._place(method):
-                await call(await self._request(handler, messages), context)
-
+        # Health watches are coroutines that write their answers to the context.
+        answer: _Answer = written if handler.response_streaming and not inspect.iscoroutinefunction(call) else answered
+        if not is_ours(method):
+            answer = self._of_others(answer, handler)
         if handler.response_streaming:
-            # Health watches are coroutines that write their answers to the context.
-            return grpc.stream_stream_rpc_method_handler(
-                writing if inspect.iscoroutinefunction(call) else streaming,
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return grpc.stream_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(answer, deserializer, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(answer, deserializer, handler.response_serializer)
 
-    @asynccontextmanager
-    async def _place(self, method: str) -> AsyncIterator[None]:
-        if is_ours(method):
-            yield
-            return
+    def _of_others(self, answer: _Answer, handler: _Handler) -> _Answer:
+        """Wrap the behaviour of health or reflection: `AioErrorInterceptor` does not send its failures."""
+
+        async def answered(messages: AsyncIterator[Any], context: Any) -> Any:
+            try:
+                with self._place() if handler.response_streaming else contextlib.nullcontext():
+                    return await answer(messages, context)
+            except Failure as failure:
+                status = failure.to_status()
+                return await context.abort(status.code, status.details, status.trailing_metadata)
+
+        return answered
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
         if self._watches >= MAX_WATCHES:
             raise _too_many_watches()
         self._watches += 1
@@ -194,63 +198,70 @@ class AioStallInterceptor(grpc.aio.ServerInterceptor):
         finally:
             self._watches -= 1
 
-    async def _request(self, handler: _Handler, messages: AsyncIterator[Any]) -> Any:
-        """Wait for the first message. Return the handler's argument: that message, or the iterator of all messages."""
+    def _decoded(self, decode: Callable[[bytes], Any]) -> _Answer:
+        async def decoded(messages: AsyncIterator[Any], context: Any) -> Any:
+            return decode(await self._only_message(messages, context))
+
+        return decoded
+
+    async def _only_message(self, _messages: AsyncIterator[Any], context: Any) -> Any:
+        """Wait for the message of a call that has one."""
+        # Not by gRPC's iterator, which is an async generator: reading from the context takes a fraction of the time.
+        with _Timeout(self._first, self._not_sent):
+            message = await context.read()
+        if message is grpc.aio.EOF:
+            raise _no_message()
+        return message
+
+    async def _first_and_rest(self, messages: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:
+        """Wait for the first message of a stream. Return the iterator of all messages."""
         incoming: Any = aiter(messages)
         first = None
-        with contextlib.suppress(StopAsyncIteration):
-            try:
-                first = await asyncio.wait_for(anext(incoming), self._first_seconds)
-            except asyncio.TimeoutError:
-                raise _stalled(
-                    f"No message arrived within {self._first_seconds:g} s (--first-message-seconds), so the service "
-                    "ended the call. Send the first message when you start the call."
-                ) from None
-        if handler.request_streaming:
-            return _aio_chained(first, incoming)
-        await incoming.aclose()
-        if first is None:
-            raise _no_message()
-        return first
+        with contextlib.suppress(StopAsyncIteration), _Timeout(self._first, self._not_sent):
+            first = await anext(incoming)
+        return _aio_chained(first, incoming)
 
-    async def _write(self, response: Any, context: Any, method: str) -> None:
-        """Send a message, waiting for the caller to accept it for at most the stall timeout.
+    def _not_sent(self) -> Failure:
+        return _stalled(
+            f"No message arrived within {self._first_seconds:g} s (--first-message-seconds), so the service ended the "
+            "call. Send the first message when you start the call."
+        )
 
-        Raises:
-            Failure: CALLER_STALLED after the timeout.
-        """
-        task, timed_out = asyncio.current_task(), []
-
-        def time_out() -> None:
-            timed_out.append(True)
-            if task is not None:
-                task.cancel()
-
-        try:
-            with self._stall.over(time_out):
-                await context.write(response)
-        except asyncio.CancelledError:
-            if not timed_out:  # the caller has disconnected
-                raise
-            if sys.version_info >= (3, 11) and task is not None:
-                task.uncancel()
-            self._log.warning("call ended", method=method, why="the caller does not read", peer=context.peer())
-            raise _stalled(
-                f"The caller read nothing for {self._stall_seconds:g} s (--stall-seconds), so the service ended the "
-                "call. Read the stream continuously, or start the call again."
-            ) from None
+    def _not_read(self, context: Any, method: str) -> Failure:
+        self._log.warning("call ended", method=method, why="the caller does not read", peer=context.peer())
+        return _stalled(
+            f"The caller read nothing for {self._stall_seconds:g} s (--stall-seconds), so the service ended the call. "
+            "Read the stream continuously, or start the call again."
+        )
 
 
-@asynccontextmanager
-async def _sending_failures(method: str, context: Any) -> AsyncIterator[None]:
-    """Send a Failure to the caller of health or reflection, for which `AioErrorInterceptor` does not do so."""
-    try:
-        yield
-    except Failure as failure:
-        if is_ours(method):
-            raise
-        status = failure.to_status()
-        await context.abort(status.code, status.details, status.trailing_metadata)
+class _Timeout:
+    """A context in which the current task waits for at most an alarm's time.
+
+    It can be entered again, so each message of a call costs no object. Nothing that it has refers to it: a cycle would
+    keep the call in memory until a full garbage collection.
+    """
+
+    def __init__(self, alarm: AioAlarm, failure: Callable[[], Failure]) -> None:
+        """Raise what `failure` returns when the time is over. Create it in the task that enters it."""
+        self._alarm, self._failure = alarm, failure
+        self._task = asyncio.current_task()
+        self._timed_out = False
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def __enter__(self) -> None:
+        self._alarm.start(self, self._time_out)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._alarm.stop(self)
+        if self._timed_out and isinstance(error, asyncio.CancelledError):  # otherwise the caller has disconnected
+            if sys.version_info >= (3, 11) and self._task is not None:
+                self._task.uncancel()
+            raise self._failure() from None
 
 
 def _no_message() -> Failure:

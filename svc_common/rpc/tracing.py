@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import TYPE_CHECKING
 
 import grpc
@@ -97,4 +98,6 @@ class AioTracingInterceptor(grpc.aio.ServerInterceptor):
                     async for response in responses:
                         yield response
 
-        return handler_of(handler, streaming if handler.response_streaming else unary, handler.request_deserializer)
+        # A coroutine with several responses writes them to the context.
+        traced = streaming if inspect.isasyncgenfunction(call) else unary
+        return handler_of(handler, traced, handler.request_deserializer)

@@ -58,14 +58,12 @@ class AioAccessInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        ours = is_ours(handler_call_details.method)
         try:
             caller = _admit(self._access, handler_call_details)
         except Failure as failure:
-            return _aio_refusing(handler, failure, aborts=not ours)
-        if not ours:  # health and reflection do not use the caller
-            return handler
-        return handler_of(handler, _aio_admitted(handler, caller), handler.request_deserializer)
+            return _aio_refusing(handler, failure, aborts=not is_ours(handler_call_details.method))
+        set_caller(caller)  # gRPC looks the handler up, and runs it, in one task of the call
+        return handler
 
 
 def _admit(access: Access, details: _Details) -> Caller:
@@ -84,17 +82,6 @@ def _admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
         yield from call(request, context)
 
     return streaming if handler.response_streaming else unary
-
-
-def _aio_admitted(handler: _Handler, caller: Caller) -> Callable[..., Any]:
-    """Wrap a handler's behaviour so that it runs with `caller` set. It returns what the behaviour returns."""
-    call = behaviour_of(handler)
-
-    def admitted(request: Any, context: Any) -> Any:
-        set_caller(caller)  # runs in the call's own task, since the interceptor of `serving` awaits it there
-        return call(request, context)
-
-    return admitted
 
 
 def _refusing(handler: _Handler, failure: Failure) -> _Handler:
