@@ -1,8 +1,8 @@
 """A batch in which requests come and go, with the worker's real threads: the GPU's sink, its ring and its dispatcher.
 
 With CUDA everything is as in the worker, except that the model's time is a sleep. Without CUDA, a clock replaces the
-device: a copy is done when the model's step is, plus the time of its bytes over PCIe. The copying itself is torch's, in
-host memory, with narrow rows: the host never looks at rows, so their width does not change what the threads do.
+device: a copy is done when the model's step is, plus the time of its bytes over PCIe. Narrow rows
+are copied in host memory: the host never looks at rows, so their width does not change what the threads do.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
 
     def copy_out(rows: torch.Tensor, target: kernel.HostPointer) -> None:
         start = target.address - producer.memory.ctypes.data
-        arrived = torch.from_numpy(producer.memory[start : start + rows.nbytes]).view(rows.dtype)
-        arrived.view(rows.shape).copy_(rows)
+        values = rows.view(torch.uint8).numpy()  # numpy gives up the GIL as torch does, and starts no threads
+        producer.memory[start : start + values.size].reshape(values.shape)[:] = values
         clock.copies += rows.numel() // rows.shape[-1] * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
 
     simulated = TorchWithoutCuda()
@@ -227,6 +227,7 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
     simulated.cuda.cudart.return_value.cudaHostRegister.return_value = 0
     with (
         mock.patch.object(streamed_sink, "torch", simulated),
+        mock.patch.object(streamed_sink, "TOGETHER_BYTES", streamed_sink.TOGETHER_BYTES * _NARROW // WIDTH),
         mock.patch.object(copy_check, "torch", simulated),
         mock.patch.object(gpu_tap, "torch", simulated),
         mock.patch.object(kernel, "copy_out", copy_out),
