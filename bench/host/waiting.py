@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +32,10 @@ _WARMUP_STEPS = 200
 _TIMER_SLACK = 29  # PR_SET_TIMERSLACK
 _MAY_HAVE_WAITED = 20e-6
 """Seconds. A shorter call is not looked at more closely."""
+_LACKING = 200e-6
+"""Seconds without a core, of all threads together, from which a step is not quiet."""
+
+_PRINTED_CALLS = 12
 
 _LIBC = ctypes.CDLL(None)
 """ctypes gives up the GIL in every call of its functions, like torch and CUDA in theirs."""
@@ -51,6 +56,11 @@ class Waiting:
     max_us: float
     longest_us: float
     """The longest wait for one call."""
+    quiet: float
+    """The part of the steps in which no thread of the worker lacked a core. The next figures are of these steps. In the
+    others, a thread may have held the GIL and not run, so the engine's thread also waited for other processes."""
+    quiet_p95_us: float
+    quiet_longest_us: float
     host_us: float
     """Median time of the host's part of a step, without the sleep for the device."""
     no_core_us: float
@@ -73,10 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.step_ms / 1e3,
     )
     intervals = [interval / 1e6 for interval in options.switch_us] or [sys.getswitchinterval()]
+    calls = LongCalls() if options.c_calls else None
+    if calls:
+        calls.watch()
     with tempfile.TemporaryDirectory() as folder, Worker.running(load, options.device, Path(folder)) as worker:
         _LIBC.prctl(_TIMER_SLACK, 1, 0, 0, 0)  # sleeps end on time
         kinds = [(interval, ships) for interval in intervals for ships in (False, True)] * options.rounds
+        if calls:
+            measure(worker, options, intervals[0], ships=True)
+            calls.is_on = True
         rounds = [measure(worker, options, interval, ships=ships) for interval, ships in kinds]
+    if calls:
+        print_calls(calls)
     print("threads\tswitch\t" + "\t".join(_FIGURES.values()))
     for (threads, switch), found in grouped(rounds).items():
         print(line(threads, switch, found), flush=True)
@@ -90,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "load": asdict(load),
                 "calls": options.calls,
                 "steps": options.steps,
+                "c_calls": calls.longest if calls else None,
                 "rounds": [asdict(waiting) for waiting in rounds],
             },
         )
@@ -101,6 +120,9 @@ _FIGURES = {
     "p99_us": "p99",
     "max_us": "max",
     "longest_us": "longest",
+    "quiet": "quiet",
+    "quiet_p95_us": "its p95",
+    "quiet_longest_us": "its longest",
     "host_us": "host/step",
     "no_core_us": "no core",
     "ours_us": "ours/step",
@@ -119,7 +141,7 @@ def measure(worker: Worker, options: argparse.Namespace, switch_seconds: float, 
         for _ in range(max(_WARMUP_STEPS, worker.load.new_tokens + 1)):
             engine.step()
         gc.collect()
-        engine.forget()
+        engine.steps.clear()
         published, ours = worker.producer.stats().published, _seconds_of_threads()
         for _ in range(options.steps):
             engine.step()
@@ -129,7 +151,10 @@ def measure(worker: Worker, options: argparse.Namespace, switch_seconds: float, 
         worker.drain()
     finally:
         sys.setswitchinterval(before)
-    waits = sorted(engine.waits)
+        engine.close()
+    waits = sorted(step.wait for step in engine.steps)
+    quiet = [step for step in engine.steps if step.is_quiet]
+    quiet_waits = sorted(step.wait for step in quiet) or [0.0]
     return Waiting(
         threads="working" if ships else "idle",
         switch_us=round(switch_seconds * 1e6),
@@ -137,12 +162,29 @@ def measure(worker: Worker, options: argparse.Namespace, switch_seconds: float, 
         p95_us=waits[len(waits) * 95 // 100] * 1e6,
         p99_us=waits[len(waits) * 99 // 100] * 1e6,
         max_us=waits[-1] * 1e6,
-        longest_us=engine.longest * 1e6,
-        host_us=statistics.median(engine.hosts) * 1e6,
-        no_core_us=engine.no_core / len(waits) * 1e6,
+        longest_us=max(step.longest for step in engine.steps) * 1e6,
+        quiet=len(quiet) / len(waits),
+        quiet_p95_us=quiet_waits[len(quiet_waits) * 95 // 100] * 1e6,
+        quiet_longest_us=max((step.longest for step in quiet), default=0.0) * 1e6,
+        host_us=statistics.median(step.host for step in engine.steps) * 1e6,
+        no_core_us=statistics.mean(step.no_core for step in engine.steps) * 1e6,
         ours_us=ours / len(waits) * 1e6,
         blocks=published / len(waits),
     )
+
+
+class Step(NamedTuple):
+    """What was measured in one step, in seconds."""
+
+    wait: float
+    longest: float
+    """The longest wait of one call."""
+    host: float
+    """The host's part of the step."""
+    no_core: float
+    """Time in which the engine's thread could run but had no core."""
+    is_quiet: bool
+    """Whether no thread of the worker lacked a core."""
 
 
 class Engine:
@@ -150,84 +192,132 @@ class Engine:
 
     def __init__(self, worker: Worker, batch: Batch, calls: int) -> None:
         self._worker, self._batch, self._calls = worker, batch, calls
-        self._schedule = open_schedule(threading.get_native_id())
-        self._end = 0.0
-        self.forget()
+        self._own = RunDelay(threading.get_native_id())
+        self._others = [RunDelay(thread.native_id) for thread in _worker_threads() if thread.native_id]
+        self._longest = 0.0
+        self.steps: list[Step] = []
+        """What was measured."""
 
-    def forget(self) -> None:
-        """Drop what was measured."""
-        self.waits: list[float] = []
-        """Seconds of waiting in each step."""
-        self.hosts: list[float] = []
-        """Seconds of the host's part of each step."""
-        self.longest = 0.0
-        """Seconds of the longest wait in one call."""
-        self.no_core = 0.0
-        """Seconds without a core, in all steps."""
+    def close(self) -> None:
+        """Release what the measuring took."""
+        for delay in (self._own, *self._others):
+            delay.close()
 
     def step(self) -> None:
         """Run a step: prepare it, launch it, hand over full blocks, sample, wait for the device."""
-        delay, cpu, start = self._delay(), time.thread_time(), time.perf_counter()
-        self._worker.clock.model = self._end = start + self._worker.load.step_seconds
+        self._own.since_last()
+        self._longest = no_core = 0.0
+        cpu, start = time.thread_time(), time.perf_counter()
+        self._worker.clock.model = end = start + self._worker.load.step_seconds
         self._batch.prepare()
-        self._call(self._calls // 2)
+        no_core += self._call(self._calls // 2)
         self._batch.finish()
-        self._call(self._calls - self._calls // 2)
+        no_core += self._call(self._calls - self._calls // 2)
         host, used = time.perf_counter() - start, time.thread_time() - cpu
-        time.sleep(max(self._end - time.perf_counter(), 0.0))
-        late = max(time.perf_counter() - self._end, 0.0) if host < self._worker.load.step_seconds else 0.0
-        no_core = self._delay() - delay
-        self.waits.append(max(host - used + late - no_core, 0.0))
-        self.hosts.append(host)
-        self.no_core += no_core
-        self.longest = max(self.longest, late - no_core)
+        no_core += self._own.since_last()
+        time.sleep(max(end - time.perf_counter(), 0.0))
+        late = max(time.perf_counter() - end, 0.0) if host < self._worker.load.step_seconds else 0.0
+        no_core_late = self._own.since_last()
+        self._longest = max(self._longest, late - no_core_late)
+        no_core += no_core_late
+        lacking = no_core + sum(other.since_last() for other in self._others)
+        wait = max(host - used + late - no_core, 0.0)
+        self.steps.append(Step(wait, self._longest, host, no_core, lacking < _LACKING))
 
-    def _call(self, count: int) -> None:
-        """Call functions that give up the GIL and return at once, with some Python in between, as engines do."""
+    def _call(self, count: int) -> float:
+        """Call functions that give up the GIL and return at once, with some Python in between, as engines do.
+
+        Returns:
+            Seconds without a core that were noticed.
+        """
         clock, call = time.perf_counter, _LIBC.getppid
+        no_core = 0.0
         for _ in range(count):
             for _ in range(_PYTHON_BETWEEN_CALLS):
                 pass
             start = clock()
             call()
             took = clock() - start
-            if took > _MAY_HAVE_WAITED and took > self.longest:
-                self.longest = max(self.longest, took - self._delay_since_last())
+            if took > _MAY_HAVE_WAITED and took > self._longest:
+                without = self._own.since_last()
+                no_core += without
+                self._longest = max(self._longest, took - without)
+        return no_core
 
-    def _delay(self) -> float:
-        self._last_delay = run_delay(self._schedule)
-        return self._last_delay
 
-    def _delay_since_last(self) -> float:
-        last = self._last_delay
-        return self._delay() - last
+class LongCalls:
+    """The longest calls of C functions in the worker's other threads, in processor time.
+
+    Between two instructions of Python, a thread gives up the GIL after the switch interval. Within a call of a C
+    function it keeps the GIL, unless the function gives it up. So no hold is longer than the switch interval and the
+    longest of these calls together.
+    """
+
+    def __init__(self) -> None:
+        self.longest: dict[str, float] = {}
+        """The longest call of each function, in seconds."""
+        self._started = threading.local()
+        self.is_on = False
+        """Whether calls are measured."""
+
+    def watch(self) -> None:
+        """Watch all threads that start from now on. This makes them slower."""
+        threading.setprofile(self._profile)
+
+    def _profile(self, _frame: object, event: str, function: Any) -> None:
+        if event == "c_call":
+            self._started.at = time.thread_time()
+        elif event == "c_return" and self.is_on:
+            took = time.thread_time() - self._started.at
+            name = f"{function.__module__ or type(function.__self__).__name__}.{function.__name__}"
+            self.longest[name] = max(self.longest.get(name, 0.0), took)
+
+
+class RunDelay:
+    """How long a thread could run but had no core, as the kernel counts it."""
+
+    def __init__(self, thread: int) -> None:
+        """Count for a thread of this process. If the kernel does not count, all figures are 0."""
+        try:
+            self._file: int | None = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+        except OSError:
+            self._file = None
+        self._last = 0.0
+        self.since_last()
+
+    def close(self) -> None:
+        """Stop counting."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def since_last(self) -> float:
+        """Return the seconds since the last call."""
+        if self._file is None:
+            return 0.0
+        last, self._last = self._last, int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+        return self._last - last
 
 
 _PYTHON_BETWEEN_CALLS = 300
 """Turns of an empty loop, about 5 µs."""
 
 
-def open_schedule(thread: int) -> int | None:
-    """Open the kernel's figures of a thread; None if it keeps none."""
-    try:
-        return os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
-    except OSError:
-        return None
-
-
-def run_delay(schedule: int | None) -> float:
-    """Return the seconds in which a thread could have run but had no core; 0 if that is unknown."""
-    return int(os.pread(schedule, 128, 0).split()[1]) / 1e9 if schedule is not None else 0.0
-
-
 def _seconds_of_threads() -> float:
     """Return the processor time of the worker's other threads."""
-    total = 0.0
-    for thread in threading.enumerate():
-        if thread.name.startswith("residuum-"):
-            clock = time.pthread_getcpuclockid(thread.ident)  # type: ignore[arg-type]
-            total += time.clock_gettime(clock)
-    return total
+    clocks = [time.pthread_getcpuclockid(thread.ident) for thread in _worker_threads() if thread.ident]
+    return sum(map(time.clock_gettime, clocks))
+
+
+def _worker_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("residuum-")]
+
+
+def print_calls(calls: LongCalls) -> None:
+    """Print the longest C calls."""
+    print("C call\tlongest")
+    for name, seconds in sorted(calls.longest.items(), key=lambda item: -item[1])[:_PRINTED_CALLS]:
+        print(f"{name}\t{seconds * 1e6:.0f}")
 
 
 def grouped(rounds: Sequence[Waiting]) -> dict[tuple[str, int], list[Waiting]]:
@@ -243,7 +333,7 @@ def line(threads: str, switch_us: int, rounds: Sequence[Waiting]) -> str:
     cells = []
     for name in _FIGURES:
         values = sorted(getattr(waiting, name) for waiting in rounds)
-        digits = 1 if name == "blocks" else 0
+        digits = 2 if name in {"blocks", "quiet"} else 0
         cells.append(f"{statistics.median(values):.{digits}f} ({values[0]:.{digits}f}–{values[-1]:.{digits}f})")
     return f"{threads}\t{switch_us}\t" + "\t".join(cells)
 
@@ -268,6 +358,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--device", type=Device, choices=[Device.HOST, Device.CUDA], metavar="{host,cuda}",
         default=Device.CUDA if torch.cuda.is_available() else Device.HOST,
         help="the GPU's tap and sink (cuda; the default with a GPU), or the same with a clock instead of a GPU (host)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--c-calls", action="store_true",
+        help="also print the longest calls of C functions in the worker's threads, which makes these slower",
     )  # fmt: skip
     add_output(parser)
     return parser.parse_args(arguments)
