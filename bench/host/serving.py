@@ -85,8 +85,9 @@ class Worker:
         self.device = torch.device("cuda" if device is Device.CUDA else "cpu")
         width = WIDTH if device is Device.CUDA else _NARROW
         self.points = TapPoints(0, load.layers)
-        step_tokens = 2 * load.prompt_tokens + load.requests
-        rows = BlockPool.rows_needed(step_tokens, load.requests + 1, load.layers * load.sites, steps_leaving=1)
+        beginning = 1 + load.requests // (load.new_tokens + 1)  # most requests that begin in one step
+        step_tokens = beginning * load.prompt_tokens + load.requests
+        rows = BlockPool.rows_needed(step_tokens, load.requests + beginning, load.layers * load.sites, steps_leaving=1)
         self.pool = BlockPool(rows, width, torch.bfloat16, self.device, _LARGEST_BLOCK_ROWS)
         self.bank = VectorBank(1, width, self.device)
         self.sink = streamed_sink.StreamedSink(
@@ -135,7 +136,7 @@ class Batch:
         """
         self._load, self._worker = worker.load, worker
         sink: Any = worker.sink if ships else Sink(worker.pool)
-        tap = gpu_tap.CudaTap(worker.bank, worker.pool, worker.points, worker.most_rows, worker.load.requests + 1)
+        tap = gpu_tap.CudaTap(worker.bank, worker.pool, worker.points, worker.most_rows, 2 * worker.load.requests)
         self.runtime = TapRuntime(worker.points, tap, worker.pool, sink)
         self._running: deque[tuple[str, int]] = deque()  # name, and the step in which its prompt was computed
         self._step = 0

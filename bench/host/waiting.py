@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.sites,
         options.step_ms / 1e3,
     )
-    intervals = [interval / 1e6 for interval in options.switch_us] or [sys.getswitchinterval()]
+    intervals = [interval / 1e6 for interval in options.switch_us]
     calls = LongCalls() if options.c_calls else None
     if calls:
         calls.watch()
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "load": asdict(load),
                 "calls": options.calls,
                 "steps": options.steps,
-                "c_calls": calls.longest if calls else None,
+                "c_calls": calls.figures() if calls else None,
                 "rounds": [asdict(waiting) for waiting in rounds],
             },
         )
@@ -254,8 +254,7 @@ class LongCalls:
     """
 
     def __init__(self) -> None:
-        self.longest: dict[str, float] = {}
-        """The longest call of each function, in seconds."""
+        self._seconds: dict[str, list[float]] = {}
         self._started = threading.local()
         self.is_on = False
         """Whether calls are measured."""
@@ -270,7 +269,14 @@ class LongCalls:
         elif event == "c_return" and self.is_on:
             took = time.thread_time() - self._started.at
             name = f"{function.__module__ or type(function.__self__).__name__}.{function.__name__}"
-            self.longest[name] = max(self.longest.get(name, 0.0), took)
+            self._seconds.setdefault(name, []).append(took)
+
+    def figures(self) -> dict[str, tuple[int, float, float]]:
+        """Return the calls of each function, and the 99th percentile and the longest of them in microseconds."""
+        return {
+            name: (len(found), sorted(found)[len(found) * 99 // 100] * 1e6, max(found) * 1e6)
+            for name, found in list(self._seconds.items())
+        }
 
 
 class RunDelay:
@@ -315,9 +321,9 @@ def _worker_threads() -> list[threading.Thread]:
 
 def print_calls(calls: LongCalls) -> None:
     """Print the longest C calls."""
-    print("C call\tlongest")
-    for name, seconds in sorted(calls.longest.items(), key=lambda item: -item[1])[:_PRINTED_CALLS]:
-        print(f"{name}\t{seconds * 1e6:.0f}")
+    print("C function\tcalls\tp99\tlongest")
+    for name, (count, p99, longest) in sorted(calls.figures().items(), key=lambda item: -item[1][1])[:_PRINTED_CALLS]:
+        print(f"{name}\t{count}\t{p99:.0f}\t{longest:.0f}")
 
 
 def grouped(rounds: Sequence[Waiting]) -> dict[tuple[str, int], list[Waiting]]:
@@ -351,8 +357,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=500, help="measured steps of a round")
     parser.add_argument("--rounds", type=positive, default=5, help="rounds; in each, all kinds take turns")
     parser.add_argument(
-        "--switch-us", type=positives, default=(),
-        help="switch intervals in microseconds, separated by commas (default: the interpreter's)",
+        "--switch-us", type=positives, default=(50, 5000),
+        help="switch intervals in microseconds, separated by commas (default: the worker's and the interpreter's)",
     )  # fmt: skip
     parser.add_argument(
         "--device", type=Device, choices=[Device.HOST, Device.CUDA], metavar="{host,cuda}",
