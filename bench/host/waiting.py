@@ -358,7 +358,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=5, help="rounds; in each, all kinds take turns")
     parser.add_argument(
         "--switch-us", type=positives, default=(50, 5000),
-        help="switch intervals in microseconds, separated by commas (default: the worker's and the interpreter's)",
+        help="switch intervals in microseconds, separated by commas (default: 50, and the interpreter's own 5000)",
     )  # fmt: skip
     parser.add_argument(
         "--device", type=Device, choices=[Device.HOST, Device.CUDA], metavar="{host,cuda}",

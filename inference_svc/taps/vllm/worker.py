@@ -35,7 +35,6 @@ from inference_svc.taps.vllm import norms, runner_v1, runner_v2
 from inference_svc.taps.vllm.eager_runs import EagerRuns
 from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
-from inference_svc.taps.vllm.switch_interval import shorten_switch_interval
 from inference_svc.taps.vllm.watchdog import end_with
 from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 from svc_common.logs import get_logger
@@ -283,7 +282,6 @@ class _Taps:
         )
         self._control_path = os.path.join(settings["control_dir"], f"rank{self._rank}.sock")  # noqa: PTH118
         self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes, stores=stores)
-        shorten_switch_interval()  # from here on, threads of ours run beside the engine's
         self.producer.start()
         if device.type == "cuda":
             from inference_svc.taps.gpu.streamed_sink import StreamedSink
