@@ -61,13 +61,12 @@ class ExtentReady:
     headers: tuple[capture_pb2.ChunkHeader, ...]
     """One or more. Their payloads, each [layers][positions][width], follow each other from the offset on."""
 
-    def body_bytes(self) -> int:
-        """Return the length of the message's body, which must not exceed MAX_BODY_BYTES."""
-        headers = sum(_HEADER.size + header.ByteSize() for header in self.headers)
-        return _EXTENT.size + len(self.capture_id.encode()) + headers
-
     def encode(self) -> bytes:
-        """Return the message's bytes."""
+        """Return the message's bytes.
+
+        Raises:
+            ValueError: The headers do not fit a message.
+        """
         capture_id = self.capture_id.encode()
         parts = [_EXTENT.pack(self.ticket, self.offset, len(capture_id)), capture_id]
         for header in self.headers:
@@ -141,6 +140,8 @@ class MessageReader:
 
 
 def _message(kind: int, body: bytes) -> bytes:
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"{len(body)} bytes do not fit a message, which holds at most {MAX_BODY_BYTES}")
     return _PREFIX.pack(len(body), kind) + body
 
 

@@ -109,8 +109,12 @@ class BlockPool:
 
     def rows(self, block: Block) -> Tensor:
         """Return a view of a block's filled rows, [units, positions, hidden]."""
-        whole = self.memory[block.first_row : block.first_row + block.num_rows]
-        return whole.view(block.capture.units, block.capacity, -1)[:, : len(block.positions)]
+        width = self.memory.shape[1]
+        return self.memory.as_strided(  # one call of torch: slices and views would be four
+            (block.capture.units, len(block.positions), width),
+            (block.capacity * width, width, 1),
+            block.first_row * width,
+        )
 
     def take(
         self, capture: Capture, positions: int, min_capacity: int = BLOCK_TOKENS, limit: int | None = None

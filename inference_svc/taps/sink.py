@@ -137,19 +137,21 @@ class BlockSink:
         return Batch(block.capture, block.positions, self._pool.rows(block))
 
     def _ship(self, batch: Batch) -> None:
-        extent = self._writer.acquire(batch, block=not batch.capture.sheds)
+        form = self._writer.format_of(batch.capture)
+        extent = self._writer.acquire(batch, form, block=not batch.capture.sheds)
         if extent is None:
             self._writer.shed(batch)
             return
-        rows, basis = self._rows_and_basis(batch)
+        rows, basis = self._rows_and_basis(batch, form)
         target = torch.from_numpy(self._producer.view(extent)).view(batch.capture.units, -1)
-        encoder.encode(rows, self._writer.format_of(batch.capture), basis, target)
-        self._writer.publish(batch, extent)
+        encoder.encode(rows, form, basis, target)
+        self._writer.publish(batch, form, extent)
 
-    def _rows_and_basis(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _rows_and_basis(self, batch: Batch, form: EncodedFormat) -> tuple[Tensor, Tensor | None]:
         """Return the rows in the dtype that they are encoded from, and their basis, if they have one."""
-        if batch.capture.encoding.encoding in (capture_pb2.ENCODING_RAW, capture_pb2.ENCODING_TOPK):
-            return batch.rows.to(own_type(self._writer.format_of(batch.capture))), None
+        if form.encoding in (capture_pb2.ENCODING_RAW, capture_pb2.ENCODING_TOPK):
+            dtype = own_type(form)
+            return batch.rows if batch.rows.dtype == dtype else batch.rows.to(dtype), None
         return batch.rows, self._followed.basis(batch.capture)
 
     def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:

@@ -17,6 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from inference_svc.shipping.protocol import MAX_BODY_BYTES, Done, ExtentReady, Hello, Leaving, LossReport, MessageReader
 from inference_svc.shipping.ring import EXTENT_ALIGNMENT, Extent
+from inference_svc.shipping.worker import dispatcher
 from inference_svc.shipping.worker.producer import ProducerClosedError, RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from tests.shipping.support import DEADLINE, make_header, wait_until
@@ -503,3 +504,54 @@ def test_a_worker_takes_over_the_path_of_one_that_died(control_path, start_produ
     producer = start_producer()
     publish(producer, "a")
     assert connect().receive().capture_id == "a"
+
+
+def test_the_thread_that_publishes_an_extent_sends_it(start_producer, connect):
+    producer = start_producer()
+    shipper = connect(producer)
+    resume = threading.Event()
+    producer._dispatcher._on_round = resume.wait
+    producer._dispatcher.wake()
+    try:
+        publish(producer, "a", "b")
+        assert [shipper.receive().capture_id for _ in range(2)] == ["a", "b"]
+    finally:
+        resume.set()
+
+
+def test_messages_that_do_not_fit_the_socket_follow_in_order(start_producer, connect):
+    producer = start_producer()
+    shipper = connect(producer)
+    losses = [store_pb2.RowLoss(layers=[number], positions=range(4096)) for number in range(200)]
+    for loss in losses:
+        producer.report_loss("a", loss)
+    reports = [shipper.receive() for _ in losses]
+    assert [report.loss for report in reports] == losses
+    shipper.send(*[Done(report.ticket) for report in reports])
+    assert producer.drain(DEADLINE)
+
+
+def test_acknowledgements_may_wait_while_there_is_room_and_nobody_waits_for_them(start_producer):
+    producer = start_producer(ring_bytes=4 * PAGE)
+    assert producer._may_pause()
+    extent = producer.acquire(PAGE + 1, block=False)
+    assert not producer._may_pause()
+    producer.release(extent)
+    publish(producer, "a")
+    assert producer._may_pause()
+    thread, result = in_thread(lambda: producer.acquire(4 * PAGE, block=True))
+    wait_until(lambda: producer.stats().waits)
+    assert not producer._may_pause()
+    producer.close()
+    thread.join(DEADLINE)
+    assert producer._may_pause()
+    assert isinstance(result[0], ProducerClosedError)
+
+
+def test_a_waiting_call_ends_a_pause(start_producer, connect, monkeypatch):
+    monkeypatch.setattr(dispatcher, "_PAUSE_MS", 2 * DEADLINE * 1000)
+    producer = start_producer()
+    shipper = connect()
+    publish(producer, "a")
+    shipper.send(Done(shipper.receive().ticket))
+    assert producer.drain(DEADLINE)

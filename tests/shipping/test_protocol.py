@@ -73,6 +73,7 @@ def test_anything_else_is_an_error(data):
         list(MessageReader().feed(data))
 
 
-def test_the_length_of_a_body_is_known_before_it_is_made():
-    for message in MESSAGES[1:3]:
-        assert struct.unpack_from("<I", message.encode()) == (message.body_bytes(),)
+def test_headers_that_do_not_fit_a_message_are_refused():
+    header = make_header(range(1 << 16))
+    with pytest.raises(ValueError, match="do not fit a message"):
+        ExtentReady(1, 0, "a", (header,) * (MAX_BODY_BYTES // header.ByteSize() + 1)).encode()

@@ -72,6 +72,8 @@ class SharedAllotment:
         self._reserves = {store: Allotment(reserve, index * reserve) for index, store in enumerate(stores)}
         divided = reserve * len(stores)
         self._common = Allotment(ring_bytes - divided if len(stores) > 1 else 0, divided)
+        self.largest = max(self._common.num_bytes, reserve)
+        """Bytes of the largest extent that can ever be allocated."""
         self._used = dict.fromkeys(stores, 0)
         self._owners: dict[Extent, str] = {}
 
@@ -84,11 +86,6 @@ class SharedAllotment:
     def used(self) -> dict[str, int]:
         """`bytes_used` of each store."""
         return dict(self._used)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest extent that can ever be allocated."""
-        return max(self._common.num_bytes, *(reserve.num_bytes for reserve in self._reserves.values()))
 
     def take(self, nbytes: int, store: str) -> Extent | None:
         """Take an extent for a store; return None if neither its reserve nor the shared half has room.

@@ -1,39 +1,45 @@
-"""The worker's thread for its shippers. It hands out extents, takes them back, and reassigns a lost shipper's."""
+"""The worker's connections to its shippers. They hand out extents, take them back, and reassign a lost shipper's.
+
+All of this runs in the engine's process, where a thread that runs Python keeps the engine's thread from running any. So
+few threads wake up: the thread that submits an item also sends it, and acknowledgements gather before they are handled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
+import select
 import socket
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from inference_svc.shipping.framing import payload_bytes
-from inference_svc.shipping.protocol import (
-    Done,
-    ExtentReady,
-    Hello,
-    Leaving,
-    LossReport,
-    Message,
-    MessageReader,
-    ProtocolError,
-)
+from inference_svc.shipping.protocol import Done, Hello, Leaving, Message, MessageReader, ProtocolError
 from svc_common.logs import get_logger
 
-Item = ExtentReady | LossReport
-"""An extent or a loss report. A shipper has it until it sends Done."""
-
-_RECEIVE_BYTES = 1 << 16
+_RECEIVE_BYTES = 1 << 10
+"""About 80 acknowledgements. More of them would hold the caller's lock for longer at a time."""
 _TICK_SECONDS = 1.0
+_PAUSE_MS = 10
 _CREDENTIALS = struct.Struct("3i")
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An extent or a loss report. A shipper has it until it sends Done."""
+
+    ticket: int
+    capture_id: str
+    message: bytes
+    """The message that hands it to a shipper."""
+    num_bytes: int = 0
+    """Bytes of the extent's rows; 0 for a loss report."""
 
 
 class _Link:
@@ -45,6 +51,7 @@ class _Link:
         self.pid = _peer_pid(connection)
         self.reader = MessageReader()
         self.unsent = bytearray()
+        self.awaits_room = False  # whether epoll reports when the socket has room for unsent bytes
         self.items: dict[int, Item] = {}  # by ticket, in the order they were handed over
         self.captures: Counter[str] = Counter()  # the number of items of each capture
         self.num_bytes = 0  # of the rows of all items
@@ -54,21 +61,23 @@ class _Link:
         """Add an item, to be sent."""
         self.items[item.ticket] = item
         self.captures[item.capture_id] += 1
-        self.num_bytes += _num_bytes(item)
-        self.unsent += item.encode()
+        self.num_bytes += item.num_bytes
+        self.unsent += item.message
 
-    def take(self, ticket: int) -> Item:
+    def take(self, ticket: int) -> None:
         """Remove an item that the shipper is done with."""
         item = self.items.pop(ticket)
-        self.num_bytes -= _num_bytes(item)
+        self.num_bytes -= item.num_bytes
         self.captures[item.capture_id] -= 1
         if not self.captures[item.capture_id]:
             del self.captures[item.capture_id]
-        return item
 
 
 class Dispatcher:
-    """Serves the control socket on one thread, which wakes up for events and once a second.
+    """Serves the control socket.
+
+    `submit` sends items. A thread does the rest: it wakes up for new shippers, for what shippers send, for room in a
+    socket that was full, and once a second.
 
     Every submitted item is in exactly one place: in the inbox, where no shipper has it yet, or in the link of the
     shipper that has it. A link that ends returns all its items to the inbox. So each item is delivered at least once,
@@ -84,9 +93,10 @@ class Dispatcher:
         hello: Hello,
         ring_descriptor: int,
         *,
-        on_done: Callable[[Item], None],
+        on_done: Callable[[Sequence[int]], None],
         on_failed: Callable[[BaseException], None],
         on_round: Callable[[], None] = lambda: None,
+        may_pause: Callable[[], bool] = lambda: False,
     ) -> None:
         """Bind the control socket. Shippers can connect at once; `start` starts to serve them.
 
@@ -95,9 +105,11 @@ class Dispatcher:
                 ring.
             hello: The first message to every shipper.
             ring_descriptor: The ring's file descriptor, which the caller keeps and closes.
-            on_done: Called on the thread with each item that a shipper sends Done for.
+            on_done: Called on the thread with the tickets of items that a shipper has sent Done for.
             on_failed: Called on the thread if it ends with an error.
             on_round: Called on the thread after each round of events, at least once a second.
+            may_pause: Called on the thread after each round: whether it may let acknowledgements gather for 10 ms. To
+                wake up costs more than to handle one. `wake` ends a pause.
 
         Raises:
             OSError: The socket cannot listen at the path, for example because the path is too long.
@@ -107,6 +119,8 @@ class Dispatcher:
         self._on_done = on_done
         self._on_failed = on_failed
         self._on_round = on_round
+        self._may_pause = may_pause
+        self._lock = threading.Lock()  # guards the inbox, the links, and all of a link but its reader
         self._inbox: deque[Item] = deque()
         self._links: list[_Link] = []
         self._next_serial = 0
@@ -114,9 +128,12 @@ class Dispatcher:
         self._path = control_path
         self._listener = _listen(control_path)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._pause = select.poll()
+        self._pause.register(self._wake, select.POLLIN)
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}  # by file descriptor
+        self._handle(self._listener.fileno(), self._accept)
+        self._handle(self._wake, self._woken)
         self._thread = threading.Thread(target=self._run, name="residuum-dispatcher", daemon=True)
 
     @property
@@ -129,13 +146,22 @@ class Dispatcher:
         self._thread.start()
 
     def submit(self, item: Item) -> None:
-        """Hand over an item, from any thread. The caller must not change it afterwards: the thread serialises it."""
-        self._inbox.append(item)
-        os.eventfd_write(self._wake, 1)
+        """Send an item to a shipper, from any thread. If no shipper takes items, it waits for one in the inbox."""
+        with self._lock:
+            if not self._stopping:
+                self._inbox.append(item)
+                self._hand_out()
+
+    def wake(self) -> None:
+        """End a pause of the thread, from any thread."""
+        with self._lock:
+            if not self._stopping:
+                os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """Close all connections and end the thread. Shippers still deliver the items that they have."""
-        self._stopping = True
+        with self._lock:
+            self._stopping = True
         os.eventfd_write(self._wake, 1)
         if self._thread.ident is not None:
             self._thread.join()
@@ -146,10 +172,11 @@ class Dispatcher:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, events in self._selector.select(_TICK_SECONDS):
-                    key.data(events)
-                self._hand_out()
+                for descriptor, events in self._epoll.poll(_TICK_SECONDS):
+                    self._handlers[descriptor](events)
                 self._on_round()
+                if self._may_pause():
+                    self._pause.poll(_PAUSE_MS)
         except Exception as error:  # noqa: BLE001 - on_failed wakes the threads that wait for room in the ring
             _log.exception("dispatcher failed")
             self._on_failed(error)
@@ -157,11 +184,17 @@ class Dispatcher:
             self._close()
 
     def _close(self) -> None:
-        self._selector.close()
-        for connection in [self._listener, *(link.connection for link in self._links)]:
-            connection.close()
-        self._links.clear()
+        with self._lock:
+            self._stopping = True
+            self._epoll.close()
+            for connection in [self._listener, *(link.connection for link in self._links)]:
+                connection.close()
+            self._links.clear()
         self._path.unlink(missing_ok=True)
+
+    def _handle(self, descriptor: int, handler: Callable[[int], None]) -> None:
+        self._handlers[descriptor] = handler
+        self._epoll.register(descriptor, select.EPOLLIN)
 
     def _woken(self, _events: int) -> None:
         os.eventfd_read(self._wake)
@@ -180,15 +213,19 @@ class Dispatcher:
         except OSError:
             connection.close()
             return
-        self._links.append(link)
-        self._selector.register(connection, selectors.EVENT_READ, lambda events: self._serve(link, events))
+        self._handle(connection.fileno(), lambda events: self._serve(link, events))
+        with self._lock:
+            self._links.append(link)
+            self._hand_out()
         _log.info("shipper connected", shipper=link.pid, shippers=len(self._links))
 
     def _serve(self, link: _Link, events: int) -> None:
         try:
-            if events & selectors.EVENT_READ:
+            if events & ~select.EPOLLOUT:
                 self._receive(link)
-            self._send(link)
+            if events & select.EPOLLOUT:
+                with self._lock:
+                    self._send(link)
         except (OSError, ProtocolError) as error:
             self._drop(link, error)
 
@@ -196,26 +233,36 @@ class Dispatcher:
         data = link.connection.recv(_RECEIVE_BYTES)
         if not data:
             raise ConnectionResetError("the shipper closed the connection")
-        for message in link.reader.feed(data):
-            self._handle(link, message)
+        done: list[int] = []
+        try:
+            for message in link.reader.feed(data):
+                self._take(link, message, done)
+        finally:
+            if done:
+                self._on_done(done)  # without the lock: callers of `submit` may hold theirs
 
-    def _handle(self, link: _Link, message: Message) -> None:
-        if isinstance(message, Leaving):
-            link.leaving = True
-        elif isinstance(message, Done) and message.ticket in link.items:
-            self._on_done(link.take(message.ticket))
-        else:
-            raise ProtocolError(f"a shipper must not send {type(message).__name__} at this point")
+    def _take(self, link: _Link, message: Message, done: list[int]) -> None:
+        with self._lock:
+            if isinstance(message, Done) and message.ticket in link.items:
+                link.take(message.ticket)
+                done.append(message.ticket)
+            elif isinstance(message, Leaving):
+                link.leaving = True
+            else:
+                raise ProtocolError(f"a shipper must not send {type(message).__name__} at this point")
 
     def _drop(self, link: _Link, error: Exception) -> None:
-        self._links.remove(link)
-        self._selector.unregister(link.connection)
-        link.connection.close()
-        # In front of newer items, in the old order: a capture is complete only when its oldest items are stored.
-        self._inbox.extendleft(reversed(link.items.values()))
+        with self._lock:
+            self._links.remove(link)
+            del self._handlers[link.connection.fileno()]
+            link.connection.close()  # epoll forgets it
+            # In front of newer items, in the old order: a capture is complete only when its oldest items are stored.
+            self._inbox.extendleft(reversed(link.items.values()))
+            self._hand_out()
         _log.info("shipper lost", shipper=link.pid, why=str(error), redelivered=len(link.items))
 
     def _hand_out(self) -> None:
+        """Send what is in the inbox. Call it with the lock."""
         accepting = [link for link in self._links if not link.leaving]
         if not accepting:
             return  # items stay in the inbox until a shipper connects
@@ -225,34 +272,27 @@ class Dispatcher:
             link = _choose(accepting, item.capture_id)
             link.give(item)
             touched[link.serial] = link
-        self._send_all(touched.values())
-
-    def _send_all(self, links: Iterable[_Link]) -> None:
-        for link in links:
-            try:
+        for link in touched.values():
+            with contextlib.suppress(OSError):  # the thread learns of it too, and drops the link
                 self._send(link)
-            except OSError as error:
-                self._drop(link, error)
-                os.eventfd_write(self._wake, 1)  # another round, for the items that the link returned
 
     def _send(self, link: _Link) -> None:
+        """Send what fits the socket, and have epoll report when there is room for the rest. Call it with the lock."""
         if link.unsent:
             with contextlib.suppress(BlockingIOError):
                 del link.unsent[: link.connection.send(link.unsent)]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.unsent else 0)
-        key = self._selector.get_key(link.connection)
-        if key.events != wanted:
-            self._selector.modify(link.connection, wanted, key.data)
+        if link.awaits_room != bool(link.unsent):
+            link.awaits_room = bool(link.unsent)
+            wanted = select.EPOLLIN | (select.EPOLLOUT if link.awaits_room else 0)
+            self._epoll.modify(link.connection.fileno(), wanted)
 
 
 def _choose(links: list[_Link], capture_id: str) -> _Link:
     """Pick the link for an item of a capture."""
+    if len(links) == 1:
+        return links[0]
     holder = next((link for link in links if capture_id in link.captures), None)
     return holder or min(links, key=attrgetter("num_bytes"))
-
-
-def _num_bytes(item: Item) -> int:
-    return sum(map(payload_bytes, item.headers)) if isinstance(item, ExtentReady) else 0
 
 
 def _listen(path: Path) -> socket.socket:

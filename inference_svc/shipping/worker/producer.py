@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import numpy.typing as npt
 
 from inference_svc.shipping.figures import FigureFile, figures_path
 from inference_svc.shipping.framing import payload_bytes
-from inference_svc.shipping.protocol import MAX_BODY_BYTES, ExtentReady, Hello, LossReport
+from inference_svc.shipping.protocol import ExtentReady, Hello, LossReport
 from inference_svc.shipping.ring import Extent, SharedRing
 from inference_svc.shipping.worker.allotment import SharedAllotment
 from inference_svc.shipping.worker.dispatcher import Dispatcher, Item
@@ -25,6 +27,10 @@ from svc_common.logs import get_logger
 
 _WARN_AFTER_SECONDS = 5.0
 """After this long, a step that waits for room logs a warning."""
+
+_ROOMY = 0.25
+"""Up to this fill of the ring, acknowledgements may wait a little. A store whose rows find no room has filled its
+reserve and the shared half, so the ring is fuller by then."""
 
 _log = get_logger(__name__)
 
@@ -69,8 +75,8 @@ class RingProducer:
         producer.view(extent)[:] = payload
         producer.publish(extent, "capture", [header])           # the header describes the extent's rows
 
-    All methods are thread-safe. `acquire` and `publish` are fast enough for the model's step: they take one lock that
-    is rarely contended, and `publish` wakes the thread that does the rest.
+    All methods are thread-safe. `acquire` and `publish` are fast enough for the model's step: they take locks that are
+    rarely contended, and `publish` sends a short message and wakes no thread.
     """
 
     def __init__(self, control_path: str | os.PathLike[str], *, ring_bytes: int, stores: Sequence[str] = ("",)) -> None:
@@ -94,8 +100,9 @@ class RingProducer:
         self._handed_over: dict[int, Extent] = {}  # by ticket
         self._closed = False
         self._failure: BaseException | None = None
-        self._next_ticket = 1
+        self._tickets = itertools.count(1)
         self._outstanding = 0
+        self._impatient = 0  # callers that wait for acknowledgements
         self._published = self._freed = self._losses = self._waits = 0
         self._seconds_waited = 0.0
         self._file = FigureFile(figures_path(control_path), self._figures)
@@ -107,6 +114,7 @@ class RingProducer:
                 on_done=self._take_back,
                 on_failed=self._fail,
                 on_round=self._file.refresh,
+                may_pause=self._may_pause,
             )
         except BaseException:
             os.close(self._ring_descriptor)
@@ -188,7 +196,6 @@ class RingProducer:
             capture_id: The capture that the rows belong to.
             headers: The headers of the payloads in the extent. The payloads follow each other from the extent's first
                 byte, each contiguous [layers][positions][width]. A payload may be larger than a chunk: shippers cut it.
-                The caller must not change the headers afterwards.
 
         Raises:
             ValueError: There is no header, or one describes no rows. Or the headers describe more bytes than the extent
@@ -202,29 +209,30 @@ class RingProducer:
                 f"{len(sizes)} headers describe {sum(sizes)} bytes (the smallest {smallest}), which do not fit "
                 f"{extent}. Give at least one header, none of them empty, for at most the bytes of the extent."
             )
+        ticket = next(self._tickets)
+        message = ExtentReady(ticket, extent.offset, capture_id, tuple(headers)).encode()
         with self._changed:
             self._check_open()
             self._check_acquired(extent)
-            item = ExtentReady(self._take_ticket(), extent.offset, capture_id, tuple(headers))
-            if item.body_bytes() > MAX_BODY_BYTES:
-                raise ValueError(
-                    f"{len(sizes)} headers of {item.body_bytes()} bytes do not fit a message, which holds at most "
-                    f"{MAX_BODY_BYTES}"
-                )
             self._acquired.remove(extent)
-            self._handed_over[item.ticket] = extent
+            self._handed_over[ticket] = extent
             self._published += 1
-            self._submit(item)
+            self._outstanding += 1
+        self._dispatcher.submit(Item(ticket, capture_id, message, sum(sizes)))
 
     def report_loss(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
-        """Report to the store, through a shipper, rows that will never arrive. Do not change `loss` afterwards.
+        """Report to the store, through a shipper, rows that will never arrive.
 
         Raises:
             ProducerClosedError: The producer is closed.
         """
+        ticket = next(self._tickets)
+        message = LossReport(ticket, capture_id, loss).encode()
         with self._changed:
+            self._check_open()
             self._losses += 1
-            self._submit(LossReport(self._take_ticket(), capture_id, loss))
+            self._outstanding += 1
+        self._dispatcher.submit(Item(ticket, capture_id, message))
 
     def stats(self) -> ProducerStats:
         """Return the figures."""
@@ -242,7 +250,7 @@ class RingProducer:
 
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until the stores have acknowledged all published extents and reports, and return whether they have."""
-        with self._changed:
+        with self._changed, self._impatience():
             self._changed.wait_for(lambda: not self._outstanding or self._closed, timeout_seconds)
             return not self._outstanding
 
@@ -285,21 +293,35 @@ class RingProducer:
 
         self._waits += 1
         start = time.monotonic()
-        extent = self._changed.wait_for(found, _WARN_AFTER_SECONDS)
-        if not extent:
-            _log.warning(
-                "the ring is full: the model waits for the store",
-                store=store or None,
-                wanted_bytes=nbytes,
-                bytes_used=self._allotment.bytes_used,
-                store_bytes_used=self._allotment.used[store],
-                ring_bytes=self._ring.ring_bytes,
-                shippers=self._dispatcher.num_links,
-            )
-            extent = self._changed.wait_for(found)
+        with self._impatience():
+            extent = self._changed.wait_for(found, _WARN_AFTER_SECONDS)
+            if not extent:
+                _log.warning(
+                    "the ring is full: the model waits for the store",
+                    store=store or None,
+                    wanted_bytes=nbytes,
+                    bytes_used=self._allotment.bytes_used,
+                    store_bytes_used=self._allotment.used[store],
+                    ring_bytes=self._ring.ring_bytes,
+                    shippers=self._dispatcher.num_links,
+                )
+                extent = self._changed.wait_for(found)
         self._seconds_waited += time.monotonic() - start
         self._check_open()
         return extent if isinstance(extent, Extent) else None
+
+    @contextmanager
+    def _impatience(self) -> Iterator[None]:
+        """Have acknowledgements handled at once. Call it with the lock."""
+        self._impatient += 1
+        self._dispatcher.wake()
+        try:
+            yield
+        finally:
+            self._impatient -= 1
+
+    def _may_pause(self) -> bool:
+        return not self._impatient and self.fill <= _ROOMY
 
     def _check_open(self) -> None:
         if self._closed:
@@ -309,21 +331,14 @@ class RingProducer:
         if extent not in self._acquired:
             raise ValueError(f"{extent} is not acquired: it was never acquired, or was already published or released")
 
-    def _take_ticket(self) -> int:
-        self._check_open()
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        return ticket
-
-    def _submit(self, item: Item) -> None:
-        self._outstanding += 1
-        self._dispatcher.submit(item)
-
-    def _take_back(self, item: Item) -> None:
+    def _take_back(self, tickets: Sequence[int]) -> None:
         with self._changed:
-            self._outstanding -= 1
-            if isinstance(item, ExtentReady):
-                self._freed += 1
-                self._free(self._handed_over.pop(item.ticket))
+            for ticket in tickets:
+                extent = self._handed_over.pop(ticket, None)  # None: a loss report
+                if extent is not None:
+                    self._freed += 1
+                    self._allotment.give_back(extent)
+            self._outstanding -= len(tickets)
             self._changed.notify_all()
 
     def _free(self, extent: Extent) -> None:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from inference_svc.taps.ring_writer import ModelRows
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
+TOGETHER_BYTES = 32 << 20
+"""Copies of up to this many bytes are waited for and published together. Each wait lets the thread wake up once more,
+when the engine's thread may need the interpreter. Larger copies are published while the next one runs."""
+
 _log = get_logger(__name__)
 
 
@@ -53,6 +57,7 @@ class _Copy(NamedTuple):
     block: Block | None
     """The block to give back when the copy is done."""
     batch: Batch
+    form: EncodedFormat
     extent: Extent
     source: tuple[Tensor, Tensor | None]
     """The tensors that are encoded. Held here because they must live until the copy is done."""
@@ -84,7 +89,7 @@ class StreamedSink(BlockSink):
         self._stream = torch.cuda.Stream(self._device)
         self._encoder = GpuEncoder(self._device)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
-        self._copy: _Copy | None = None
+        self._copies: list[_Copy] = []  # in progress, in the order of the stream
         self._changed = threading.Condition()
         self._unfinished = 0
         check_copies(pool.memory, memory, self._address)
@@ -161,31 +166,34 @@ class StreamedSink(BlockSink):
 
     def _start_batch(self, batch: Batch, block: Block | None = None) -> bool:
         """Start to encode and copy a batch. Return False if it was shed instead."""
-        extent = self._acquire(batch)
+        form = self._writer.format_of(batch.capture)
+        extent = self._acquire(batch, form)
         if extent is None:
             self._writer.shed(batch)
             return False
-        rows, basis = self._rows_and_basis(batch)
-        self._encoder.encode(rows, self._writer.format_of(batch.capture), basis, self._address + extent.offset)
+        rows, basis = self._rows_and_basis(batch, form)
+        self._encoder.encode(rows, form, basis, self._address + extent.offset)
         done = torch.cuda.Event()
         done.record(self._stream)
-        self._finish()  # the copy before this one; the stream works on this one in the meantime
-        self._copy = _Copy(block, batch, extent, (rows, basis), done)
+        if sum(copy.extent.nbytes for copy in self._copies) + extent.nbytes > TOGETHER_BYTES:
+            self._finish()  # the copies before this one; the stream works on this one in the meantime
+        self._copies.append(_Copy(block, batch, form, extent, (rows, basis), done))
         return True
 
-    def _acquire(self, batch: Batch) -> Extent | None:
-        extent = self._writer.acquire(batch, block=False)
+    def _acquire(self, batch: Batch, form: EncodedFormat) -> Extent | None:
+        extent = self._writer.acquire(batch, form, block=False)
         if extent is None:
             self._finish()  # the ring gets no room back from an extent that is not published
-            extent = self._writer.acquire(batch, block=not batch.capture.sheds)
+            extent = self._writer.acquire(batch, form, block=not batch.capture.sheds)
         return extent
 
     def _finish(self) -> None:
-        """Wait for the copy in progress, publish it, and give its block back."""
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy.done.synchronize()
-            self._writer.publish(copy.batch, copy.extent)
+        """Wait for the copies in progress, publish them, and give their blocks back."""
+        copies, self._copies = self._copies, []
+        if copies:
+            copies[-1].done.synchronize()  # those before it are done too
+        for copy in copies:
+            self._writer.publish(copy.batch, copy.form, copy.extent)
             if copy.block is not None:
                 self._pool.give_back(copy.block)
 
