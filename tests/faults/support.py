@@ -21,7 +21,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from inference_svc.shipping.protocol import ExtentReady
+from inference_svc.shipping.ring import Extent
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from inference_svc.shipping.worker.producer import RingProducer
 from residuum.rpc.channels import open_channel
@@ -278,6 +278,7 @@ class Ring(RingProducer):
     def __init__(self, control_path: Path, *, ring_bytes: int, stores: Sequence[str] = ("",)) -> None:
         super().__init__(control_path, ring_bytes=ring_bytes, stores=stores)
         self._acked: dict[str, set[Row]] = {}
+        self._published_rows: dict[Extent, tuple[str, set[Row]]] = {}
         self._acks = threading.Condition()
         self.num_acked = 0
         """Number of returned extents."""
@@ -307,15 +308,20 @@ class Ring(RingProducer):
             enough = self.num_acked + more
             return self._acks.wait_for(lambda: self.num_acked >= enough, DEADLINE)
 
-    def _take_back(self, item: Any) -> None:
-        if isinstance(item, ExtentReady):
-            with self._acks:
-                rows = self._acked.setdefault(item.capture_id, set())
-                for header in item.headers:
-                    rows.update((layer, position) for layer in header.layers for position in header.positions)
-                self.num_acked += 1
-                self._acks.notify_all()
-        super()._take_back(item)
+    def publish(self, extent: Extent, capture_id: str, headers: Sequence[capture_pb2.ChunkHeader]) -> None:
+        rows = {(layer, at) for header in headers for layer in header.layers for at in header.positions}
+        self._published_rows[extent] = capture_id, rows
+        super().publish(extent, capture_id, headers)
+
+    def _take_back(self, tickets: Sequence[int]) -> None:
+        with self._acks:
+            for ticket in tickets:
+                if extent := self._handed_over.get(ticket):  # otherwise it is a loss report
+                    capture_id, rows = self._published_rows.pop(extent)
+                    self._acked.setdefault(capture_id, set()).update(rows)
+                    self.num_acked += 1
+            self._acks.notify_all()
+        super()._take_back(tickets)
 
 
 class Shippers:
