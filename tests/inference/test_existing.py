@@ -22,8 +22,16 @@ REPLACE, SKIP = capture_pb2.IF_EXISTS_REPLACE, capture_pb2.IF_EXISTS_SKIP
 
 
 @pytest.fixture
-async def endpoint(tmp_path):
-    settings = StoreSettings(listen="127.0.0.1:0", path=tmp_path / "store", lease_seconds=3, ending_timeout_seconds=0.2)
+def lease_seconds():
+    """Long, so that a slow disk does not end a capture."""
+    return 60
+
+
+@pytest.fixture
+async def endpoint(tmp_path, lease_seconds):
+    settings = StoreSettings(
+        listen="127.0.0.1:0", path=tmp_path / "store", lease_seconds=lease_seconds, ending_timeout_seconds=0.2
+    )
     store = await asyncio.to_thread(Store, settings)
     yield f"127.0.0.1:{store.port}"
     await asyncio.to_thread(store.stop)
@@ -223,6 +231,7 @@ async def test_an_unknown_if_exists_is_refused(service):
     assert (await failure_of(service.register(asked))).metadata == {"field": "if_exists"}
 
 
+@pytest.mark.parametrize("lease_seconds", [3])
 async def test_a_service_with_a_long_request_keeps_its_lease_and_one_that_is_gone_does_not(service, store, endpoint):
     go_on = asyncio.Event()
 
