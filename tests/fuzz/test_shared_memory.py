@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import time
@@ -27,6 +28,7 @@ KEYS = [bytes([number]) * 16 for number in range(3)]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Client]]:
+    gc.collect()  # memories of other tests are closed now, not while this one counts descriptors
     with serving(tmp_path_factory.mktemp("store") / "db") as (running, client):
         yield running, client
 
