@@ -1,8 +1,8 @@
 """A batch in which requests come and go, with the worker's real threads: the GPU's sink, its ring and its dispatcher.
 
 With CUDA everything is as in the worker, except that the model's time is a sleep. Without CUDA, a clock replaces the
-device: a copy is done when the model's step is, plus the time of its bytes over PCIe. Narrow rows
-are copied in host memory: the host never looks at rows, so their width does not change what the threads do.
+device: a copy is done when the model's step is, plus the time of its bytes over PCIe. Narrow rows are copied in host
+memory: the host never looks at rows, so their width does not change what the threads do.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 _OWN_ITEMS = 4
-"""Three, and the end after them."""
+"""One more than an answer may have without a thread, because its end must be found too."""
 
 
 def ahead(items: Generator[_T, None, None], depth: int = 1) -> Generator[_T, None, None]:

@@ -76,16 +76,6 @@ class AioAlarm:
         self._waiting: OrderedDict[object, tuple[float, Callable[[], object]]] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
 
-    @contextmanager
-    def over(self, ring: Callable[[], object]) -> Iterator[None]:
-        """Call `ring` if the context lasts longer than the timeout."""
-        token = object()
-        self.start(token, ring)
-        try:
-            yield
-        finally:
-            self.stop(token)
-
     def start(self, wait: object, ring: Callable[[], object]) -> None:
         """Call `ring` after the timeout, unless `stop` ends the wait before."""
         loop = asyncio.get_running_loop()

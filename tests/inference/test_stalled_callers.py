@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextlib import asynccontextmanager
 
 import grpc.aio
@@ -123,19 +124,27 @@ async def test_a_caller_that_leaves_while_it_is_waited_for_has_not_stalled(store
         assert stalled_calls(service) == 0
 
 
+@contextlib.contextmanager
+def over(alarm, ring):
+    wait = object()
+    alarm.start(wait, ring)
+    yield
+    alarm.stop(wait)
+
+
 async def test_an_alarm_rings_only_after_its_timeout():
     alarm, rung, early = AioAlarm(0.2), asyncio.Event(), []
     loop = asyncio.get_running_loop()
     for _ in range(100):
-        with alarm.over(lambda: early.append("quick")):
+        with over(alarm, lambda: early.append("quick")):
             pass
     start = loop.time()
-    with alarm.over(rung.set):
+    with over(alarm, rung.set):
         await asyncio.wait_for(rung.wait(), DEADLINE)
     assert loop.time() - start >= 0.19  # the event loop's clock is coarse
     assert not early
     rung.clear()
-    with alarm.over(rung.set):  # and again after a pause
+    with over(alarm, rung.set):  # and again after a pause
         await asyncio.wait_for(rung.wait(), DEADLINE)
 
 
@@ -145,7 +154,7 @@ async def test_an_alarm_continues_after_a_failed_callback():
     def fail():
         raise RuntimeError("scripted")
 
-    with alarm.over(fail), alarm.over(rung.set):
+    with over(alarm, fail), over(alarm, rung.set):
         await asyncio.wait_for(rung.wait(), DEADLINE)
 
 

@@ -1,4 +1,4 @@
-"""Combines the checksums of parts to that of the whole, without reading the bytes again.
+"""Computes the checksum of a whole from the checksums of its parts, without reading the bytes again.
 
 The CRC-32C of bytes that are followed by zeros is a linear function of the CRC-32C of the bytes, and that of two parts
 is the XOR of the first part's, shifted so, and the second's. zlib's `crc32_combine` does the same for CRC-32.
