@@ -167,7 +167,7 @@ class Soak:
                 self._write(Capture(f"writer-{writer}-{number}", self._length, width))
                 number += 1
         except Exception as error:  # noqa: BLE001 - whatever it is, the verdict must not be good
-            self._trouble(f"writer {writer} failed: {error!r}")
+            self._trouble(f"writer {writer} failed: {error!r}, caused by {error.__cause__!r}")
 
     def _write(self, capture: Capture) -> None:
         """Write a capture, end it, compare it, delete it."""

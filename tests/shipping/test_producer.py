@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import socket
+import subprocess
 import threading
 from collections import Counter
 from pathlib import Path
@@ -383,6 +384,20 @@ def test_a_lost_shippers_extents_go_to_the_next_one_in_order(start_producer, con
     first.close()
     second = connect()
     assert [second.receive() for _ in range(2)] == [messages[0], messages[2]]
+
+
+def test_a_lost_shipper_is_forgotten_although_a_new_process_still_has_its_connection(start_producer, connect):
+    """Until a new process runs its own program, it has all descriptors of this process."""
+    producer = start_producer()
+    first, second = connect(producer), connect(producer)
+    kept = producer._dispatcher._links[0].connection.fileno()
+    with subprocess.Popen(["sleep", "60"], pass_fds=[kept]) as process:
+        first.close()
+        wait_until(lambda: producer.stats().connected_shippers == 1, "the end of the connection")
+        publish(producer, "capture")
+        second.send(Done(second.receive().ticket))
+        assert producer.drain(DEADLINE)
+        process.kill()
 
 
 def test_a_lost_shippers_extents_go_to_a_connected_shipper(start_producer, connect):

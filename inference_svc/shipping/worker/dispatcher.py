@@ -254,8 +254,10 @@ class Dispatcher:
     def _drop(self, link: _Link, error: Exception) -> None:
         with self._lock:
             self._links.remove(link)
-            del self._handlers[link.connection.fileno()]
-            link.connection.close()  # epoll forgets it
+            descriptor = link.connection.fileno()
+            del self._handlers[descriptor]
+            self._epoll.unregister(descriptor)  # `close` alone does not: a process that starts now may have a copy
+            link.connection.close()
             # In front of newer items, in the old order: a capture is complete only when its oldest items are stored.
             self._inbox.extendleft(reversed(link.items.values()))
             self._hand_out()
