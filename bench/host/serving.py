@@ -26,6 +26,7 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.gpu import copy_check, kernel, streamed_sink
 from inference_svc.taps.gpu import tap as gpu_tap
+from inference_svc.taps.gpu.block_copies import BlockCopies
 from inference_svc.taps.plan import Capture, RequestPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.ring_writer import ModelRows
@@ -202,6 +203,8 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
     class Event:
         at = 0.0
 
+        def __init__(self, *, blocking: bool = False) -> None: ...
+
         def record(self, stream: object = None) -> None:
             self.at = clock.copies if stream else clock.model
 
@@ -211,8 +214,8 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
     class Stream:
         def __init__(self, _device: object) -> None: ...
 
-        def wait_event(self, event: Event) -> None:
-            clock.copies = max(clock.copies, event.at, time.perf_counter())
+        def wait_stream(self, _stream: object) -> None:
+            clock.copies = max(clock.copies, clock.model, time.perf_counter())
 
         def synchronize(self) -> None:
             time.sleep(max(clock.copies - time.perf_counter(), 0.0))
@@ -221,10 +224,17 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         start = target.address - producer.memory.ctypes.data
         values = rows.view(torch.uint8).numpy()  # numpy gives up the GIL as torch does, and starts no threads
         producer.memory[start : start + values.size].reshape(values.shape)[:] = values
-        clock.copies += rows.numel() // rows.shape[-1] * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
+        clock.copies += values.size // (2 * _NARROW) * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
+
+    def start(copies: BlockCopies) -> None:
+        for first, to, units, words, stride in copies._views[copies._turn][: copies._count].tolist():  # noqa: SLF001
+            source = copies._pool.flatten()[first : first + units * stride].view(units, stride)  # noqa: SLF001
+            copy_out(source[:, :words], kernel.HostPointer(producer.memory.ctypes.data + 4 * to, torch.int32))
+        copies._count = 0  # noqa: SLF001
 
     simulated = TorchWithoutCuda()
     simulated.cuda = mock.Mock(Event=Event, Stream=Stream, stream=lambda _stream: contextlib.nullcontext())
+    simulated.cuda.current_stream = lambda: "the model's"
     simulated.cuda.cudart.return_value.cudaHostRegister.return_value = 0
     with (
         mock.patch.object(streamed_sink, "torch", simulated),
@@ -232,5 +242,6 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         mock.patch.object(copy_check, "torch", simulated),
         mock.patch.object(gpu_tap, "torch", simulated),
         mock.patch.object(kernel, "copy_out", copy_out),
+        mock.patch.object(BlockCopies, "start", start),
     ):
         yield

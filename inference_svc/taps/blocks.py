@@ -71,6 +71,8 @@ class BlockPool:
         self._runs = FreeRuns(rows)
         self._wire_type = WIRE_TYPES[dtype]
         self._largest_block = largest_block
+        self.is_short = threading.Event()
+        """Set when a call of `take` waits for blocks that are leaving."""
         self._changed = threading.Condition()
         self._leaving = 0
         self._failed = False
@@ -131,7 +133,9 @@ class BlockPool:
         Raises:
             PoolExhaustedError: There is no room, and none will become free.
         """
-        largest = max(min_capacity, min(positions, self._max_capacity(capture)))
+        largest = min_capacity
+        if positions > min_capacity:
+            largest = max(min_capacity, min(positions, self._max_capacity(capture)))
         capacities = sorted({min_capacity, largest}, reverse=True)
         with self._changed:
             while True:
@@ -148,6 +152,7 @@ class BlockPool:
                         f"No room is left for captured rows: the pool is too small for this step ({self.free_rows} of "
                         f"{len(self.memory)} rows are free). This is a defect of residuum: please report it."
                     )
+                self.is_short.set()
                 self._changed.wait()
 
     def _max_capacity(self, capture: Capture) -> int:
@@ -167,11 +172,12 @@ class BlockPool:
         with self._changed:
             self._leaving += count
 
-    def give_back(self, block: Block) -> None:
-        """Free a block whose rows are no longer needed."""
+    def give_back(self, *blocks: Block) -> None:
+        """Free blocks whose rows are no longer needed."""
         with self._changed:
-            self._runs.give_back(block.first_row, block.num_rows)
-            self._leaving = max(self._leaving - 1, 0)
+            for block in blocks:
+                self._runs.give_back(block.first_row, block.num_rows)
+            self._leaving = max(self._leaving - len(blocks), 0)
             self._changed.notify()
 
     def fail(self) -> None:

@@ -38,7 +38,8 @@ class TapPoints:
 
     def own(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Return those of `layers` that belong to this stage."""
-        return tuple(layer for layer in layers if layer in self.layers)
+        stage = self.layers
+        return tuple(layer for layer in layers if layer in stage)
 
     def after(self, layer: int) -> int:
         """Return the point after a layer, where rows are steered."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from inference_svc.shipping.worker.producer import Filled
 from residuum.v1 import capture_pb2, store_pb2
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from inference_svc.shipping.ring import Extent
     from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.plan import Capture
-    from inference_svc.taps.reductions import Batch
     from residuum.v1 import tensor_pb2
     from residuum.wire.encodings import RowFormat
 
@@ -30,8 +30,18 @@ class ModelRows:
     dtype: tensor_pb2.DataType.ValueType
 
 
+class Encoded(NamedTuple):
+    """Encoded rows of a capture in an extent."""
+
+    capture: Capture
+    positions: Sequence[int]
+    form: RowFormat
+    """The format of the encoded rows."""
+    extent: Extent
+
+
 class RingWriter:
-    """Acquires extents for batches, publishes them, and reports lost rows. The sink writes the bytes in between."""
+    """Acquires extents for rows, publishes them, and reports lost rows. The sink writes the bytes in between."""
 
     def __init__(self, producer: RingProducer, model_rows: ModelRows) -> None:
         """Write rows of one format to a producer's ring."""
@@ -42,46 +52,31 @@ class RingWriter:
         """Return the format of a capture's encoded rows."""
         return capture.encoding.format_of(self._format.hidden, self._format.dtype)
 
-    def acquire(self, batch: Batch, form: RowFormat, *, block: bool) -> Extent | None:
-        """Return an extent that fits a batch once it is encoded.
+    def acquire(self, capture: Capture, positions: Sequence[int], form: RowFormat, *, block: bool) -> Extent | None:
+        """Return an extent that fits rows once they are encoded.
 
         Args:
-            batch: The rows.
-            form: The format of its encoded rows.
+            capture: The capture of the rows.
+            positions: The positions of the rows.
+            form: The format of the encoded rows.
             block: Wait while the ring is full. Otherwise return None at once.
         """
-        nbytes = form.payload_bytes(batch.capture.units, len(batch.positions))
-        return self._producer.acquire(nbytes, block, batch.capture.capture_id)
+        return self._producer.acquire(form.payload_bytes(capture.units, len(positions)), block, capture.capture_id)
 
-    def publish(self, batch: Batch, form: RowFormat, extent: Extent) -> None:
-        """Hand an extent that holds a batch's encoded rows to a shipper, with a chunk header for each site."""
-        capture = batch.capture
-        header = capture_pb2.ChunkHeader(
-            sequence=capture.sequence,
-            site=capture.sites[0],
-            layers=capture.layers,
-            positions=batch.positions[:_POSITIONS_AT_ONCE],
-            dtype=form.dtype,
-            width=form.width,
-            encoding=form.encoding,
-            dimensions=form.dimensions,
-            axis=form.axis,
+    def publish(self, *encoded: Encoded) -> None:
+        """Hand extents that hold encoded rows to shippers, with a chunk header for each site."""
+        self._producer.publish_all(
+            [
+                Filled(one.extent, one.capture.capture_id, _headers(one.capture, one.positions, one.form))
+                for one in encoded
+            ]
         )
-        for first in range(_POSITIONS_AT_ONCE, len(batch.positions), _POSITIONS_AT_ONCE):
-            header.positions.extend(batch.positions[first : first + _POSITIONS_AT_ONCE])
-        headers = [header]
-        for site in capture.sites[1:]:
-            other = capture_pb2.ChunkHeader()
-            other.CopyFrom(header)  # twice as fast as to read the positions again
-            other.site = site
-            headers.append(other)
-        self._producer.publish(extent, capture.capture_id, headers)
 
-    def shed(self, batch: Batch) -> None:
-        """Report a batch as lost, because the ring is full and the capture's policy is SHED."""
+    def shed(self, capture: Capture, positions: Sequence[int]) -> None:
+        """Report rows as lost, because the ring is full and the capture's policy is SHED."""
         self.report_loss(
-            batch.capture,
-            batch.positions,
+            capture,
+            positions,
             capture_pb2.INCOMPLETE_REASON_OVERFLOW,
             "The ring had no room for rows of this store, and the capture's policy is SHED.",
         )
@@ -103,3 +98,27 @@ class RingWriter:
             detail=detail,
         )
         self._producer.report_loss(capture.capture_id, loss)
+
+
+def _headers(capture: Capture, positions: Sequence[int], form: RowFormat) -> list[capture_pb2.ChunkHeader]:
+    """Return the chunk headers of encoded rows, one for each site."""
+    header = capture_pb2.ChunkHeader(
+        sequence=capture.sequence,
+        site=capture.sites[0],
+        layers=capture.layers,
+        positions=positions[:_POSITIONS_AT_ONCE],
+        dtype=form.dtype,
+        width=form.width,
+        encoding=form.encoding,
+        dimensions=form.dimensions,
+        axis=form.axis,
+    )
+    for first in range(_POSITIONS_AT_ONCE, len(positions), _POSITIONS_AT_ONCE):
+        header.positions.extend(positions[first : first + _POSITIONS_AT_ONCE])
+    headers = [header]
+    for site in capture.sites[1:]:
+        other = capture_pb2.ChunkHeader()
+        other.CopyFrom(header)  # twice as fast as to read the positions again
+        other.site = site
+        headers.append(other)
+    return headers

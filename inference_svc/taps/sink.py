@@ -19,7 +19,7 @@ from inference_svc.taps.encodings.signs import SignCache
 from inference_svc.taps.followed_captures import FollowedCaptures
 from inference_svc.taps.probes import Probe, Probes
 from inference_svc.taps.reductions import Batch
-from inference_svc.taps.ring_writer import ModelRows, RingWriter
+from inference_svc.taps.ring_writer import Encoded, ModelRows, RingWriter
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -138,14 +138,15 @@ class BlockSink:
 
     def _ship(self, batch: Batch) -> None:
         form = self._writer.format_of(batch.capture)
-        extent = self._writer.acquire(batch, form, block=not batch.capture.sheds)
+        capture, positions = batch.capture, batch.positions
+        extent = self._writer.acquire(capture, positions, form, block=not capture.sheds)
         if extent is None:
-            self._writer.shed(batch)
+            self._writer.shed(capture, positions)
             return
         rows, basis = self._rows_and_basis(batch, form)
-        target = torch.from_numpy(self._producer.view(extent)).view(batch.capture.units, -1)
+        target = torch.from_numpy(self._producer.view(extent)).view(capture.units, -1)
         encoder.encode(rows, form, basis, target)
-        self._writer.publish(batch, form, extent)
+        self._writer.publish(Encoded(capture, positions, form, extent))
 
     def _rows_and_basis(self, batch: Batch, form: EncodedFormat) -> tuple[Tensor, Tensor | None]:
         """Return the rows in the dtype that they are encoded from, and their basis, if they have one."""

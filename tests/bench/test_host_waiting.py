@@ -6,6 +6,9 @@ from bench.host import serving
 from bench.host.loop import Device
 from bench.host.serving import Batch, Load, Worker
 from bench.host.waiting import main
+from inference_svc.taps.plan import Capture
+from residuum.v1 import selection_pb2
+from tests.shipping.support import wait_until
 
 LOAD = Load(requests=8, prompt_tokens=40, new_tokens=64, layers=2, sites=2)
 
@@ -39,11 +42,43 @@ def test_blocks_of_idle_threads_do_not_reach_the_ring(tmp_path):
 def test_blocks_that_leave_together_do_not_wait_for_each_others_room(tmp_path, monkeypatch, blocks):
     """A full ring gets room only from published extents, so the sink must publish before it waits for room."""
     monkeypatch.setattr(serving, "_RING_ROWS", blocks * 4 * 64)
-    with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
-        monkeypatch.setattr(serving.streamed_sink, "TOGETHER_BYTES", worker.producer.ring_bytes)
+    with Worker.running(LOAD, Device.HOST, tmp_path) as worker, monkeypatch.context() as patch:
+        patch.setattr(serving.streamed_sink, "TOGETHER_BYTES", worker.producer.ring_bytes)
         run(worker, ships=True)
         worker.drain()
         assert worker.producer.stats().waits > 0
+
+
+def test_a_pause_of_the_sink_ends_when_a_step_needs_blocks_or_all_are_to_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving.streamed_sink, "PAUSE_SECONDS", 1000.0)
+    with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
+        run(worker, ships=True)  # more blocks than the pool has room for
+        worker.drain()
+        assert worker.pool.free_rows == len(worker.pool.memory)
+
+
+def test_blocks_that_come_in_a_pause_leave_together(tmp_path, monkeypatch):
+    groups = []
+    publish = serving.streamed_sink.StreamedSink._publish
+    monkeypatch.setattr(serving.streamed_sink, "PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(
+        serving.streamed_sink.StreamedSink,
+        "_publish",
+        lambda sink, group: (publish(sink, group), groups.append(len(group.copies))),
+    )
+    with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
+
+        def send(position):
+            block = worker.pool.take(Capture("a", 0, (0, 1), selection_pb2.PositionSelection()), 1)
+            block.positions.append(position)
+            worker.sink.send([block])
+
+        send(0)
+        wait_until(lambda: groups == [1], "the first block, which finds the sink idle")
+        for position in range(1, 5):
+            send(position)
+        worker.drain()
+        assert groups == [1, 4]
 
 
 def test_the_result_is_written(tmp_path, capsys):

@@ -21,6 +21,7 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.gpu import kernel
+from inference_svc.taps.gpu.block_copies import BlockCopies
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout
@@ -45,7 +46,12 @@ def main() -> None:
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
     dtypes = ("float32", "bfloat16", "float16")
-    runs = (("tap", tap_differences), ("norm", norm_differences), ("copy", copy_differences))
+    runs = (
+        ("tap", tap_differences),
+        ("norm", norm_differences),
+        ("copy", copy_differences),
+        ("blocks", block_copy_differences),
+    )
     differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
     for name in dtypes:
         for seed in range(12):
@@ -94,6 +100,27 @@ def copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float
         kernel.copy_out(rows, target)
         worst += [distance(target[:-1], rows.reshape(-1)), float(target[-1].abs())]
     del rng
+    return worst
+
+
+def block_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    """Copy blocks together, twice as many times as there are tables. The interpreter's ring is a tensor."""
+    del rng
+    pool, worst = torch.randn(4000, 48).to(dtype), []
+    ring = torch.zeros(2000 * 48, dtype=dtype)
+    copies = BlockCopies(pool, ring.data_ptr())
+    copies._ring = ring.view(torch.int32)
+    for first in (0, 7, 100, 2900):
+        expected, at = torch.zeros_like(ring), 5 * 48
+        ring.zero_()
+        for units, capacity, positions in ((3, 200, 130), (1, 32, 32), (5, 40, 1)):
+            copies.add(first, units, positions, capacity, at * ring.itemsize)
+            rows = pool[first : first + units * capacity].view(units, capacity, -1)[:, :positions].reshape(-1)
+            expected[at : at + len(rows)] = rows
+            at += len(rows) + 96
+            first += units * capacity  # noqa: PLW2901 - the next block comes after this one
+        copies.start()
+        worst.append(distance(ring, expected))
     return worst
 
 

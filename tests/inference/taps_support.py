@@ -111,6 +111,10 @@ class Ring:
     def view(self, extent):
         return self._taken[extent]
 
+    def publish_all(self, filled):
+        for one in filled:
+            self.publish(*one)
+
     def publish(self, extent, capture_id, headers):
         data, at = self._taken.pop(extent), 0
         for header in headers:

@@ -97,13 +97,14 @@ class Producer:
             extent, self._at = Extent(self._at, nbytes), self._at + -(-nbytes // 256) * 256
             return extent
 
-    def publish(self, extent, capture_id, headers):
-        at = extent.offset
-        for header in headers:
-            form = RowFormat.of(header)
-            size = form.payload_bytes(len(header.layers), len(header.positions))
-            self.published.append((capture_id, header, form, self.memory[at : at + size].copy()))
-            at += size
+    def publish_all(self, filled):
+        for extent, capture_id, headers in filled:
+            at = extent.offset
+            for header in headers:
+                form = RowFormat.of(header)
+                size = form.payload_bytes(len(header.layers), len(header.positions))
+                self.published.append((capture_id, header, form, self.memory[at : at + size].copy()))
+                at += size
 
     def report_loss(self, capture_id, loss):
         self.losses.append((capture_id, loss))

@@ -18,7 +18,7 @@ from bench.host.loop import DecodeLoop, Device, Steering
 
 FEW, MANY = 4, 64
 LAYERS, MANY_LAYERS = 4, 400
-WARMUP_STEPS = 5
+WARMUP_STEPS = 20
 """After this many steps, every staging buffer has been used."""
 KINDS = [
     pytest.param(True, Steering.NONE, id="captured"),

@@ -14,7 +14,7 @@ from inference_svc.shipping.protocol import Done, ExtentReady, MessageReader
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
 from inference_svc.taps.plan import RequestPlan
-from inference_svc.taps.reductions import Batch
+from inference_svc.taps.ring_writer import Encoded
 from inference_svc.taps.sink import BlockSink, ModelRows
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.limits import TARGET_PLACED_CHUNK_BYTES
@@ -95,12 +95,12 @@ def test_the_headers_of_all_sites_have_all_positions(count):
     sites = (capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT)
     worker = Worker(rows=3 * 2 * 4096, ring_bytes=1 << 22)
     writer, plan = worker.sink._writer, capture("c", layers=(0, 1), sites=tuple(sorted(sites)))
-    batch = Batch(plan, list(range(7, 7 + count)), torch.zeros(6, count, worker.hidden))
+    positions = list(range(7, 7 + count))
     form = writer.format_of(plan)
-    writer.publish(batch, form, writer.acquire(batch, form, block=False))
+    writer.publish(Encoded(plan, positions, form, writer.acquire(plan, positions, form, block=False)))
     headers = [chunk.header for chunk in worker.ring.take()]
     assert [header.site for header in headers] == sorted(sites)
-    assert all(list(header.positions) == batch.positions for header in headers)
+    assert all(list(header.positions) == positions for header in headers)
     assert all(list(header.layers) == [0, 1] for header in headers)
 
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from inference_svc.shipping.protocol import MAX_BODY_BYTES, Done, ExtentReady, Hello, Leaving, LossReport, MessageReader
 from inference_svc.shipping.ring import EXTENT_ALIGNMENT, Extent
 from inference_svc.shipping.worker import dispatcher
-from inference_svc.shipping.worker.producer import ProducerClosedError, RingProducer
+from inference_svc.shipping.worker.producer import Filled, ProducerClosedError, RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from tests.shipping.support import DEADLINE, make_header, wait_until
 
@@ -521,6 +521,20 @@ def test_a_worker_takes_over_the_path_of_one_that_died(control_path, start_produ
     assert connect().receive().capture_id == "a"
 
 
+def test_extents_are_published_together_or_not_at_all(start_producer, connect):
+    producer = start_producer()
+    shipper = connect(producer)
+    extents = [producer.acquire(NBYTES, block=False) for _ in range(3)]
+    with pytest.raises(ValueError, match="do not fit"):
+        producer.publish_all([Filled(extents[0], "a", [HEADER]), Filled(extents[1], "b", [])])
+    with pytest.raises(ValueError, match="not acquired"):
+        producer.publish_all([Filled(extents[0], "a", [HEADER]), Filled(Extent(1 << 20, NBYTES), "b", [HEADER])])
+    assert producer.stats().published == 0
+    producer.publish_all([Filled(extent, name, [HEADER]) for extent, name in zip(extents, "abc", strict=True)])
+    assert [shipper.receive().capture_id for _ in extents] == ["a", "b", "c"]
+    assert producer.stats().published == 3
+
+
 def test_the_thread_that_publishes_an_extent_sends_it(start_producer, connect):
     producer = start_producer()
     shipper = connect(producer)
@@ -549,7 +563,7 @@ def test_messages_that_do_not_fit_the_socket_follow_in_order(start_producer, con
 def test_acknowledgements_may_wait_while_there_is_room_and_nobody_waits_for_them(start_producer):
     producer = start_producer(ring_bytes=4 * PAGE)
     assert producer._may_pause()
-    extent = producer.acquire(PAGE + 1, block=False)
+    extent = producer.acquire(2 * PAGE, block=False)
     assert not producer._may_pause()
     producer.release(extent)
     publish(producer, "a")

@@ -1,7 +1,8 @@
 """The worker's connections to its shippers. They hand out extents, take them back, and reassign a lost shipper's.
 
-All of this runs in the engine's process, where a thread that runs Python keeps the engine's thread from running any. So
-few threads wake up: the thread that submits an item also sends it, and acknowledgements gather before they are handled.
+All of this runs in the engine's process, where a thread that runs Python keeps the engine's thread from running any. To
+give it back takes a while, too: a sleeping thread has to wake up. So few threads wake up, and seldom: the thread that
+submits items also sends them, and acknowledgements gather before they are handled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from svc_common.logs import get_logger
 _RECEIVE_BYTES = 1 << 10
 """About 80 acknowledgements. More of them would hold the caller's lock for longer at a time."""
 _TICK_SECONDS = 1.0
-_PAUSE_MS = 10
+_PAUSE_MS = 40
 _CREDENTIALS = struct.Struct("3i")
 
 _log = get_logger(__name__)
@@ -108,7 +109,7 @@ class Dispatcher:
             on_done: Called on the thread with the tickets of items that a shipper has sent Done for.
             on_failed: Called on the thread if it ends with an error.
             on_round: Called on the thread after each round of events, at least once a second.
-            may_pause: Called on the thread after each round: whether it may let acknowledgements gather for 10 ms. To
+            may_pause: Called on the thread after each round: whether it may let acknowledgements gather for 40 ms. To
                 wake up costs more than to handle one. `wake` ends a pause.
 
         Raises:
@@ -145,11 +146,11 @@ class Dispatcher:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, item: Item) -> None:
-        """Send an item to a shipper, from any thread. If no shipper takes items, it waits for one in the inbox."""
+    def submit(self, items: Sequence[Item]) -> None:
+        """Send items to shippers, from any thread. If no shipper takes items, they wait for one in the inbox."""
         with self._lock:
             if not self._stopping:
-                self._inbox.append(item)
+                self._inbox.extend(items)
                 self._hand_out()
 
     def wake(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from svc_common.logs import get_logger
 _WARN_AFTER_SECONDS = 5.0
 """After this long, a step that waits for room logs a warning."""
 
-_ROOMY = 0.25
+_ROOMY = 0.4
 """Up to this fill of the ring, acknowledgements may wait a little. A store whose rows find no room has filled its
 reserve and the shared half, so the ring is fuller by then."""
 
@@ -37,6 +38,14 @@ _log = get_logger(__name__)
 
 class ProducerClosedError(RuntimeError):
     """The producer was closed, or its thread failed, before or during this call."""
+
+
+class Filled(NamedTuple):
+    """An extent that holds rows of a capture; see `RingProducer.publish`."""
+
+    extent: Extent
+    capture_id: str
+    headers: Sequence[capture_pb2.ChunkHeader]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,23 +211,38 @@ class RingProducer:
                 has, or are too long for one message. Or the extent is not acquired. The extent stays the caller's.
             ProducerClosedError: The producer is closed.
         """
-        sizes = [payload_bytes(header) for header in headers]
-        if not sizes or not all(sizes) or sum(sizes) > extent.nbytes:
+        self.publish_all([Filled(extent, capture_id, headers)])
+
+    def publish_all(self, filled: Sequence[Filled]) -> None:
+        """Publish several extents with one message to each shipper. If one is refused, all stay the caller's.
+
+        Raises:
+            ValueError: See `publish`.
+            ProducerClosedError: The producer is closed.
+        """
+        items = [self._item(one) for one in filled]
+        with self._changed:
+            self._check_open()
+            for one in filled:
+                self._check_acquired(one.extent)
+            for one, item in zip(filled, items, strict=True):
+                self._acquired.remove(one.extent)
+                self._handed_over[item.ticket] = one.extent
+            self._published += len(items)
+            self._outstanding += len(items)
+        self._dispatcher.submit(items)
+
+    def _item(self, filled: Filled) -> Item:
+        sizes = [payload_bytes(header) for header in filled.headers]
+        if not sizes or not all(sizes) or sum(sizes) > filled.extent.nbytes:
             smallest = min(sizes, default=0)
             raise ValueError(
                 f"{len(sizes)} headers describe {sum(sizes)} bytes (the smallest {smallest}), which do not fit "
-                f"{extent}. Give at least one header, none of them empty, for at most the bytes of the extent."
+                f"{filled.extent}. Give at least one header, none of them empty, for at most the bytes of the extent."
             )
         ticket = next(self._tickets)
-        message = ExtentReady(ticket, extent.offset, capture_id, tuple(headers)).encode()
-        with self._changed:
-            self._check_open()
-            self._check_acquired(extent)
-            self._acquired.remove(extent)
-            self._handed_over[ticket] = extent
-            self._published += 1
-            self._outstanding += 1
-        self._dispatcher.submit(Item(ticket, capture_id, message, sum(sizes)))
+        message = ExtentReady(ticket, filled.extent.offset, filled.capture_id, tuple(filled.headers)).encode()
+        return Item(ticket, filled.capture_id, message, sum(sizes))
 
     def report_loss(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
         """Report to the store, through a shipper, rows that will never arrive.
@@ -232,7 +256,7 @@ class RingProducer:
             self._check_open()
             self._losses += 1
             self._outstanding += 1
-        self._dispatcher.submit(Item(ticket, capture_id, message))
+        self._dispatcher.submit([Item(ticket, capture_id, message)])
 
     def stats(self) -> ProducerStats:
         """Return the figures."""

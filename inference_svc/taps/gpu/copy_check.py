@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from inference_svc.taps.gpu.block_copies import BlockCopies
+
 _CHECKED_UNITS = (1, 3, 16)
 """Units of the copied blocks. Each block holds as many positions as units, and has one free place."""
 
@@ -22,7 +24,7 @@ class CannotCopyError(UnsupportedEngineError):
     """Rows do not get from the device to the ring."""
 
 
-def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int) -> None:
+def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int, whole: BlockCopies) -> None:
     """Copy blocks of known bytes as captured rows are copied later, and compare what arrives.
 
     Overwrites the start of both memories, and zeroes it afterwards: no block may be in use.
@@ -31,6 +33,7 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int)
         pool_memory: The memory of the block pool, [rows, hidden].
         ring: The ring's memory, pinned.
         address: The address at which the device reaches the ring.
+        whole: Copies blocks from this pool to this ring.
 
     Raises:
         CannotCopyError: Other bytes arrive.
@@ -44,14 +47,24 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int)
         bytes_.copy_((torch.arange(bytes_.numel()) % 251).view(bytes_.shape))  # a prime: neighbouring rows differ
         rows = block[:, :positions]
         kernel.copy_out(rows, kernel.HostPointer(address, rows.dtype))
-        torch.cuda.synchronize(pool_memory.device)
-        arrived = ring[: rows.nbytes]
-        same = np.array_equal(arrived, rows.contiguous().view(torch.uint8).flatten().cpu().numpy())
+        same = _arrived(rows, ring)
+        if whole.is_possible:
+            whole.add(0, units, positions, positions + 1, 0)
+            whole.start()
+            same &= _arrived(rows, ring)
         bytes_.zero_()
-        arrived[:] = 0
         if not same:
             raise CannotCopyError(
                 f"Rows copied from the device to the ring arrive changed ({units} units of {positions} positions). "
                 "The driver or the IOMMU of this host does not map shared memory as CUDA promises. Update the driver, "
                 "or use another host."
             )
+
+
+def _arrived(rows: Tensor, ring: npt.NDArray[np.uint8]) -> bool:
+    """Return whether the ring starts with these rows, and zero them there."""
+    torch.cuda.synchronize(rows.device)
+    arrived = ring[: rows.nbytes]
+    same = np.array_equal(arrived, rows.contiguous().view(torch.uint8).flatten().cpu().numpy())
+    arrived[:] = 0
+    return same

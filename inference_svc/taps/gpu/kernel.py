@@ -44,8 +44,9 @@ _VECTOR = tl.constexpr(MAX_BANK_ROWS - 1)
 ROW_FIELDS = 4
 """Numbers in a line of the row table: program, place, stride, and whether the program is busy (see `ProgramTable`)."""
 
-_COPY_BLOCKS = 4
-_COPY_WARPS = 4
+COPY_PROGRAMS = 4
+"""Programs of the kernels that copy to the host, see `copy_out`."""
+COPY_WARPS = 4
 _COPY_CHUNK = 4096
 """How many elements one Triton program of the copying kernel moves at once."""
 
@@ -497,8 +498,8 @@ def copy_out(rows: Tensor, target: Tensor | HostPointer) -> None:
         target: Receives the elements, in its own dtype.
     """
     units, positions, hidden = rows.shape
-    _copy_kernel[(_COPY_BLOCKS,)](
-        rows, target, units, positions * hidden, rows.stride(0), CHUNK=_COPY_CHUNK, num_warps=_COPY_WARPS
+    _copy_kernel[(COPY_PROGRAMS,)](
+        rows, target, units, positions * hidden, rows.stride(0), CHUNK=_COPY_CHUNK, num_warps=COPY_WARPS
     )
 
 

@@ -3,19 +3,26 @@
 The engine's thread records an event on its stream and hands the blocks over. It waits neither for a copy nor for room
 in the ring. A full ring still slows the model down, through the pool (policy WAIT): blocks that cannot leave do not
 come back, and the step that needs a new block waits for one.
+
+Whenever the thread has waited and runs Python again, the engine's thread must wait for it, and for being woken up after
+that. This costs more than the work itself. So the thread waits seldom: it takes the blocks of several steps at once.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from inference_svc.taps.gpu.block_copies import MAX_TOGETHER, BlockCopies
 from inference_svc.taps.gpu.copy_check import CannotCopyError, check_copies
 from inference_svc.taps.gpu.encoder import GpuEncoder
+from inference_svc.taps.ring_writer import Encoded
 from inference_svc.taps.sink import BlockSink
+from residuum.v1 import capture_pb2
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -25,7 +32,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from inference_svc.shipping.ring import Extent
     from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import Block, BlockPool
@@ -35,8 +41,10 @@ if TYPE_CHECKING:
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
 TOGETHER_BYTES = 32 << 20
-"""Copies of up to this many bytes are waited for and published together. Each wait lets the thread wake up once more,
-when the engine's thread may need the interpreter. Larger copies are published while the next one runs."""
+"""From this many bytes on, copies start. They are published while the next ones run."""
+PAUSE_SECONDS = 0.008
+"""After its work the thread lets blocks gather for this long, unless a step needs blocks back. A block that comes when
+the thread has nothing to do leaves at once."""
 
 _log = get_logger(__name__)
 
@@ -47,20 +55,24 @@ class _Work(NamedTuple):
     blocks: Sequence[Block]
     ended: Capture | None
     """A capture that gets no rows after these blocks."""
-    written: torch.cuda.Event
-    """When the blocks are filled."""
+    stream: torch.cuda.Stream
+    """The stream that fills the blocks."""
 
 
 class _Copy(NamedTuple):
-    """A copy in progress."""
+    """A copy to the ring."""
 
+    encoded: Encoded
     block: Block | None
     """The block to give back when the copy is done."""
-    batch: Batch
-    form: EncodedFormat
-    extent: Extent
-    source: tuple[Tensor, Tensor | None]
+    source: tuple[Tensor, Tensor | None] | None = None
     """The tensors that are encoded. Held here because they must live until the copy is done."""
+
+
+class _Group(NamedTuple):
+    """Copies that are waited for and published together."""
+
+    copies: Sequence[_Copy]
     done: torch.cuda.Event
 
 
@@ -88,11 +100,14 @@ class StreamedSink(BlockSink):
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
         self._encoder = GpuEncoder(self._device)
+        self._whole = BlockCopies(pool.memory, self._address)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
-        self._copies: list[_Copy] = []  # in progress, in the order of the stream
-        self._changed = threading.Condition()
-        self._unfinished = 0
-        check_copies(pool.memory, memory, self._address)
+        self._collected: list[_Copy] = []
+        self._running: _Group | None = None
+        self._handed_over = 0  # calls of `_hand_over`
+        self._done = 0  # how many of them are done
+        self._changed = threading.Condition()  # guards `_done`
+        check_copies(pool.memory, memory, self._address, self._whole)
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
 
     @property
@@ -111,28 +126,29 @@ class StreamedSink(BlockSink):
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every sent block has left the pool, and return whether all have."""
+        wanted = self._handed_over
         with self._changed:
-            return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
+            self._pool.is_short.set()
+            return self._changed.wait_for(lambda: self._done >= wanted, timeout_seconds)
 
     def _hand_over(self, blocks: Sequence[Block], ended: Capture | None = None) -> None:
-        written = torch.cuda.Event()
-        written.record()
         self._pool.leaving(len(blocks))
-        with self._changed:
-            self._unfinished += 1
-        self._work.put(_Work(blocks, ended, written))
+        self._handed_over += 1
+        self._work.put(_Work(blocks, ended, torch.cuda.current_stream()))
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
             while True:
-                work = self._work.get()
+                works = self._gathered()
                 try:
-                    self._stream.wait_event(work.written)
-                    for block in work.blocks:
-                        self._start(block)
-                    if work.ended is not None:
-                        self._start_last(work.ended)
+                    for stream in {work.stream for work in works}:
+                        self._stream.wait_stream(stream)
+                    for work in works:
+                        for block in work.blocks:
+                            self._start(block)
+                        if work.ended is not None:
+                            self._start_last(work.ended)
                     self._finish()
                 except Exception:
                     # Without this thread no block comes back. The next step that needs one fails, instead of waiting.
@@ -141,20 +157,35 @@ class StreamedSink(BlockSink):
                     raise
                 finally:
                     with self._changed:
-                        self._unfinished -= 1
+                        self._done += len(works)
                         self._changed.notify_all()
+                if self._pool.is_short.wait(PAUSE_SECONDS):
+                    self._pool.is_short.clear()
+
+    def _gathered(self) -> list[_Work]:
+        """Wait for work, and return all that there is."""
+        works = [self._work.get()]
+        with suppress(queue.Empty):
+            while True:
+                works.append(self._work.get_nowait())
+        return works
 
     def _start(self, block: Block) -> None:
-        if block.capture.is_probe:
+        capture = block.capture
+        if capture.is_probe:
             self._probes.keep(block)
             self._stream.synchronize()
         elif block.positions:
-            batch = self._followed.add(self._batch(block))
-            if block.capture.is_reduced:
-                self._stream.synchronize()  # from here on the reduction does not read the block
-            held = None if block.capture.is_reduced else block
-            if batch is not None and self._start_batch(batch, held) and held:
-                return
+            if self._is_whole(capture):
+                if self._start_whole(block):
+                    return
+            else:
+                batch = self._followed.add(self._batch(block))
+                if capture.is_reduced:
+                    self._stream.synchronize()  # from here on the reduction does not read the block
+                held = None if capture.is_reduced else block
+                if batch is not None and self._start_batch(batch, held) and held:
+                    return
         self._pool.give_back(block)
 
     def _start_last(self, capture: Capture) -> None:
@@ -164,38 +195,73 @@ class StreamedSink(BlockSink):
         self._finish()  # the copy reads the capture's basis, which `forget` frees
         self._followed.forget(capture)
 
-    def _start_batch(self, batch: Batch, block: Block | None = None) -> bool:
-        """Start to encode and copy a batch. Return False if it was shed instead."""
-        form = self._writer.format_of(batch.capture)
-        extent = self._acquire(batch, form)
-        if extent is None:
-            self._writer.shed(batch)
+    def _is_whole(self, capture: Capture) -> bool:
+        """Return whether a capture's rows leave as the model computed them."""
+        raw = capture.encoding.encoding == capture_pb2.ENCODING_RAW and not capture.is_followed
+        return raw and self._whole.is_possible
+
+    def _start_whole(self, block: Block) -> bool:
+        """Have a block copied as it is. Return False if it was shed instead."""
+        encoded = self._acquire(block.capture, block.positions)
+        if encoded is None:
             return False
-        rows, basis = self._rows_and_basis(batch, form)
-        self._encoder.encode(rows, form, basis, self._address + extent.offset)
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        if sum(copy.extent.nbytes for copy in self._copies) + extent.nbytes > TOGETHER_BYTES:
-            self._finish()  # the copies before this one; the stream works on this one in the meantime
-        self._copies.append(_Copy(block, batch, form, extent, (rows, basis), done))
+        self._whole.add(
+            block.first_row, block.capture.units, len(block.positions), block.capacity, encoded.extent.offset
+        )
+        self._collect(_Copy(encoded, block))
         return True
 
-    def _acquire(self, batch: Batch, form: EncodedFormat) -> Extent | None:
-        extent = self._writer.acquire(batch, form, block=False)
+    def _start_batch(self, batch: Batch, block: Block | None = None) -> bool:
+        """Start to encode and copy a batch. Return False if it was shed instead."""
+        encoded = self._acquire(batch.capture, batch.positions)
+        if encoded is None:
+            return False
+        rows, basis = self._rows_and_basis(batch, encoded.form)
+        self._encoder.encode(rows, encoded.form, basis, self._address + encoded.extent.offset)
+        self._collect(_Copy(encoded, block, (rows, basis)))
+        return True
+
+    def _acquire(self, capture: Capture, positions: Sequence[int]) -> Encoded | None:
+        """Return the extent for rows; None if the ring is full and they are shed."""
+        form = self._writer.format_of(capture)
+        extent = self._writer.acquire(capture, positions, form, block=False)
         if extent is None:
             self._finish()  # the ring gets no room back from an extent that is not published
-            extent = self._writer.acquire(batch, form, block=not batch.capture.sheds)
-        return extent
+            extent = self._writer.acquire(capture, positions, form, block=not capture.sheds)
+        if extent is None:
+            self._writer.shed(capture, positions)
+            return None
+        return Encoded(capture, positions, form, extent)
+
+    def _collect(self, copy: _Copy) -> None:
+        self._collected.append(copy)
+        size = sum(copy.encoded.extent.nbytes for copy in self._collected)
+        if size >= TOGETHER_BYTES or len(self._collected) == MAX_TOGETHER:
+            self._start_group()
+
+    def _start_group(self) -> None:
+        """Start the copies that are collected. While they run, wait for the group before them and publish it."""
+        if not self._collected:
+            return
+        self._whole.start()
+        done = torch.cuda.Event(blocking=True)  # otherwise the thread keeps a core busy while it waits
+        done.record(self._stream)
+        earlier, self._running = self._running, _Group(self._collected, done)
+        self._collected = []
+        if earlier:
+            self._publish(earlier)
 
     def _finish(self) -> None:
-        """Wait for the copies in progress, publish them, and give their blocks back."""
-        copies, self._copies = self._copies, []
-        if copies:
-            copies[-1].done.synchronize()  # those before it are done too
-        for copy in copies:
-            self._writer.publish(copy.batch, copy.form, copy.extent)
-            if copy.block is not None:
-                self._pool.give_back(copy.block)
+        """Wait for all copies, publish them, and give their blocks back."""
+        self._start_group()
+        last, self._running = self._running, None
+        if last:
+            self._publish(last)
+
+    def _publish(self, group: _Group) -> None:
+        group.done.synchronize()
+        self._writer.publish(*(copy.encoded for copy in group.copies))
+        self._pool.give_back(*(copy.block for copy in group.copies if copy.block is not None))
 
     def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
         torch.cuda.synchronize(self._device)

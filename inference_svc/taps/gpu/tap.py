@@ -10,7 +10,7 @@ import torch
 from inference_svc.taps.gpu import kernel
 from inference_svc.taps.gpu.tables import ProgramTable
 from inference_svc.taps.steps.demand import MAX_ENTRIES
-from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW
+from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, as_slice
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.steps.layout import StepLayout
-    from inference_svc.taps.steps.programs import Program
 
 _SPARE_PROGRAMS = 1024
 """Room for programs that the current step does not use, so that later steps need not write them again."""
-_STAGES = 4
-"""Number of staging buffers. The engine prepares a step while uploads of earlier steps still read theirs."""
+_STAGES = 16
+"""Number of staging buffers, even. The engine prepares a step while uploads of earlier steps still read theirs."""
 _NO_PROGRAM = -1
 
 
@@ -55,11 +54,9 @@ class CudaTap:
         self._programs = ProgramTable(programs, MAX_ENTRIES * max_requests, points, device)
         rows = torch.full((max_rows, kernel.ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
         self._tables = kernel.KernelTables(rows, self._programs, bank, pool)
-        self._stages = [_Stage(rows) for _ in range(_STAGES)]
-        self._turn = 0
+        self._stages = _Stages(rows)
         self._armed_rows = 0
-        self._placed: list[Program] | None = None
-        self._numbers = np.zeros(0, dtype=np.int32)
+        self._armed: _Armed | None = None
 
     @property
     def nbytes(self) -> int:
@@ -68,14 +65,16 @@ class CudaTap:
 
     def arm(self, layout: StepLayout) -> None:
         """See `DeviceTap.arm`."""
-        rows = 1 + int(layout.lines[:, ROW].max())
-        stage = self._stages[self._turn]
-        self._turn = (self._turn + 1) % _STAGES
-        if layout.programs is not self._placed:  # a steady batch keeps the same list object
-            self._numbers, self._placed = self._programs.place(layout.programs), layout.programs
-        numbers = self._numbers
-        stage.fill(layout.lines, numbers, self._programs.is_busy[numbers], max(rows, self._armed_rows))
-        stage.upload(max(rows, self._armed_rows))
+        armed = self._armed
+        if armed is None or not armed.fits(layout):
+            numbers = self._programs.place(layout.programs)
+            armed = self._armed = _Armed(layout, numbers, self._programs.is_busy[numbers])
+        rows = len(armed.fields)
+        table = self._stages.take()
+        table[rows : self._armed_rows, 0] = _NO_PROGRAM
+        table[:rows] = armed.fields
+        table[armed.rows, 1:3] = layout.lines[:, PLACE:]
+        self._stages.upload(max(rows, self._armed_rows))
         self._armed_rows = rows
 
     def disarm(self) -> None:
@@ -95,44 +94,61 @@ class CudaTap:
         return kernel.tap_norm(hidden, residual, weight, epsilon, point, self._tables, plus_one=plus_one)
 
 
-class _Stage:
-    """A staging buffer: pinned memory from which one step's rows are uploaded."""
+class _Armed:
+    """The fields of a layout's rows that stay the same while a steady batch goes on."""
 
-    def __init__(self, target: Tensor) -> None:
-        """Make a buffer for the row table `target`, int32 [rows, ROW_FIELDS]."""
-        self._target = target
-        self._memory = torch.empty(len(target), kernel.ROW_FIELDS, dtype=torch.int32, pin_memory=True)
-        self._view = self._memory.numpy()
-        self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # views of the first rows of both, by their number
-        self._uploaded = torch.cuda.Event()
-
-    def fill(
-        self,
-        lines: npt.NDArray[np.int64],
-        numbers: npt.NDArray[np.int32],
-        is_busy: npt.NDArray[np.int32],
-        count: int,
-    ) -> None:
-        """Write the rows of a step. Rows below `count` without a line get no program.
+    def __init__(self, layout: StepLayout, numbers: npt.NDArray[np.int32], is_busy: npt.NDArray[np.int32]) -> None:
+        """Take a layout.
 
         Args:
-            lines: See `StepLayout.lines`.
-            numbers: The number of each program in the tables.
+            layout: The layout.
+            numbers: The number of each of its programs in the tables.
             is_busy: Whether each program does something at more than half of the points.
-            count: How many rows to write.
         """
-        self._uploaded.synchronize()  # returns at once: that upload was _STAGES steps ago
-        self._view[:count, 0] = _NO_PROGRAM
-        rows = lines[:, ROW]
-        self._view[rows, 0] = numbers[lines[:, PROGRAM]]
-        self._view[rows, 1:3] = lines[:, PLACE:]
-        self._view[rows, 3] = is_busy[lines[:, PROGRAM]]
+        self._lines, self._programs = layout.lines, layout.programs
+        rows, programs = layout.lines[:, ROW], layout.lines[:, PROGRAM]
+        self.rows = as_slice(rows)
+        """The rows of the lines, as an index of numpy."""
+        self.fields = np.zeros((1 + int(rows.max()), kernel.ROW_FIELDS), dtype=np.int32)
+        """The fields, int32 [rows, ROW_FIELDS]. Place and stride are missing. Rows without a line have no program."""
+        self.fields[:, 0] = _NO_PROGRAM
+        self.fields[self.rows, 0] = numbers[programs]
+        self.fields[self.rows, 3] = is_busy[programs]
+
+    def fits(self, layout: StepLayout) -> bool:
+        """Return whether only places and strides of a layout may differ: a steady batch keeps its two objects."""
+        return layout.lines is self._lines and layout.programs is self._programs
+
+
+class _Stages:
+    """The staging buffers: pinned memory from which the rows of steps are uploaded, one buffer after the other."""
+
+    def __init__(self, target: Tensor) -> None:
+        """Make buffers for the row table `target`, int32 [rows, ROW_FIELDS]."""
+        self._target = target
+        self._memory = torch.empty(_STAGES, *target.shape, dtype=torch.int32, pin_memory=True)
+        self._views: list[npt.NDArray[np.int32]] = list(self._memory.numpy())
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by stage and count: see `upload`
+        # One event for each half. An event for each buffer would cost each step two more calls of CUDA.
+        self._uploaded = (torch.cuda.Event(), torch.cuda.Event())
+        self._turn = -1
+
+    def take(self) -> npt.NDArray[np.int32]:
+        """Return the next buffer, int32 [rows, ROW_FIELDS]."""
+        self._turn = (self._turn + 1) % _STAGES
+        half, at = divmod(self._turn, _STAGES // 2)
+        if at == 0:
+            self._uploaded[half].synchronize()  # returns at once: those uploads were many steps ago
+        return self._views[self._turn]
 
     def upload(self, count: int) -> None:
-        """Start to copy the first `count` rows to the device."""
-        parts = self._parts.get(count)
+        """Start to copy the first `count` rows of the buffer that was taken last to the device."""
+        key = self._turn, count
+        parts = self._parts.get(key)
         if parts is None:
-            parts = self._parts[count] = (self._target[:count], self._memory[:count])
+            parts = self._parts[key] = (self._target[:count], self._memory[self._turn, :count])
         target, source = parts
         target.copy_(source, non_blocking=True)
-        self._uploaded.record()
+        half, at = divmod(self._turn, _STAGES // 2)
+        if at == _STAGES // 2 - 1:
+            self._uploaded[half].record()

@@ -304,6 +304,13 @@ class StepPlanner:
             state.block = None
 
 
+def as_slice(index: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
+    """Return an index as a slice if each number is one more than the last: numpy is much faster with it."""
+    if not len(index):
+        return slice(0, 0)
+    return slice(index[0], index[-1] + 1) if bool((index[1:] == index[:-1] + 1).all()) else index
+
+
 def _treatment(plan: RequestPlan, phase: selection_pb2.Phase.ValueType) -> Treatment | None:
     selections = [item.positions for item in plan.operations]
     if plan.capture:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from inference_svc.taps.steps.layout import NOWHERE, PLACE, STRIDE, StepLayout
+from inference_svc.taps.steps.layout import NOWHERE, PLACE, STRIDE, StepLayout, as_slice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,15 +56,19 @@ class SteadyBatch:
             lines.append((row, programs.setdefault(decode.program, len(programs)), NOWHERE, 0))
         self._programs = list(programs)
         self._lines: Numbers = np.array(lines, dtype=np.int64).reshape(-1, 4)
-        pairs = np.array(captured, dtype=np.int64).reshape(-1, 2)
-        self._rows, self._line_of = pairs[:, 0], pairs[:, 1]
-        self._left: Numbers = np.zeros(len(pairs), dtype=np.int64)  # how many positions still fit the block of each row
-        self._settled: Numbers = self._next[self._rows]  # the first position that the block does not list yet
+        self._rows = [row for row, _ in captured]
+        self._line_of = [line for _, line in captured]
+        self._moving = as_slice(np.array(self._line_of, dtype=np.int64))
+        self._settled = [int(self._next[row]) for row in self._rows]  # the first position that the block does not list
+        self._steps = 0
+        self._opening: dict[int, list[int]] = {}  # which captured rows need a new block, by step
+        self._closing: dict[int, list[int]] = {}  # which captured rows fill their block, by step
         for index, row in enumerate(self._rows):
             block = states[row].block
-            if block is not None:
+            if block is None:
+                self._opening.setdefault(0, []).append(index)
+            else:
                 self._use(index, block)
-        self._steps = 0
 
     @staticmethod
     def is_steady(rows: StepRows, states: Mapping[int, RequestState]) -> bool:
@@ -77,21 +81,20 @@ class SteadyBatch:
         """Return whether a step computes exactly the next token of each of these requests, in the same rows."""
         return (
             len(rows.request_ids) == len(self._request_ids)
-            and bool(np.array_equal(rows.firsts, self._next))
-            and bool(np.all(np.asarray(rows.counts) == 1))
+            and bool((np.asarray(rows.firsts) == self._next).all())
+            and bool((np.asarray(rows.counts) == 1).all())
             and list(rows.request_ids) == self._request_ids
         )
 
     def advance(self) -> StepLayout:
         """Return the layout of the next step."""
-        layout = StepLayout(self._programs, self._lines, repeats=bool(self._steps) and not len(self._line_of))
-        if len(self._line_of):
-            self._lines[self._line_of, PLACE] += 1
-            for index in np.flatnonzero(self._left == 0):
-                self._open(index)
-            self._left -= 1
-            for index in np.flatnonzero(self._left == 0):
-                layout.full_blocks.append(self._close(index))
+        layout = StepLayout(self._programs, self._lines, repeats=bool(self._steps) and not self._rows)
+        for index in self._opening.pop(self._steps, ()):
+            self._open(index)
+        if self._rows:
+            self._lines[self._moving, PLACE] += 1
+        for index in self._closing.pop(self._steps, ()):
+            layout.full_blocks.append(self._close(index))
         self._next += 1
         self._steps += 1
         return layout
@@ -100,42 +103,40 @@ class SteadyBatch:
         """Bring the request states and their blocks up to date."""
         for row, state in self._states.items():
             state.next_position = int(self._next[row])
-        for index in np.flatnonzero(self._left):
-            self._list_positions(index, self._next[self._rows[index]])
+        for index, row in enumerate(self._rows):
+            if self._states[row].block is not None:
+                self._list_positions(index, int(self._next[row]))
 
     def _open(self, index: int) -> None:
-        state, position = self._state(index), int(self._next[self._rows[index]])
+        row = self._rows[index]
         assert self._pool is not None  # noqa: S101 - a rank without a pool captures nothing
-        block = state.open_block(self._pool, position, 1)
+        position = int(self._next[row])
         self._settled[index] = position
-        self._use(index, block)
-        self._lines[self._line_of[index], PLACE] += 1
+        self._use(index, self._states[row].open_block(self._pool, position, 1))
 
     def _use(self, index: int, block: Block) -> None:
-        """Continue in a block. Sets the place before that of the next row, because `advance` adds 1 first."""
-        self._left[index] = block.free
-        self._lines[self._line_of[index], [PLACE, STRIDE]] = (
-            block.first_row + len(block.positions) - 1,
-            block.capacity,
-        )
+        """Continue in a block. Sets the place before that of the next row, because `advance` adds 1."""
+        line = self._line_of[index]
+        self._lines[line, PLACE] = block.first_row + len(block.positions) - 1
+        self._lines[line, STRIDE] = block.capacity
+        self._closing.setdefault(self._steps + block.free - 1, []).append(index)
 
     def _close(self, index: int) -> Block:
         """Detach and return a block that this step fills."""
-        self._list_positions(index, self._next[self._rows[index]] + 1)
-        state = self._state(index)
+        row = self._rows[index]
+        self._list_positions(index, int(self._next[row]) + 1)
+        self._opening.setdefault(self._steps + 1, []).append(index)
+        state = self._states[row]
         block, state.block = state.block, None
         assert block is not None  # noqa: S101 - it was just filled
         return block
 
     def _list_positions(self, index: int, stop: int) -> None:
         """Add the computed positions below `stop` to the block."""
-        block = self._state(index).block
+        block = self._states[self._rows[index]].block
         assert block is not None  # noqa: S101 - a captured row has a block until `_close`
-        block.positions.extend(range(int(self._settled[index]), int(stop)))
+        block.positions.extend(range(self._settled[index], stop))
         self._settled[index] = stop
-
-    def _state(self, index: int) -> RequestState:
-        return self._states[int(self._rows[index])]
 
 
 def states_by_row(request_ids: Sequence[str], requests: Mapping[str, RequestState]) -> dict[int, RequestState]:
