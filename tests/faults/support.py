@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from inference_svc.shipping.ring import Extent
 from inference_svc.shipping.supervisor import ShipperSupervisor
-from inference_svc.shipping.worker.producer import RingProducer
+from inference_svc.shipping.worker.producer import Filled, RingProducer
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from svc_common.launcher import OWN_GROUP
@@ -308,10 +308,11 @@ class Ring(RingProducer):
             enough = self.num_acked + more
             return self._acks.wait_for(lambda: self.num_acked >= enough, DEADLINE)
 
-    def publish(self, extent: Extent, capture_id: str, headers: Sequence[capture_pb2.ChunkHeader]) -> None:
-        rows = {(layer, at) for header in headers for layer in header.layers for at in header.positions}
-        self._published_rows[extent] = capture_id, rows
-        super().publish(extent, capture_id, headers)
+    def publish_all(self, filled: Sequence[Filled]) -> None:
+        for extent, capture_id, headers in filled:
+            rows = {(layer, at) for header in headers for layer in header.layers for at in header.positions}
+            self._published_rows[extent] = capture_id, rows
+        super().publish_all(filled)
 
     def _take_back(self, tickets: Sequence[int]) -> None:
         with self._acks:

@@ -74,9 +74,9 @@ def _run_random(target: Any, options: argparse.Namespace) -> int:
             count += 1
             if time.monotonic() - before > 10:
                 before = time.monotonic()
-                print(f"{count} inputs, {_resident_mib():.0f} MiB", flush=True)
+                print(f"{count} inputs, {running.caller.messages} messages, {_resident_mib():.0f} MiB", flush=True)
         running.check()
-    print(f"{count} inputs from --seed {seed}, none failed")
+    print(f"{count} inputs with {running.caller.messages} messages from --seed {seed}, none failed")
     return 0
 
 

@@ -40,6 +40,8 @@ class Caller:
     """Calls methods of a service with raw bytes as messages."""
 
     def __init__(self, channel: grpc.Channel, service: ServiceDescriptor) -> None:
+        self.messages = 0
+        """Messages that were sent."""
         self._calls = {}
         for method in service.methods:
             ways = {
@@ -56,7 +58,9 @@ class Caller:
     def call(self, method: str, messages: Iterable[bytes], seconds: float = SECONDS) -> Answer:
         """Make a call and wait for its end. A call that may last is cancelled after `seconds`."""
         call, sends_many, gets_many = self._calls[method]
-        request = iter(messages) if sends_many else next(iter(messages))
+        sent = list(messages) if sends_many else [next(iter(messages))]
+        self.messages += len(sent)
+        request = iter(sent) if sends_many else sent[0]
         responses: list[Message] = []
         try:
             if gets_many:

@@ -102,7 +102,7 @@ class FuzzedInference(contextlib.AbstractContextManager):
         self.service = self._run(self._start(settings))
         self.channel = open_channel(self.service.endpoint, options=[("grpc.enable_retries", 0)])
         self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
-        self._caller = Caller(self.channel, SERVICE)
+        self.caller = Caller(self.channel, SERVICE)
         self._words = Words([*_IDS, "", "tiny", "user", "assistant"], [item.digest for item in (JOY, *_VECTORS)])
         self._kept = self._register()
 
@@ -122,7 +122,7 @@ class FuzzedInference(contextlib.AbstractContextManager):
     def call(self, choices: Choices, method: str) -> Answer:
         """Make a hostile call of a method."""
         messages = [made(choices, seed, self._words) for seed in some(choices, _seeds(method))]
-        answer = self._caller.call(method, messages, SECONDS)
+        answer = self.caller.call(method, messages, SECONDS)
         assert answer.code is not grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} hangs"
         for response in answer.responses:
             if isinstance(response, inference_pb2.PutVectorsResponse):

@@ -50,7 +50,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
         path = Path(self._folder.name, "db")
         self._store = Store(StoreSettings(listen="127.0.0.1:0", path=path, **values), on_death=lambda: None)
         self.client = Client(self._store.port)
-        self._caller = Caller(self.client.channel, SERVICE)
+        self.caller = Caller(self.client.channel, SERVICE)
         self._memories = [self._give(READ), self._give(WRITE)]
         keys = [memory.key for memory in self._memories]
         self._words = Words([*_NAMES, ""], [b"", bytes(32), *keys])
@@ -69,7 +69,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
         choices = Choices(data)
         for seed in _seeds("OpenCapture"):
             if choices.one_in(2):
-                self._caller.call("OpenCapture", [seed.SerializeToString()])
+                self.caller.call("OpenCapture", [seed.SerializeToString()])
         for _ in range(choices.randrange(1, 6)):
             self.call(choices, choices.choice(methods(SERVICE)))
 
@@ -79,7 +79,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
             messages = _appends(choices, self._words, self._memories[1].key)
         else:
             messages = [made(choices, choices.choice(_seeds(method)), self._words)]
-        answer = self._caller.call(method, messages, _LASTING.get(method, SECONDS))
+        answer = self.caller.call(method, messages, _LASTING.get(method, SECONDS))
         if method not in _LASTING:
             assert answer.code is not grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} hangs"
         for response in answer.responses:
