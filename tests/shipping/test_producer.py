@@ -584,3 +584,14 @@ def test_a_waiting_call_ends_a_pause(start_producer, connect, monkeypatch):
     publish(producer, "a")
     shipper.send(Done(shipper.receive().ticket))
     assert producer.drain(DEADLINE)
+
+
+def test_a_refused_call_ends_a_pause(start_producer, connect, monkeypatch):
+    """Rows of a capture that sheds must not be lost because acknowledgements gather."""
+    monkeypatch.setattr(dispatcher, "_PAUSE_MS", 2 * DEADLINE * 1000)
+    producer = start_producer(ring_bytes=4 * PAGE)
+    shipper = connect()
+    publish(producer, "a")
+    shipper.send(Done(shipper.receive().ticket))
+    wait_until(lambda: producer.acquire(4 * PAGE, block=False), "the end of the pause")
+    assert producer.stats().waits == 0

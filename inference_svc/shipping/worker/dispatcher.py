@@ -25,7 +25,7 @@ from svc_common.logs import get_logger
 _RECEIVE_BYTES = 1 << 10
 """About 80 acknowledgements. More of them would hold the caller's lock for longer at a time."""
 _TICK_SECONDS = 1.0
-_PAUSE_MS = 40
+_PAUSE_MS = 20
 _CREDENTIALS = struct.Struct("3i")
 
 _log = get_logger(__name__)
@@ -109,7 +109,7 @@ class Dispatcher:
             on_done: Called on the thread with the tickets of items that a shipper has sent Done for.
             on_failed: Called on the thread if it ends with an error.
             on_round: Called on the thread after each round of events, at least once a second.
-            may_pause: Called on the thread after each round: whether it may let acknowledgements gather for 40 ms. To
+            may_pause: Called on the thread after each round: whether it may let acknowledgements gather for 20 ms. To
                 wake up costs more than to handle one. `wake` ends a pause.
 
         Raises:

@@ -178,6 +178,8 @@ class RingProducer:
             extent = self._allotment.take(nbytes, store)
             if extent is None and block:
                 extent = self._wait_for_extent(nbytes, store)
+            elif extent is None:
+                self._dispatcher.wake()  # acknowledgements that gather would make room for the next call
             if extent is not None:
                 self._acquired.add(extent)
             return extent
