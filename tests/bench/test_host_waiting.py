@@ -50,35 +50,56 @@ def test_blocks_that_leave_together_do_not_wait_for_each_others_room(tmp_path, m
 
 
 def test_a_pause_of_the_sink_ends_when_a_step_needs_blocks_or_all_are_to_leave(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving.streamed_sink, "PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(serving.streamed_sink, "LAST_PAUSE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         run(worker, ships=True)  # more blocks than the pool has room for
         worker.drain()
         assert worker.pool.free_rows == len(worker.pool.memory)
 
 
-def test_blocks_that_come_in_a_pause_leave_together(tmp_path, monkeypatch):
-    groups = []
+@pytest.fixture
+def groups(monkeypatch):
+    """How many blocks left together, group by group."""
+    found = []
     publish = serving.streamed_sink.StreamedSink._publish
-    monkeypatch.setattr(serving.streamed_sink, "PAUSE_SECONDS", 1000.0)
     monkeypatch.setattr(
         serving.streamed_sink.StreamedSink,
         "_publish",
-        lambda sink, group: (publish(sink, group), groups.append(len(group.copies))),
+        lambda sink, group: (publish(sink, group), found.append(len(group.copies))),
     )
+    return found
+
+
+def send(worker, positions):
+    """Send a block of up to 32 positions."""
+    block = worker.pool.take(Capture("a", 0, (0, 1), selection_pb2.PositionSelection()), 1)
+    block.positions.extend(positions)
+    worker.sink.send([block])
+
+
+def test_blocks_that_come_in_a_pause_leave_together(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(serving.streamed_sink, "LAST_PAUSE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
-
-        def send(position):
-            block = worker.pool.take(Capture("a", 0, (0, 1), selection_pb2.PositionSelection()), 1)
-            block.positions.append(position)
-            worker.sink.send([block])
-
-        send(0)
+        send(worker, [0])
         wait_until(lambda: groups == [1], "the first block, which finds the sink idle")
         for position in range(1, 5):
-            send(position)
+            send(worker, [position])
         worker.drain()
         assert groups == [1, 4]
+
+
+def test_full_blocks_wait_longer_than_the_last_rows_of_a_reply(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(serving.streamed_sink, "PAUSE_SECONDS", 1000.0)
+    with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
+        send(worker, range(32))
+        wait_until(lambda: groups == [1], "the first block, which finds the sink idle")
+        send(worker, range(32, 64))
+        send(worker, range(64, 96))
+        wait_until(lambda: worker.sink._gathers, "the pause for full blocks")
+        assert groups == [1]
+        send(worker, [96])
+        wait_until(lambda: groups == [1, 3], "all of them")
+        worker.drain()
 
 
 def test_the_result_is_written(tmp_path, capsys):

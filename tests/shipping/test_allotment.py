@@ -40,6 +40,20 @@ def test_half_of_the_ring_is_reserved_and_half_is_shared():
     assert all(end <= start for (_, end), (start, _) in pairwise(taken))
 
 
+def test_fullness_is_that_of_the_store_with_the_least_room():
+    alone = SharedAllotment(16 * UNIT, ["a"])
+    alone.take(4 * UNIT, "a")
+    assert alone.fullness == 4 / 16
+    two = SharedAllotment(16 * UNIT, ["a", "b"])
+    for _ in range(4):
+        two.take(UNIT, "a")
+    assert two.fullness == 0, "a's reserve is full, but the common half is free"
+    two.take(6 * UNIT, "a")
+    assert two.fullness == 6 / 8
+    two.take(4 * UNIT, "b")
+    assert two.fullness == 6 / 8
+
+
 @pytest.mark.parametrize("nbytes", [0, -1, 8 * UNIT + 1])
 def test_sizes_that_can_never_be_allocated_are_refused(nbytes):
     allotment = SharedAllotment(16 * UNIT, ["a", "b"])

@@ -563,7 +563,7 @@ def test_messages_that_do_not_fit_the_socket_follow_in_order(start_producer, con
 def test_acknowledgements_may_wait_while_there_is_room_and_nobody_waits_for_them(start_producer):
     producer = start_producer(ring_bytes=4 * PAGE)
     assert producer._may_pause()
-    extent = producer.acquire(2 * PAGE, block=False)
+    extent = producer.acquire(4 * PAGE, block=False)
     assert not producer._may_pause()
     producer.release(extent)
     publish(producer, "a")

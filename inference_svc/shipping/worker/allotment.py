@@ -29,6 +29,11 @@ class Allotment:
         self.bytes_used = 0
         """Bytes of taken extents, each rounded up to a multiple of EXTENT_ALIGNMENT."""
 
+    @property
+    def fullness(self) -> float:
+        """The taken share of the bytes, from 0 to 1; 1 without any bytes."""
+        return self.bytes_used / self.num_bytes if self.num_bytes else 1.0
+
     def take(self, nbytes: int) -> Extent | None:
         """Take an extent of `nbytes` bytes; return None if no free run is long enough."""
         units = _units(nbytes)
@@ -86,6 +91,11 @@ class SharedAllotment:
     def used(self) -> dict[str, int]:
         """`bytes_used` of each store."""
         return dict(self._used)
+
+    @property
+    def fullness(self) -> float:
+        """The taken share of the room that a store can take, from 0 to 1, for the store with the least room."""
+        return min(max(reserve.fullness for reserve in self._reserves.values()), self._common.fullness)
 
     def take(self, nbytes: int, store: str) -> Extent | None:
         """Take an extent for a store; return None if neither its reserve nor the shared half has room.

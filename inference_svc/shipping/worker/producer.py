@@ -29,9 +29,8 @@ from svc_common.logs import get_logger
 _WARN_AFTER_SECONDS = 5.0
 """After this long, a step that waits for room logs a warning."""
 
-_ROOMY = 0.4
-"""Up to this fill of the ring, acknowledgements may wait a little. A store whose rows find no room has filled its
-reserve and the shared half, so the ring is fuller by then."""
+_ROOMY = 0.75
+"""Up to this share of the room that a store can take, acknowledgements may wait a little."""
 
 _log = get_logger(__name__)
 
@@ -347,7 +346,7 @@ class RingProducer:
             self._impatient -= 1
 
     def _may_pause(self) -> bool:
-        return not self._impatient and self.fill <= _ROOMY
+        return not self._impatient and self._allotment.fullness <= _ROOMY
 
     def _check_open(self) -> None:
         if self._closed:

@@ -40,11 +40,14 @@ if TYPE_CHECKING:
     from inference_svc.taps.ring_writer import ModelRows
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
-TOGETHER_BYTES = 32 << 20
+TOGETHER_BYTES = 64 << 20
 """From this many bytes on, copies start. They are published while the next ones run."""
-PAUSE_SECONDS = 0.008
-"""After its work the thread lets blocks gather for this long, unless a step needs blocks back. A block that comes when
-the thread has nothing to do leaves at once."""
+PAUSE_SECONDS = 0.032
+"""After its work the thread lets full blocks gather for this long, unless a step needs blocks back. A block that comes
+when the thread has nothing to do leaves at once."""
+LAST_PAUSE_SECONDS = 0.008
+"""The same for blocks that leave before they are full: they hold the last rows of a prompt or of a reply, for which
+someone may wait."""
 
 _log = get_logger(__name__)
 
@@ -104,6 +107,8 @@ class StreamedSink(BlockSink):
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._collected: list[_Copy] = []
         self._running: _Group | None = None
+        self._has_last = False  # whether a block waits that is not full
+        self._gathers = False  # whether the thread lets full blocks gather
         self._handed_over = 0  # calls of `_hand_over`
         self._done = 0  # how many of them are done
         self._changed = threading.Condition()  # guards `_done`
@@ -119,6 +124,10 @@ class StreamedSink(BlockSink):
         """Hand blocks over. They leave once the model's stream has passed this point."""
         if blocks:
             self._hand_over(blocks)
+            if any(block.free for block in blocks):
+                self._has_last = True
+                if self._gathers:
+                    self._pool.is_short.set()
 
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, and forget it."""
@@ -159,12 +168,22 @@ class StreamedSink(BlockSink):
                     with self._changed:
                         self._done += len(works)
                         self._changed.notify_all()
-                if self._pool.is_short.wait(PAUSE_SECONDS):
-                    self._pool.is_short.clear()
+                self._pause()
+
+    def _pause(self) -> None:
+        """Let blocks gather."""
+        hurry = self._pool.is_short
+        if not hurry.wait(LAST_PAUSE_SECONDS):
+            self._gathers = True  # before the look at `_has_last`, which `send` sets before it looks at this
+            if not self._has_last:
+                hurry.wait(PAUSE_SECONDS - LAST_PAUSE_SECONDS)
+            self._gathers = False
+        hurry.clear()
 
     def _gathered(self) -> list[_Work]:
         """Wait for work, and return all that there is."""
         works = [self._work.get()]
+        self._has_last = False
         with suppress(queue.Empty):
             while True:
                 works.append(self._work.get_nowait())
