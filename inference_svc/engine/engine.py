@@ -127,7 +127,8 @@ class Engine:
         sampling.skip_clone = True
         sampling.extra_args = plan.to_extra_args() if plan else None
         # Positions that are read from the prefix cache have no rows to capture, and no log-probabilities.
-        sampling.skip_reading_prefix_cache = bool(plan and plan.capture) or sampling.prompt_logprobs is not None
+        needs_whole_prompt = plan is not None and plan.needs_whole_prompt
+        sampling.skip_reading_prefix_cache = needs_whole_prompt or sampling.prompt_logprobs is not None
         sampling.detokenize = self.has_tokenizer
         # The form that vLLM's own renderer returns. `PromptReader` has already done the renderer's checks of token IDs.
         prompt = tokens_input(list(prompt_token_ids), cache_salt=cache_salt)

@@ -15,6 +15,7 @@ from inference_svc.taps.encodings.projections import is_computed
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.encodings import RANDOM_PROJECTIONS, RowFormat
 from residuum.wire.limits import BLOCK_TOKENS
+from residuum.wire.selection import wanted_positions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -178,6 +179,17 @@ class RequestPlan:
     operations: tuple[Operation, ...] = ()
     name: str = ""
     """The name under which the inference service changes the request's operations. Empty: they never change."""
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether rows would be missing if the engine read a prompt's start from the prefix cache.
+
+        The engine always computes the last token of a prompt. So a capture of this token and of generated tokens loses
+        nothing.
+        """
+        if self.capture is None:
+            return False
+        return bool(wanted_positions(self.capture.positions, self.prompt_tokens, 0, self.prompt_tokens - 1).any())
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return the plan as the value of `SamplingParams.extra_args`."""

@@ -257,8 +257,8 @@ class FrontEnd:
         prompt_tokens = len(admitted.token_ids)
         plan = make_plan(running, index, prompt_tokens, rows, count_spare_positions(admitted.parameters))
         sampling.extra_args = {**(sampling.extra_args or {}), **(plan.to_extra_args() if plan else {})}
-        if running.spec.capture is not None:
-            # A captured prompt must be computed: rows of tokens from the prefix cache would be missing.
+        if plan is not None and plan.needs_whole_prompt:
+            # Positions that are read from the prefix cache have no rows to capture.
             sampling.skip_reading_prefix_cache = True
         if sampling.n > 1 and sampling.seed is not None:
             sampling.seed += index  # the same seeds as vLLM's own n > 1

@@ -14,6 +14,7 @@ from tests.conformance.steering import adding
 
 if TYPE_CHECKING:
     from tests.conformance.engines import Engine
+    from tests.conformance.rows import Wanted
     from tests.reference.hf import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("conformance")]
@@ -61,6 +62,29 @@ def test_a_partly_cached_block(engine: Engine, reference: Reference) -> None:
     assert read_from_cache(engine, warm) == KV_BLOCK
     assert reference.shortfall(other, warm.token_ids) < MAX_SHORTFALL
     check_capture(engine, reference, engine.client.generate(other, max_tokens=3, ignore_eos=True, capture=ALL))
+
+
+@pytest.mark.parametrize(
+    ("positions", "wanted"),
+    [
+        ("last_prompt", lambda prompt, rows: [prompt - 1]),
+        ("generated", range),
+        ([(-1, None)], lambda prompt, rows: range(prompt - 1, rows)),
+    ],
+    ids=["last prompt token", "generated", "both"],
+)
+def test_a_capture_that_needs_no_cached_row_reads_the_cache(
+    engine: Engine, reference: Reference, direction: residuum.Vector, positions: object, wanted: Wanted
+) -> None:
+    prompt = make_prompt(np.random.default_rng(46), 3 * KV_BLOCK)
+    capture = residuum.Capture(sites=SITES, positions=positions)
+    steered = adding(direction, scale=0.7)
+    for steer, changes in ((), {}), (steered.steer, steered.changes):
+        cold = engine.client.generate(prompt, max_tokens=6, ignore_eos=True, steer=steer, capture=ALL)
+        warm = engine.client.generate(prompt, max_tokens=6, ignore_eos=True, steer=steer, capture=capture)
+        assert read_from_cache(engine, warm) == 2 * KV_BLOCK
+        check_capture(engine, reference, warm, wanted=wanted, changes=changes)
+        assert warm.token_ids == cold.token_ids
 
 
 def test_requests_with_different_steering_share_no_cache(

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -226,6 +227,12 @@ async def test_a_captured_prompt_is_computed_and_not_read_from_the_cache(engine,
     ((_, asked, _),) = llm.asked
     assert asked.skip_reading_prefix_cache
     assert RequestPlan.from_extra_args(asked.extra_args) == plan
+
+
+async def test_a_prompt_whose_last_token_is_captured_may_be_read_from_the_cache(engine, llm):
+    await generate(engine, RequestPlan(2, replace(capture(), positions=select((-1, None)))))
+    ((_, asked, _),) = llm.asked
+    assert not asked.skip_reading_prefix_cache
 
 
 async def test_a_steered_prompt_may_be_read_from_its_own_part_of_the_cache(engine, llm):

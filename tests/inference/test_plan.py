@@ -15,7 +15,7 @@ from inference_svc.requests.registry import Running
 from inference_svc.taps.plan import KEY, Capture, Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
 from residuum.v1 import capture_pb2, selection_pb2, steering_pb2
-from tests.inference.taps_support import PROMPT, select
+from tests.inference.taps_support import GENERATED, PROMPT, select
 
 selections = st.builds(
     lambda first, every, phases: select((first, None), phases=phases, every=every),
@@ -154,3 +154,28 @@ def test_operations_keep_their_order():
     ]
     plan = make_plan(running(None, *items), 0, 5, {A: 3, B: 1})
     assert [operation.row for operation in plan.operations] == [3, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("positions", "needs"),
+    [
+        (select(), True),
+        (select(phases=(PROMPT,)), True),
+        (select(phases=(GENERATED,)), False),
+        (select((-1, -1)), False),
+        (select((-1, None)), False),
+        (select((-2, None)), True),
+        (select((8, 8)), True),
+        (select((9, 50)), False),
+        (select(phases=(PROMPT,), every=9), True),
+    ],
+    ids=lambda value: " ".join(str(value).split()),
+)
+def test_a_capture_of_more_than_the_prompts_last_token_needs_the_whole_prompt(positions, needs):
+    """The engine always computes the last token, here at position 9."""
+    assert RequestPlan(10, Capture("a", 0, (1,), positions)).needs_whole_prompt is needs
+
+
+def test_a_prompt_of_one_token_is_always_computed():
+    assert not RequestPlan(1, Capture("a", 0, (1,), select())).needs_whole_prompt
+    assert not RequestPlan(10).needs_whole_prompt
