@@ -32,8 +32,8 @@ def _measure(name: str, options: argparse.Namespace) -> Part:
 def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
     """Return the job from the command line."""
     model, engine_args = model_of(options)
-    engine_args = {**engine_args, "enable_prefix_caching": False, **options.engine_args}
-    length = options.prefill + options.decode
+    engine_args = {**engine_args, "enable_prefix_caching": options.shared_prefix > 0, **options.engine_args}
+    length = options.shared_prefix + options.prefill + options.decode
     flags = [
         *("--model", model, "--max-model-len", str(max(length, 64)), "--max-num-seqs", str(max(options.streams))),
         *("--engine-args", json.dumps(engine_args), "--max-num-batched-tokens", str(options.max_num_batched_tokens)),
@@ -45,6 +45,8 @@ def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
         options.streams,
         prefill=options.prefill,
         decode=options.decode,
+        shared_prefix=options.shared_prefix,
+        captures=options.captures,
         runner=runner,
         shown={"model": Path(model).name, "eager": options.eager, "engine_args": engine_args},
         **{**quick, **({"rounds": options.rounds} if options.rounds else {})},
@@ -58,6 +60,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_model(parser)
     parser.add_argument("--streams", type=positives, help="numbers of concurrent streams (default: 1,2,4,8,16,32,64)")
     parser.add_argument("--prefill", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument(
+        "--shared-prefix", type=int, default=0, help="tokens that all prompts begin with; switches the prefix cache on"
+    )
+    parser.add_argument(
+        "--captures", action="store_true", help="capture each prompt's last token and the reply, at all layers"
+    )
     parser.add_argument("--decode", type=int, help="tokens of each reply (default: 128, with --quick 32)")
     parser.add_argument("--rounds", type=int, help="rounds, each with both ways (default: 5, with --quick 3)")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import residuum
 from bench.capture.processes import environment_of
 from bench.capture.workload import Runner
 from bench.output import Bar, table
-from bench.processes import Helper
+from bench.processes import Helper, running_store
 from bench.service.load import Load, Measured, Start, run_load
 
 WAYS = ("AsyncLLM", "residuum")
@@ -24,8 +25,11 @@ _ADDED = ("first_token_ms", "token_ms", "request_ms", "request_cpu_ms", "token_c
 token, and for each further token."""
 
 _BAR_STREAMS = 32
-_LEAST_RATE, _MOST_TOKEN_MS = 0.95, 0.2
-"""The bars: the least share of vLLM's tokens per second, and the most added time for each token in ms."""
+_LEAST_RATE, _MOST_TOKEN_MS, _MOST_FIRST_MS = 0.95, 0.2, 5.0
+"""The bars: the least share of vLLM's tokens per second, and the most added time in ms, for each token and to the first
+one."""
+_MOST_FIRST_RATIO = 1.05
+"""The bar if prompts share their start: the time to the first token, over vLLM's. The cache makes it short."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class ServiceJob:
     rounds: int = 5
     prefill: int = 64
     decode: int = 128
+    shared_prefix: int = 0
+    """Tokens that all prompts begin with, read from the prefix cache."""
+    captures: bool = False
+    """Whether `residuum` captures the last token of each prompt and the reply, at all layers."""
     runner: Runner = Runner.DEFAULT
     shown: dict[str, Any] = field(default_factory=dict)
     """Further fields of the workload for the result."""
@@ -46,12 +54,14 @@ class ServiceJob:
 
 async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
     """Measure, and return the part of the result."""
-    host = Helper("bench.service.host", job.flags, folder / "service.log", environment_of(folder, job.runner))
-    try:
+    with ExitStack() as stack:
+        flags = list(job.flags)
+        if job.captures:
+            flags += ["--store", stack.enter_context(running_store(folder / "store")).endpoint]
+        host = Helper("bench.service.host", flags, folder / "service.log", environment_of(folder, job.runner))
+        stack.callback(host.stop)
         async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
             levels = [await _level(job, streams, host, client) for streams in job.streams]
-    finally:
-        host.stop()
     return {
         "parameters": {**{name: value for name, value in asdict(job).items() if name not in _UNSHOWN}, **job.shown},
         "model_runner": host.first["model_runner"],
@@ -60,6 +70,7 @@ async def measure(job: ServiceJob, folder: Path) -> dict[str, Any]:
 
 
 _UNSHOWN = {"flags", "shown", "runner"}
+_CAPTURE = residuum.Capture(layers="all", positions=[(-1, None)])
 
 
 async def _level(job: ServiceJob, streams: int, host: Helper, client: residuum.AsyncClient) -> dict[str, Any]:
@@ -68,22 +79,26 @@ async def _level(job: ServiceJob, streams: int, host: Helper, client: residuum.A
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
             requests = job.requests_per_stream * streams if number >= 0 else streams
             load = Load(
-                f"{way}-{streams}-{number}", streams, requests, job.prefill, job.decode, host.first["vocab_size"]
-            )
-            measured, cpu_seconds = await _run(load, way, host, client)
-            _, short_cpu_seconds = await _run(load.shortened(), way, host, client)
+                f"{way}-{streams}-{number}", streams, requests, job.prefill, job.decode, host.first["vocab_size"],
+                job.shared_prefix,
+            )  # fmt: skip
+            capture = _CAPTURE if job.captures else None
+            measured, cpu_seconds = await _run(load, way, host, client, capture)
+            _, short_cpu_seconds = await _run(load.shortened(), way, host, client, capture)
             if number >= 0:
                 summaries[way].append({**measured.summary(), **cpu_of(load, cpu_seconds, short_cpu_seconds)})
     return {"streams": streams, **summaries, "difference": difference(summaries)}
 
 
-async def _run(load: Load, way: str, host: Helper, client: residuum.AsyncClient) -> tuple[Measured, float]:
+async def _run(
+    load: Load, way: str, host: Helper, client: residuum.AsyncClient, capture: residuum.Capture | None
+) -> tuple[Measured, float]:
     """Return the measurements of a load, and the CPU seconds of the service's process meanwhile."""
     before = processor_seconds(host.process.pid)
     if way == WAYS[0]:
         measured = Measured(**host.call(asdict(load)))
     else:
-        measured = await run_load(load, _through(client))
+        measured = await run_load(load, _through(client, capture))
     return measured, processor_seconds(host.process.pid) - before
 
 
@@ -107,9 +122,11 @@ def cpu_of(load: Load, seconds: float, short_seconds: float) -> dict[str, float]
     }
 
 
-def _through(client: residuum.AsyncClient) -> Start:
+def _through(client: residuum.AsyncClient, capture: residuum.Capture | None) -> Start:
     async def start(name: str, prompt: Sequence[int], decode: int) -> AsyncGenerator[int, None]:
-        stream = client.stream(list(prompt), request_id=name, max_tokens=decode, temperature=0.0, ignore_eos=True)
+        stream = client.stream(
+            list(prompt), request_id=name, max_tokens=decode, temperature=0.0, ignore_eos=True, capture=capture
+        )
         async with stream:
             async for delta in stream:
                 yield len(delta.token_ids)
@@ -128,6 +145,7 @@ def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[s
         "tokens_per_second_ratio": median(
             ours["tokens_per_second"] / vllm["tokens_per_second"] for vllm, ours in pairs
         ),
+        "first_token_ratio": median(ours["first_token_ms"] / vllm["first_token_ms"] for vllm, ours in pairs),
         **{f"added_{name}": median(ours[name] - vllm[name] for vllm, ours in pairs) for name in _ADDED},
     }
 
@@ -141,6 +159,13 @@ def bars(part: Mapping[str, Any]) -> list[Bar]:
             rate = more["tokens_per_second_ratio"]
             found.append(Bar(f"tokens/s of {streams}, over AsyncLLM's", rate, _LEAST_RATE, at_most=False))
             found.append(Bar(f"ms more a token, of {streams}", more["added_token_ms"], _MOST_TOKEN_MS))
+            if part["parameters"]["shared_prefix"]:
+                ratio = more["first_token_ratio"]
+                found.append(Bar(f"to the first token, of {streams}, over AsyncLLM's", ratio, _MOST_FIRST_RATIO))
+            else:
+                found.append(
+                    Bar(f"ms more to the first token, of {streams}", more["added_first_token_ms"], _MOST_FIRST_MS)
+                )
     return found
 
 

@@ -28,15 +28,22 @@ class Load:
     prefill: int
     decode: int
     vocab_size: int
+    shared: int = 0
+    """Tokens at the start of every prompt, the same for all loads. They are not counted in `prefill`."""
 
     def shortened(self) -> Load:
         """Return the same load with replies of one token, to measure the cost of a request without further tokens."""
         return replace(self, name=f"{self.name}-short", decode=1)
 
     def prompts(self) -> list[list[int]]:
-        """Return random prompts that differ for each load, so that the prefix cache never hits."""
-        source = random.Random(self.name)  # noqa: S311 - repeatable, not secret
-        return [[source.randrange(self.vocab_size) for _ in range(self.prefill)] for _ in range(self.requests)]
+        """Return random prompts that differ for each load, so that the prefix cache has no more than their start."""
+
+        def tokens(source: random.Random, count: int) -> list[int]:
+            return [source.randrange(self.vocab_size) for _ in range(count)]
+
+        start = tokens(random.Random(0), self.shared)  # noqa: S311 - repeatable, not secret
+        source = random.Random(self.name)  # noqa: S311 - as above
+        return [[*start, *tokens(source, self.prefill)] for _ in range(self.requests)]
 
 
 @dataclass(frozen=True)
