@@ -72,6 +72,14 @@ def internal_failure(log: structlog.stdlib.BoundLogger, method: str) -> Failure:
     )
 
 
+def is_cancellation(error: Exception) -> bool:
+    """Return whether a sync handler waited for a message of a call that has been cancelled, or is past its deadline.
+
+    gRPC's iterator of messages then raises RpcError itself. The errors of calls that a handler makes are of subclasses.
+    """
+    return type(error) is grpc.RpcError
+
+
 class _Call:
     """A running call. A context that reports how the call ends."""
 
@@ -152,9 +160,8 @@ class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
         return guarded
 
     def _abort(self, error: Exception, context: grpc.ServicerContext, call: _Call) -> NoReturn:
-        # Of other services' methods, send only failures that the interceptors raise. gRPC handles the rest: if a caller
-        # drops a reflection stream, the handler raises the end of its request iterator, which is no failure.
-        if _is_abort(error) or not (is_ours(call.method) or isinstance(error, Failure)):
+        # Of other services' methods, send only failures that the interceptors raise. gRPC handles the rest.
+        if _is_abort(error) or is_cancellation(error) or not (is_ours(call.method) or isinstance(error, Failure)):
             raise error
         context.abort_with_status(self._failure(error, call).to_status())
         raise AssertionError("abort_with_status always raises")

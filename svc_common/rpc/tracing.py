@@ -11,7 +11,7 @@ import grpc.aio
 
 from residuum.rpc.methods import is_ours
 from residuum.rpc.tracing import SCOPE, end_span
-from svc_common.rpc.serving import behaviour_of, handler_of
+from svc_common.rpc.serving import behaviour_of, handler_of, is_cancellation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -39,8 +39,9 @@ def _serving(details: _Details, context: Any) -> Iterator[None]:
         with trace.use_span(made, record_exception=False, set_status_on_exception=False):
             yield
         code = grpc.StatusCode.OK
-    except Exception:
-        code = _code_of(context)
+    except Exception as error:
+        if not is_cancellation(error):
+            code = _code_of(context)
         raise
     finally:
         end_span(made, code)

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from residuum.rpc.errors import Reason
 from residuum.v1 import store_pb2
@@ -67,9 +68,12 @@ def wait_until(holds: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("method", ["GetStats", "AppendChunks", "ReadChunks"])
 def test_a_call_that_sends_nothing_is_cancelled(tmp_path: Path, method: str) -> None:
-    with serving(tmp_path / "store", **HASTY) as (_, client):
+    with capture_logs() as logs, serving(tmp_path / "store", **HASTY) as (store, client):
         assert call_and_say_nothing(client, method) is grpc.StatusCode.CANCELLED
         client.open()
+        registry = store._metrics.registry
+        wait_until(lambda: registry.get_sample_value("residuum_call_seconds_count", {"method": method}))
+    assert "call failed" not in {line["event"] for line in logs}, "a caller that stalls is no bug of the store"
 
 
 def test_waiting_calls_are_not_cancelled(tmp_path: Path) -> None:

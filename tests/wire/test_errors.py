@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from residuum.rpc import channels
 from residuum.rpc.errors import CODES, DOMAIN, Failure, Reason, failure_from_rpc_error
 from residuum.v1 import errors_pb2
+from svc_common.rpc import tracing
 from svc_common.rpc.serving import AioErrorInterceptor, ErrorInterceptor, add_health_and_reflection, handler_of
 
 PROTO = Path(__file__).parents[2] / "protos" / "residuum" / "v1" / "errors.proto"
@@ -201,6 +202,51 @@ def test_a_dropped_reflection_stream_is_no_incident():
         pool.shutdown(wait=True)  # the handler has ended
         gone.set()
     assert log.incidents == []
+
+
+def until_gone(context, running):
+    """Wait in a handler until gRPC knows that the caller has given up. `running` is set when this begins."""
+    gone = threading.Event()
+    known = context.add_callback(gone.set)
+    running.set()
+    assert not known or gone.wait(30)
+
+
+@pytest.mark.parametrize("method", ["stream_unary", "stream_stream"])
+@pytest.mark.parametrize("timeout", [None, 0.5])
+def test_a_call_that_ends_before_its_message_is_read_is_no_incident(monkeypatch, method, timeout):
+    """gRPC raises an error in the handler: a caller that gives up, or is past its deadline, is no fault of ours."""
+    log, ended, codes, running = Log(), [], [], threading.Event()
+    monkeypatch.setattr(tracing, "end_span", lambda _span, code: codes.append(code))
+
+    def one(messages, context):
+        until_gone(context, running)
+        return next(messages)
+
+    def many(messages, context):
+        until_gone(context, running)
+        yield next(messages)
+
+    handler = getattr(grpc, f"{method}_rpc_method_handler")(many if method == "stream_stream" else one)
+    pool = ThreadPoolExecutor(1)
+    interceptors = [tracing.TracingInterceptor(), ErrorInterceptor(log, lambda *call: ended.append(call[:2]))]
+    server = grpc.server(pool, interceptors=interceptors, options=channels.SERVER_OPTIONS)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("residuum.test", {method: handler})])
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with channels.open_channel(endpoint) as channel:
+        ask = getattr(channel, method)(f"/residuum.test/{method}")
+        ask = ask.future if method == "stream_unary" else ask
+        call = ask(iter([b"x"]), timeout=timeout)
+        assert running.wait(30)
+        if timeout is None:
+            call.cancel()
+        pool.submit(lambda: None).result(30)  # the handler has ended: it had the only thread
+        server.stop(30).wait()
+        pool.shutdown(wait=True)
+    assert log.incidents == []
+    assert ended == [(method, "CANCELLED")]
+    assert codes == [grpc.StatusCode.CANCELLED]
 
 
 class Refusing(grpc.ServerInterceptor):
