@@ -85,7 +85,8 @@ def make_formatter() -> logging.Formatter:
 def _final() -> list[structlog.typing.Processor]:
     """Return the processors that render an event as a line."""
     if sys.stderr.isatty():
-        return [structlog.dev.ConsoleRenderer()]
+        # structlog's default shows the local variables, such as prompts, and takes a quarter of a second.
+        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
 
 

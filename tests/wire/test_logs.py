@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -47,6 +50,29 @@ except ZeroDivisionError:
 """)
     assert (line["event"], line["level"], line["incident"]) == ("failed", "error", "x")
     assert "ZeroDivisionError" in line["exception"]
+
+
+def test_an_exception_on_a_terminal_shows_no_values():
+    program = """
+def reply(prompt):
+    1 / 0
+try:
+    reply("a secret of the user")
+except ZeroDivisionError:
+    log.exception("failed")
+"""
+    terminal, stderr = pty.openpty()
+    try:
+        subprocess.run([sys.executable, "-c", PROGRAM + program], stderr=stderr, check=True, timeout=60)
+        os.close(stderr)
+        shown = b""
+        with suppress(OSError):  # EIO at the end
+            while data := os.read(terminal, 1 << 16):
+                shown += data
+    finally:
+        os.close(terminal)
+    assert b"ZeroDivisionError: division by zero" in shown
+    assert shown.count(b"a secret of the user") == 0
 
 
 @pytest.mark.parametrize("loss", ["sys.stderr.close()", "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2)"])
