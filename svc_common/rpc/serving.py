@@ -154,7 +154,7 @@ class ErrorInterceptor(_CallObserver, grpc.ServerInterceptor):
     def _abort(self, error: Exception, context: grpc.ServicerContext, call: _Call) -> NoReturn:
         # Of other services' methods, send only failures that the interceptors raise. gRPC handles the rest: if a caller
         # drops a reflection stream, the handler raises the end of its request iterator, which is no failure.
-        if _is_abort(error) or not (is_ours(call.method) or isinstance(error, Failure)):
+        if _is_end(error) or not (is_ours(call.method) or isinstance(error, Failure)):
             raise error
         context.abort_with_status(self._failure(error, call).to_status())
         raise AssertionError("abort_with_status always raises")
@@ -233,9 +233,10 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], status: grpc.Statu
     raise AssertionError("abort always raises")
 
 
-def _is_abort(error: Exception) -> bool:
-    # The sync API raises a bare Exception() after abort(); grpc has no type of its own for it.
-    return type(error) is Exception and not error.args
+def _is_end(error: Exception) -> bool:
+    # The sync API raises a bare Exception() after abort(), and a bare RpcError() from the messages of a caller that has
+    # left; grpc has no types of its own for them.
+    return type(error) in (Exception, grpc.RpcError) and not error.args
 
 
 def _decoding(handler: _Handler) -> Callable[..., Any]:

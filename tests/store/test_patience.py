@@ -21,6 +21,7 @@ from tests.store.support import (
     OPEN,
     Client,
     OpenStream,
+    call_errors,
     describe,
     failing_with,
     make_chunk,
@@ -70,6 +71,17 @@ def test_a_call_that_sends_nothing_is_cancelled(tmp_path: Path, method: str) -> 
     with serving(tmp_path / "store", **HASTY) as (_, client):
         assert call_and_say_nothing(client, method) is grpc.StatusCode.CANCELLED
         client.open()
+
+
+@pytest.mark.parametrize("method", ["GetStats", "ReadChunks"])
+def test_a_caller_that_leaves_before_its_first_message_is_no_fault(tmp_path: Path, method: str) -> None:
+    with serving(tmp_path / "store") as (store, client):
+        silence = Silence()
+        with pytest.raises(grpc.RpcError):
+            next(client.channel.stream_stream(f"/residuum.v1.StoreService/{method}")(silence, timeout=0.5))
+        silence.end()
+        wait_until(lambda: call_errors(store))
+        assert call_errors(store) == [{"method": method, "reason": "CANCELLED"}]
 
 
 def test_waiting_calls_are_not_cancelled(tmp_path: Path) -> None:
