@@ -51,9 +51,10 @@ def _run_job(service: str, minutes: float, first: int, job: int, counts: Any) ->
     """Run the inputs of a job, and write to `counts` how many inputs and messages these were."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [cores[job % len(cores)]])  # the threads share the GIL: on two cores they need more time
-    end, seed = time.monotonic() + 60 * minutes, first + job * _SEEDS_OF_A_JOB
-    unchecked, is_last, parent = seed, False, multiprocessing.parent_process()
+    seed, is_last, parent = first + job * _SEEDS_OF_A_JOB, False, multiprocessing.parent_process()
+    unchecked = seed
     with target_of(service)() as running:
+        end = time.monotonic() + 60 * minutes
         while not is_last:
             data = random.Random(seed).randbytes(128)
             is_last = time.monotonic() >= end or not parent.is_alive()
