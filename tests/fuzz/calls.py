@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -15,11 +17,11 @@ from residuum.rpc.errors import failure_from_rpc_error
 FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
 """Codes that no input may cause."""
 
-_BY_GRPC = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Codes of gRPC itself, and of the caller's own deadline. Every other error must have a reason of the catalogue."""
+_BY_GRPC = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+"""Codes of gRPC itself. Every other error must have a reason of the catalogue."""
 
 SECONDS = 20.0
-"""A generous timeout for every call that waits for nothing."""
+"""A generous timeout for every call."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,29 @@ class Answer:
 def methods(service: ServiceDescriptor) -> list[str]:
     """Return the names of all methods of a service."""
     return [item.name for item in service.methods]
+
+
+class Running:
+    """A call that was begun, and its later answer."""
+
+    def __init__(self, method: str, call: Any, *, gets_many: bool) -> None:
+        self._method = method
+        self._call = call
+        self._gets_many = gets_many
+
+    def cancel(self) -> None:
+        """Cancel the call, unless it has ended."""
+        self._call.cancel()
+
+    def answer(self) -> Answer:
+        """Wait for the end of the call."""
+        responses: list[Message] = []
+        with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
+            if self._gets_many:
+                responses.extend(self._call)
+            else:
+                responses.append(self._call.result())
+        return _answer(self._method, self._call, responses)
 
 
 class Caller:
@@ -55,26 +80,35 @@ class Caller:
             call = way(f"/{service.full_name}/{method.name}", None, parse)
             self._calls[method.name] = (call, method.client_streaming, method.server_streaming)
 
-    def call(self, method: str, messages: Iterable[bytes], seconds: float = SECONDS) -> Answer:
-        """Make a call and wait for its end. A call that may last is cancelled after `seconds`."""
-        call, sends_many, gets_many = self._calls[method]
+    def call(self, method: str, messages: Iterable[bytes]) -> Answer:
+        """Make a call and wait for its end."""
+        call, _, gets_many = self._calls[method]
+        if gets_many:
+            return self.begin(method, messages).answer()
+        try:  # this costs less than `begin`
+            response = call(self._request(method, messages), timeout=SECONDS)
+        except grpc.RpcError as error:
+            return _answer(method, error, [])
+        return Answer(grpc.StatusCode.OK, "", [response])
+
+    def begin(self, method: str, messages: Iterable[bytes]) -> Running:
+        """Begin a call."""
+        call, _, gets_many = self._calls[method]
+        begin = call if gets_many else call.future
+        return Running(method, begin(self._request(method, messages), timeout=SECONDS), gets_many=gets_many)
+
+    def _request(self, method: str, messages: Iterable[bytes]) -> Iterator[bytes] | bytes:
+        sends_many = self._calls[method][1]
         sent = list(messages) if sends_many else [next(iter(messages))]
         self.messages += len(sent)
-        request = iter(sent) if sends_many else sent[0]
-        responses: list[Message] = []
-        try:
-            if gets_many:
-                _take(call(request, timeout=seconds), responses)
-            else:
-                responses.append(call(request, timeout=seconds))
-        except grpc.RpcError as error:
-            check_error(method, error)
-            return Answer(error.code(), error.details() or "", responses)
-        return Answer(grpc.StatusCode.OK, "", responses)
+        return iter(sent) if sends_many else sent[0]
 
 
-def _take(stream: Iterable[Message], into: list[Message]) -> None:
-    into.extend(stream)
+def _answer(method: str, call: grpc.Call, responses: list[Message]) -> Answer:
+    assert call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} hangs"
+    if call.code() is not grpc.StatusCode.OK:
+        check_error(method, call)
+    return Answer(call.code(), call.details() or "", responses)
 
 
 def check_error(method: str, error: grpc.RpcError) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import grpc
 import numpy as np
 from google.protobuf.message import Message
 from vllm.config import StructuredOutputsConfig
@@ -122,8 +121,7 @@ class FuzzedInference(contextlib.AbstractContextManager):
     def call(self, choices: Choices, method: str) -> Answer:
         """Make a hostile call of a method."""
         messages = [made(choices, seed, self._words) for seed in some(choices, _seeds(method))]
-        answer = self.caller.call(method, messages, SECONDS)
-        assert answer.code is not grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} hangs"
+        answer = self.caller.call(method, messages)
         for response in answer.responses:
             if isinstance(response, inference_pb2.PutVectorsResponse):
                 errors = [item.error for item in response.results]

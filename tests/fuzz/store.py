@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import secrets
 import tempfile
 from pathlib import Path
 
-import grpc
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from residuum.rpc.shared_memory import GivenMemory, create_memory, give_memory
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
@@ -19,7 +19,7 @@ from residuum.wire.frames import append_prefix, placed_append
 from residuum.wire.shared_memory import MIN_READ_BYTES, READ, SEAL_FUTURE_WRITE, WRITE
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
-from tests.fuzz.calls import SECONDS, Answer, Caller, methods
+from tests.fuzz.calls import SECONDS, Answer, Caller, Running, methods
 from tests.fuzz.messages import Choices, Words, change_bytes, made, some
 from tests.store.support import (
     COMPLETE,
@@ -27,6 +27,7 @@ from tests.store.support import (
     POST,
     PRE,
     Client,
+    call_errors,
     describe,
     grid,
     loss_message,
@@ -35,8 +36,7 @@ from tests.store.support import (
 )
 
 SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreService"]
-_LASTING = {"GetCapture": 0.3, "ReadChunks": 0.3, "ReadCaptures": 0.3}
-"""Calls that may wait as long as the request says, and the seconds after which they are cancelled."""
+_MOST_CALLS = 16
 _NAMES = ["a", "b", "c"]
 _PLACED = capture_pb2.Chunk.FromString(make_chunk([0, 1, 5], [2, 3]))
 
@@ -54,6 +54,7 @@ class FuzzedStore(contextlib.AbstractContextManager):
         self._memories = [self._give(READ), self._give(WRITE)]
         keys = [memory.key for memory in self._memories]
         self._words = Words([*_NAMES, ""], [b"", bytes(32), *keys])
+        self._waiting: list[tuple[Running, list[bytes]]] = []
         self._kept = {self._keep(sealed=True): COMPLETE, self._keep(sealed=False): OPEN}
         self._manifests = {name: self.client.get(name) for name in self._kept}
 
@@ -70,25 +71,47 @@ class FuzzedStore(contextlib.AbstractContextManager):
         for seed in _seeds("OpenCapture"):
             if choices.one_in(2):
                 self.caller.call("OpenCapture", [seed.SerializeToString()])
-        for _ in range(choices.randrange(1, 6)):
-            self.call(choices, choices.choice(methods(SERVICE)))
+        for _ in range(choices.randrange(1, _MOST_CALLS)):
+            self._begin(choices, choices.choice(methods(SERVICE)))
+        self._end_waiting(choices)
 
-    def call(self, choices: Choices, method: str) -> Answer:
+    def call(self, choices: Choices, method: str) -> None:
         """Make a hostile call of a method."""
+        self._begin(choices, method)
+        self._end_waiting(choices)
+
+    def _begin(self, choices: Choices, method: str) -> None:
+        """Make a hostile call. If it may wait for a capture, only begin it: it lasts while others are made."""
         if method == "AppendChunks":
             messages = _appends(choices, self._words, self._memories[1].key)
         else:
             messages = [made(choices, choices.choice(_seeds(method)), self._words)]
-        answer = self.caller.call(method, messages, _LASTING.get(method, SECONDS))
-        if method not in _LASTING:
-            assert answer.code is not grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} hangs"
-        for response in answer.responses:
-            self._learn(response)
-        return answer
+        captures = _waited_for(method, messages[0]) if messages else []
+        if captures:
+            self._waiting.append((self.caller.begin(method, messages), captures))
+        else:
+            self._learn(self.caller.call(method, messages))
+
+    def _end_waiting(self, choices: Choices) -> None:
+        """End the calls that may wait for captures: their caller leaves, or the captures are deleted."""
+        calls, self._waiting = self._waiting, []
+        for call, captures in calls:
+            if choices.one_in(2):
+                call.cancel()
+            else:
+                for capture in captures:
+                    self.caller.call("DeleteCapture", [capture])
+        for call, _ in calls:
+            self._learn(call.answer())
 
     def check(self) -> None:
         """Check that the store is alive, serves, and has neither lost nor changed rows of other clients."""
         assert not self._store.died
+        calls = self._store._servicer.calls
+        calls.wait_until_idle(SECONDS)
+        assert not calls.num_reading + calls.num_writing, "a call still runs after its caller has left"
+        faults = [labels for labels in call_errors(self._store) if labels["reason"] == "INTERNAL"]
+        assert not faults, faults  # also of calls whose caller has left
         for name, state in self._kept.items():
             cells, manifest = self.client.read(name)
             assert manifest == self._manifests[name]
@@ -117,15 +140,35 @@ class FuzzedStore(contextlib.AbstractContextManager):
             assert self.client.seal(name, generated=[2]).state == COMPLETE
         return name
 
-    def _learn(self, response: Message) -> None:
-        if isinstance(response, store_pb2.ListCapturesResponse) and response.next_page_token:
-            self._words.texts[len(_NAMES) :] = [response.next_page_token]
-        if isinstance(response, store_pb2.AppendChunksResponse):
-            faults = [item for item in response.rejections if item.error.reason == errors_pb2.ERROR_REASON_INTERNAL]
-            assert not faults, faults
-            assert all(len(item.error.message) < 4096 for item in response.rejections)
+    def _learn(self, answer: Answer) -> None:
+        for response in answer.responses:
+            if isinstance(response, store_pb2.ListCapturesResponse) and response.next_page_token:
+                self._words.texts[len(_NAMES) :] = [response.next_page_token]
+            if isinstance(response, store_pb2.AppendChunksResponse):
+                faults = [item for item in response.rejections if item.error.reason == errors_pb2.ERROR_REASON_INTERNAL]
+                assert not faults, faults
+                assert all(len(item.error.message) < 4096 for item in response.rejections)
 
 
+def _waited_for(method: str, message: bytes) -> list[bytes]:
+    """Return deletions of the captures that a request may wait for; none if its call ends without them."""
+    kind = {
+        "GetCapture": store_pb2.GetCaptureRequest,
+        "ReadChunks": store_pb2.ReadChunksRequest,
+        "ReadCaptures": store_pb2.ReadCapturesRequest,
+    }.get(method)
+    try:
+        request = kind.FromString(message) if kind else None
+    except DecodeError:
+        return []
+    if request is None or not (request.HasField("wait") if method == "GetCapture" else request.follow):
+        return []
+    tenant = request.tenant if request.HasField("tenant") else None
+    names = dict.fromkeys(request.capture_ids if method == "ReadCaptures" else [request.capture_id])
+    return [store_pb2.DeleteCaptureRequest(capture_id=name, tenant=tenant).SerializeToString() for name in names]
+
+
+@functools.cache
 def _seeds(method: str) -> list[Message]:
     """Return valid requests of a method."""
     description = describe("a", layers=[0, 1, 5], sites=[POST, PRE], prompt=3, sequences=2)
@@ -191,7 +234,7 @@ def _appends(choices: Choices, words: Words, key: bytes) -> list[bytes]:
         make_chunk([0, 1], range(4)),
     ]
     messages = []
-    for number in range(1, choices.randrange(2, 6)):
+    for number in range(1, choices.randrange(2, 12)):
         kind = choices.randrange(5)
         name = choices.choice(_NAMES)
         if kind == 0:
