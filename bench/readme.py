@@ -167,7 +167,7 @@ def end_to_end(result: Mapping[str, Any], _: str) -> str:
     ]
     stores = "one store" if workload["stores"] == 1 else f"{workload['stores']} stores"
     through = f"through {workload['shippers']} shippers into {stores} on the same host"
-    head = f"the same requests, {through}, `bench.end_to_end` at {_revision(result)}"
+    head = f"the same requests with vLLM {_vllm(result)}, {through}, `bench.end_to_end` at {_revision(result)}"
     return markdown_table((head, "generation", "until all is COMPLETE, stock's generation = 1"), rows) if rows else ""
 
 
