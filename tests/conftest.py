@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from svc_common.memory import importing
@@ -29,12 +30,16 @@ settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """If several processes share the tests, let each engine use any free core.
+    """Prepare the process. If several processes share the tests, let each engine use any free core.
 
     Otherwise vLLM binds the workers of all engines to the same cores, where their threads wait for each other.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by a background shell, and inherited by children
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # By default, structlog spends a quarter of a second on each traceback.
+    *others, _ = structlog.get_config()["processors"]
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*others, renderer])
     if hasattr(config, "workerinput"):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
