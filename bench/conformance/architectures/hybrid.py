@@ -32,8 +32,8 @@ _DELTA = {
     "head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 128}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "conv_dim": HIDDEN, "block_dim": HIDDEN}
@@ -82,7 +82,6 @@ HYBRIDS = (
             "num_experts_per_tok": 2,
             "attn_layer_period": 2,
             "attn_layer_offset": 1,
-            "use_mamba_kernels": False,
         },
         attention=("mamba", "self_attn"),
         mlp=("feed_forward",),
@@ -122,7 +121,6 @@ HYBRIDS = (
             "n_mamba_heads": 16,
             "mamba_d_state": 16,
             "chunk_size": 64,
-            "use_mamba_kernels": False,
             "use_mem_rope": True,
             "num_mem_blocks": 2,  # one for each hybrid layer
         },
@@ -142,7 +140,6 @@ HYBRIDS = (
             "mamba_head_dim": 32,
             "n_groups": 1,
             "chunk_size": 64,
-            "use_mamba_kernels": False,
         },
         attention=(),
         mlp=(),
