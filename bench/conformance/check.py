@@ -52,7 +52,9 @@ class Setup:
         """Return the bounds for an architecture's rows."""
         bounds = Bounds.of(self.dtype, routed=architecture.routed)
         return replace(
-            bounds, max_error=self.max_error or bounds.max_error, outliers=self.max_outliers or bounds.outliers
+            bounds,
+            max_error=self.max_error or max(bounds.max_error, architecture.max_error),
+            outliers=self.max_outliers or bounds.outliers,
         )
 
     def arguments(self) -> list[str]:
@@ -89,19 +91,24 @@ def check(
     """
     started = time.perf_counter()
     model = make_model(architecture, folder / architecture.name)
+    setup = replace(setup, engine_args={**architecture.engine_args, **setup.engine_args})
     with _running(model, store, setup.arguments(), folder, launch) as service:
         try:
             service.wait_until_serving(_START_SECONDS)
             start_seconds = time.perf_counter() - started
             comparison, layout = _compare(architecture, setup, service.endpoint, model)
         except (ServiceFailedError, residuum.ResiduumError) as error:
-            verdict, detail = failure_of(service.log.read_text(errors="replace"))
+            verdict, detail = failure_of(
+                service.log.read_text(errors="replace"), expected=architecture.refusal(setup.sites)
+            )
             if verdict is Verdict.FAILED and architecture.needs_gpu and not torch.cuda.is_available():
                 verdict, detail = Verdict.REFUSED, f"by vLLM, without a GPU: {detail}"
             if isinstance(error, residuum.ResiduumError):  # a call failed, so the service had started: not a refusal
                 verdict, detail = Verdict.FAILED, f"{type(error).__name__}: {error} The log's first error: {detail}"
             return Outcome(architecture.name, verdict, detail, seconds=time.perf_counter() - started)
         faults = comparison.faults(setup.bounds(architecture))
+        if refusal := architecture.refusal(setup.sites):
+            faults.append(f"the service did not refuse with {refusal!r}")
         served = _told_when_ready(service.log.read_text(errors="replace"))
         return Outcome(
             name=architecture.name,

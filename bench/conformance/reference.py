@@ -37,11 +37,12 @@ class Reference:
         # Eager is transformers' only attention with every special feature, such as soft caps.
         with ONE_AT_A_TIME:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation="eager"
+                folder, dtype=dtype, attn_implementation="eager", **architecture.reference
             ).eval()
         self._changes: Mapping[int, Change] = {}
         self._kept: dict[str, list[Tensor | None]] = {}
         self._layers = decoder_layers(self.model)
+        self._body = self.model.get_submodule(_path(self.model).rpartition(".")[0])
         for index, layer in enumerate(self._layers):
             self._hook(architecture, index, layer)
 
@@ -68,7 +69,7 @@ class Reference:
         self._changes = changes or {}
         self._kept = {site: [None] * len(self._layers) for site in SITES}
         with torch.inference_mode():
-            output = self.model.base_model(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
+            output = self._body(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
             last: Tensor = output.last_hidden_state[0]
             return last
 
@@ -76,8 +77,7 @@ class Reference:
         scale = float(getattr(layer, architecture.residual_scale)) if architecture.residual_scale else 1.0
         layer.register_forward_pre_hook(self._enter(index), with_kwargs=True)
         for site, names in {"attn_out": architecture.attention, "mlp_out": architecture.mlp}.items():
-            part = next((part for name in names if (part := getattr(layer, name, None)) is not None), None)
-            if part is not None:
+            for part in _first(layer, names):
                 part.register_forward_hook(self._part(site, index, scale))
         layer.register_forward_hook(self._leave(index))
 
@@ -110,6 +110,12 @@ class Reference:
         self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts have no batch dimension
 
 
+def _first(layer: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """Return the first of some submodules that a layer has; empty if it has none."""
+    modules = dict(layer.named_modules())
+    return [modules[path] for path in paths if path in modules][:1]
+
+
 def adding(push: Rows) -> Change:
     """Return the change that adds a vector, [hidden]."""
     vector = torch.from_numpy(push)
@@ -118,10 +124,13 @@ def adding(push: Rows) -> Change:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of a transformers model."""
-    for path in _LAYER_LISTS:
-        try:
-            found = model.get_submodule(path)
-        except AttributeError:
-            continue
-        return list(found.children())
-    raise LookupError(f"{type(model).__name__} has decoder layers at none of {', '.join(_LAYER_LISTS)}")
+    return list(model.get_submodule(_path(model)).children())
+
+
+def _path(model: nn.Module) -> str:
+    """Return the path of the list of decoder layers."""
+    modules = dict(model.named_modules())
+    path = next((path for path in _LAYER_LISTS if path in modules), None)
+    if path is None:
+        raise LookupError(f"{type(model).__name__} has decoder layers at none of {', '.join(_LAYER_LISTS)}")
+    return path

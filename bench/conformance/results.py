@@ -32,7 +32,7 @@ class Verdict(str, Enum):
     REFUSED = "refused"
     """The service refused it at startup, with one of its own reasons."""
     WRONG = "WRONG"
-    """Rows are missing, or differ."""
+    """Rows are missing, or differ. Or the service should have refused the architecture, with another reason."""
     FAILED = "FAILED"
     """The service did not start, or a request failed, for another reason."""
 
@@ -180,11 +180,18 @@ class Outcome:
         return self.verdict in {Verdict.EXACT, Verdict.REFUSED}
 
 
-def failure_of(log: str) -> tuple[Verdict, str]:
-    """Return the verdict and the first error from the log of a service that did not start."""
+def failure_of(log: str, expected: str = "") -> tuple[Verdict, str]:
+    """Return the verdict and the first error from the log of a service that did not start.
+
+    Args:
+        log: The log.
+        expected: Part of the reason for which the service must refuse; empty if any reason will do.
+    """
     lines = log.replace("\\n", "\n")  # tracebacks are escaped in JSON records
     errors: list[str] = re.findall(r"\b(\w+(?:Error|Exception): .+?)(?:\"[,}]|$)", lines, flags=re.MULTILINE)
     refusals = [error for error in errors if error.startswith(_REFUSALS)]
     if refusals:
+        if expected not in refusals[0]:
+            return Verdict.WRONG, f"refused, but not with {expected!r}: {refusals[0]}"
         return Verdict.REFUSED, refusals[0]
     return Verdict.FAILED, errors[0] if errors else "its log contains no error"

@@ -100,6 +100,10 @@ def test_a_refusal_is_distinguished_from_other_failures() -> None:
         Verdict.REFUSED,
         "CannotTapError: T5 cannot be tapped: found none.",
     )
+    verdict, detail = failure_of(refused, expected="scales or merges")
+    assert verdict is Verdict.WRONG
+    assert "'scales or merges'" in detail
+    assert failure_of(refused, expected="found none")[0] is Verdict.REFUSED
     assert failure_of("x\nMemoryError: no room\nRuntimeError: so it failed") == (
         Verdict.FAILED,
         "MemoryError: no room",
@@ -145,7 +149,14 @@ def test_the_readme_lists_the_sites_of_each_architecture() -> None:
     text = (Path(bench.__file__).parent / "README.md").read_text()
     table = text.partition("| architectures |")[2].partition("\n\n")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
-    told = {name: "refused" in row for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert told == {
-        name: bool(architecture.residual_scale) or not architecture.mlp for name, architecture in ARCHITECTURES.items()
-    }
+    told = {name: "refused" in row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert told == {name: bool(architecture.refused) for name, architecture in ARCHITECTURES.items()}
+
+
+def test_only_the_sites_that_a_model_lacks_are_refused() -> None:
+    granite, gemma3n = ARCHITECTURES["granite"], ARCHITECTURES["gemma3n"]
+    assert granite.refusal(["resid_post", "attn_out"]) == granite.refused
+    assert granite.refusal(["resid_post", "resid_pre"]) == ""
+    assert gemma3n.refusal(["resid_post"]) == gemma3n.refused
+    for architecture in ARCHITECTURES.values():
+        assert architecture.refused or (architecture.attention and architecture.mlp), architecture.name

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from inference_svc.taps.model.logits_check import LogitsCheck, ModelCall
+from inference_svc.taps.model.logits_check import LogitsCheck, ModelCall, calls_seen
 
 WIDTH, VOCABULARY, TOKENS = 16, 40, 4
 
@@ -92,3 +92,20 @@ def test_missing_logits_are_reported(served):
     check.listen()
     with pytest.raises(LookupError, match="Model computed logits for 0 of 2 tokens by compute_logits"):
         check.explain(rows, tokens, run)
+
+
+class CompiledModel(Model):
+    """Calls `forward` past its hooks, as vLLM's decorator for compilation does."""
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Model, CompiledModel])
+def test_the_calls_of_a_model_are_seen_whether_or_not_it_runs_hooks(kind):
+    model, hidden, seen = kind(pair=False), torch.ones(2, WIDTH), []
+    with calls_seen(model, seen.append):
+        model(hidden=hidden)
+    model(hidden)
+    assert seen == [ModelCall((), {"hidden": hidden})]
+    assert "forward" not in vars(model)

@@ -123,6 +123,31 @@ class GPTLayer(nn.Module):
         return hidden + self.mlp(self.ln_2(hidden))
 
 
+class WritingAttention(Attention):
+    """Returns nothing, and writes into an argument."""
+
+    def forward(self, hidden, output):
+        output.copy_(super().forward(None, hidden))
+
+
+class LFMLayer(LlamaLayer):
+    """A layer whose attention writes into an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = WritingAttention()
+
+    def forward(self, positions, hidden, residual):
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        output = torch.empty_like(hidden)
+        self.self_attn(hidden, output=output)
+        hidden, residual = self.post_attention_layernorm(output, residual)
+        return self.mlp(hidden), residual
+
+
 class MambaLayer(nn.Module):
     """A layer with a norm that adds and a mixer that combines tokens, but no MLP."""
 
@@ -150,6 +175,10 @@ class LlamaModel(nn.Module):
         return self.norm(hidden, residual)[0]
 
 
+def is_attention(module):
+    return isinstance(module, Attention)
+
+
 def watch(model):
     tokens = torch.randn(3, 4)
 
@@ -158,7 +187,12 @@ def watch(model):
             return model(tokens.clone())
 
     numbered = dict(enumerate(getattr(model, "layers", model)))
-    return observe(model, numbered, lambda module: isinstance(module, Attention), run), numbered, run
+    return observe(model, numbered, is_attention, run), numbered, run
+
+
+def check_sums(model):
+    structure, numbered, run = watch(model)
+    check_sum(sum_error(model, numbered, is_attention, structure, run))
 
 
 class Recorder:
@@ -199,6 +233,12 @@ def test_the_one_list_of_the_right_length_is_found():
     found = find_decoder_layers(nn.ModuleDict({"model": model}), 3)
     assert list(found) == [0, 1, 2]
     assert [found[index] for index in found] == list(model.layers)
+
+
+def test_two_lists_of_the_same_layers_are_one():
+    model = Decoder(layers(2))
+    model.first_half = nn.ModuleDict({"layers": nn.ModuleList(model.layers)})
+    assert list(find_decoder_layers(model, 2).values()) == list(model.layers)
 
 
 def test_lists_inside_the_layers_do_not_count():
@@ -305,12 +345,12 @@ def test_taps_are_folded_where_they_can_be_and_hooked_where_not(tap):
     assert tap.points() == [3]
 
 
-@pytest.mark.parametrize("make", [LlamaLayer, GemmaLayer, GPTLayer])
+@pytest.mark.parametrize("make", [LlamaLayer, GemmaLayer, GPTLayer, LFMLayer])
 def test_the_parts_of_a_layer_are_found_and_add_up(tap, make, monkeypatch):
     layers = [make() for _ in range(3)]
     model = nn.Sequential(*layers) if make is GPTLayer else LlamaModel(layers)
     structure, numbered, run = watch(model)
-    check_sum(sum_error(numbered, structure, run))
+    check_sum(sum_error(model, numbered, is_attention, structure, run))
     hook_layers(numbered, structure, sites=(POST, PRE, ATTN, MLP))
     monkeypatch.setattr(Attention, "found", 0.0)  # as in the service
     with torch.no_grad():
@@ -388,9 +428,49 @@ def test_layers_that_hand_on_more_than_a_row_a_token_are_refused():
 
 
 def test_parts_that_the_model_scales_are_refused():
-    structure, numbered, run = watch(LlamaModel([LlamaLayer(), LlamaLayer(scale=0.5)]))
     with pytest.raises(CannotTapError, match=r"attn_out and mlp_out cannot be captured.* layer 1 the sums are off by"):
-        check_sum(sum_error(numbered, structure, run))
+        check_sums(LlamaModel([LlamaLayer(), LlamaLayer(scale=0.5)]))
+
+
+class FalconH1Layer(GPTLayer):
+    """A layer that adds attention and a state space, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.mamba = Attention()
+
+    def forward(self, hidden):
+        normed = self.ln_1(hidden)
+        hidden = hidden + self.attn(None, normed) + self.mamba(None, normed)
+        return hidden + self.mlp(self.ln_2(hidden))
+
+
+class LinearThatReturnsItsBias(nn.Linear):
+    def forward(self, hidden):
+        return hidden @ self.weight.T, self.bias
+
+
+class FalconLayer(GPTLayer):
+    """A layer that adds the bias of its MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = LinearThatReturnsItsBias(4, 4)
+
+    def forward(self, hidden):
+        hidden = hidden + self.attn(None, self.ln_1(hidden))
+        output, bias = self.mlp(self.ln_2(hidden))
+        return hidden + output + bias
+
+
+@pytest.mark.parametrize("make", [FalconH1Layer, FalconLayer])
+def test_what_a_layer_adds_besides_its_parts_is_noticed_however_small(make, monkeypatch):
+    monkeypatch.setattr(Attention, "found", 0.0)
+    model = nn.Sequential(make(), make())
+    for parameter in [*model[0].parameters(), *model[1].parameters()]:
+        nn.init.constant_(parameter, 1e-4)
+    with pytest.raises(CannotTapError, match="the sums are off by"):
+        check_sums(model)
 
 
 def test_layers_without_an_mlp_have_neither_part():

@@ -53,11 +53,19 @@ def fixed_attention(model: nn.Module, is_attention: Callable[[nn.Module], bool])
 def _give_numbers(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if output is not None:
         return numbers(output) if isinstance(output, Tensor) else type(output)(map(_numbers_if_tensor, output))
-    # A module without a result writes into an argument. vLLM's linear attention and state spaces name it `output`.
-    written = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("output")
-    if isinstance(written, Tensor):
+    written = written_by(module, args, kwargs)
+    if written is not None:
         written.copy_(numbers(written))
     return None
+
+
+def written_by(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the argument into which a module without a result writes, if there is one.
+
+    vLLM's convolutions and state spaces name it `output`.
+    """
+    written = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("output")
+    return written if isinstance(written, Tensor) else None
 
 
 def _numbers_if_tensor(value: Any) -> Any:

@@ -15,7 +15,7 @@ from residuum.v1 import capture_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from inference_svc.taps.model.structure import Structure
+    from inference_svc.taps.model.structure import Argument, Structure
     from inference_svc.taps.points import Site, TapPoints
 
 
@@ -27,7 +27,8 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> dict[int, nn.Modul
     """Return this rank's decoder layers by their index in the whole model.
 
     The decoder layers are the outermost `nn.ModuleList` with as many members as the configuration has layers. There
-    must be exactly one. Members of other pipeline stages are vLLM's `PPMissingLayer` and are left out.
+    must be exactly one; lists of the same members count once. Members of other pipeline stages are vLLM's
+    `PPMissingLayer` and are left out.
 
     Args:
         model: The model as vLLM loaded it.
@@ -44,12 +45,12 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> dict[int, nn.Modul
     outermost = {
         name: found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)
     }
-    if len(outermost) != 1:
+    if len({tuple(map(id, found)) for found in outermost.values()}) != 1:
         raise CannotTapError(
             f"{type(model).__name__} cannot be tapped: looked for one nn.ModuleList of {num_layers} decoder layers, "
             f"found {sorted(outermost) or 'none'}. residuum does not support this model; please report it."
         )
-    (layers,) = outermost.values()
+    layers = next(iter(outermost.values()))
     return {index: layer for index, layer in enumerate(layers) if type(layer).__name__ != "PPMissingLayer"}
 
 
@@ -151,7 +152,19 @@ def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: St
     check_parts(layers, structure)
     found = structure.attention if site == capture_pb2.SITE_ATTN_OUT else structure.mlp
     for index in layers:
-        found[index].register_forward_hook(_after_module(points.of(site, index), adds_residual=False))
+        part, point = found[index], points.of(site, index)
+        if part in structure.written:
+            part.register_forward_hook(_after_writing(point, structure.written[part]), with_kwargs=True)
+        else:
+            part.register_forward_hook(_after_module(point, adds_residual=False))
+
+
+def _after_writing(point: int, written: Argument) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: None) -> None:
+        del module, output
+        _tap(written.of(args, kwargs), None, point)
+
+    return hook
 
 
 def _after_module(point: int, *, adds_residual: bool) -> Any:

@@ -9,6 +9,7 @@ that are not the residual stream fail this check, for whatever reason.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from inference_svc.taps.model.hooked_runs import fixed_attention, is_pair, relative_error, run_hooked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _UNEMBEDDINGS = ("compute_logits", "compute_logits_local")
 """The names that vLLM's model classes use for the method that turns final hidden states into logits."""
@@ -37,6 +38,28 @@ class Explanation(NamedTuple):
     """The largest relative difference between the final hidden states of captured rows and those of the request."""
     token_gap: float
     """The largest gap between the largest logit and that of the served token, relative to the range of the logits."""
+
+
+@contextmanager
+def calls_seen(model: nn.Module, see: Callable[[ModelCall], None]) -> Iterator[None]:
+    """Show the calls of a model while the context lasts.
+
+    A hook is not enough: vLLM's decorator for compilation calls `forward` past the hooks of the module that it
+    decorates, which may be the whole model.
+    """
+    forward, own = model.forward, vars(model).get("forward")
+
+    def seeing(*args: Any, **kwargs: Any) -> Any:
+        see(ModelCall(args, kwargs))
+        return forward(*args, **kwargs)
+
+    model.forward = seeing
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
 
 
 class LogitsCheck:

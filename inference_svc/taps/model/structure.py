@@ -19,6 +19,7 @@ from inference_svc.taps.model.hooked_runs import (
     is_sequence,
     numbers,
     run_hooked,
+    written_by,
 )
 from inference_svc.taps.model.residual import adds_residual
 
@@ -52,6 +53,8 @@ class Structure:
     """The module whose output the layer's attention adds to the residual stream."""
     mlp: dict[int, nn.Module] = field(default_factory=dict)
     """The module whose output the layer's MLP adds to the residual stream."""
+    written: dict[nn.Module, Argument] = field(default_factory=dict)
+    """For each of these modules that returns nothing: the argument into which it writes its output."""
 
 
 def observe(
@@ -98,6 +101,8 @@ class _Call:
         self.entered = entered
         self.left = 0
         self.output: tuple[Tensor, ...] = ()
+        self.written: Argument | None = None
+        """The argument that holds the output, if the call returned nothing."""
 
     def tensors(self) -> Iterator[tuple[Argument, Tensor]]:
         keys: list[int | str] = [*range(len(self.args)), *self.kwargs]
@@ -124,6 +129,8 @@ def _leave(calls: list[_Call]) -> Any:
         call.left = len(calls)
         values = [output] if isinstance(output, Tensor) else output
         call.output = tuple(value for value in values if isinstance(value, Tensor)) if is_sequence(values) else ()
+        if output is None and (written := written_by(module, call.args, call.kwargs)) is not None:
+            call.output, call.written = (written,), call.argument(written)
 
     return hook
 
@@ -186,6 +193,7 @@ def _find_parts(
     if attention is not None and others:
         structure.attention[index] = _after_norm(inside, attention)
         structure.mlp[index] = _after_norm(inside, others[-1])
+        structure.written |= {part.module: part.written for part in (attention, others[-1]) if part.written}
 
 
 def _after_norm(inside: list[_Call], part: _Call) -> nn.Module:
@@ -209,15 +217,24 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callable[[], object]) -> dict[int, float]:
+def sum_error(
+    model: nn.Module,
+    layers: Mapping[int, nn.Module],
+    is_attention: Callable[[nn.Module], bool],
+    structure: Structure,
+    run: Callable[[], object],
+) -> dict[int, float]:
     """Return for each layer the relative error of attention + MLP against the layer's change. Runs the model again.
 
     A model may scale the outputs of its parts before it adds them, or change them in other ways. Then the found modules
     are not the sites attn_out and mlp_out. The outputs of both parts are replaced by fixed numbers for this: without
-    requests attention computes nothing, and an MLP may add almost nothing.
+    requests attention computes nothing, and an MLP may add almost nothing. So are other modules that combine tokens,
+    such as a state space beside the attention, and biases that the parts leave to their layer.
 
     Args:
+        model: The model.
         layers: The decoder layers by index, whose attention and MLP were found.
+        is_attention: Returns whether a module combines the tokens of a sequence.
         structure: The structure that was found.
         run: Runs the model once, uncompiled.
 
@@ -231,12 +248,14 @@ def sum_error(layers: Mapping[int, nn.Module], structure: Structure, run: Callab
     for index, layer in layers.items():
         note = seen[index].append
         handles.append(layer.register_forward_pre_hook(_note_input(note, *structure.inputs), with_kwargs=True))
-        handles.append(structure.attention[index].register_forward_hook(_give(numbers)))
-        handles.append(structure.mlp[index].register_forward_hook(_give(_reversed_numbers)))
-        handles.append(structure.attention[index].register_forward_hook(_note_output(note)))
-        handles.append(structure.mlp[index].register_forward_hook(_note_output(note)))
-        handles.append(layer.register_forward_hook(_note_output(note, whole=structure.adds_residual)))
-    run_hooked(run, handles)
+        for part, values in ((structure.attention[index], numbers), (structure.mlp[index], _reversed_numbers)):
+            written = structure.written.get(part)
+            handles.append(part.register_forward_hook(_give(values, written), with_kwargs=True))
+            handles.append(part.register_forward_hook(_note_output(note, written=written), with_kwargs=True))
+        whole = _note_output(note, whole=structure.adds_residual)
+        handles.append(layer.register_forward_hook(whole, with_kwargs=True))
+    with fixed_attention(model, is_attention):
+        run_hooked(run, handles)
     return {index: _sum_error(*values) for index, values in seen.items()}
 
 
@@ -254,21 +273,31 @@ def _note_input(note: Callable[[Tensor], None], hidden: Argument, residual: Argu
     return hook
 
 
-def _note_output(note: Callable[[Tensor], None], *, whole: bool = False) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        del module, args
+def _note_output(note: Callable[[Tensor], None], *, whole: bool = False, written: Argument | None = None) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        del module
+        output = written.of(args, kwargs) if written else output
         first = output if isinstance(output, Tensor) else output[0]
         note(first.float() + (output[1].float() if whole and is_pair(output) else 0.0))
 
     return hook
 
 
-def _give(values: Callable[[Tensor], Tensor]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        del module, args
-        return values(output) if isinstance(output, Tensor) else (values(output[0]), *output[1:])
+def _give(values: Callable[[Tensor], Tensor], written: Argument | None) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        del module
+        if written:
+            given = written.of(args, kwargs)
+            given.copy_(values(given))
+            return None
+        return values(output) if isinstance(output, Tensor) else (values(output[0]), *map(_if_bias, output[1:]))
 
     return hook
+
+
+def _if_bias(value: Any) -> Any:
+    """Return numbers in place of a bias. One that is small could pass for rounding."""
+    return numbers(value) if isinstance(value, Tensor) and value.dim() == 1 else value
 
 
 def _reversed_numbers(like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from inference_svc.taps.model import insertion
-from inference_svc.taps.model.logits_check import Explanation, LogitsCheck, ModelCall
+from inference_svc.taps.model.logits_check import Explanation, LogitsCheck, calls_seen
 from inference_svc.taps.model.structure import Structure, observe, sum_error
 from residuum.v1 import capture_pb2
 
@@ -49,11 +49,13 @@ class EagerRuns:
             self._worker.model_runner._dummy_run(TOKENS, is_profile=True, **options)  # noqa: SLF001 - as the profile run does
 
         with self._uncompiled():
-            self._remember_call(run)
+            if self._logits is not None:
+                with calls_seen(self._model, self._logits.remember):
+                    run()
             structure = observe(self._model, self._layers, _is_attention, run)
             if {capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT} & set(sites):
                 insertion.check_parts(self._layers, structure)
-                insertion.check_sum(sum_error(self._layers, structure, run))
+                insertion.check_sum(sum_error(self._model, self._layers, _is_attention, structure, run))
             return structure
 
     def listen(self) -> None:
@@ -72,20 +74,6 @@ class EagerRuns:
 
         with self._uncompiled():
             return self._logits.explain(rows, tokens, run)
-
-    def _remember_call(self, run: Callable[[], object]) -> None:
-        """Run the model once, and keep the arguments of vLLM's call."""
-
-        def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del module
-            if self._logits is not None:
-                self._logits.remember(ModelCall(args, kwargs))
-
-        handle = self._model.register_forward_pre_hook(remember, with_kwargs=True)
-        try:
-            run()
-        finally:
-            handle.remove()
 
     @contextmanager
     def _uncompiled(self) -> Iterator[None]:

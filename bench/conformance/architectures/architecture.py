@@ -1,0 +1,107 @@
+"""What an architecture is, and the values that many configurations share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+LAYERS = 4
+HIDDEN = 256
+VOCABULARY = 512
+PARTS = frozenset({"attn_out", "mlp_out"})
+"""The sites inside a layer, which a model may not have."""
+MAX_LENGTH = 256
+"""The most tokens of prompt and reply together."""
+
+WINDOW = 40
+"""The window of sliding attention: shorter than most prompts."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The configuration of a tiny model of one architecture, and the names of its parts in transformers."""
+
+    name: str
+    """Its name on the command line."""
+    config_class: str
+    """The name of its configuration class in transformers."""
+    values: dict[str, Any]
+    """The arguments of the configuration."""
+    attention: tuple[str, ...] = ("self_attn",)
+    """The path of the submodule of a decoder layer whose output the attention block (or its replacement) adds to the
+    residual stream: the first of these that the layer has. A norm after the attention is part of the block. Empty
+    if no module has this output. Then attn_out and mlp_out are refused."""
+    mlp: tuple[str, ...] = ("mlp",)
+    """The same for the MLP."""
+    residual_scale: str = ""
+    """The attribute of a decoder layer with a factor for both, applied before they are added."""
+    routed: bool = False
+    """Whether it routes rows to experts."""
+    needs_gpu: bool = False
+    """Whether vLLM can run it only on a GPU."""
+    reference: dict[str, Any] = field(default_factory=dict)
+    """Values of the configuration that must be different in transformers, because vLLM reads them differently."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments for vLLM's engine."""
+    vllm_class: str = ""
+    """The name of its class in vLLM, if it is not the name in transformers."""
+    unchanged: tuple[str, ...] = ()
+    """The names of weights that keep their defaults."""
+    max_error: float = 0.0
+    """The largest allowed error of a row in float32, if vLLM's arithmetic differs from transformers'."""
+    refused: str = ""
+    """Part of the reason with which the service refuses attn_out and mlp_out; empty if it captures them."""
+    refused_stream: bool = False
+    """Whether it refuses resid_post and resid_pre too, so that it does not serve the architecture."""
+    everyday: bool = False
+    """Whether the tests run it. For the taps, each of the others is equivalent to one that the tests run."""
+
+    @property
+    def layers(self) -> int:
+        """Its decoder layers."""
+        return LAYERS
+
+    def refusal(self, sites: Iterable[str]) -> str:
+        """Return part of the reason with which the service must refuse these sites; empty if it captures them."""
+        return self.refused if self.refused_stream or not PARTS.isdisjoint(sites) else ""
+
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "max_position_embeddings": MAX_LENGTH,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+PARTIAL_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+GPT = {
+    "vocab_size": VOCABULARY,
+    "n_positions": MAX_LENGTH,
+    "n_embd": HIDDEN,
+    "n_layer": LAYERS,
+    "n_head": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA = {**COMMON, "intermediate_size": 320, "num_key_value_heads": 4}
+GEMMA = {
+    **LLAMA,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 48,  # deliberately not the head size, which is the usual value
+    "sliding_window": WINDOW,
+    "tie_word_embeddings": True,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+AFTER_ATTENTION, AFTER_MLP = ("post_attention_layernorm",), ("post_feedforward_layernorm",)
+MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
+NO_ROPE_KERNEL = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""Avoids vLLM's rotary kernel for CPUs, which computes other values if heads have a dimension of their own."""
+SCALED, NO_PARTS = "scales or merges", "for an attention block and for an MLP after it"
+"""Parts of the two reasons for which attn_out and mlp_out are refused."""
+HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)

@@ -1,0 +1,47 @@
+"""Models whose layers compute attention and MLP from the same input."""
+
+from __future__ import annotations
+
+from bench.conformance.architectures.architecture import (
+    COMMON,
+    GPT,
+    LLAMA,
+    MIXED,
+    PARTIAL_ROPE,
+    SCALED,
+    WINDOW,
+    Architecture,
+)
+
+PARALLEL = (
+    Architecture(
+        "gpt_neox",
+        "GPTNeoXConfig",
+        {**COMMON, "intermediate_size": 320, "rotary_pct": 0.5, "use_parallel_residual": True},
+        attention=("attention",),
+        everyday=True,
+    ),
+    Architecture("gptj", "GPTJConfig", {**GPT, "rotary_dim": 16, "tie_word_embeddings": False}, attention=("attn",)),
+    Architecture("phi", "PhiConfig", {**LLAMA, **PARTIAL_ROPE, "qk_layernorm": True}),
+    Architecture(
+        "falcon",
+        "FalconConfig",
+        {**COMMON, "num_kv_heads": 4, "new_decoder_architecture": True, "tie_word_embeddings": True},
+        attention=("self_attention",),
+    ),
+    Architecture(
+        "falcon_rw",
+        "FalconConfig",
+        {**COMMON, "multi_query": False, "parallel_attn": False, "bias": True},
+        attention=("self_attention",),
+        refused=SCALED,  # vLLM's layer adds the biases of its parts
+    ),
+    Architecture("cohere", "CohereConfig", {**LLAMA, "tie_word_embeddings": True}, everyday=True),
+    Architecture(
+        "cohere2",
+        "Cohere2Config",
+        {**LLAMA, **MIXED, "sliding_window": WINDOW, "tie_word_embeddings": True, "logit_scale": 0.25},
+        reference={"sliding_window": WINDOW + 1},  # vLLM adds 1
+    ),
+)
+"""Models with parallel layers."""
