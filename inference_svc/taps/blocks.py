@@ -36,6 +36,9 @@ class Block:
     """The number of positions at which the block is full: its capacity, or less if its rows are to leave sooner."""
     positions: list[int] = field(default_factory=list)
     """The positions that the block holds, in the order of its rows."""
+    may_gather: bool = False
+    """Whether the rows may wait a little for others once the block is full: more of the reply follows, and nobody asked
+    for each row at once."""
 
     @property
     def free(self) -> int:

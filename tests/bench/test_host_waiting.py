@@ -1,4 +1,6 @@
 import json
+import threading
+from contextlib import suppress
 
 import pytest
 
@@ -50,7 +52,7 @@ def test_blocks_that_leave_together_do_not_wait_for_each_others_room(tmp_path, m
 
 
 def test_a_pause_of_the_sink_ends_when_a_step_needs_blocks_or_all_are_to_leave(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving.streamed_sink, "LAST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(serving.streamed_sink, "SHORT_PAUSE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         run(worker, ships=True)  # more blocks than the pool has room for
         worker.drain()
@@ -70,15 +72,16 @@ def groups(monkeypatch):
     return found
 
 
-def send(worker, positions):
+def send(worker, positions, *, may_gather=False):
     """Send a block of up to 32 positions."""
     block = worker.pool.take(Capture("a", 0, (0, 1), selection_pb2.PositionSelection()), 1)
     block.positions.extend(positions)
+    block.may_gather = may_gather
     worker.sink.send([block])
 
 
 def test_blocks_that_come_in_a_pause_leave_together(tmp_path, monkeypatch, groups):
-    monkeypatch.setattr(serving.streamed_sink, "LAST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(serving.streamed_sink, "SHORT_PAUSE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         send(worker, [0])
         wait_until(lambda: groups == [1], "the first block, which finds the sink idle")
@@ -88,18 +91,35 @@ def test_blocks_that_come_in_a_pause_leave_together(tmp_path, monkeypatch, group
         assert groups == [1, 4]
 
 
-def test_full_blocks_wait_longer_than_the_last_rows_of_a_reply(tmp_path, monkeypatch, groups):
+@pytest.mark.parametrize(
+    ("positions", "may_gather"),
+    [(range(96, 97), True), (range(96, 128), False)],
+    ids=["the end of a reply", "a prompt, or rows that are asked for at once"],
+)
+def test_blocks_of_a_reply_wait_until_something_urgent_comes(tmp_path, monkeypatch, groups, positions, may_gather):
     monkeypatch.setattr(serving.streamed_sink, "PAUSE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
-        send(worker, range(32))
+        send(worker, range(32), may_gather=True)
         wait_until(lambda: groups == [1], "the first block, which finds the sink idle")
-        send(worker, range(32, 64))
-        send(worker, range(64, 96))
-        wait_until(lambda: worker.sink._gathers, "the pause for full blocks")
+        send(worker, range(32, 64), may_gather=True)
+        send(worker, range(64, 96), may_gather=True)
+        wait_until(lambda: worker.sink._gathers, "the pause for such blocks")
         assert groups == [1]
-        send(worker, [96])
+        send(worker, positions, may_gather=may_gather)
         wait_until(lambda: groups == [1, 3], "all of them")
         worker.drain()
+
+
+def test_rows_that_cannot_be_sent_are_not_reported_as_sent(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("scripted")
+
+    with suppress(TimeoutError), Worker.running(LOAD, Device.HOST, tmp_path) as worker:  # the context drains, too
+        monkeypatch.setattr(worker.sink._writer, "publish", fail)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        send(worker, [0])
+        wait_until(lambda: worker.sink._failed, "the end of the thread")
+        assert not worker.sink.flush(1000.0)
 
 
 def test_the_result_is_written(tmp_path, capsys):

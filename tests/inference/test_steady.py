@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ class Worker:
     def __init__(self, *, steadies: bool) -> None:
         self.pool = BlockPool(BlockPool.rows_needed(64, 16, 2 * LAYERS), HIDDEN, torch.float32, CPU, 0)
         self.runtime = TapRuntime(TapPoints(0, LAYERS), self, self.pool, self)
-        self.lines, self.sent, self.armed = [], [], 0
+        self.lines, self.sent, self.gathering, self.armed = [], [], [], 0
         if not steadies:
             self.runtime._lay_out = self.runtime._plan
 
@@ -47,6 +48,7 @@ class Worker:
     def send(self, blocks):
         for block in blocks:
             self.sent.append((block.capture.capture_id, block.first_row, list(block.positions)))
+            self.gathering.append(block.may_gather)
             self.pool.give_back(block)
 
     def step(self, rows, admitted=(), finished=()):
@@ -78,6 +80,8 @@ happenings = st.one_of(
     st.tuples(st.just("preempt"), st.integers(0, 7)),
     st.tuples(st.just("change"), st.integers(0, 7)),
     st.tuples(st.just("swap"), st.integers(0, 7)),
+    st.tuples(st.just("compute_two"), st.integers(0, 7)),
+    st.tuples(st.just("compute_again"), st.integers(0, 7)),
 )
 
 
@@ -106,12 +110,16 @@ class Pair:
     def some(self, number):
         return list(self.running)[number % len(self.running)]
 
-    def admit(self, wanted):
-        name, self.count = f"r{self.count}", self.count + 1
-        what, steers, is_bare = wanted
-        plan = RequestPlan(PROMPT_TOKENS, replace(what, capture_id=name) if what else None, tuple(steers), name)
-        self.compute([(name, 0, PROMPT_TOKENS)], admitted=[] if is_bare else [(name, plan)])
-        self.running[name] = PROMPT_TOKENS
+    def admit(self, *wanted):
+        """Admit requests in one step."""
+        names, admitted = [], []
+        for what, steers, is_bare in wanted:
+            name, self.count = f"r{self.count}", self.count + 1
+            names.append(name)
+            plan = RequestPlan(PROMPT_TOKENS, replace(what, capture_id=name) if what else None, tuple(steers), name)
+            admitted += [] if is_bare else [(name, plan)]
+        self.compute([(name, 0, PROMPT_TOKENS) for name in names], admitted=admitted)
+        self.running |= dict.fromkeys(names, PROMPT_TOKENS)
 
     def go_on(self, steps):
         for _ in range(steps):
@@ -129,6 +137,16 @@ class Pair:
         name = self.some(number)
         self.step([(name, 0, self.running[name])])
 
+    def compute_two(self, number):
+        name = self.some(number)
+        self.step([(other, first, 1 + (other == name)) for other, first in self.running.items()])
+        self.running = {other: first + 1 + (other == name) for other, first in self.running.items()}
+
+    def compute_again(self, number):
+        name = self.some(number)
+        self.step([(other, first - (other == name), 1) for other, first in self.running.items()])
+        self.running = {other: first + (other != name) for other, first in self.running.items()}
+
     def change(self, number):
         first, second = (worker.runtime.change_steering(self.some(number), ()) for worker in self.workers)
         assert first == second
@@ -139,11 +157,11 @@ class Pair:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(requests, min_size=1, max_size=5), st.lists(happenings, max_size=12))
-def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, then):
+@given(st.lists(requests, min_size=1, max_size=5), st.booleans(), st.lists(happenings, max_size=12))
+def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, together, then):
     pair = Pair()
-    for wanted in begin:
-        pair.admit(wanted)
+    for wanted in [begin] if together else [[each] for each in begin]:
+        pair.admit(*wanted)
     for what, value in then:
         if pair.running or what in {"admit", "go_on"}:
             getattr(pair, what)(value)
@@ -162,3 +180,23 @@ def test_a_batch_that_is_only_steered_is_armed_once():
         worker.step([("r", position, 1)])
     assert worker.armed == 2, "armed once for the prompt, and once for all generated tokens"
     assert isinstance(worker.runtime._steady, SteadyBatch)
+
+
+def test_requests_that_began_together_may_change_places():
+    pair = Pair()
+    pair.admit(*((capture(layers=layers), (), False) for layers in ((0, 1), (2,))))
+    for change in (pair.compute, lambda: pair.swap(0), lambda: pair.compute_two(0), lambda: pair.compute_again(1)):
+        pair.go_on(3)
+        change()
+    pair.go_on(3)
+
+
+@pytest.mark.parametrize(("interval", "gathers"), [(32, True), (31, False), (1, False)])
+def test_only_blocks_of_a_reply_whose_rows_are_not_asked_for_at_once_may_gather(interval, gathers):
+    worker = Worker(steadies=True)
+    plan = RequestPlan(PROMPT_TOKENS, capture(flush_interval=interval))
+    worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", plan)])
+    assert worker.gathering == [False], "the prompt's"
+    for position in range(2, 70):
+        worker.step([("r", position, 1)])
+    assert set(worker.gathering[1:]) == {gathers}

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from inference_svc.shipping.protocol import MAX_BODY_BYTES, Done, ExtentReady, Hello, Leaving, LossReport, MessageReader
 from inference_svc.shipping.ring import EXTENT_ALIGNMENT, Extent
 from inference_svc.shipping.worker import dispatcher
+from inference_svc.shipping.worker import producer as producer_module
 from inference_svc.shipping.worker.producer import Filled, ProducerClosedError, RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from tests.shipping.support import DEADLINE, make_header, wait_until
@@ -586,12 +588,24 @@ def test_a_waiting_call_ends_a_pause(start_producer, connect, monkeypatch):
     assert producer.drain(DEADLINE)
 
 
-def test_a_refused_call_ends_a_pause(start_producer, connect, monkeypatch):
+def test_a_call_that_does_not_wait_takes_the_room_of_acknowledgements_that_gather(start_producer, connect, monkeypatch):
     """Rows of a capture that sheds must not be lost because acknowledgements gather."""
     monkeypatch.setattr(dispatcher, "_PAUSE_MS", 2 * DEADLINE * 1000)
+    monkeypatch.setattr(producer_module, "_ROUND_SECONDS", DEADLINE)
     producer = start_producer(ring_bytes=4 * PAGE)
     shipper = connect()
     publish(producer, "a")
+    wait_until(lambda: producer._dispatcher.is_pausing, "a pause")
     shipper.send(Done(shipper.receive().ticket))
-    wait_until(lambda: producer.acquire(4 * PAGE, block=False), "the end of the pause")
+    assert producer.acquire(4 * PAGE, block=False)
     assert producer.stats().waits == 0
+
+
+def test_a_call_that_does_not_wait_is_refused_at_once_if_no_acknowledgements_gather(start_producer, monkeypatch):
+    monkeypatch.setattr(producer_module, "_ROUND_SECONDS", 2 * DEADLINE)
+    producer = start_producer(ring_bytes=4 * PAGE)
+    assert not producer._dispatcher.is_pausing
+    assert producer.acquire(4 * PAGE, block=False)
+    started = time.monotonic()
+    assert producer.acquire(PAGE, block=False) is None
+    assert time.monotonic() - started < DEADLINE

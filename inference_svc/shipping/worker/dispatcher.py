@@ -126,6 +126,8 @@ class Dispatcher:
         self._links: list[_Link] = []
         self._next_serial = 0
         self._stopping = False
+        self.is_pausing = False
+        """Whether the thread lets acknowledgements gather."""
         self._path = control_path
         self._listener = _listen(control_path)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -177,7 +179,9 @@ class Dispatcher:
                     self._handlers[descriptor](events)
                 self._on_round()
                 if self._may_pause():
+                    self.is_pausing = True
                     self._pause.poll(_PAUSE_MS)
+                    self.is_pausing = False
         except Exception as error:  # noqa: BLE001 - on_failed wakes the threads that wait for room in the ring
             _log.exception("dispatcher failed")
             self._on_failed(error)

@@ -29,6 +29,9 @@ from svc_common.logs import get_logger
 _WARN_AFTER_SECONDS = 5.0
 """After this long, a step that waits for room logs a warning."""
 
+_ROUND_SECONDS = 0.005
+"""How long a call that does not wait for room still waits for acknowledgements that have already come."""
+
 _ROOMY = 0.75
 """Up to this share of the room that a store can take, acknowledgements may wait a little."""
 
@@ -177,8 +180,9 @@ class RingProducer:
             extent = self._allotment.take(nbytes, store)
             if extent is None and block:
                 extent = self._wait_for_extent(nbytes, store)
-            elif extent is None:
-                self._dispatcher.wake()  # acknowledgements that gather would make room for the next call
+            elif extent is None and self._dispatcher.is_pausing:
+                self._dispatcher.wake()
+                extent = self._take_when_free(nbytes, store, _ROUND_SECONDS)
             if extent is not None:
                 self._acquired.add(extent)
             return extent
@@ -312,15 +316,11 @@ class RingProducer:
 
     def _wait_for_extent(self, nbytes: int, store: str) -> Extent | None:
         """Wait for a free run that is long enough. When all published extents have come back, there is one."""
-
-        def found() -> Extent | bool:
-            return self._allotment.take(nbytes, store) or self._closed
-
         self._waits += 1
         start = time.monotonic()
         with self._impatience():
-            extent = self._changed.wait_for(found, _WARN_AFTER_SECONDS)
-            if not extent:
+            extent = self._take_when_free(nbytes, store, _WARN_AFTER_SECONDS)
+            if extent is None:
                 _log.warning(
                     "the ring is full: the model waits for the store",
                     store=store or None,
@@ -330,10 +330,19 @@ class RingProducer:
                     ring_bytes=self._ring.ring_bytes,
                     shippers=self._dispatcher.num_links,
                 )
-                extent = self._changed.wait_for(found)
+                extent = self._take_when_free(nbytes, store)
         self._seconds_waited += time.monotonic() - start
+        return extent
+
+    def _take_when_free(self, nbytes: int, store: str, timeout_seconds: float | None = None) -> Extent | None:
+        """Take an extent as soon as there is room; return None after the timeout. Call it with the lock.
+
+        Raises:
+            ProducerClosedError: The producer was closed meanwhile.
+        """
+        found = self._changed.wait_for(lambda: self._allotment.take(nbytes, store) or self._closed, timeout_seconds)
         self._check_open()
-        return extent if isinstance(extent, Extent) else None
+        return found if isinstance(found, Extent) else None
 
     @contextmanager
     def _impatience(self) -> Iterator[None]:

@@ -39,7 +39,8 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int,
         CannotCopyError: Other bytes arrive.
     """
     for units in _CHECKED_UNITS:
-        positions = min(units, len(pool_memory) // units - 1)
+        in_ring = len(ring) // (units * pool_memory.shape[1] * pool_memory.itemsize)
+        positions = min(units, len(pool_memory) // units - 1, in_ring)
         if positions < 1:
             continue
         block = pool_memory[: units * (positions + 1)].view(units, positions + 1, -1)

@@ -45,9 +45,9 @@ TOGETHER_BYTES = 64 << 20
 PAUSE_SECONDS = 0.032
 """After its work the thread lets full blocks gather for this long, unless a step needs blocks back. A block that comes
 when the thread has nothing to do leaves at once."""
-LAST_PAUSE_SECONDS = 0.008
-"""The same for blocks that leave before they are full: they hold the last rows of a prompt or of a reply, for which
-someone may wait."""
+SHORT_PAUSE_SECONDS = 0.008
+"""The same for blocks for which someone may wait: those with rows of a prompt, those that are not full because their
+reply has ended, and those of captures with a `flush_interval`."""
 
 _log = get_logger(__name__)
 
@@ -107,11 +107,12 @@ class StreamedSink(BlockSink):
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._collected: list[_Copy] = []
         self._running: _Group | None = None
-        self._has_last = False  # whether a block waits that is not full
+        self._is_urgent = False  # whether something waits that must leave soon
         self._gathers = False  # whether the thread lets full blocks gather
         self._handed_over = 0  # calls of `_hand_over`
         self._done = 0  # how many of them are done
-        self._changed = threading.Condition()  # guards `_done`
+        self._failed = False  # whether the thread has ended
+        self._changed = threading.Condition()  # guards `_done` and `_failed`
         check_copies(pool.memory, memory, self._address, self._whole)
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
 
@@ -124,26 +125,31 @@ class StreamedSink(BlockSink):
         """Hand blocks over. They leave once the model's stream has passed this point."""
         if blocks:
             self._hand_over(blocks)
-            if any(block.free for block in blocks):
-                self._has_last = True
-                if self._gathers:
-                    self._pool.is_short.set()
+            if any(block.free or not block.may_gather for block in blocks):
+                self._hurry()
 
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, and forget it."""
         self._hand_over((), capture)
+        self._hurry()
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every sent block has left the pool, and return whether all have."""
         wanted = self._handed_over
         with self._changed:
             self._pool.is_short.set()
-            return self._changed.wait_for(lambda: self._done >= wanted, timeout_seconds)
+            self._changed.wait_for(lambda: self._done >= wanted or self._failed, timeout_seconds)
+            return self._done >= wanted
 
     def _hand_over(self, blocks: Sequence[Block], ended: Capture | None = None) -> None:
         self._pool.leaving(len(blocks))
         self._handed_over += 1
         self._work.put(_Work(blocks, ended, torch.cuda.current_stream()))
+
+    def _hurry(self) -> None:
+        self._is_urgent = True
+        if self._gathers:
+            self._pool.is_short.set()
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
@@ -163,27 +169,29 @@ class StreamedSink(BlockSink):
                     # Without this thread no block comes back. The next step that needs one fails, instead of waiting.
                     _log.exception("captured rows cannot be copied from the device")
                     self._pool.fail()
-                    raise
-                finally:
                     with self._changed:
-                        self._done += len(works)
+                        self._failed = True
                         self._changed.notify_all()
+                    raise
+                with self._changed:
+                    self._done += len(works)
+                    self._changed.notify_all()
                 self._pause()
 
     def _pause(self) -> None:
         """Let blocks gather."""
         hurry = self._pool.is_short
-        if not hurry.wait(LAST_PAUSE_SECONDS):
-            self._gathers = True  # before the look at `_has_last`, which `send` sets before it looks at this
-            if not self._has_last:
-                hurry.wait(PAUSE_SECONDS - LAST_PAUSE_SECONDS)
+        if not hurry.wait(SHORT_PAUSE_SECONDS):
+            self._gathers = True  # before the look at `_is_urgent`, which `_hurry` sets before it looks at this
+            if not self._is_urgent:
+                hurry.wait(PAUSE_SECONDS - SHORT_PAUSE_SECONDS)
             self._gathers = False
         hurry.clear()
 
     def _gathered(self) -> list[_Work]:
         """Wait for work, and return all that there is."""
         works = [self._work.get()]
-        self._has_last = False
+        self._is_urgent = False
         with suppress(queue.Empty):
             while True:
                 works.append(self._work.get_nowait())

@@ -128,7 +128,7 @@ class _Stages:
         self._target = target
         self._memory = torch.empty(_STAGES, *target.shape, dtype=torch.int32, pin_memory=True)
         self._views: list[npt.NDArray[np.int32]] = list(self._memory.numpy())
-        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by stage and count: see `upload`
+        self._parts: list[tuple[int, Tensor, Tensor] | None] = [None] * _STAGES  # count, target, source: see `upload`
         # One event for each half. An event for each buffer would cost each step two more calls of CUDA.
         self._uploaded = (torch.cuda.Event(), torch.cuda.Event())
         self._turn = -1
@@ -143,11 +143,10 @@ class _Stages:
 
     def upload(self, count: int) -> None:
         """Start to copy the first `count` rows of the buffer that was taken last to the device."""
-        key = self._turn, count
-        parts = self._parts.get(key)
-        if parts is None:
-            parts = self._parts[key] = (self._target[:count], self._memory[self._turn, :count])
-        target, source = parts
+        parts = self._parts[self._turn]
+        if parts is None or parts[0] != count:  # views of torch take as long as the rest
+            parts = self._parts[self._turn] = (count, self._target[:count], self._memory[self._turn, :count])
+        _, target, source = parts
         target.copy_(source, non_blocking=True)
         half, at = divmod(self._turn, _STAGES // 2)
         if at == _STAGES // 2 - 1:

@@ -117,6 +117,7 @@ class RequestState:
                 min_capacity, self.first_generated = self.first_generated, BLOCK_TOKENS
                 limit = self.plan.capture.flush_interval
             self.block = pool.take(self.plan.capture, positions, min_capacity, limit)
+            self.block.may_gather = limit == BLOCK_TOKENS
         return self.block
 
     def divide(self, first: int, count: int) -> Iterator[tuple[Steering, int, int]]:

@@ -90,11 +90,11 @@ class SteadyBatch:
     def advance(self) -> StepLayout:
         """Return the layout of the next step."""
         layout = StepLayout(self._programs, self._lines, repeats=bool(self._steps) and not self._rows)
-        for index in self._opening.pop(self._steps, ()):
+        for index in sorted(self._opening.pop(self._steps, ())):  # in the order of rows, as without a steady batch
             self._open(index)
         if self._rows:
             self._lines[self._moving, PLACE] += 1
-        for index in self._closing.pop(self._steps, ()):
+        for index in sorted(self._closing.pop(self._steps, ())):
             layout.full_blocks.append(self._close(index))
         self._next += 1
         self._steps += 1
