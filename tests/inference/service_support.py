@@ -209,6 +209,13 @@ class FakeEngine:
             await asyncio.wait_for(self.changed.wait_for(condition), DEADLINE)
 
 
+async def until(holds):
+    """Poll for a condition that has no event to wait for."""
+    async with asyncio.timeout(DEADLINE):
+        while not holds():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.01)
+
+
 async def three_tokens(call):
     for number in (1, 2):
         yield Delta(text=f"t{number}", token_ids=[number])

@@ -13,7 +13,17 @@ from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, inference_pb2, store_pb2, store_pb2_grpc
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
-from tests.inference.service_support import CAPTURE, DEADLINE, LAYERS, ask, failure_of, running_service, spec, texts_of
+from tests.inference.service_support import (
+    CAPTURE,
+    DEADLINE,
+    LAYERS,
+    ask,
+    failure_of,
+    running_service,
+    spec,
+    texts_of,
+    until,
+)
 from tests.inference.taps_support import select
 
 NO_ROWS = capture_pb2.CaptureSpec(layers=LAYERS, positions=select((1000, None)))
@@ -292,10 +302,3 @@ async def test_a_killed_batch_can_be_run_again_with_the_same_ids(service, store,
         for name in batch["request_ids"]:
             assert (await ended(store, name)).state == capture_pb2.CAPTURE_STATE_COMPLETE
         assert all(reply.skipped for reply in await client.generate_many(prompts, **batch))
-
-
-async def until(holds):
-    """Poll for a condition that has no event to wait for."""
-    async with asyncio.timeout(DEADLINE):
-        while not holds():  # noqa: ASYNC110 - see above
-            await asyncio.sleep(0.01)

@@ -25,6 +25,7 @@ from tests.inference.service_support import (
     failure_of,
     running_service,
     spec,
+    until,
     vector,
 )
 
@@ -442,8 +443,10 @@ async def test_a_change_of_steering_that_waits_for_room_goes_with_its_caller(sto
             request = inference_pb2.UpdateSteeringRequest(
                 request_id="r", steering=steering_pb2.SteeringSpec(operations=[add(WOE)])
             )
-            with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE"):
-                await service.stub.UpdateSteering(request, timeout=0.1)
+            call = service.stub.UpdateSteering(request)
+            await until(lambda: service.parts.activator.num_waiting)
+            call.cancel()
+            await until(lambda: not service.parts.activator.num_waiting)
             hand.token("holds#0", last=True)
             await read_all(stream)
             assert await service.update("r") == [0]

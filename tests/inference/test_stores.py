@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -20,7 +19,7 @@ from residuum.wire.placement import StoreAddress, first_rank, parse_stores
 from store_svc.database.db import StoreFullError
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
-from tests.inference.service_support import DEADLINE, LAYERS, ask, failure_of, running_service, spec
+from tests.inference.service_support import LAYERS, ask, failure_of, running_service, spec, until
 from tests.inference.taps_support import select
 
 NAMES = ("a", "b", "c")
@@ -67,14 +66,6 @@ async def group(tmp_path):
     yield running
     for name in list(running.stores):
         await running.stop(name)
-
-
-async def until(holds):
-    """Poll for a condition that has no event to wait for."""
-    end = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
 
 
 def placed(store, names=NAMES, start=0):
