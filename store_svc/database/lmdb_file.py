@@ -12,8 +12,8 @@ Two LMDB options are not offered:
 * `sync=False` lets the kernel write the root page before the pages it points to. LMDB reuses freed pages, so a power
   failure could then damage data that was synced long ago.
 * `writemap` leaves holes in the file. On a full disk, writing to one ends the process with SIGBUS instead of an error.
-  And LMDB then writes its root page in place. Its source writes the transaction's number last, but compilers change
-  that order. So a process that is killed in between may leave a damaged tree, even on tmpfs.
+  And LMDB then writes its root page in place. Its source writes the transaction's number last, but a compiler may
+  change that order. So a process that is killed in between may leave a damaged tree, even on tmpfs.
 
 The map has the greatest size that the database may reach. This takes address space, not memory; the file grows as data
 is written. So the map never moves, and readers need no lock.

@@ -148,10 +148,10 @@ def test_acquire_without_waiting_returns_none_when_no_run_is_long_enough(start_p
     producer = start_producer(ring_bytes=PAGE)
     extents = [producer.acquire(size, block=False) for size in (1000, 1000, 1024, 1)]
     assert extents == [(0, 1000), (1024, 1000), (2048, 1024), (3072, 1)]
-    assert producer.fill == (3072 + EXTENT_ALIGNMENT) / PAGE
+    assert producer.stats().bytes_used == 3072 + EXTENT_ALIGNMENT
     producer.release(extents[0])
     producer.release(extents[2])
-    assert producer.fill == (1024 + EXTENT_ALIGNMENT) / PAGE
+    assert producer.stats().bytes_used == 1024 + EXTENT_ALIGNMENT
     assert producer.acquire(1025, block=False) is None  # there is enough room, but not contiguous
     producer.release(extents[1])
     assert producer.acquire(3072, block=False) == Extent(0, 3072)

@@ -113,7 +113,7 @@ def test_several_headers_in_one_extent_and_a_large_extent_come_back_unchanged(st
     store.open("large", 40_960)
     work.publish("large", range(30_000), range(30_000, 40_960))  # 40 MiB, each layer more than a chunk holds
     assert work.producer.drain(DEADLINE)
-    assert (work.producer.stats().freed, work.producer.fill) == (2, 0)
+    assert (work.producer.stats().freed, work.producer.stats().bytes_used) == (2, 0)
     for name in ("parts", "large"):
         assert store.seal(name).state == capture_pb2.CAPTURE_STATE_COMPLETE
     assert store.read("parts") | store.read("large") == work.expected

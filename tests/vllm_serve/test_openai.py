@@ -51,7 +51,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def server(store: Service, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("vllm")
     environment = {"RESIDUUM_STORE": store.endpoint, "RESIDUUM_CAPTURE_SITES": "resid_post,resid_pre"}
-    with running_server(folder, smollm2, **environment) as running:
+    with running_server(folder, smollm2, "--enable-prompt-tokens-details", **environment) as running:
         yield running
 
 
@@ -120,6 +120,27 @@ def test_a_capture_does_not_change_the_answer(api: openai.OpenAI, captures: resi
         choice["logprobs"].pop("top_logprobs")  # floats
     assert captured == plain
     assert captures.activations(name).manifest.state == "complete"
+
+
+def test_a_capture_reads_the_prefix_cache_unless_it_needs_the_whole_prompt(
+    api: openai.OpenAI, captures: residuum.Client, reference: Reference
+) -> None:
+    def ask(capture: residuum.Capture) -> tuple[int, residuum.Activations]:
+        answer = api.completions.create(
+            model=MODEL, prompt=PROMPT * 24, max_tokens=4, temperature=0, extra_body=asking(capture)
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens, captures.activations(answer.id)
+
+    cached, everything = ask(ALL)
+    assert cached == 0
+    check_rows(everything, reference)
+    cached, last = ask(residuum.Capture(layers="all", positions="last_prompt"))
+    assert cached > 0
+    assert last.positions.tolist() == [len(last.manifest.prompt_token_ids) - 1]
+    rows = reference.rows(everything.token_ids.tolist())["resid_post"][:, last.positions]
+    assert relative_error(last.stack(), rows) < CLOSE
+    cached, _ = ask(ALL)
+    assert cached == 0
 
 
 def test_captured_and_plain_requests_run_concurrently(

@@ -26,7 +26,7 @@ _STATE_SPACE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_DELTA = {
+_DELTA = {  # on a CPU, vLLM's linear attention takes only bfloat16
     **PARTIAL_ROPE,
     "layer_types": HYBRID,
     "head_dim": 32,
@@ -151,14 +151,14 @@ HYBRIDS = (
         {**LLAMA, **MOE, **_DELTA, **_SHARED_EXPERT},
         attention=("linear_attn", "self_attn"),
         routed=True,
-        needs_gpu=True,  # on a CPU, its linear attention takes only bfloat16
+        needs_gpu=True,
     ),
     Architecture(
         "qwen3_5",
         "Qwen3_5TextConfig",
         {**LLAMA, **_DELTA},
         attention=("linear_attn", "self_attn"),
-        needs_gpu=True,  # on a CPU, its linear attention takes only bfloat16
+        needs_gpu=True,
     ),
     Architecture(
         "qwen3_5_moe",
@@ -166,7 +166,7 @@ HYBRIDS = (
         {**LLAMA, **MOE, **_DELTA, **_SHARED_EXPERT},
         attention=("linear_attn", "self_attn"),
         routed=True,
-        needs_gpu=True,  # on a CPU, its linear attention takes only bfloat16
+        needs_gpu=True,
     ),
     Architecture(
         "lfm2",

@@ -141,11 +141,6 @@ class RingProducer:
         """The size of the ring: the requested size, rounded up to whole pages."""
         return self._ring.ring_bytes
 
-    @property
-    def fill(self) -> float:
-        """The used part of the ring's bytes, from 0 to 1."""
-        return self._allotment.bytes_used / self._ring.ring_bytes
-
     def start(self) -> None:
         """Start the thread that serves shippers. Call it after any fork."""
         self._dispatcher.start()
