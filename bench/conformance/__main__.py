@@ -35,12 +35,15 @@ class Case:
     architecture: Architecture
     setup: Setup
     repetition: int = 0
+    stream_only: bool = False
+    """Whether sites were left out because the architecture refuses them, which another case checks."""
 
     @property
     def name(self) -> str:
-        """The architecture's name, with the layout if there are several ranks, and the number of the repetition."""
+        """The architecture's name, with what distinguishes the case from its others."""
         layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
         name = self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
+        name += "-stream" if self.stream_only else ""
         return f"{name}#{self.repetition + 1}" if self.repetition else name
 
 
@@ -81,7 +84,7 @@ def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outc
 
 
 def describe(name: str, outcome: Outcome) -> str:
-    """Return an outcome as a line, with a second line for the reason if it is not exact."""
+    """Return an outcome as a line, with further lines for other experts and for the reason if it is not exact."""
     figures: tuple[Any, ...] = ("", "", "", "", "", "", "")
     if outcome.rows:
         figures = (
@@ -93,8 +96,12 @@ def describe(name: str, outcome: Outcome) -> str:
             f"{outcome.max_error:.1e}",
             ", ".join(f"{count} {state}" for state, count in outcome.states.items()),
         )
-    line = _LINE.format(name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")
-    return line if outcome.verdict is Verdict.EXACT else f"{line}\n    {outcome.detail}"
+    lines = [_LINE.format(name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")]
+    if outcome.other_experts:
+        lines.append(f"other experts at near ties: {outcome.other_experts} times, gap at most {outcome.widest_tie:.4f}")
+    if outcome.verdict is not Verdict.EXACT:
+        lines.append(outcome.detail)
+    return "\n    ".join(lines)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -126,9 +133,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-error", type=float, help="the largest allowed error of a row; a GPU that rounds to TF32 needs 1e-2"
     )
-    parser.add_argument(
-        "--max-outliers", type=float, help="the share of rows that may exceed it, such as rows routed to another expert"
-    )
     parser.add_argument("--jobs", type=int, default=1, help="architectures that run at the same time")
     parser.add_argument("--keep", type=Path, help="an empty folder in which models and logs are kept")
     add_output(parser)
@@ -145,15 +149,20 @@ def setup_of(options: argparse.Namespace) -> Setup:
         engine_args=options.engine_args,
         garbage=options.garbage,
         max_error=options.max_error or 0.0,
-        max_outliers=options.max_outliers or 0.0,
     )
 
 
 def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
     """Return each selected architecture in each selected layout."""
     return [
-        Case(architecture, replace(setup, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline), time)
+        Case(
+            architecture,
+            replace(setup, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, sites=sites),
+            time,
+            stream_only=sites != setup.sites,
+        )
         for architecture in options.architectures
+        for sites in architecture.site_sets(setup.sites)
         for tensor, pipeline in options.layouts
         for time in range(options.repeat)
     ]

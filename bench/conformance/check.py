@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import residuum
@@ -24,6 +26,8 @@ from svc_common.launcher import Launch, Service, ServiceFailedError, launch_modu
 _GARBAGE = "bench.conformance.garbage.Garbage"
 """The worker extension that fills uninitialised memory. It is only named here, because importing its module has that
 effect."""
+_SHARED_GPU = {"gpu_memory_utilization": 0.05}
+"""vLLM starts only if this part of the GPU's memory is free. Several architectures run at a time."""
 _START_SECONDS = 300.0
 _REQUEST_SECONDS = 120.0
 
@@ -45,17 +49,11 @@ class Setup:
 
     max_error: float = 0.0
     """The largest allowed error of a row; 0 for the default of the dtype."""
-    max_outliers: float = 0.0
-    """The share of rows that may exceed it; 0 for the default of the dtype."""
 
     def bounds(self, architecture: Architecture) -> Bounds:
         """Return the bounds for an architecture's rows."""
-        bounds = Bounds.of(self.dtype, routed=architecture.routed)
-        return replace(
-            bounds,
-            max_error=self.max_error or max(bounds.max_error, architecture.max_error),
-            outliers=self.max_outliers or bounds.outliers,
-        )
+        bounds = Bounds.of(self.dtype, self.max_error)
+        return replace(bounds, max_error=self.max_error or max(bounds.max_error, architecture.max_error))
 
     def arguments(self) -> list[str]:
         """Return the inference service's flags."""
@@ -91,7 +89,9 @@ def check(
     """
     started = time.perf_counter()
     model = make_model(architecture, folder / architecture.name)
-    setup = replace(setup, engine_args={**architecture.engine_args, **setup.engine_args})
+    gpu = torch.cuda.is_available()
+    engine_args = {**(_SHARED_GPU if gpu else {}), **architecture.arguments(gpu=gpu), **setup.engine_args}
+    setup = replace(setup, engine_args=engine_args)
     with _running(model, store, setup.arguments(), folder, launch) as service:
         try:
             service.wait_until_serving(_START_SECONDS)
@@ -101,11 +101,12 @@ def check(
             verdict, detail = failure_of(
                 service.log.read_text(errors="replace"), expected=architecture.refusal(setup.sites)
             )
-            if verdict is Verdict.FAILED and architecture.needs_gpu and not torch.cuda.is_available():
+            if verdict is Verdict.FAILED and architecture.needs_gpu and not gpu:
                 verdict, detail = Verdict.REFUSED, f"by vLLM, without a GPU: {detail}"
             if isinstance(error, residuum.ResiduumError):  # a call failed, so the service had started: not a refusal
                 verdict, detail = Verdict.FAILED, f"{type(error).__name__}: {error} The log's first error: {detail}"
-            return Outcome(architecture.name, verdict, detail, seconds=time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            return Outcome(architecture.name, verdict, detail, sites=setup.sites, seconds=seconds)
         faults = comparison.faults(setup.bounds(architecture))
         if refusal := architecture.refusal(setup.sites):
             faults.append(f"the service did not refuse with {refusal!r}")
@@ -114,6 +115,7 @@ def check(
             name=architecture.name,
             verdict=Verdict.WRONG if faults else Verdict.EXACT,
             detail="; ".join(faults),
+            sites=setup.sites,
             layers=architecture.layers,
             rows=comparison.rows,
             missing=comparison.missing,
@@ -121,6 +123,8 @@ def check(
             mean_cosine=comparison.mean_cosine,
             max_error=comparison.max_error,
             least_layer_distance=comparison.least_layer_distance,
+            other_experts=comparison.explained.rows,
+            widest_tie=comparison.explained.widest_gap,
             states=dict(comparison.states),
             layout=layout,
             capturing_ranks=int(served.get("capturing_ranks", 0)),
@@ -137,18 +141,24 @@ def _compare(
     with residuum.Client(endpoint) as client, ThreadPoolExecutor(len(requests)) as pool:
         captures = list(pool.map(lambda request: _capture(client, setup, request), requests))
     reference = Reference(architecture, model)
-    comparison = Comparison()
+    comparison, bounds = Comparison(), setup.bounds(architecture)
     for request, acts in zip(requests, captures, strict=True):
         manifest = acts.manifest
         comparison.states[manifest.state] += 1
         generated = manifest.sequences[0].generated_token_ids if manifest.sequences else ()
         # The last token is never fed to the model. The expected rows depend only on the request.
         token_ids = [*request.prompt, *generated][: len(request.prompt) + NEW_TOKENS - 1]
-        expected = reference.rows(token_ids, {layer: adding(push) for layer, push in request.pushes.items()})
+        changes = {layer: adding(push) for layer, push in request.pushes.items()}
+        rows = {site: acts.select(site=site) for site in setup.sites}
+        if architecture.routed:
+            got = {site: site_rows.stack().astype(np.float32) for site, site_rows in rows.items()}
+            expected = comparison.explain(partial(reference.rows, token_ids, changes), got, bounds)
+        else:
+            expected = reference.rows(token_ids, changes)
         comparison.see_layers(expected["resid_post"])
-        for site in setup.sites:
-            rows = acts.select(site=site)
-            comparison.add(rows.stack(), rows.present, expected[site])
+        for site, site_rows in rows.items():
+            stream = expected["resid_pre"] if bounds.of_stream else None
+            comparison.add(site_rows.stack(), site_rows.present, expected[site], stream)
     layout = captures[0].manifest.proto.description.layout
     return comparison, (layout.tensor_parallel_size, layout.pipeline_parallel_size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from bench.conformance.architectures import Architecture
 from bench.conformance.models import ONE_AT_A_TIME
+from bench.conformance.routing import Routing
 
 Rows = npt.NDArray[np.float32]
 Change = Callable[[Tensor], Tensor]
@@ -40,23 +42,30 @@ class Reference:
                 folder, dtype=dtype, attn_implementation="eager", **architecture.reference
             ).eval()
         self._changes: Mapping[int, Change] = {}
+        self._routing: Routing | None = None
         self._kept: dict[str, list[Tensor | None]] = {}
         self._layers = decoder_layers(self.model)
         self._body = self.model.get_submodule(_path(self.model).rpartition(".")[0])
         for index, layer in enumerate(self._layers):
             self._hook(architecture, index, layer)
 
-    def rows(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> dict[str, Rows]:
+    def rows(
+        self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None, routing: Routing | None = None
+    ) -> dict[str, Rows]:
         """Run the model over a sequence.
 
         Args:
             token_ids: Prompt and reply.
             changes: The change of the residual stream after a layer, by layer.
+            routing: Records and changes the choices of experts; None to leave them as they are.
 
         Returns:
             For each site, float32 [layers, positions, hidden]. A part that a layer does not have has zeros.
         """
-        self.run(token_ids, changes)
+        self._routing = routing
+        with routing or nullcontext():
+            self.run(token_ids, changes)
+        self._routing = None
         like = self._kept["resid_post"][0]
         assert like is not None  # noqa: S101 - the model has just been run
         return {
@@ -84,6 +93,8 @@ class Reference:
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             del module
+            if self._routing is not None:
+                self._routing.enter(index)
             self._keep("resid_pre", index, arguments[0] if arguments else options["hidden_states"])
 
         return hook

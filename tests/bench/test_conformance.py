@@ -17,7 +17,7 @@ from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, fail
 
 EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
 ALL = np.ones((3, 5), dtype=bool)
-BOUNDS = Bounds.of("float32", routed=False)
+BOUNDS = Bounds.of("float32")
 
 
 def compare(got: np.ndarray, present: np.ndarray = ALL, state: str = "complete") -> Comparison:
@@ -48,12 +48,18 @@ def test_wrong_rows_have_a_fault(got: np.ndarray, fault: str) -> None:
     assert any(fault in found for found in compare(got.astype(np.float32)).faults(BOUNDS))
 
 
-def test_rows_routed_to_another_expert_are_tolerated_in_16_bits() -> None:
-    got = EXPECTED * np.float32(1.001)
-    got[1, 2] = EXPECTED[0, 0]
-    assert compare(got).faults(Bounds(min_cosine=0.99, mean_cosine=0.9, max_error=0.15, outliers=0.1)) == []
-    assert compare(got).faults(Bounds(min_cosine=0.99, mean_cosine=0.9, max_error=0.15)) != []
-    assert Bounds.of("float32", routed=True).outliers == 0
+def test_a_short_part_is_compared_at_the_scale_of_the_stream_in_16_bits() -> None:
+    stream = 100 * EXPECTED
+    got = EXPECTED + np.float32(0.1) * stream[:, ::-1]
+    comparison = Comparison()
+    comparison.states["complete"] += 1
+    comparison.see_layers(EXPECTED)
+    comparison.add(got, ALL, EXPECTED, stream)
+    assert 0.05 < comparison.max_error < 0.2
+    assert compare(got).max_error > 5
+    assert Bounds.of("bfloat16").of_stream
+    assert Bounds.of("float32", 1e-2).of_stream, "TF32"
+    assert not Bounds.of("float32").of_stream
 
 
 def test_absent_rows_count_as_missing_and_are_not_compared() -> None:
@@ -125,7 +131,7 @@ def test_surplus_rows_are_a_fault() -> None:
     comparison.states["complete"] += 1
     comparison.see_layers(rows[:, :10])
     comparison.add(rows, np.ones((3, 13), dtype=bool), rows[:, :10])
-    assert comparison.faults(Bounds.of("float32", routed=False)) == ["9 rows came that were not requested"]
+    assert comparison.faults(Bounds.of("float32")) == ["9 rows came that were not requested"]
 
 
 def test_the_command_line_defines_the_setup() -> None:

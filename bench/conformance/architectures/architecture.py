@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,8 @@ class Architecture:
     """Values of the configuration that must be different in transformers, because vLLM reads them differently."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Arguments for vLLM's engine."""
+    gpu_args: dict[str, Any] = field(default_factory=dict)
+    """More of them, on a GPU."""
     vllm_class: str = ""
     """The name of its class in vLLM, if it is not the name in transformers."""
     unchanged: tuple[str, ...] = ()
@@ -61,6 +63,15 @@ class Architecture:
     def layers(self) -> int:
         """Its decoder layers."""
         return LAYERS
+
+    def arguments(self, *, gpu: bool) -> dict[str, Any]:
+        """Return its arguments for vLLM's engine."""
+        return {**self.engine_args, **self.gpu_args} if gpu else self.engine_args
+
+    def site_sets(self, sites: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the sites of each check that compares these sites: if some are refused, the others are checked too."""
+        every, stream = tuple(sites), tuple(site for site in sites if site not in PARTS)
+        return [every, stream] if stream and stream != every and self.refused and not self.refused_stream else [every]
 
     def refusal(self, sites: Iterable[str]) -> str:
         """Return part of the reason with which the service must refuse these sites; empty if it captures them."""
@@ -100,6 +111,8 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
 AFTER_ATTENTION, AFTER_MLP = ("post_attention_layernorm",), ("post_feedforward_layernorm",)
 MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
+ALIBI = {"attention_backend": "TRITON_ATTN"}
+"""vLLM 0.32 starts no model with ALiBi with its default kernels for attention on Hopper."""
 NO_ROPE_KERNEL = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """Avoids vLLM's rotary kernel for CPUs, which computes other values if heads have a dimension of their own."""
 SCALED, NO_PARTS = "scales or merges", "for an attention block and for an MLP after it"

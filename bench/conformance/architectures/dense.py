@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.conformance.architectures.architecture import (
     AFTER_ATTENTION,
     AFTER_MLP,
+    ALIBI,
     COMMON,
     GEMMA,
     GPT,
@@ -97,6 +98,7 @@ DENSE = (
             "seq_length": MAX_LENGTH,
             "pad_token_id": 0,
         },
+        gpu_args=ALIBI,
         attention=("self_attention.dense",),  # the blocks' own outputs contain the stream
         mlp=("mlp.dense_4h_to_h",),
         max_error=1e-3,  # transformers approximates GELU with tanh

@@ -35,6 +35,8 @@ _DELTA = {  # on a CPU, vLLM's linear attention takes only bfloat16
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+_TRITON = {"gdn_prefill_backend": "triton"}
+"""vLLM's own kernel for linear attention. On Hopper, vLLM prefers the one of FlashInfer, which may not be installed."""
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 128}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "conv_dim": HIDDEN, "block_dim": HIDDEN}
 
@@ -87,6 +89,7 @@ HYBRIDS = (
         mlp=("feed_forward",),
         routed=True,
         needs_gpu=True,  # its scan is a CUDA kernel
+        refused=NO_PARTS,  # in vLLM, its layers with attention have no module for the attention block
     ),
     Architecture(
         "falcon_h1",
@@ -152,6 +155,7 @@ HYBRIDS = (
         attention=("linear_attn", "self_attn"),
         routed=True,
         needs_gpu=True,
+        gpu_args=_TRITON,
     ),
     Architecture(
         "qwen3_5",
@@ -159,6 +163,7 @@ HYBRIDS = (
         {**LLAMA, **_DELTA},
         attention=("linear_attn", "self_attn"),
         needs_gpu=True,
+        gpu_args=_TRITON,
     ),
     Architecture(
         "qwen3_5_moe",
@@ -167,6 +172,7 @@ HYBRIDS = (
         attention=("linear_attn", "self_attn"),
         routed=True,
         needs_gpu=True,
+        gpu_args=_TRITON,
     ),
     Architecture(
         "lfm2",

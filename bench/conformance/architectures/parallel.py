@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.conformance.architectures.architecture import (
+    ALIBI,
     COMMON,
     GPT,
     LLAMA,
@@ -34,6 +35,7 @@ PARALLEL = (
         "FalconConfig",
         {**COMMON, "multi_query": False, "parallel_attn": False, "bias": True},
         attention=("self_attention",),
+        gpu_args=ALIBI,
         refused=SCALED,  # vLLM's layer adds the biases of its parts
     ),
     Architecture("cohere", "CohereConfig", {**LLAMA, "tie_word_embeddings": True}, everyday=True),

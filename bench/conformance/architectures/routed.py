@@ -13,7 +13,13 @@ from bench.conformance.architectures.architecture import (
     Architecture,
 )
 
-_MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}  # vLLM has no other
+_MLA = {  # vLLM has kernels for these sizes only
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -82,7 +88,6 @@ ROUTED = (
             **LLAMA,
             **_MLA,
             **_GROUPS,
-            "num_key_value_heads": 8,
             "q_lora_rank": None,
             "topk_method": "group_limited_greedy",
             "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
@@ -96,7 +101,6 @@ ROUTED = (
             **LLAMA,
             **_MLA,
             **_GROUPS,
-            "num_key_value_heads": 8,
             "q_lora_rank": 128,
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
