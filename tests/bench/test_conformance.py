@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import bench
 from bench.conformance.__main__ import cases_of, parse, setup_of
 from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import _told_when_ready, to_json
+from bench.conformance.page import tables
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
+from bench.readme import MODELS
 
 EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
 ALL = np.ones((3, 5), dtype=bool)
@@ -151,12 +151,47 @@ def test_the_command_line_defines_the_setup() -> None:
             parse(bad)
 
 
-def test_the_readme_lists_the_sites_of_each_architecture() -> None:
-    text = (Path(bench.__file__).parent / "README.md").read_text()
-    table = text.partition("| architectures |")[2].partition("\n\n")[0]
+def test_the_page_of_models_lists_the_sites_of_each_architecture() -> None:
+    table = MODELS.read_text().partition("| architectures |")[2].partition("\n\n")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     told = {name: "refused" in row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert told == {name: bool(architecture.refused) for name, architecture in ARCHITECTURES.items()}
+
+
+def outcome(name: str, verdict: str = "exact", **more: object) -> dict[str, object]:
+    exact = verdict != "refused"
+    return {
+        "name": name, "verdict": verdict, "detail": "", "layout": [1, 1] if exact else [0, 0], "rows": 100 * exact,
+        "missing": 0, "max_error": 0.01 * exact, "model_runner": "v2" if exact else "",
+    } | more  # fmt: skip
+
+
+def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
+    machine = {"gpu": "NVIDIA H200"}
+    origin = {"machine": machine, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
+    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post", "resid_pre", "attn_out", "mlp_out"]}
+    models = [
+        outcome("llama", other_experts=3),
+        outcome("llama", layout=[2, 1], max_error=0.05),
+        outcome("mixtral", "WRONG", missing=3),
+        outcome("granite", "refused", detail="CannotTapError: merges"),
+        outcome("granite", sites=["resid_post", "resid_pre"]),
+        outcome("mamba", "refused", detail="by vLLM, without a GPU: x"),
+        outcome("gemma3n", "refused", detail="CannotTapError: four streams"),
+    ]
+    text = tables([{**origin, "setup": setup, "architectures": models}])
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    labels = ["H200, bfloat16, runner V2", "H200, bfloat16, runner V2, tensor parallel 2"]
+    assert cells[0] == ["architecture", *labels]
+    assert {name: row for name, *row in cells[2:7]} == {
+        "`llama`": ["all sites", "all sites"],
+        "`mixtral`": ["**not exact**", ""],
+        "`granite`": ["stream", ""],
+        "`mamba`": ["needs a GPU", ""],
+        "`gemma3n`": ["refused", ""],
+    }
+    assert [f"{labels[0]}, eager", "0.32.0", "0123456", "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
+    assert [f"{labels[1]}, eager", "0.32.0", "0123456", "1", "100", "0", "none", "5.0e-02", "0"] in cells
 
 
 def test_only_the_sites_that_a_model_lacks_are_refused() -> None:

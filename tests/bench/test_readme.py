@@ -7,10 +7,10 @@ from bench.readme import (
     BEGIN,
     COSTS,
     END,
+    MODELS,
     README,
     RESULTS,
     NoMarksError,
-    conformance,
     encodings,
     end_to_end,
     figures,
@@ -49,9 +49,9 @@ def test_a_page_without_marks_is_refused(page):
         spliced(page, "new")
 
 
-@pytest.mark.parametrize("name", ["README", "COSTS"])
+@pytest.mark.parametrize("name", ["README", "COSTS", "MODELS"])
 def test_outdated_figures_are_reported(name, monkeypatch, tmp_path):
-    real = {"README": README, "COSTS": COSTS}[name]
+    real = {"README": README, "COSTS": COSTS, "MODELS": MODELS}[name]
     page = tmp_path / real.parent.name / real.name  # the folder decides how the page links to the results
     page.parent.mkdir()
     page.write_text(real.read_text().replace(END, f"typed by hand\n{END}"))
@@ -164,31 +164,6 @@ def test_the_services_overhead_is_reported_for_each_number_of_streams():
     assert "| 32 at a time, runner V1 | 0.958 | +21.9 ms | +0.004 ms |" in service(
         {**CONTEXT, "parts": {"v1": part}}, ""
     )
-
-
-def test_models_with_the_same_setup_share_one_row():
-    def model(name, cosine, layout, **more):
-        return {
-            "name": name,
-            "min_cosine": cosine,
-            "layout": layout,
-            "rows": 100,
-            "missing": 0,
-            "verdict": "exact",
-        } | more
-
-    models = [
-        model("llama", 0.9991, [1, 1], model_runner="v2"),
-        model("mixtral", 0.5, [1, 1], model_runner="v2", missing=3, verdict="wrong"),
-        model("llama", 0.9992, [2, 1]),
-        model("mamba", 0.0, [0, 0], verdict="refused"),
-    ]
-    setup = {"dtype": "bfloat16", "eager": False, "sites": ["resid_post"]}
-    text = conformance([{**CONTEXT, "setup": setup, "architectures": models}], "folder")
-    assert "| bfloat16, compiled, runner V2 | 200 | 3 | `mixtral` | 0.50000 |" in text
-    assert "| bfloat16, compiled, tensor × pipeline 2 × 1 | 100 | 0 | none | 0.99920 |" in text
-    assert "mamba" not in text
-    assert conformance([], "") == ""
 
 
 def test_without_results_there_are_no_figures(tmp_path):

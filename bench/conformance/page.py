@@ -1,0 +1,118 @@
+"""Writes the tables of docs/models.md from the results of `bench.conformance`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.conformance.architectures import ARCHITECTURES
+from bench.conformance.architectures.architecture import PARTS
+from bench.output import markdown_table, short_revision, vllm_version
+
+Result = Mapping[str, Any]
+_NOT_COMPARED = ""
+_BY_VLLM = "by vLLM"
+"""How the reason begins if vLLM refuses an architecture, and not the service."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """How models were served: a column of the matrix."""
+
+    machine: str
+    dtype: str
+    compiled: bool
+    runner: str
+    layout: tuple[int, int]
+    vllm: str
+
+    @property
+    def label(self) -> str:
+        """The column's head."""
+        tensor, pipeline = self.layout
+        parts = [self.machine, self.dtype, f"runner {self.runner.upper()}" if self.runner else ""]
+        parts += [f"tensor parallel {tensor}"] * (tensor > 1) + [f"pipeline parallel {pipeline}"] * (pipeline > 1)
+        return ", ".join(part for part in parts if part)
+
+
+def tables(results: Sequence[Result]) -> str:
+    """Return the matrix of architectures, and what each of its columns compared, as Markdown.
+
+    Args:
+        results: The results of `bench.conformance`. Two with the same column complete each other.
+    """
+    columns: dict[Served, list[Result]] = {}
+    revisions: dict[Served, list[str]] = {}
+    for result in results:
+        for outcome in result["architectures"]:
+            served = _served(result, outcome)
+            columns.setdefault(served, []).append({"sites": result["setup"]["sites"], **outcome})
+            if short_revision(result) not in revisions.setdefault(served, []):
+                revisions[served].append(short_revision(result))
+    names = [
+        name for name in ARCHITECTURES if any(name == outcome["name"] for rows in columns.values() for outcome in rows)
+    ]
+    matrix = [
+        (f"`{name}`", *(_cell([row for row in rows if row["name"] == name]) for rows in columns.values()))
+        for name in names
+    ]
+    details = [_details(served, rows, revisions[served]) for served, rows in columns.items()]
+    heads = ("served in", "vLLM", "at", "models", "rows", "missing", "wrong", "largest error", "other experts")
+    return "\n\n".join(
+        (
+            markdown_table(("architecture", *(served.label for served in columns)), matrix),
+            "What each column compared:",
+            markdown_table(heads, details),
+        )
+    )
+
+
+def _served(result: Result, outcome: Result) -> Served:
+    """Return the column of an outcome. A model that was refused has that of the others in the same run."""
+    runners = [other.get("model_runner") for other in result["architectures"] if other.get("model_runner")]
+    layout = tuple(outcome["layout"])
+    setup = result["setup"]
+    return Served(
+        _machine(result),
+        setup["dtype"],
+        not setup["eager"],
+        outcome.get("model_runner") or (runners[0] if runners else ""),
+        (layout[0], layout[1]) if any(layout) else (1, 1),
+        vllm_version(result),
+    )
+
+
+def _machine(result: Result) -> str:
+    """Return a GPU without its maker, or "CPU"."""
+    gpu: str = result["machine"]["gpu"]
+    return gpu.removeprefix("NVIDIA ") if gpu else "CPU"
+
+
+def _cell(outcomes: Sequence[Result]) -> str:
+    """Return the verdict on an architecture: the sites of which every row is right."""
+    if not outcomes:
+        return _NOT_COMPARED
+    if any(outcome["verdict"] in {"WRONG", "FAILED"} for outcome in outcomes):
+        return "**not exact**"
+    exact = {site for outcome in outcomes if outcome["verdict"] == "exact" for site in outcome["sites"]}
+    if exact:
+        return "all sites" if exact >= PARTS else "stream"
+    reasons = [outcome["detail"] for outcome in outcomes]
+    return "needs a GPU" if any(reason.startswith(_BY_VLLM) for reason in reasons) else "refused"
+
+
+def _details(served: Served, outcomes: Sequence[Result], revisions: Sequence[str]) -> tuple[str, ...]:
+    compared = [outcome for outcome in outcomes if outcome["rows"]]
+    wrong = [f"`{outcome['name']}`" for outcome in outcomes if outcome["verdict"] in {"WRONG", "FAILED"}]
+    return (
+        f"{served.label}, {'compiled' if served.compiled else 'eager'}",
+        served.vllm,
+        ", ".join(revisions),
+        f"{len({outcome['name'] for outcome in compared})}",
+        f"{sum(outcome['rows'] for outcome in compared):,}",
+        f"{sum(outcome['missing'] for outcome in compared)}",
+        ", ".join(wrong) or "none",
+        f"{max((outcome['max_error'] for outcome in compared), default=0.0):.1e}",
+        f"{sum(outcome.get('other_experts', 0) for outcome in compared):,}",
+    )
