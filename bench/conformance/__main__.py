@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.conformance.architectures import ARCHITECTURES, Architecture
 from bench.conformance.check import Setup, check, to_json
+from bench.conformance.quantized import QUANTIZATIONS
 from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
 from bench.machine import describe as describe_origin
@@ -44,6 +45,7 @@ class Case:
         layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
         name = self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
         name += "-stream" if self.stream_only else ""
+        name += f"-{self.setup.quantization}" if self.setup.quantization else ""
         return f"{name}#{self.repetition + 1}" if self.repetition else name
 
 
@@ -124,6 +126,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sites", type=words(SITES), default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}"
     )
+    parser.add_argument(
+        "--quantization", type=words(QUANTIZATIONS), default=[""], help="formats of the weights, separated by commas: "
+        f"{', '.join(QUANTIZATIONS)}; then the reference is stock vLLM, and the only site resid_post (default: none)",
+    )  # fmt: skip
     parser.add_argument("--kv-cache-gib", type=float, default=defaults.kv_cache_gib, help="memory of the KV cache")
     add_engine_args(parser)
     parser.add_argument(
@@ -157,12 +163,19 @@ def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
     return [
         Case(
             architecture,
-            replace(setup, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, sites=sites),
+            replace(
+                setup,
+                tensor_parallel_size=tensor,
+                pipeline_parallel_size=pipeline,
+                sites=sites,
+                quantization=quantization,
+            ),
             time,
             stream_only=sites != setup.sites,
         )
         for architecture in options.architectures
         for sites in architecture.site_sets(setup.sites)
+        for quantization in options.quantization
         for tensor, pipeline in options.layouts
         for time in range(options.repeat)
     ]

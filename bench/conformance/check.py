@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -18,8 +18,10 @@ import torch
 import residuum
 from bench.conformance.architectures import MAX_LENGTH, Architecture
 from bench.conformance.models import make_model
+from bench.conformance.quantized import QUANTIZATIONS, quantize
 from bench.conformance.reference import Reference, adding
-from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
+from bench.conformance.results import Bounds, Comparison, Outcome, Rows, Verdict, failure_of
+from bench.conformance.stock import stock_rows
 from bench.conformance.workload import CHUNK, NEW_TOKENS, Request, make_requests
 from svc_common.launcher import Launch, Service, ServiceFailedError, launch_module, start_inference
 
@@ -47,6 +49,9 @@ class Setup:
     garbage: bool = False
     """Whether the worker's uninitialised memory is filled with garbage."""
 
+    quantization: str = ""
+    """The format of the weights, one of `QUANTIZATIONS`; empty if they are not quantised. Then the reference is stock
+    vLLM, which has only the stream, and steered requests are not compared."""
     max_error: float = 0.0
     """The largest allowed error of a row; 0 for the default of the dtype."""
 
@@ -74,6 +79,16 @@ class Setup:
         flags = [f"--{name}={value}" for name, value in values.items()]
         return [*flags, "--enforce-eager"] if self.eager else flags
 
+    def stock_arguments(self) -> dict[str, Any]:
+        """Return the arguments for the engine of stock vLLM that computes the reference."""
+        return {
+            **self.engine_args,
+            "dtype": self.dtype,
+            "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
+            "max_num_batched_tokens": MAX_LENGTH,
+            "max_model_len": MAX_LENGTH,
+        }
+
 
 def check(
     architecture: Architecture, setup: Setup, store: str, folder: Path, launch: Launch = launch_module
@@ -91,22 +106,29 @@ def check(
     model = make_model(architecture, folder / architecture.name)
     gpu = torch.cuda.is_available()
     engine_args = {**(_SHARED_GPU if gpu else {}), **architecture.arguments(gpu=gpu), **setup.engine_args}
+    needs_gpu = architecture.needs_gpu
+    if setup.quantization:
+        quantization = QUANTIZATIONS[setup.quantization]
+        quantize(model, quantization)
+        engine_args |= quantization.engine_args
+        needs_gpu |= quantization.needs_gpu
     setup = replace(setup, engine_args=engine_args)
     with _running(model, store, setup.arguments(), folder, launch) as service:
         try:
             service.wait_until_serving(_START_SECONDS)
             start_seconds = time.perf_counter() - started
-            comparison, layout = _compare(architecture, setup, service.endpoint, model)
+            comparison, layout = _compare(architecture, setup, service.endpoint, model, folder / "stock")
         except (ServiceFailedError, residuum.ResiduumError) as error:
             verdict, detail = failure_of(
                 service.log.read_text(errors="replace"), expected=architecture.refusal(setup.sites)
             )
-            if verdict is Verdict.FAILED and architecture.needs_gpu and not gpu:
+            if verdict is Verdict.FAILED and needs_gpu and not gpu:
                 verdict, detail = Verdict.REFUSED, f"by vLLM, without a GPU: {detail}"
             if isinstance(error, residuum.ResiduumError):  # a call failed, so the service had started: not a refusal
                 verdict, detail = Verdict.FAILED, f"{type(error).__name__}: {error} The log's first error: {detail}"
             seconds = time.perf_counter() - started
-            return Outcome(architecture.name, verdict, detail, sites=setup.sites, seconds=seconds)
+            name = architecture.name
+            return Outcome(name, verdict, detail, setup.sites, quantization=setup.quantization, seconds=seconds)
         faults = comparison.faults(setup.bounds(architecture))
         if refusal := architecture.refusal(setup.sites):
             faults.append(f"the service did not refuse with {refusal!r}")
@@ -116,6 +138,7 @@ def check(
             verdict=Verdict.WRONG if faults else Verdict.EXACT,
             detail="; ".join(faults),
             sites=setup.sites,
+            quantization=setup.quantization,
             layers=architecture.layers,
             rows=comparison.rows,
             missing=comparison.missing,
@@ -134,36 +157,62 @@ def check(
         )
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What came of a request."""
+
+    request: Request
+    acts: residuum.Activations
+    token_ids: list[int]
+    """The prompt and the reply without its last token, which is never fed to the model."""
+
+
 def _compare(
-    architecture: Architecture, setup: Setup, endpoint: str, model: Path
+    architecture: Architecture, setup: Setup, endpoint: str, model: Path, scratch: Path
 ) -> tuple[Comparison, tuple[int, int]]:
-    requests = make_requests()
+    requests = [request for request in make_requests() if not (setup.quantization and request.pushes)]
     with residuum.Client(endpoint) as client, ThreadPoolExecutor(len(requests)) as pool:
-        captures = list(pool.map(lambda request: _capture(client, setup, request), requests))
-    reference = Reference(architecture, model)
+        answers = list(pool.map(lambda request: _ask(client, setup, request), requests))
     comparison, bounds = Comparison(), setup.bounds(architecture)
-    for request, acts in zip(requests, captures, strict=True):
-        manifest = acts.manifest
-        comparison.states[manifest.state] += 1
-        generated = manifest.sequences[0].generated_token_ids if manifest.sequences else ()
-        # The last token is never fed to the model. The expected rows depend only on the request.
-        token_ids = [*request.prompt, *generated][: len(request.prompt) + NEW_TOKENS - 1]
-        changes = {layer: adding(push) for layer, push in request.pushes.items()}
-        rows = {site: acts.select(site=site) for site in setup.sites}
-        if architecture.routed:
-            got = {site: site_rows.stack().astype(np.float32) for site, site_rows in rows.items()}
-            expected = comparison.explain(partial(reference.rows, token_ids, changes), got, bounds)
-        else:
-            expected = reference.rows(token_ids, changes)
+    for answer, expected in zip(
+        answers, _expected(architecture, setup, model, scratch, answers, comparison), strict=True
+    ):
+        comparison.states[answer.acts.manifest.state] += 1
         comparison.see_layers(expected["resid_post"])
-        for site, site_rows in rows.items():
+        for site in setup.sites:
+            rows = answer.acts.select(site=site)
             stream = expected["resid_pre"] if bounds.of_stream else None
-            comparison.add(site_rows.stack(), site_rows.present, expected[site], stream)
-    layout = captures[0].manifest.proto.description.layout
+            comparison.add(rows.stack(), rows.present, expected[site], stream)
+    layout = answers[0].acts.manifest.proto.description.layout
     return comparison, (layout.tensor_parallel_size, layout.pipeline_parallel_size)
 
 
-def _capture(client: residuum.Client, setup: Setup, request: Request) -> residuum.Activations:
+def _expected(
+    architecture: Architecture,
+    setup: Setup,
+    model: Path,
+    scratch: Path,
+    answers: Sequence[_Answer],
+    comparison: Comparison,
+) -> Iterator[Mapping[str, Rows]]:
+    """Return the reference's rows for each request, at each site."""
+    if setup.quantization:
+        sequences = [answer.token_ids for answer in answers]
+        for rows in stock_rows(model, setup.stock_arguments(), sequences, scratch):
+            yield {"resid_post": rows, "resid_pre": np.concatenate([rows[:1], rows[:-1]])}
+        return
+    reference = Reference(architecture, model)
+    for answer in answers:
+        changes = {layer: adding(push) for layer, push in answer.request.pushes.items()}
+        run = partial(reference.rows, answer.token_ids, changes)
+        if architecture.routed:
+            got = {site: answer.acts.select(site=site).stack().astype(np.float32) for site in setup.sites}
+            yield comparison.explain(run, got, setup.bounds(architecture))
+        else:
+            yield run()
+
+
+def _ask(client: residuum.Client, setup: Setup, request: Request) -> _Answer:
     reply = client.generate(
         list(request.prompt),
         max_tokens=NEW_TOKENS,
@@ -173,7 +222,10 @@ def _capture(client: residuum.Client, setup: Setup, request: Request) -> residuu
         steer=[residuum.Add(residuum.Vector.from_array(push), layer=at) for at, push in request.pushes.items()],
         timeout=_REQUEST_SECONDS,
     )
-    return client.activations(reply.request_id, allow_partial=True)
+    acts = client.activations(reply.request_id, allow_partial=True)
+    generated = acts.manifest.sequences[0].generated_token_ids if acts.manifest.sequences else ()
+    # The expected rows depend only on the request.
+    return _Answer(request, acts, [*request.prompt, *generated][: len(request.prompt) + NEW_TOKENS - 1])
 
 
 @contextmanager

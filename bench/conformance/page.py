@@ -42,10 +42,11 @@ def tables(results: Sequence[Result]) -> str:
     Args:
         results: The results of `bench.conformance`. Two with the same column complete each other.
     """
+    quantized = _quantized(results)
     columns: dict[Served, list[Result]] = {}
     revisions: dict[Served, list[str]] = {}
     for result in results:
-        for outcome in result["architectures"]:
+        for outcome in _plain(result):
             served = _served(result, outcome)
             columns.setdefault(served, []).append({"sites": result["setup"]["sites"], **outcome})
             if short_revision(result) not in revisions.setdefault(served, []):
@@ -59,13 +60,37 @@ def tables(results: Sequence[Result]) -> str:
     ]
     details = [_details(served, rows, revisions[served]) for served, rows in columns.items()]
     heads = ("served in", "vLLM", "at", "models", "rows", "missing", "wrong", "largest error", "other experts")
-    return "\n\n".join(
-        (
-            markdown_table(("architecture", *(served.label for served in columns)), matrix),
-            "What each column compared:",
-            markdown_table(heads, details),
-        )
-    )
+    texts = [
+        markdown_table(("architecture", *(served.label for served in columns)), matrix),
+        "What each column compared:",
+        markdown_table(heads, details),
+    ]
+    return "\n\n".join([*texts, *quantized])
+
+
+def _plain(result: Result) -> list[Result]:
+    """Return the outcomes of models whose weights are not quantised."""
+    return [outcome for outcome in result["architectures"] if not outcome.get("quantization")]
+
+
+def _quantized(results: Sequence[Result]) -> list[str]:
+    """Return the table of formats of quantised weights, and what it says; empty without results."""
+    rows = [
+        (f"{outcome['quantization']}, `{outcome['name']}`", _served(result, outcome).label, *_exactness(outcome))
+        for result in results
+        for outcome in result["architectures"]
+        if outcome.get("quantization")
+    ]
+    heads = ("format, architecture", "served in", "rows", "missing", "largest error")
+    intro = "Quantised weights. The reference is stock vLLM with the same weights, and a hook after each layer:"
+    return [intro, markdown_table(heads, rows)] if rows else []
+
+
+def _exactness(outcome: Result) -> tuple[str, str, str]:
+    if not outcome["rows"]:
+        return ("needs a GPU" if outcome["detail"].startswith(_BY_VLLM) else outcome["verdict"], "", "")
+    verdict = "" if outcome["verdict"] == "exact" else "**not exact:** "
+    return f"{outcome['rows']:,}", f"{outcome['missing']}", f"{verdict}{outcome['max_error']:.1e}"
 
 
 def _served(result: Result, outcome: Result) -> Served:

@@ -200,6 +200,8 @@ class Outcome:
     """The reason, if the verdict is not EXACT."""
     sites: tuple[str, ...] = ()
     """The sites that were to be captured."""
+    quantization: str = ""
+    """The format of quantised weights; empty if they are not quantised."""
     layers: int = 0
     rows: int = 0
     missing: int = 0

@@ -192,6 +192,22 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
     }
     assert [f"{labels[0]}, eager", "0.32.0", "0123456", "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
     assert [f"{labels[1]}, eager", "0.32.0", "0123456", "1", "100", "0", "none", "5.0e-02", "0"] in cells
+    assert "Quantised" not in text
+
+
+def test_quantised_weights_have_a_table_of_their_own() -> None:
+    origin = {"machine": {"gpu": None}, "versions": {}, "revision": {"commit": "0123456789"}}
+    models = [
+        outcome("llama", quantization="int8"),
+        outcome("llama", "WRONG", quantization="awq"),
+        outcome("llama", "refused", quantization="fp8-static", detail="by vLLM, without a GPU: x"),
+    ]
+    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"]}
+    text = tables([{**origin, "setup": setup, "architectures": models}])
+    assert "| int8, `llama` | CPU, bfloat16, runner V2 | 100 | 0 | 1.0e-02 |" in text
+    assert "| awq, `llama` | CPU, bfloat16, runner V2 | 100 | 0 | **not exact:** 1.0e-02 |" in text
+    assert "| fp8-static, `llama` | CPU, bfloat16, runner V2 | needs a GPU |  |  |" in text
+    assert "| `llama` |" not in text
 
 
 def test_only_the_sites_that_a_model_lacks_are_refused() -> None:
