@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import residuum
+from svc_common.launcher import ServiceFailedError
 from tests.conformance.engines import KV_BLOCK, running_engine
 from tests.conformance.rows import ALL, Row, check_capture, make_prompt
 from tests.conformance.steering import adding
@@ -148,6 +151,22 @@ def test_a_capture_of_another_adapter_is_not_taken_for_the_same_request(lora_eng
         ask(None)
     with pytest.raises(residuum.CaptureExists, match=r"LoRA adapter differs \(it was wide, now narrow\)"):
         ask(NARROW)
+
+
+def test_an_adapter_that_vllm_cannot_serve_ends_the_start_by_name(
+    tiny_llama: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT's DoRA, next to an adapter that is served."""
+    dora = shutil.copytree(adapters[NARROW], tmp_path / "dora")
+    config = json.loads((dora / "adapter_config.json").read_text())
+    (dora / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    modules = f"--lora-modules={NARROW}={adapters[NARROW]},strange={dora}"
+    told = rf"vLLM cannot load the LoRA adapter 'strange' from {dora}: .*DoRA.* leave it out of --lora-modules\."
+    with (
+        pytest.raises(ServiceFailedError, match=told),
+        running_engine("eager", tiny_llama, tmp_path, tmp_path / "cache", modules),
+    ):
+        pass
 
 
 def test_an_adapter_that_does_not_exist_is_refused_by_name(lora_engine: Engine) -> None:
