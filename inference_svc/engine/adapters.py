@@ -10,9 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from collections.abc import Awaitable, Callable, Mapping
 
 _CONFIG = "adapter_config.json"
 
@@ -46,8 +44,14 @@ def lora_arguments(adapters: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-async def load_adapters(llm: AsyncLLM, adapters: Mapping[str, str]) -> dict[str, LoRARequest]:
+async def load_adapters(
+    add_lora: Callable[[LoRARequest], Awaitable[object]], adapters: Mapping[str, str]
+) -> dict[str, LoRARequest]:
     """Load adapters into a running engine, and return by name what its requests must have.
+
+    Args:
+        add_lora: The method of vLLM's engine that loads one.
+        adapters: Where the adapters are, as for `lora_arguments`.
 
     Raises:
         AdapterError: vLLM refuses an adapter.
@@ -56,7 +60,7 @@ async def load_adapters(llm: AsyncLLM, adapters: Mapping[str, str]) -> dict[str,
     for number, (name, place) in enumerate(adapters.items(), 1):
         request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=place)
         try:
-            await llm.add_lora(request)
+            await add_lora(request)
         except Exception as error:  # vLLM raises exceptions of many types
             raise AdapterError(
                 f"vLLM cannot load the LoRA adapter {name!r} from {place}: {error} Correct the adapter, or leave it "
