@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
+
+from inference_svc.engine.adapter_shapes import contradiction, model_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -45,17 +48,19 @@ def lora_arguments(adapters: Mapping[str, str]) -> dict[str, Any]:
 
 
 async def load_adapters(
-    add_lora: Callable[[LoRARequest], Awaitable[object]], adapters: Mapping[str, str]
+    add_lora: Callable[[LoRARequest], Awaitable[object]], adapters: Mapping[str, str], config: Any
 ) -> dict[str, LoRARequest]:
     """Load adapters into a running engine, and return by name what its requests must have.
 
     Args:
         add_lora: The method of vLLM's engine that loads one.
         adapters: Where the adapters are, as for `lora_arguments`.
+        config: The configuration of the model, of transformers.
 
     Raises:
-        AdapterError: vLLM refuses an adapter.
+        AdapterError: An adapter is of another model, or vLLM refuses it.
     """
+    await asyncio.to_thread(_check_shapes, adapters, config)
     loaded = {}
     for number, (name, place) in enumerate(adapters.items(), 1):
         request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=place)
@@ -68,6 +73,17 @@ async def load_adapters(
             ) from error
         loaded[name] = request
     return loaded
+
+
+def _check_shapes(adapters: Mapping[str, str], config: Any) -> None:
+    model = model_of(config) if adapters else None
+    for name, place in adapters.items() if model is not None else ():
+        why = contradiction(Path(get_adapter_absolute_path(place)), model)
+        if why:
+            raise AdapterError(
+                f"The LoRA adapter {name!r} from {place} is of another model: {why}. Leave it out of --lora-modules, "
+                "or serve its model."
+            )
 
 
 def _rank_of(name: str, place: str) -> int:

@@ -95,7 +95,7 @@ class Engine:
             tokenizer = await tokenizer_of(llm)
             ranks = await llm.collective_rpc("residuum_describe")
             check_ranks(ranks, llm.vllm_config.model_config.get_total_num_hidden_layers())
-            adapters = await load_adapters(llm.add_lora, settings.adapters)
+            adapters = await load_adapters(llm.add_lora, settings.adapters, llm.vllm_config.model_config.hf_config)
             facts = facts_of(llm.vllm_config, settings, settings.visible_name, ranks, adapters)
             return cls(llm, tokenizer, facts, adapters)
         except BaseException:
