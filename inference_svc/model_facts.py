@@ -58,6 +58,8 @@ class ModelFacts:
     """The encodings that a capture may use."""
     reductions: tuple[capture_pb2.Reduction.ValueType, ...] = (capture_pb2.REDUCTION_NONE,)
     """The reductions that a capture may use."""
+    adapters: tuple[str, ...] = ()
+    """The names of the LoRA adapters that requests may choose."""
     max_logprobs: int = 20
     """How many of the most likely tokens a request may ask for with their log-probabilities."""
     capture_defaults: CaptureDefaults = field(default_factory=CaptureDefaults)

@@ -196,6 +196,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         steering_operations=OPERATIONS,
         encodings=facts.encodings,
         reductions=facts.reductions,
+        adapters=facts.adapters,
         default_encoding=facts.capture_defaults.encoding,
         limits=inference_pb2.Limits(
             max_model_len=facts.max_model_len,

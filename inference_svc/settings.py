@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
 from typing_extensions import Self
 
-from inference_svc.tap_settings import Stores, TapSettings
+from inference_svc.tap_settings import Stores, TapSettings, split_list
+from residuum.wire.limits import MAX_ID_LENGTH
 from residuum.wire.placement import StoreAddress, parse_stores
 from svc_common.security.tls import SecureSettings
 from svc_common.settings import Endpoint, OptionalEndpoint
@@ -21,6 +24,35 @@ def _engine_args(value: dict[str, Any]) -> dict[str, Any]:
     if refused:
         raise ValueError(f"{', '.join(sorted(refused))} cannot be set here: the taps depend on it. Leave it out.")
     return value
+
+
+def parse_modules(texts: Iterable[str]) -> dict[str, str]:
+    """Return where each LoRA adapter is, by its name.
+
+    Raises:
+        ValueError: A text is not name=place, a name is too long, or two adapters have the same name.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, place = (part.strip() for part in text.partition("="))
+        if not name or not place or len(name) > MAX_ID_LENGTH:
+            raise ValueError(
+                f"{text!r} is not name=folder. Give each adapter a name of at most {MAX_ID_LENGTH} characters and a "
+                "folder, as in joy=/adapters/joy"
+            )
+        if name in found:
+            raise ValueError(f"two adapters are named {name!r}. Give each its own name")
+        found[name] = place
+    return found
+
+
+def _modules(texts: tuple[str, ...]) -> tuple[str, ...]:
+    parse_modules(texts)
+    return texts
+
+
+LoraModules = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_modules)]
+"""LoRA adapters, each as name=folder."""
 
 
 class InferenceSettings(SecureSettings, TapSettings):
@@ -37,6 +69,9 @@ class InferenceSettings(SecureSettings, TapSettings):
     advertise_store: Stores = ()
     """host:port at which clients reach the store, if it differs from store. For several stores, give one for each in
     the same order, or only those that differ, as name=host:port."""
+    lora_modules: LoraModules = ()
+    """LoRA adapters in PEFT's format, as name=folder or name=name on the Hugging Face hub, separated by commas. A
+    request chooses one by its name. All of them fit into one batch, unless engine-args sets a smaller max_loras."""
     port_file: str = ""
     """A file to write the port to, once it is known."""
 
@@ -80,6 +115,25 @@ class InferenceSettings(SecureSettings, TapSettings):
     """How long an unused registration lasts."""
     grace_seconds: float = Field(default=30.0, ge=0)
     """How long running requests may go on after SIGTERM. The service then aborts them."""
+
+    @property
+    def visible_name(self) -> str:
+        """The model name that clients see."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Where each LoRA adapter is, by its name: a folder, or a name on the Hugging Face hub."""
+        return parse_modules(self.lora_modules)
+
+    @model_validator(mode="after")
+    def _check_adapter_names(self) -> Self:
+        if self.visible_name in self.adapters:
+            raise ValueError(
+                f"--lora-modules has an adapter {self.visible_name!r}, which is the name of the model. Choose another "
+                "name for one of them; --served-model-name names the model."
+            )
+        return self
 
     @property
     def advertised_stores(self) -> tuple[StoreAddress, ...]:

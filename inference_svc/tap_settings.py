@@ -25,7 +25,8 @@ SITES = {
 """The sites that --capture-sites accepts, by name."""
 
 
-def _split(value: Any) -> Any:
+def split_list(value: Any) -> Any:
+    """Return the parts of a text that are separated by commas, and any other value as it is."""
     return [name.strip() for name in value.split(",")] if value and isinstance(value, str) else value or ()
 
 
@@ -35,7 +36,7 @@ def _stores(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
-Stores = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_stores)]
+Stores = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_stores)]
 """Stores, each as host:port or name=host:port."""
 
 
@@ -74,7 +75,7 @@ class TapSettings(ServiceSettings):
     insecure: bool = False
     """Send the token for the store in plain text to other machines too. For private networks only."""
 
-    capture_sites: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_known_sites)] = (
+    capture_sites: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_known_sites)] = (
         "resid_post",
     )
     """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out. Each site

@@ -53,6 +53,7 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
         raise invalid("description.tenant", f"{description.tenant[:MAX_ID_LENGTH]!r} is not a valid tenant name")
     _check_origin(description)
     _check_length("description.model", description.model, MAX_NAME_LENGTH)
+    _check_length("description.adapter", description.adapter, MAX_NAME_LENGTH)
     _check_size("description", description, MAX_DESCRIPTION_BYTES)
     if not 1 <= description.num_layers <= MAX_LAYERS:
         raise invalid("description.num_layers", f"must be 1 to {MAX_LAYERS}")

@@ -120,7 +120,7 @@ class UnknownOperation(InvalidRequest):
 
 
 class UnknownModel(InvalidRequest):
-    """The server serves another model than the request names."""
+    """The server has no model or LoRA adapter of the name in the request."""
 
 
 class EmptyPrompt(InvalidRequest):

@@ -13,12 +13,16 @@ from inference_svc.admission.steering import check_demand, demand_of_steering, d
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
+from residuum.wire.limits import MAX_ID_LENGTH
 
 if TYPE_CHECKING:
     from inference_svc.model_facts import ModelFacts
     from residuum.v1 import inference_pb2, selection_pb2, steering_pb2
 
 _IF_EXISTS = frozenset(capture_pb2.IfExists.values())
+
+_MAX_NAMED = 32
+"""The most adapters that a message names; it counts the others."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class ResolvedSpec:
     """Layers of every operation as a list. None if there are no operations, and none can be added later."""
     if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_UNSPECIFIED
     """What to do if a capture with the request's ID exists."""
+    adapter: str = ""
+    """The name of the LoRA adapter that the request uses; empty: none."""
 
     @property
     def digests(self) -> list[bytes]:
@@ -50,6 +56,8 @@ class ResolvedSpec:
 
     def cache_salt(self, prompt_tokens: int) -> str | None:
         """Return the salt for vLLM's prefix cache, so that only equally steered requests share KV.
+
+        vLLM itself keeps the KV of LoRA adapters apart, by their names.
 
         The salt is a fingerprint of the operations: their vectors, factors and positions. If positions depend on where
         the prompt ends, the prompt's length is part of it. Otherwise a longer prompt could reuse rows that were steered
@@ -82,20 +90,39 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
         raise invalid(
             "request_id", "A request ID has 1 to 128 characters of a-z A-Z 0-9 . _ - and does not start with . or -."
         )
-    if spec.model and spec.model != facts.name:
-        raise Failure(
-            Reason.ERROR_REASON_UNKNOWN_MODEL,
-            f"This server serves {facts.name}, not {spec.model}.",
-            model=spec.model,
-            serving=facts.name,
-        )
+    adapter = _adapter_named(spec.model, facts)
     capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
     asked = spec.steering.operations or spec.steering.updatable
     steering = resolve_steering(spec.steering, facts) if asked else None
     if capture is not None or steering is not None:
         check_demand(demand_of_steering(steering, capture))
     _check_if_exists(spec)
-    return ResolvedSpec(spec.request_id, capture, steering, spec.if_exists)
+    return ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter)
+
+
+def _adapter_named(model: str, facts: ModelFacts) -> str:
+    """Return the LoRA adapter that a spec's `model` names; empty for the served model itself.
+
+    Raises:
+        Failure: The server has neither a model nor an adapter of this name.
+    """
+    if model in {"", facts.name}:
+        return ""
+    if model in facts.adapters:
+        return model
+    served = facts.name
+    if facts.adapters:
+        more = len(facts.adapters) - _MAX_NAMED
+        named = ", ".join(facts.adapters[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+        served += f" and its LoRA adapters {named}"
+    shown = model[:MAX_ID_LENGTH]  # the caller chose the text, so bound the answer's size
+    raise Failure(
+        Reason.ERROR_REASON_UNKNOWN_MODEL,
+        f"This server serves {served}, not {shown}. Name one of these, or leave model out. The server's operator adds "
+        "LoRA adapters with --lora-modules.",
+        model=shown,
+        serving=facts.name,
+    )
 
 
 def _check_if_exists(spec: inference_pb2.RequestSpec) -> None:

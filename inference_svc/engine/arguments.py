@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
+from inference_svc.engine.adapters import lora_arguments
 from inference_svc.engine.worker_settings import LONGEST_STEP_SECONDS, taps_fingerprint, worker_settings
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 
@@ -27,7 +28,10 @@ CPU_KV_CACHE_GIB = 2.0
 def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
     """Return vLLM's arguments for the service's settings, without those that install the taps.
 
-    An engine started with them differs from the service's engine only in the missing taps.
+    An engine started with them differs from the service's engine only in the missing taps, and loads no LoRA adapters.
+
+    Raises:
+        AdapterError: A LoRA adapter cannot be read.
     """
     values: dict[str, Any] = {
         "model": settings.model,
@@ -45,7 +49,7 @@ def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
         values["kv_cache_memory_bytes"] = int(kv_cache_gib * (1 << 30))
     if settings.max_model_len:
         values["max_model_len"] = settings.max_model_len
-    return {**values, **settings.engine_args}
+    return {**values, **lora_arguments(settings.adapters), **settings.engine_args}
 
 
 def prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
@@ -63,6 +67,7 @@ def tapped_engine_args(settings: InferenceSettings) -> AsyncEngineArgs:
 
     Raises:
         RuntimeError: vLLM runs neither on a CPU nor on an NVIDIA GPU.
+        AdapterError: A LoRA adapter cannot be read.
     """
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise RuntimeError(

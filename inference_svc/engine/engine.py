@@ -14,6 +14,7 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from inference_svc.engine.adapters import load_adapters
 from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
 from inference_svc.engine.facts import facts_of
 from inference_svc.engine.ranks import check_ranks
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
 
     from inference_svc.settings import InferenceSettings
     from inference_svc.taps.encodings.projections import Projection
@@ -54,9 +56,19 @@ class Engine:
         replies: Turns tokens into text.
     """
 
-    def __init__(self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts) -> None:
-        """Wrap a running engine; see `start`. Without a tokenizer (None), prompts and replies are token IDs only."""
+    def __init__(
+        self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts, adapters: Mapping[str, LoRARequest] | None = None
+    ) -> None:
+        """Wrap a running engine; see `start`.
+
+        Args:
+            llm: The engine of vLLM.
+            tokenizer: Its tokenizer. None: prompts and replies are token IDs only.
+            facts: What is served.
+            adapters: The loaded LoRA adapters by name; None: there are none.
+        """
         self._llm = llm
+        self._adapters = adapters or {}
         self._thread = TokenizerThread(tokenizer)
         self.prompts = PromptReader(self._thread, facts)
         self.replies = ReplyReader(self._thread)
@@ -72,17 +84,20 @@ class Engine:
 
         Raises:
             EngineRefusedError: The taps cannot serve this model or this engine configuration. The message says why.
+            AdapterError: A LoRA adapter cannot be loaded. The message names it.
             Exception: vLLM cannot serve the model; it raises exceptions of many types.
         """
         prepare_environment(settings, control_dir)
         # In a thread, so that the event loop answers health checks while the model loads.
-        llm = await asyncio.to_thread(_start_llm, tapped_engine_args(settings), Path(control_dir, REFUSAL_FILE))
+        arguments = await asyncio.to_thread(tapped_engine_args, settings)
+        llm = await asyncio.to_thread(_start_llm, arguments, Path(control_dir, REFUSAL_FILE))
         try:
             tokenizer = await tokenizer_of(llm)
             ranks = await llm.collective_rpc("residuum_describe")
             check_ranks(ranks, llm.vllm_config.model_config.get_total_num_hidden_layers())
-            name = settings.served_model_name or settings.model.rstrip("/").rsplit("/", 1)[-1]
-            return cls(llm, tokenizer, facts_of(llm.vllm_config, settings, name, ranks))
+            adapters = await load_adapters(llm.add_lora, settings.adapters, llm.vllm_config.model_config.hf_config)
+            facts = facts_of(llm.vllm_config, settings, settings.visible_name, ranks, adapters)
+            return cls(llm, tokenizer, facts, adapters)
         except BaseException:
             llm.shutdown()
             raise
@@ -118,8 +133,9 @@ class Engine:
         sampling: SamplingParams,
         plan: RequestPlan | None,
         cache_salt: str | None,
+        adapter: str = "",
     ) -> AsyncGenerator[Delta]:
-        """Generate one sequence; see `stream`."""
+        """Generate one sequence, with a LoRA adapter if `adapter` names one; see `stream`."""
         # A shallow copy, and skip_clone makes vLLM's copy shallow too. Two deep copies doubled the time that a request
         # takes in this process. Shallow is safe: nothing writes into the nested objects except vLLM's stop token IDs,
         # and these are the same for all requests.
@@ -132,7 +148,7 @@ class Engine:
         sampling.detokenize = self.has_tokenizer
         # The form that vLLM's own renderer returns. `PromptReader` has already done the renderer's checks of token IDs.
         prompt = tokens_input(list(prompt_token_ids), cache_salt=cache_salt)
-        return stream(self._llm, prompt, sampling, engine_id)
+        return stream(self._llm, prompt, sampling, engine_id, self._adapters[adapter] if adapter else None)
 
     async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of every rank's vector bank; see `VectorBank.load`."""

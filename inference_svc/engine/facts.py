@@ -13,12 +13,18 @@ from inference_svc.taps.reductions import REDUCTIONS
 from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from inference_svc.tap_settings import TapSettings
 
 
-def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict[str, Any]] = ()) -> ModelFacts:
+def facts_of(
+    config: Any,
+    settings: TapSettings,
+    name: str,
+    ranks: Sequence[dict[str, Any]] = (),
+    adapters: Iterable[str] = (),
+) -> ModelFacts:
     """Return what is served.
 
     Args:
@@ -26,6 +32,7 @@ def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict
         settings: The settings of the taps.
         name: What the model is called.
         ranks: What each rank says of itself; see `TappedWorker.residuum_describe`. Empty: not known yet.
+        adapters: The names of the LoRA adapters.
     """
     model, parallel = config.model_config, config.parallel_config
     return ModelFacts(
@@ -35,6 +42,7 @@ def facts_of(config: Any, settings: TapSettings, name: str, ranks: Sequence[dict
         dtype=WIRE_TYPES[model.dtype],
         max_model_len=model.max_model_len,
         vocab_size=model.get_vocab_size(),
+        adapters=tuple(adapters),
         max_logprobs=_max_logprobs(model),
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,

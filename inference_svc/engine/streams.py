@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from vllm import SamplingParams
     from vllm.inputs import TokensInput, TokensPrompt
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -59,16 +60,27 @@ class Delta(NamedTuple):
 
 
 async def stream(
-    llm: AsyncLLM, prompt: TokensPrompt | TokensInput, sampling: SamplingParams, engine_id: str
+    llm: AsyncLLM,
+    prompt: TokensPrompt | TokensInput,
+    sampling: SamplingParams,
+    engine_id: str,
+    adapter: LoRARequest | None = None,
 ) -> AsyncGenerator[Delta]:
     """Generate one sequence with a vLLM engine, step by step. Closing the generator stops the engine's request.
+
+    Args:
+        llm: The engine.
+        prompt: The prompt in vLLM's form.
+        sampling: The sampling parameters.
+        engine_id: The ID of the request in the engine.
+        adapter: The LoRA adapter; None: the model itself.
 
     Raises:
         Failure: The engine is dead, refuses the request, or stopped it.
     """
     has_begun = False
     try:
-        async with aclosing(llm.generate(prompt, sampling, engine_id)) as outputs:
+        async with aclosing(llm.generate(prompt, sampling, engine_id, lora_request=adapter)) as outputs:
             async for output in outputs:
                 has_begun, completion = True, output.outputs[0]
                 if completion.finish_reason in {ABORTED, FAILED}:

@@ -176,6 +176,7 @@ class CaptureSession:
             capture_id=running.request_id,
             tenant=running.tenant,
             model=facts.name,
+            adapter=running.spec.adapter,
             hidden_size=facts.hidden_size,
             num_layers=facts.num_layers,
             dtype=facts.dtype,

@@ -126,6 +126,7 @@ class Generation:
                     count_spare_positions(self._sampling),
                 ),
                 self._running.cache_salt(len(self._token_ids)),
+                self._running.spec.adapter,
             )
             async for output in stream:
                 delta = output.without_tokens() if is_prefill_only(self._sampling) else output

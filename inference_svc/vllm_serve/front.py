@@ -40,9 +40,10 @@ from inference_svc.vllm_serve.xargs import (
     read_residuum_arguments,
     without_residuum_arguments,
 )
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
 from residuum.wire.ids import is_valid_id, make_id
-from residuum.wire.limits import MAX_SEQUENCES
+from residuum.wire.limits import MAX_ID_LENGTH, MAX_SEQUENCES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
@@ -128,7 +129,8 @@ class FrontEnd:
         sampling.extra_args = without_residuum_arguments(extra_args)
         with as_http_errors():
             asked = read_residuum_arguments(extra_args)
-            admitted = self._admit(asked, prompt, sampling, request_id) if asked else None
+            adapter = getattr(options.get("lora_request"), "lora_name", "")
+            admitted = self._admit(asked, prompt, sampling, request_id, adapter) if asked else None
         if admitted is None:
             return self._generate(prompt, sampling, request_id, **options)
         return self._run(admitted, options)
@@ -146,14 +148,14 @@ class FrontEnd:
 
     # ---------------------------------------------------------------------------------------- the checks of a request
 
-    def _admit(self, asked: ResiduumArguments, prompt: Any, sampling: Any, request_id: str) -> _Admitted:
+    def _admit(self, asked: ResiduumArguments, prompt: Any, sampling: Any, request_id: str, adapter: str) -> _Admitted:
         """Check a request in full.
 
         Raises:
             Failure: The request is invalid, or the server cannot capture or steer.
         """
         self._startup.check()
-        spec = self._parts.admission.resolve(asked.spec)
+        spec = self._parts.admission.resolve(_checked_model(asked.spec, adapter))
         if spec.capture is None and spec.steering is None:
             raise invalid(
                 "vllm_xargs.residuum", "The spec has neither a capture nor steering. Set one, or leave it out."
@@ -174,7 +176,7 @@ class FrontEnd:
         self._check_single_api_server(spec)
         self._keep(asked)
         self._parts.admission.check_request(spec, "", len(token_ids), parameters)
-        spec = replace(spec, request_id=_capture_id(spec, request_id))
+        spec = replace(spec, request_id=_capture_id(spec, request_id), adapter=adapter)
         return _Admitted(spec, asked, prompt, token_ids, sampling, parameters, request_id)
 
     def _parameters(self, sampling: Any, prompt_tokens: int) -> inference_pb2.SamplingParameters:
@@ -284,6 +286,29 @@ class FrontEnd:
         if isinstance(error, EngineDeadError) or self._engine.is_dead:
             return engine_dead_failure()
         return error
+
+
+def _checked_model(spec: inference_pb2.RequestSpec, adapter: str) -> inference_pb2.RequestSpec:
+    """Return a spec without the `model` that it expects, if the request uses the LoRA adapter of that name.
+
+    Raises:
+        Failure: The request uses an adapter, and the spec expects another model.
+    """
+    if not adapter or not spec.model:
+        return spec
+    if spec.model != adapter:
+        shown = spec.model[:MAX_ID_LENGTH]
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_MODEL,
+            f"The request's model is the LoRA adapter {adapter}, but vllm_xargs.residuum expects {shown}. Leave model "
+            "out of vllm_xargs.residuum.",
+            model=shown,
+            serving=adapter,
+        )
+    checked = inference_pb2.RequestSpec()
+    checked.CopyFrom(spec)
+    checked.ClearField("model")
+    return checked
 
 
 def _kept_text(admitted: _Admitted) -> str:

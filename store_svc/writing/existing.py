@@ -16,6 +16,7 @@ _SHOWN = 200
 
 _NAMES = {
     "spec": "capture spec",
+    "adapter": "LoRA adapter",
     "prompt_token_ids": "prompt",
     "prompt_text": "prompt",
     "num_sequences": "number of sequences",
@@ -78,7 +79,8 @@ def _difference(existing: capture_pb2.CaptureDescription, new: capture_pb2.Captu
         if field.name == "sampling_digest" and not (before and after):
             continue  # a writer that is older than this field
         if before != after:
-            values = f" (it was {before}, now {after})" if isinstance(before, int | str) else ""
+            shown = ["none" if value == "" else value for value in (before, after)]
+            values = " (it was {}, now {})".format(*shown) if isinstance(before, int | str) else ""
             hidden = field.name in ("prompt_text", "sampling_digest")
             return f"{_NAMES.get(field.name, str(field.name))} differs{'' if hidden else values}"
     return ""

@@ -21,6 +21,7 @@ STATES = {
 def activations(
     values, *, layers=None, positions=None, prompt=None, generated=1, sites=("resid_post",), model="tiny", name="req",
     state="complete", present=None, steer=(), before_steering=False, dtype=ml_dtypes.bfloat16, texts=None, spans=None,
+    adapter="",
 ):  # fmt: skip
     """Activations of one sequence; `values` [layers, positions, hidden], for each of `sites` times 1, 2, ...
 
@@ -31,7 +32,7 @@ def activations(
     positions = np.arange(values.shape[1]) if positions is None else np.asarray(positions)
     prompt = len(positions) if prompt is None else prompt
     what = capture_pb2.CaptureDescription(
-        capture_id=name, model=model, hidden_size=values.shape[2], num_layers=max(layers) + 1,
+        capture_id=name, model=model, adapter=adapter, hidden_size=values.shape[2], num_layers=max(layers) + 1,
         dtype=tensor_pb2.DATA_TYPE_BFLOAT16, prompt_token_ids=range(prompt), num_sequences=1,
     )  # fmt: skip
     what.spec.layers.list.layers.extend(layers)

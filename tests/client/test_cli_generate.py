@@ -114,6 +114,13 @@ def test_if_exists_needs_an_id_and_a_capture(cli, given):
         cli("generate", "a", "--if-exists", "skip", *given)
 
 
+def test_generate_sends_the_model(cli, peer):
+    assert cli("generate", "a", "--model", "peer")[0] == 0
+    assert peer.requests[-1].spec.model == "peer"
+    code, out, err = cli("generate", "a", "--model", "joy")
+    assert (code, out, "Here is peer." in err) == (1, "", True)
+
+
 def test_generate_sends_the_flush_interval(cli, peer):
     assert cli("generate", "a", "--capture", "1", "--flush-interval", 4)[0] == 0
     assert peer.requests[-1].spec.capture.flush_interval == 4

@@ -164,6 +164,7 @@ def joy(scale=1.0):
     ("other", "message"),
     [
         ({"model": "huge"}, r"from the model 'huge', but positive: capture req from 'tiny'"),
+        ({"adapter": "calm"}, r"from the model 'tiny with the adapter calm', but positive: capture req from 'tiny'"),
         ({"steer": [joy()]}, r"was not steered, but negative: capture req was captured after steering"),
         ({"steer": [joy()], "before_steering": True}, "captured before steering"),
         ({"before_steering": True}, None),  # it has no effect for a request that is not steered

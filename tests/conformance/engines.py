@@ -109,7 +109,7 @@ def stock_arguments(model: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> Iterator[Engine]:
+def running_engine(name: str, model: Path, folder: Path, cache_root: Path, *further_arguments: str) -> Iterator[Engine]:
     """Run both services, with the engine "compiled" or "eager".
 
     Args:
@@ -117,6 +117,7 @@ def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> It
         model: The model's folder.
         folder: The folder for the journal.
         cache_root: The folder of vLLM's cache of compiled graphs.
+        further_arguments: Further arguments of the inference service.
     """
     further = ("block_size", "num_gpu_blocks_override", *one_process.ENGINE_ARGS)
     engine_args = {key: _VLLM_ARGUMENTS[key] for key in further}
@@ -128,6 +129,7 @@ def running_engine(name: str, model: Path, folder: Path, cache_root: Path) -> It
         f"--ring-mib={RING_MIB}",
         f"--capture-sites={','.join(SITES)}",
         *(["--enforce-eager", "--no-fold-norms"] if name == "eager" else ["--fold-norms"]),
+        *further_arguments,
     ]
     journal = folder / f"{name}.jsonl"
     environment = {"RESIDUUM_TEST_JOURNAL": str(journal), "VLLM_CACHE_ROOT": str(cache_root)}

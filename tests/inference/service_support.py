@@ -101,6 +101,7 @@ class EngineCall:
     sampling: Any
     plan: Any
     cache_salt: str | None
+    adapter: str
 
 
 def without_attempt(name):
@@ -172,9 +173,9 @@ class FakeEngine:
     async def reply_text(self, prompt_token_ids, token_ids):
         return "".join(f"t{token}" for token in token_ids)
 
-    async def generate(self, engine_id, prompt_token_ids, sampling, plan, cache_salt):
+    async def generate(self, engine_id, prompt_token_ids, sampling, plan, cache_salt, adapter):
         engine_id = without_attempt(engine_id)
-        call = EngineCall(engine_id, list(prompt_token_ids), sampling, plain_plan(plan), cache_salt)
+        call = EngineCall(engine_id, list(prompt_token_ids), sampling, plain_plan(plan), cache_salt, adapter)
         try:
             await self.note(self.calls, call)
             async for delta in self.script(call):

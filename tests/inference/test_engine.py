@@ -73,8 +73,9 @@ class FakeLLM:
         """For each method of the workers, its answers in turn: one list with an item for each rank."""
         self.errored = False
 
-    async def generate(self, prompt, sampling, request_id):
+    async def generate(self, prompt, sampling, request_id, *, lora_request):
         self.asked.append((prompt, sampling, request_id))
+        self.adapter = lora_request
         try:
             for output in self.outputs:
                 yield SimpleNamespace(
@@ -122,6 +123,17 @@ async def test_deltas_have_the_content_of_vllms_outputs(engine, llm):
         Delta("b", [2, 3], "stop", "###"),
         Delta("", [], "stop", "", 42),  # a stop token is not a stop text
     ]
+
+
+async def test_a_request_has_the_adapter_of_its_name_or_none(llm):
+    engine = Engine(llm, Tokenizer(), FACTS, {"joy": "vLLM's joy", "calm": "vLLM's calm"})
+    llm.outputs = [completion("a", [1], "stop")]
+    for name, adapter in (("calm", "vLLM's calm"), ("", None)):
+        async with aclosing(
+            engine.generate("r#0", [1], sampling_params(inference_pb2.SamplingParameters(), 0), None, None, name)
+        ) as deltas:
+            assert [delta.text async for delta in deltas] == ["a"]
+        assert llm.adapter == adapter
 
 
 def logprobs_of(entries):

@@ -42,6 +42,9 @@ BAD = {
     "--vector-wait-seconds": (["--vector-wait-seconds", "0"], "greater than 0"),
     "--engine-args": (["--engine-args", '{"worker_cls": "mine"}'], "worker_cls cannot be set here"),
     "engine_args": (["--engine-args", "{"], "Parsing error"),
+    "--lora-modules": (["--lora-modules", "joy=/a,calm"], "'calm' is not name=folder"),
+    "LORA_MODULES": (["--lora-modules", "joy=/a,joy=/b"], "two adapters are named 'joy'"),
+    "adapter 'x'": (["--lora-modules", "x=/a"], "which is the name of the model"),
     "--max-running": (["--max-running", "5"], "unrecognized arguments"),
 }
 
@@ -61,6 +64,13 @@ def test_the_command_ends_with_an_error_and_names_the_setting():
     assert ended.returncode not in (0, None)
     assert "--listen" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--model", "/nowhere/x"), ("--lora-modules", "joy=/nowhere/x")])
+def test_a_folder_that_does_not_exist_ends_the_start_before_the_model_is_loaded(flag, value):
+    ended = run("--model", "x", flag, value)
+    assert ended.returncode == 1
+    assert f"{flag} (RESIDUUM_{flag[2:].upper().replace('-', '_')}): there is no folder '/nowhere/x'." in ended.stderr
 
 
 def test_a_model_is_needed():

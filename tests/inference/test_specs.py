@@ -19,6 +19,7 @@ from tests.inference.taps_support import GENERATED, PROMPT, select
 
 FACTS = SimpleNamespace(
     name="tiny",
+    adapters=("joy", "calm"),
     num_layers=4,
     hidden_size=200,
     dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
@@ -156,7 +157,6 @@ def test_bad_specs_are_refused(spec, reason, metadata):
 def test_errors_name_the_valid_values():
     message = refusal(resolve_spec, capturing(layer_list(7)), FACTS).message
     assert "There is no layer 7: tiny has 4 layers, 0 to 3" in message
-    assert "serves tiny" in refusal(resolve_spec, inference_pb2.RequestSpec(model="x"), FACTS).message
 
 
 def test_the_empty_spec_is_valid():
@@ -164,8 +164,30 @@ def test_the_empty_spec_is_valid():
     assert (resolved.request_id, resolved.capture, resolved.steering, resolved.digests) == ("", None, None, [])
 
 
-def test_the_served_models_name_is_valid():
-    assert resolve_spec(inference_pb2.RequestSpec(model="tiny"), FACTS).capture is None
+@pytest.mark.parametrize(("model", "adapter"), [("", ""), ("tiny", ""), ("joy", "joy"), ("calm", "calm")])
+def test_a_model_is_the_served_one_or_a_lora_adapter(model, adapter):
+    assert resolve_spec(inference_pb2.RequestSpec(model=model), FACTS).adapter == adapter
+
+
+@pytest.mark.parametrize(
+    ("adapters", "told"),
+    [
+        ((), "This server serves tiny, not x. Name one of these, or leave model out."),
+        (("joy", "calm"), "This server serves tiny and its LoRA adapters joy, calm, not x. Name one of these"),
+        ([f"a{number}" for number in range(40)], "a30, a31 and 8 more, not x."),
+    ],
+)
+def test_another_model_is_refused_with_the_names_of_the_served_ones(adapters, told):
+    facts = SimpleNamespace(**{**vars(FACTS), "adapters": adapters})
+    message = refusal(resolve_spec, inference_pb2.RequestSpec(model="x"), facts).message
+    assert told in message
+    assert "--lora-modules" in message
+
+
+def test_a_long_name_of_a_model_is_truncated_in_the_answer():
+    failure = refusal(resolve_spec, inference_pb2.RequestSpec(model="x" * 100_000), FACTS)
+    assert len(failure.message) < 1000
+    assert failure.metadata["model"] == "x" * 128
 
 
 def test_a_captures_defaults_are_filled_in():

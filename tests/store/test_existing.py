@@ -164,6 +164,7 @@ def test_how_often_rows_leave_makes_no_other_request(client: Client) -> None:
         ("prompt_token_ids", [7], "prompt"),
         ("num_sequences", 2, "number of sequences"),
         ("model", "another", "model"),
+        ("adapter", "joy", "LoRA adapter"),
         ("sampling_digest", b"t" * 32, "sampling"),
     ],
 )

@@ -127,7 +127,8 @@ class Client(CaptureClient):
             steer: How to steer: one operation, or several in the order in which they apply.
             request_id: Your own ID for the request and its capture. By default the server makes one.
             registration: The result of `register`, which has its own capture, steer, request_id and model.
-            model: The model that you expect. The server refuses the request if it serves another one.
+            model: The LoRA adapter to use, one of `client.info().adapters`; or the model that you expect. The server
+                refuses other names. By default the request uses no adapter.
             updatable: Allow `update_steering` to change the steering while the request generates. The request then
                 shares no KV cache with other requests, so the model always computes its whole prompt.
             if_exists: What to do if a capture with this request_id exists. "fail" raises CaptureExists. "replace"
@@ -227,7 +228,7 @@ class Client(CaptureClient):
                 prompts differently, give a list with one item for each prompt: a list of operations, or None.
             request_ids: Your own IDs for the requests and their captures, one for each prompt. By default the server
                 makes them.
-            model: The model that you expect, as for `generate`.
+            model: The LoRA adapter to use, or the model that you expect, as for `generate`.
             if_exists: What to do if a capture with a request's ID exists, as for `generate`. With "skip", you can run
                 a job again after it was killed: with the same IDs, it generates only what is not complete. A prompt
                 whose capture is None is always generated.

@@ -25,6 +25,7 @@ PROMPT
 residuum generate "I love this" --max-tokens 20
 residuum generate "I love this" --capture 12 --id joyful
 residuum generate "Tell me more" --chat --add joy.safetensors@12*4
+residuum generate "Tell me more" --model ADAPTER
 residuum generate --file prompts.txt --capture all --positions last_prompt
 residuum generate --file prompts.txt --capture all --id job --if-exists skip"""
 
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="request_id",
         help="your own ID for the request and its capture; with --file, the requests are ID-0, ID-1 and so on, "
         "without a number for blank lines (default: the server's choice)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="the LoRA adapter to use, or the model that you expect; `residuum info` lists both (default: no adapter)",
     )
     parser.add_argument(
         "--if-exists",
@@ -155,6 +161,7 @@ def generate(options: argparse.Namespace, output: Output) -> int:
     arguments: dict[str, Any] = {
         "capture": _capture(options),
         "steer": steering.operations_of(options),
+        "model": options.model,
         "timeout": options.timeout,
         **sampling.parameters_of(options, output),
     }

@@ -50,6 +50,7 @@ class _Facts:
 
     name: str
     model: str
+    """With the LoRA adapter, if the request used one."""
     site: str
     steering: tuple[str, bytes]
     """How the rows relate to steering, as a text for errors; and the serialised steering."""
@@ -124,7 +125,7 @@ class ExampleReader:
         name = f"{side}: capture {manifest.capture_id}" + (f", sequence {acts.sequence}" if acts.sequence else "")
         if not manifest.is_complete and not self._allow_partial:
             raise not_complete(manifest)
-        self._check_facts(_Facts(name, manifest.model, acts.site, _steering(manifest)))
+        self._check_facts(_Facts(name, _model_of(manifest), acts.site, _steering(manifest)))
         self._check_layers(name, acts.layers)
         if acts.width != acts.hidden_size:
             raise InvalidRequest(
@@ -320,6 +321,11 @@ def _rows(acts: Activations) -> int:
     outcomes = acts.manifest.sequences
     generated = len(outcomes[acts.sequence].generated_token_ids) if acts.sequence < len(outcomes) else 0
     return expected_rows(acts.prompt_tokens, generated)
+
+
+def _model_of(manifest: Manifest) -> str:
+    """Return the model's name, with the LoRA adapter if the request used one."""
+    return f"{manifest.model} with the adapter {manifest.adapter}" if manifest.adapter else manifest.model
 
 
 def _steering(manifest: Manifest) -> tuple[str, bytes]:

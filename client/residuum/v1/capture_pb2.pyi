@@ -712,6 +712,7 @@ class CaptureDescription(_message.Message):
     SAMPLING_DIGEST_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     MAX_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture's ID, which is also its request's ID."""
     model: _builtins.str
@@ -746,6 +747,8 @@ class CaptureDescription(_message.Message):
     """
     max_generated_tokens: _builtins.int
     """The most tokens that each sequence may generate. A reader can make room for all rows before they come. 0: not known."""
+    adapter: _builtins.str
+    """The name of the LoRA adapter that the request used. Empty: none."""
     @_builtins.property
     def spec(self) -> Global___CaptureSpec:
         """The requested capture with all defaults filled in: layers as a list, sites named."""
@@ -787,10 +790,11 @@ class CaptureDescription(_message.Message):
         sampling_digest: _builtins.bytes = ...,
         prompt_text: _builtins.str = ...,
         max_generated_tokens: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "request_time", b"request_time", "spec", b"spec", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "max_generated_tokens", b"max_generated_tokens", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "max_generated_tokens", b"max_generated_tokens", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

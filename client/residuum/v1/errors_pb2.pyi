@@ -36,7 +36,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNKNOWN_OPERATION: _ErrorReason.ValueType  # 4
     """INVALID_ARGUMENT: the server does not know this steering operation. Metadata: `field`."""
     ERROR_REASON_UNKNOWN_MODEL: _ErrorReason.ValueType  # 5
-    """INVALID_ARGUMENT: the server serves another model than the request names. Metadata: `model`, `serving`."""
+    """INVALID_ARGUMENT: the server has no model or LoRA adapter of the name in the request. Metadata: `model`, `serving`."""
     ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 6
     """INVALID_ARGUMENT: the prompt has no tokens."""
     ERROR_REASON_PROMPT_TOO_LONG: _ErrorReason.ValueType  # 7
@@ -126,7 +126,7 @@ ERROR_REASON_UNKNOWN_SITE: ErrorReason.ValueType  # 3
 ERROR_REASON_UNKNOWN_OPERATION: ErrorReason.ValueType  # 4
 """INVALID_ARGUMENT: the server does not know this steering operation. Metadata: `field`."""
 ERROR_REASON_UNKNOWN_MODEL: ErrorReason.ValueType  # 5
-"""INVALID_ARGUMENT: the server serves another model than the request names. Metadata: `model`, `serving`."""
+"""INVALID_ARGUMENT: the server has no model or LoRA adapter of the name in the request. Metadata: `model`, `serving`."""
 ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 6
 """INVALID_ARGUMENT: the prompt has no tokens."""
 ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 7

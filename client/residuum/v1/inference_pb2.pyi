@@ -72,8 +72,9 @@ class GetModelInfoResponse(_message.Message):
     DEFAULT_ENCODING_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
     STORE_CHECKS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The name that clients may check with `model` in a spec."""
+    """The model's name, which clients may check with `model` in a spec."""
     num_layers: _builtins.int
     """Number of decoder layers; layers are numbered from 0."""
     hidden_size: _builtins.int
@@ -138,6 +139,10 @@ class GetModelInfoResponse(_message.Message):
     def store_checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreCheck]:
         """The result of checking each store, in the order of `stores`. Empty when `store_check` is unset."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the LoRA adapters that requests may choose with `model` in a spec."""
+
     def __init__(
         self,
         *,
@@ -160,10 +165,11 @@ class GetModelInfoResponse(_message.Message):
         default_encoding: _capture_pb2.Encoding.ValueType = ...,
         stores: _abc.Iterable[_placement_pb2.StoreAddress] | None = ...,
         store_checks: _abc.Iterable[Global___StoreCheck] | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,7 +297,9 @@ class RequestSpec(_message.Message):
     or a dash. Empty: the server chooses one.
     """
     model: _builtins.str
-    """The model that the client expects. Empty: any. The server refuses other names than its own with UNKNOWN_MODEL."""
+    """The LoRA adapter that the request uses, one of GetModelInfoResponse.adapters; or the model that the client expects.
+    Empty: the model, whatever its name. The server refuses other names with UNKNOWN_MODEL.
+    """
     if_exists: _capture_pb2.IfExists.ValueType
     """What to do if a capture with this ID exists. Values other than FAIL need a `request_id` and a `capture`."""
     @_builtins.property

@@ -141,6 +141,7 @@ class Manifest:
     Attributes:
         capture_id: The capture's ID, which is also its request's.
         model: The model that was served.
+        adapter: The LoRA adapter that the request used; empty for none.
         state: "open", "complete", "incomplete" or "aborted"; all but "open" are final.
         reason: Why the capture is incomplete, such as "OVERFLOW"; empty otherwise.
         detail: The same reason, explained for a person.
@@ -178,6 +179,7 @@ class Manifest:
 
     capture_id: str
     model: str
+    adapter: str
     state: str
     reason: str
     detail: str
@@ -360,6 +362,7 @@ class Manifest:
         return cls(
             capture_id=description.capture_id,
             model=description.model,
+            adapter=description.adapter,
             state=STATES.get(proto.state, "unknown"),
             reason=_reason(proto.incomplete_reason),
             detail=proto.incomplete_detail,

@@ -211,6 +211,7 @@ class ModelInfo:
         encodings: The encodings that a capture may request.
         default_encoding: The encoding of captures that request none.
         reductions: The reductions that a capture may request.
+        adapters: The LoRA adapters that requests may choose with `model=`.
         store_reachable: Whether all stores answer the inference service; None without stores, or without a check
             (`check_store`).
         store_detail: Where the inference service looked for its stores, and what they answered.
@@ -235,6 +236,7 @@ class ModelInfo:
     encodings: tuple[str, ...] = ("raw",)
     default_encoding: str = "raw"
     reductions: tuple[str, ...] = ("none",)
+    adapters: tuple[str, ...] = ()
     store_reachable: bool | None = None
     store_detail: str = ""
 
@@ -263,6 +265,7 @@ class ModelInfo:
             encodings=tuple(ENCODING_NAMES[number] for number in proto.encodings if number in ENCODING_NAMES),
             default_encoding=ENCODING_NAMES.get(proto.default_encoding or RAW, "unknown"),
             reductions=tuple(name for name, number in REDUCTIONS.items() if number in proto.reductions) or ("none",),
+            adapters=tuple(proto.adapters),
             store_reachable=not any(check.HasField("error") for check in checks) if checks else None,
             store_detail="; ".join(map(_store_detail, checks)),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import vllm
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from inference_svc.taps.vllm import cpu_seeds
+from inference_svc.taps.vllm import cpu_lora, cpu_seeds
 from inference_svc.taps.vllm.worker import TappedWorker
 
 
@@ -18,7 +18,9 @@ class TappedCpuWorker(TappedWorker, CPUWorker):
     """vLLM's CPU worker with taps."""
 
     def load_model(self, **options: Any) -> None:
-        """Load the model and put the taps into it, then apply the workaround for seeds; see `cpu_seeds`."""
+        """Load the model and put the taps into it, with the workarounds of `cpu_lora` and `cpu_seeds`."""
+        if self.vllm_config.lora_config is not None:
+            cpu_lora.attach(self.model_runner, vllm.__version__)
         super().load_model(**options)
         if not self.use_v2_model_runner:
             cpu_seeds.attach(self.model_runner, vllm.__version__)
