@@ -12,6 +12,7 @@ from bench.conformance.check import Setup, check
 from bench.conformance.results import Verdict
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from svc_common.launcher import start_store
+from tests import warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,7 @@ def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path, mo
         Setup(tensor_parallel_size=2),
         store_endpoint,
         tmp_path / "two-ranks",
+        warm_start.launch,
     )
     assert outcome.verdict is Verdict.EXACT, outcome.detail
     assert outcome.layout == (2, 1)
