@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     *others, _ = structlog.get_config()["processors"]
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*others, renderer])
+    # Otherwise torch asks the compiler, with several programs for each graph, which vectors the processor has.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")

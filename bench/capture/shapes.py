@@ -69,7 +69,8 @@ SHAPES = {
         },
         {**_NO_WEIGHTS, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 32, 64, 128, 256]}},
     ),
-    # For tests of the benchmark itself, also on a CPU.
+    # For tests of the benchmark itself, also on a CPU. As on a GPU, the worker runs in the engine's process: in one of
+    # its own, it would import vLLM first, which takes longer than the work.
     "tiny": Shape(
         {
             **_QWEN2,
@@ -80,7 +81,7 @@ SHAPES = {
             "num_key_value_heads": 2,
             "vocab_size": 1024,
         },
-        _NO_WEIGHTS,
+        {**_NO_WEIGHTS, "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"},
     ),
 }
 

@@ -1,13 +1,13 @@
 """Runs part `blocks` of bench.encodings on the CPU, in Triton's interpreter, without a real clock.
 
-It is a separate program, because TRITON_INTERPRET must be set before Triton is imported. It prints the result as JSON.
+It is a separate program, because Triton decides on import whether it interprets kernels. It prints the result as JSON.
 """
 
 from __future__ import annotations
 
-import os
+import tests.triton_interpreter  # noqa: F401
 
-os.environ["TRITON_INTERPRET"] = "1"
+# isort: split
 
 import ctypes
 import json

@@ -1,14 +1,14 @@
 """Runs the kernel part of the steering benchmark on the CPU, in Triton's interpreter, with a fake clock.
 
-It is a separate program, because TRITON_INTERPRET must be set before Triton is imported. It prints the measurements as
+It is a separate program, because Triton decides on import whether it interprets kernels. It prints the measurements as
 JSON.
 """
 
 from __future__ import annotations
 
-import os
+import tests.triton_interpreter  # noqa: F401
 
-os.environ["TRITON_INTERPRET"] = "1"
+# isort: split
 
 import json
 import sys

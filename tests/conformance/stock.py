@@ -18,6 +18,10 @@ PROMPT = list(range(100, 190))
 
 NEW_TOKENS = 24
 _SECONDS = 250.0
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no part of the key of compiled graphs, and saves an import of vLLM
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ def run(cache_root: Path, arguments: dict[str, Any]) -> Run:
         done = subprocess.run(
             [sys.executable, "-m", "tests.conformance.stock", str(job), str(result)],
             cwd=ROOT,
-            env={**os.environ, "VLLM_CACHE_ROOT": str(cache_root), "VLLM_NO_USAGE_STATS": "1"},
+            env={**os.environ, **_ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache_root)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -2,14 +2,14 @@
 
 It also compares steered rows with float64, and fails if they differ too much.
 
-It is a separate program, because TRITON_INTERPRET must be set before Triton is imported.
+It is a separate program, because Triton decides on import whether it interprets kernels.
 """
 
 from __future__ import annotations
 
-import os
+import tests.triton_interpreter  # noqa: F401
 
-os.environ["TRITON_INTERPRET"] = "1"
+# isort: split
 
 import json
 import sys

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import residuum
+from tests import one_process
 from tests.reference.tiny import HIDDEN
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def test_a_tiny_model_is_served_and_stopped(tiny_llama: Path, tmp_path: Path) -> None:
     command = [Path(sys.executable).parent / "residuum", "serve", "--model", tiny_llama, "--data", "kept"]
     command += ["--enforce-eager", "--dtype", "float32", "--kv-cache-gib", "0.25", "--max-num-batched-tokens", "64"]
+    command.append(one_process.FLAG)
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

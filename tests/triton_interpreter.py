@@ -1,0 +1,29 @@
+"""Import this before anything imports Triton: all kernels then run on the CPU, in Triton's interpreter.
+
+The interpreter puts its own functions into `triton.language`, which takes 1 ms. It does so again in each call that a
+kernel makes, which is half of its work. With this module it does so once for each module with kernels, for as long as
+the program runs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+_patch: Any = interpreter._patch_lang
+_patched: set[int] = set()
+
+
+def _patch_once(function: Any) -> Any:
+    module = id(function.__globals__)
+    if module not in _patched:
+        _patched.add(module)
+        _patch(function)
+    return interpreter._LangPatchScope()  # the end of a kernel restores nothing
+
+
+interpreter._patch_lang = _patch_once
