@@ -124,13 +124,25 @@ def stored_bytes(engine: Engine, capture_id: str) -> int:
     return total
 
 
+_RAW: dict[tuple[residuum.Client, str, int], Activations] = {}
+
+
+def raw_rows(engine: Engine, max_tokens: int, positions: Any = None) -> Activations:
+    """Return RAW rows of the greedy reply to PROMPT, from one request for all tests that need the same ones."""
+    key = (engine.client, str(positions), max_tokens)
+    if key not in _RAW:
+        plain = residuum.Capture(sites=SITES, positions=positions)
+        reply = engine.client.generate(PROMPT, max_tokens=max_tokens, ignore_eos=True, capture=plain)
+        _RAW[key] = engine.client.activations(reply.request_id)
+    return _RAW[key]
+
+
 @pytest.mark.parametrize("encoding", ["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project"])
 def test_rows_of_every_encoding(engine: Engine, encoding: str) -> None:
     """A prompt in three chunks, and a reply longer than a block."""
     reply = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=capture(encoding))
-    other = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=residuum.Capture(sites=SITES))
-    assert reply.token_ids == other.token_ids
-    acts, raw = (engine.client.activations(item.request_id) for item in (reply, other))
+    acts, raw = engine.client.activations(reply.request_id), raw_rows(engine, max_tokens=50)
+    assert acts.manifest.sequences[0].generated_token_ids == raw.manifest.sequences[0].generated_token_ids
     assert raw.encoding == "raw"
     check_rows(acts, raw, encoding)
     row_bytes = {
@@ -145,8 +157,7 @@ def test_rows_along_dimensions(engine: Engine) -> None:
     reply = engine.client.generate(
         PROMPT, max_tokens=50, ignore_eos=True, capture=capture("full8", axis="dimension")
     )  # fmt: skip
-    other = engine.client.generate(PROMPT, max_tokens=50, ignore_eos=True, capture=residuum.Capture(sites=SITES))
-    acts, raw = (engine.client.activations(item.request_id) for item in (reply, other))
+    acts, raw = engine.client.activations(reply.request_id), raw_rows(engine, max_tokens=50)
     for site in SITES:
         for layer in EVERY_LAYER:
             got, wanted = acts.select(site=site)[layer], raw.select(site=site)[layer]
@@ -158,13 +169,9 @@ def test_rows_along_dimensions(engine: Engine) -> None:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("positions", [None, "prompt", "generated", [3, (60, 155)]], ids=str)
 def test_one_row_of_each_phase(engine: Engine, reduction: str, positions: Any) -> None:
-    both = [
-        residuum.Capture(sites=SITES, positions=positions, encoding="fp32", reduction=reduction),  # type: ignore[arg-type]
-        residuum.Capture(sites=SITES, positions=positions),
-    ]
-    replies = [engine.client.generate(PROMPT, max_tokens=70, ignore_eos=True, capture=item) for item in both]
-    acts, raw = (engine.client.activations(reply.request_id) for reply in replies)
-    check_reduced(acts, raw, reduction)
+    one_row = capture("fp32", positions=positions, reduction=reduction)
+    reply = engine.client.generate(PROMPT, max_tokens=70, ignore_eos=True, capture=one_row)
+    check_reduced(engine.client.activations(reply.request_id), raw_rows(engine, 70, positions), reduction)
 
 
 @pytest.mark.parametrize("encoding", ["raw", "full8", "rp8", "topk8", "topk", "project"])

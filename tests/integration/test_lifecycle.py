@@ -139,7 +139,7 @@ def test_sigterm_drains_requests_and_leaves_no_processes(
 
         def generate() -> str:
             """Start requests that take seconds. Most of them wait in the queue."""
-            reply = client.generate([5, 6, 7], max_tokens=200, ignore_eos=True, capture=ALL, n=24, request_id="drained")
+            reply = client.generate([5, 6, 7], max_tokens=80, ignore_eos=True, capture=ALL, n=24, request_id="drained")
             return reply.request_id
 
         with ThreadPoolExecutor(1) as pool:
@@ -156,7 +156,7 @@ def test_sigterm_drains_requests_and_leaves_no_processes(
         wait_until(lambda: not any(alive(pid) for pid in family))
         acts = client.activations("drained")
         for sequence in range(24):
-            assert len(acts.select(sequence=sequence).positions) == 3 + 200 - 1
+            assert len(acts.select(sequence=sequence).positions) == 3 + 80 - 1
     store.process.send_signal(signal.SIGTERM)
     assert store.process.wait(30) == 0
 
