@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from inference_svc.engine.adapters import load_adapters
 from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
 from inference_svc.engine.facts import facts_of
-from inference_svc.engine.ranks import check_ranks
+from inference_svc.engine.ranks import check_answers, check_ranks
 from inference_svc.engine.sampling import asked_of_vllm, check_with_vllm
 from inference_svc.engine.streams import Delta, engine_dead_failure, stream
 from inference_svc.model_facts import ModelFacts
@@ -94,6 +94,7 @@ class Engine:
         try:
             tokenizer = await tokenizer_of(llm)
             ranks = await llm.collective_rpc("residuum_describe")
+            check_answers("residuum_describe", ranks)
             check_ranks(ranks, llm.vllm_config.model_config.get_total_num_hidden_layers())
             adapters = await load_adapters(llm.add_lora, settings.adapters, llm.vllm_config.model_config.hf_config)
             facts = facts_of(llm.vllm_config, settings, settings.visible_name, ranks, adapters)
@@ -230,6 +231,7 @@ class Engine:
 
         Raises:
             Failure: The engine is dead.
+            RankFailedError: The method failed in a worker.
         """
         call = asyncio.ensure_future(self._llm.collective_rpc(method, args=arguments))
         try:
@@ -237,11 +239,13 @@ class Engine:
             while not (await asyncio.wait({call}, timeout=_DEATH_POLL_SECONDS))[0]:
                 if self.is_dead:
                     raise engine_dead_failure()
-            return list(call.result())
+            answers = list(call.result())
         except EngineDeadError as error:
             raise engine_dead_failure() from error
         finally:
             call.cancel()
+        check_answers(method, answers)
+        return answers
 
     @property
     def is_dead(self) -> bool:

@@ -1,4 +1,4 @@
-"""The check that the ranks of an engine together capture the whole model."""
+"""Checks of what the ranks of an engine answer: no call failed, and together they capture the whole model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,28 @@ if TYPE_CHECKING:
 
 class UntappedLayersError(RuntimeError):
     """The ranks do not capture the whole model, or no shipper reaches them. The message names the ranks."""
+
+
+class RankFailedError(RuntimeError):
+    """A call failed in some workers. The message names the ranks and their errors."""
+
+
+def check_answers(method: str, answers: Sequence[Any]) -> None:
+    """Check that a method of the workers failed on no rank.
+
+    Args:
+        method: The method's name.
+        answers: The answer of each rank. A text is the error of a rank that failed; see `taps.vllm.worker`.
+
+    Raises:
+        RankFailedError: It failed.
+    """
+    errors = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
+    if errors:
+        raise RankFailedError(
+            f"{method} failed in {len(errors)} of {len(answers)} workers ({'; '.join(errors)}). The workers' log has "
+            "the tracebacks."
+        )
 
 
 def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:

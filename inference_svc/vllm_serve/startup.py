@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference_svc.engine.ranks import check_ranks
+from inference_svc.engine.ranks import check_answers, check_ranks
 from inference_svc.selftest import run_self_test
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
@@ -86,6 +86,7 @@ class Startup:
     async def _start(self) -> None:
         with _startup_failure("not every layer is known to be tapped"):
             ranks = await self._engine.llm.collective_rpc("residuum_describe")
+            check_answers("residuum_describe", ranks)
             check_ranks(ranks, self._engine.facts.num_layers)
         if self._is_first:
             await self._start_once([rank["control_path"] for rank in ranks if rank["control_path"]])

@@ -21,7 +21,7 @@ from tests import one_process, warm_start
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    OutcomeOf = Callable[[str, tuple[str, ...]], Outcome]
+    OutcomeOf = Callable[[str, tuple[str, ...], str], Outcome]
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -30,39 +30,44 @@ _ENGINES = 2
 _STREAM = ("resid_post", "resid_pre")
 NAMES = [name for name, architecture in ARCHITECTURES.items() if architecture.everyday]
 _WITHOUT_PARTS = [name for name in NAMES if ARCHITECTURES[name].refused]
-CASES = [(name, _STREAM if name in _WITHOUT_PARTS else SITES) for name in NAMES]
-REFUSED = [(name, SITES) for name in _WITHOUT_PARTS]
+_VLLM, _TRANSFORMERS = "vllm", "transformers"
+"""Whose code runs the model: vLLM's own, or that of transformers (vLLM's `--model-impl`)."""
+CASES = [
+    *((name, _STREAM if name in _WITHOUT_PARTS else SITES, _VLLM) for name in NAMES),
+    ("gemma2", SITES, _TRANSFORMERS),
+]
+REFUSED = [(name, SITES, _VLLM) for name in _WITHOUT_PARTS]
 
 
 @pytest.fixture(scope="module")
 def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OutcomeOf]:
     """Checks each requested architecture once, with some capture sites."""
     params = [item.callspec.params for item in request.session.items if item.path == request.path]
-    cases = [(chosen["name"], chosen["sites"]) for chosen in params]
+    cases = [(chosen["name"], chosen["sites"], chosen["code"]) for chosen in params]
     folder = tmp_path_factory.mktemp("architectures")
     store = start_store(folder)
     with ThreadPoolExecutor(_ENGINES) as pool:
         try:
             store.wait_until_serving(60.0)
 
-            def run(name: str, sites: tuple[str, ...]) -> Outcome:
-                setup = Setup(sites=sites, garbage=True, engine_args=one_process.ENGINE_ARGS)
-                return check(
-                    ARCHITECTURES[name], setup, store.endpoint, folder / f"run-{name}-{len(sites)}", warm_start.launch
-                )
+            def run(name: str, sites: tuple[str, ...], code: str) -> Outcome:
+                engine_args = {**one_process.ENGINE_ARGS, "model_impl": code}
+                setup = Setup(sites=sites, garbage=True, engine_args=engine_args)
+                run_folder = folder / f"run-{name}-{len(sites)}-{code}"
+                return check(ARCHITECTURES[name], setup, store.endpoint, run_folder, warm_start.launch)
 
-            running: dict[tuple[str, tuple[str, ...]], Future[Outcome]] = {
+            running: dict[tuple[str, tuple[str, ...], str], Future[Outcome]] = {
                 case: pool.submit(run, *case) for case in cases
             }
-            yield lambda name, sites: running[name, sites].result()
+            yield lambda name, sites, code: running[name, sites, code].result()
         finally:
             pool.shutdown(cancel_futures=True)
             store.stop()
 
 
-@pytest.mark.parametrize(("name", "sites"), CASES, ids=NAMES)
-def test_every_row_is_that_of_transformers(outcome_of: OutcomeOf, name: str, sites: tuple[str, ...]) -> None:
-    outcome = outcome_of(name, sites)
+@pytest.mark.parametrize(("name", "sites", "code"), CASES, ids=[*NAMES, "gemma2-transformers"])
+def test_every_row_is_that_of_transformers(outcome_of: OutcomeOf, name: str, sites: tuple[str, ...], code: str) -> None:
+    outcome = outcome_of(name, sites, code)
     assert outcome.verdict is Verdict.EXACT, outcome.detail
     requests = make_requests()
     positions = sum(len(request.prompt) + NEW_TOKENS - 1 for request in requests)
@@ -72,9 +77,11 @@ def test_every_row_is_that_of_transformers(outcome_of: OutcomeOf, name: str, sit
     assert outcome.model_runner in {"v1", "v2"}
 
 
-@pytest.mark.parametrize(("name", "sites"), REFUSED, ids=_WITHOUT_PARTS)
-def test_parts_that_a_model_lacks_are_refused_by_name(outcome_of: OutcomeOf, name: str, sites: tuple[str, ...]) -> None:
-    outcome = outcome_of(name, sites)
+@pytest.mark.parametrize(("name", "sites", "code"), REFUSED, ids=_WITHOUT_PARTS)
+def test_parts_that_a_model_lacks_are_refused_by_name(
+    outcome_of: OutcomeOf, name: str, sites: tuple[str, ...], code: str
+) -> None:
+    outcome = outcome_of(name, sites, code)
     assert outcome.verdict is Verdict.REFUSED, outcome.detail
     assert "attn_out and mlp_out cannot be captured" in outcome.detail
     assert "--capture-sites" in outcome.detail

@@ -253,7 +253,7 @@ def test_two_lists_of_the_right_length_are_refused_by_name():
 
 
 def test_a_model_without_such_a_list_is_refused():
-    with pytest.raises(CannotTapError, match="of 7 decoder layers, found none"):
+    with pytest.raises(CannotTapError, match=r"of 7 decoder layers, found none; .* layers \(2\)\. .*report it"):
         find_decoder_layers(Decoder(layers(2)), 7)
 
 
@@ -423,7 +423,7 @@ def test_rows_behind_a_batch_dimension_are_tapped(tap):
 
 def test_layers_that_hand_on_more_than_a_row_a_token_are_refused():
     model = nn.Sequential(nn.Unflatten(0, (3, 1)), nn.Sequential(nn.Linear(4, 4)))
-    with pytest.raises(CannotTapError, match=r"Linear cannot be tapped.*\(3, 1, 4\)"):
+    with pytest.raises(CannotTapError, match=r"Sequential cannot be tapped.* 1\.0 \(Linear\) returns \(3, 1, 4\)\."):
         observe(model, {0: model[1][0]}, lambda module: False, lambda: model(torch.ones(3, 4)))
 
 

@@ -22,6 +22,12 @@ class CannotTapError(RuntimeError):
     """The taps do not fit the model. The message says what was looked for, and what was found."""
 
 
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """Return a module's path in the model, and its class: `model.layers.0 (LlamaDecoderLayer)`."""
+    path = next((path for path, found in model.named_modules() if found is module), "")
+    return f"{path} ({type(module).__name__})" if path else type(module).__name__
+
+
 @contextmanager
 def _hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Remove the hooks when the context ends."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from inference_svc.taps.points import Site, TapPoints
 
 
+_NAMED_LISTS = 8
+"""How many lists of modules a refusal names. A mixture of experts has one in each layer."""
+
 _SUM_TOLERANCE = 0.05
 """The largest relative error that rounding to bfloat16 in every operation can cause."""
 
@@ -48,10 +51,19 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> dict[int, nn.Modul
     if len({tuple(map(id, found)) for found in outermost.values()}) != 1:
         raise CannotTapError(
             f"{type(model).__name__} cannot be tapped: looked for one nn.ModuleList of {num_layers} decoder layers, "
-            f"found {sorted(outermost) or 'none'}. residuum does not support this model; please report it."
+            f"found {sorted(outermost) or _other_lists(model)}. residuum does not support this model; please report it."
         )
     layers = next(iter(outermost.values()))
     return {index: layer for index, layer in enumerate(layers) if type(layer).__name__ != "PPMissingLayer"}
+
+
+def _other_lists(model: nn.Module) -> str:
+    """Return the names and lengths of a model's lists of modules, for a refusal."""
+    lists = [f"{name} ({len(module)})" for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    more = f" and {len(lists) - _NAMED_LISTS} more" if len(lists) > _NAMED_LISTS else ""
+    return (
+        f"none; its lists have other lengths: {', '.join(lists[:_NAMED_LISTS])}{more}" if lists else "no nn.ModuleList"
+    )
 
 
 def put_taps(

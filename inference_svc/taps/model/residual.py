@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from inference_svc.taps.model.hooked_runs import CannotTapError, is_sequence, relative_error, run_hooked
+from inference_svc.taps.model.hooked_runs import CannotTapError, is_sequence, name_of, relative_error, run_hooked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,11 +101,10 @@ def adds_residual(model: nn.Module, layers: Mapping[int, nn.Module], run: Callab
         return True
     if verdicts == {_Stream.FIRST}:
         return False
-    raise CannotTapError(_undecided(layers, rounds))
+    raise CannotTapError(_undecided(model, layers, rounds))
 
 
-def _undecided(layers: Mapping[int, nn.Module], rounds: Sequence[Mapping[int, _Changes]]) -> str:
-    name = type(layers[min(layers)]).__name__
+def _undecided(model: nn.Module, layers: Mapping[int, nn.Module], rounds: Sequence[Mapping[int, _Changes]]) -> str:
     index, changes = next(
         ((index, changes) for by_layer in rounds for index, changes in by_layer.items() if changes.verdict() is None),
         next(iter(rounds[0].items())),
@@ -117,8 +116,9 @@ def _undecided(layers: Mapping[int, nn.Module], rounds: Sequence[Mapping[int, _C
         else "the model's values differ between equal runs, or are not finite"
     )
     return (
-        f"{name} cannot be tapped: it returns two tensors, and the residual stream is neither clearly their sum nor "
-        f"clearly the first of them, after every layer alike. After layer {index} {seen}. Please report the model."
+        f"{type(model).__name__} cannot be tapped: its layers return two tensors, and the residual stream is neither "
+        "clearly their sum nor clearly the first of them, after every layer alike. After "
+        f"{name_of(model, layers[index])} {seen}. residuum does not support this model; please report it."
     )
 
 

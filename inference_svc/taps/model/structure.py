@@ -17,6 +17,7 @@ from inference_svc.taps.model.hooked_runs import (
     fixed_attention,
     is_pair,
     is_sequence,
+    name_of,
     numbers,
     run_hooked,
     written_by,
@@ -83,7 +84,7 @@ def observe(
             handles.append(module.register_forward_hook(_leave(calls)))
         run_hooked(run, handles)
         by_layer = {index: call for index, layer in layers.items() for call in calls if call.module is layer}
-        _check_shapes(by_layer.values())
+        _check_shapes(model, by_layer.values())
         structure = Structure(adds_residual=_adds_residual(model, layers, by_layer, run))
     for index, call in by_layer.items():
         _find_next(structure, calls, index, call, by_layer.get(index + 1))
@@ -135,18 +136,20 @@ def _leave(calls: list[_Call]) -> Any:
     return hook
 
 
-def _check_shapes(calls: Iterable[_Call]) -> None:
+def _check_shapes(model: nn.Module, calls: Iterable[_Call]) -> None:
     for call in calls:
         if len(call.output) > 2:  # noqa: PLR2004 - hidden and residual
             raise CannotTapError(
-                f"{type(call.module).__name__} cannot be tapped: looked for a layer that returns the residual "
-                f"stream, or two tensors that add up to it; it returns {len(call.output)}."
+                f"{type(model).__name__} cannot be tapped: looked for layers that return the residual stream, or two "
+                f"tensors that add up to it; {name_of(model, call.module)} returns {len(call.output)}. residuum does "
+                "not support this model; please report it."
             )
         shapes = [tuple(tensor.shape) for tensor in call.output[:1]]
         if not shapes or not (len(shapes[0]) == 2 or (len(shapes[0]) == 3 and shapes[0][0] == 1)):  # noqa: PLR2004
             raise CannotTapError(
-                f"{type(call.module).__name__} cannot be tapped: looked for a row of the residual stream for each "
-                f"token, [tokens, hidden] or [1, tokens, hidden]; the layer returns {shapes or 'no tensor'}."
+                f"{type(model).__name__} cannot be tapped: looked for a row of the residual stream for each token, "
+                f"[tokens, hidden] or [1, tokens, hidden]; {name_of(model, call.module)} returns "
+                f"{shapes[0] if shapes else 'no tensor'}. residuum does not support this model; please report it."
             )
 
 

@@ -1,15 +1,17 @@
 """A vLLM worker with taps: the mixin for vLLM's worker classes on every device.
 
 The inference service calls its methods by name, through vLLM's `collective_rpc`. Their names start with `residuum_`.
+They never raise; see `_answered`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import vllm
@@ -40,9 +42,11 @@ from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
+
+_T = TypeVar("_T")
 
 REFUSAL_FILE = "refused"
 """The file, in the folder of the control sockets, in which a worker writes why the taps refused to start."""
@@ -66,6 +70,24 @@ _BLOCKS_IN_RING = 8
 
 _LARGEST_BLOCK_BYTES = 128 << 20
 """Limit for a block with more than 32 positions. A larger block saves no time, and its rows would arrive later."""
+
+
+def _answered(method: Callable[..., _T]) -> Callable[..., _T | str]:
+    """Make a method return its error as a text instead of raising it; see `engine.ranks.check_answers`.
+
+    vLLM's executor stops reading at the first rank that raised. The answers of the ranks after it would stay in their
+    queues, and vLLM would take them for the answers to its next calls, steps included.
+    """
+
+    @functools.wraps(method)
+    def call(worker: Any, *arguments: Any) -> _T | str:
+        try:
+            return method(worker, *arguments)
+        except Exception as error:  # noqa: BLE001 - whatever it is, every rank has to answer
+            _log.exception("a call of the service failed in this worker", method=method.__name__)
+            return f"{type(error).__name__}: {error}"
+
+    return call
 
 
 class TappedWorker:
@@ -97,14 +119,17 @@ class TappedWorker:
         taps.runtime.finish_step()  # skipped if the step failed: its rows may be wrong
         return output
 
+    @_answered
     def residuum_describe(self) -> dict[str, Any]:
         """Return the description of this rank's taps, as plain data."""
         return self._residuum.describe()
 
+    @_answered
     def residuum_load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of the vector bank; see `VectorBank.load`."""
         self._residuum.bank.load(rows)
 
+    @_answered
     def residuum_change_steering(self, changes: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, int | None]:
         """Replace the operations of requests; see `TapRuntime.change_steering`.
 
@@ -120,14 +145,17 @@ class TappedWorker:
             for name, operations in changes.items()
         }
 
+    @_answered
     def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
         """Keep the signs of projections; see `BlockSink.keep_signs`. A rank that does not capture needs none."""
         return self._residuum.keep_signs(projections)
 
+    @_answered
     def residuum_forget(self, names: Sequence[str]) -> None:
         """Drop steering changes of requests that will never start."""
         self._residuum.runtime.forget(names)
 
+    @_answered
     def residuum_take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
         """Return the blocks of the self-test's capture as (sites, layers, positions, values).
 
@@ -135,10 +163,12 @@ class TappedWorker:
         """
         return self._residuum.take_probe(capture_id)
 
+    @_answered
     def residuum_listen_to_logits(self) -> None:
         """Record the inputs of the unembedding from now on, for `residuum_explain_logits`."""
         self._residuum.eager_runs.listen()
 
+    @_answered
     def residuum_explain_logits(self, rows: bytes, tokens: Sequence[int]) -> tuple[float, float] | None:
         """Compare the self-test's served tokens with those that its captured rows predict.
 
@@ -152,6 +182,7 @@ class TappedWorker:
         """
         return self._residuum.explain_logits(rows, tokens)
 
+    @_answered
     def residuum_drain(self, timeout_seconds: float) -> bool:
         """Wait until the stores have acknowledged every captured row, and return whether they have.
 
