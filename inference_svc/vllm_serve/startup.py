@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+_RESULT = "startup"
+"""The file, in the folder of the control sockets, in which the first API server says why its start failed; empty if it
+did not fail."""
+_POLL_SECONDS = 0.1
+
 
 class UntappedLLM:
     """An AsyncLLM with vLLM's original `generate`. The self-test needs it, because it makes its own plans."""
@@ -88,8 +93,12 @@ class Startup:
             ranks = await self._engine.llm.collective_rpc("residuum_describe")
             check_answers("residuum_describe", ranks)
             check_ranks(ranks, self._engine.facts.num_layers)
+        controls = [rank["control_path"] for rank in ranks if rank["control_path"]]
+        result = Path(controls[0]).parent / _RESULT
         if self._is_first:
-            await self._start_once([rank["control_path"] for rank in ranks if rank["control_path"]])
+            await self._start_for_all(controls, result)
+        else:
+            await _hear(result)
         _log.info(
             "residuum is ready",
             model=self._engine.facts.name,
@@ -98,6 +107,21 @@ class Startup:
             ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
         )
 
+    async def _start_for_all(self, controls: Sequence[str], result: Path) -> None:
+        """Start what all API servers share, and tell the others whether it failed."""
+        error = "The first API server process stopped before its self-test had ended. Start vLLM again."
+        try:
+            await self._start_once(controls)
+            error = ""
+        except Failure as failure:
+            error = failure.message
+            raise
+        finally:
+            with suppress(OSError):  # the folder is gone if vLLM is stopping
+                written = result.with_suffix(".new")
+                written.write_text(error)
+                written.rename(result)
+
     async def _start_once(self, controls: Sequence[str]) -> None:
         self._folders = {Path(control).parent for control in controls}
         if self._delivery is not None:
@@ -105,6 +129,24 @@ class Startup:
                 await self._delivery.ship(controls)
         with _startup_failure("its self-test failed"):
             await run_self_test(self._engine)
+
+
+async def _hear(result: Path) -> None:
+    """Wait until the first API server has started what all share.
+
+    Raises:
+        Failure: It failed.
+    """
+    while (error := _read(result)) is None:  # noqa: ASYNC110 - another process writes it
+        await asyncio.sleep(_POLL_SECONDS)
+    if error:
+        _log.error("nothing can be captured or steered", cause=error)
+        raise Failure(Reason.ERROR_REASON_INTERNAL, error)
+
+
+def _read(result: Path) -> str | None:
+    """Return what the first API server wrote; None before it has."""
+    return result.read_text() if result.exists() else None
 
 
 @contextmanager

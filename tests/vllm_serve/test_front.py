@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,24 @@ async def test_after_a_failed_self_test_requests_fail_with_its_cause(control):
     told = refusal(front)
     assert "its self-test failed: SITE_RESID_POST: rows of layers [0, 1] did not arrive" in told
     assert refusal(front) == told, "every request gets the cause"
+
+
+async def test_every_api_server_hears_of_a_failed_self_test(control):
+    llm = Silent(LAYERS, control)
+    second = FrontEnd(TapSettings(), llm, llm.generate, index=1, count=2)
+    done, _ = await asyncio.wait({second._startup._task}, timeout=0.3)
+    assert not done, "the first one has not begun"
+    first = FrontEnd(TapSettings(), llm, llm.generate, index=0, count=2)
+    await asyncio.wait({first._startup._task, second._startup._task}, timeout=30)
+    assert "its self-test failed: SITE_RESID_POST: rows of layers" in refusal(second)
+    assert refusal(second) == refusal(first)
+
+
+async def test_an_api_server_is_ready_when_the_first_one_is(control):
+    llm = Silent(LAYERS, control)
+    second = FrontEnd(TapSettings(), llm, llm.generate, index=1, count=2)
+    Path(control).with_name("startup").touch()
+    await asyncio.wait_for(second._startup._task, 30)
 
 
 async def test_requests_fail_if_a_layer_is_not_tapped(control):
