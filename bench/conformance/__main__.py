@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -54,15 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     setup = setup_of(options)
     context = {"benchmark": "bench.conformance", **describe_origin(), "setup": asdict(setup)}
+
+    def keep_result(outcomes: Sequence[Outcome]) -> None:
+        # After each outcome: a run of an hour that is interrupted keeps what it has found.
+        if options.output:
+            write_result(options.output, {**context, "architectures": [to_json(outcome) for outcome in outcomes]})
+
     with measuring():
-        outcomes = run_all(cases_of(options, setup), jobs=options.jobs, keep=options.keep)
-    if options.output:
-        write_result(options.output, {**context, "architectures": [to_json(outcome) for outcome in outcomes]})
+        outcomes = run_all(cases_of(options, setup), jobs=options.jobs, keep=options.keep, report=keep_result)
     sys.exit(0 if all(outcome.holds for outcome in outcomes) else 1)
 
 
-def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outcome]:
-    """Run the cases with one store, `jobs` at a time, and print each outcome when it is known."""
+def run_all(
+    cases: Sequence[Case], *, jobs: int, keep: Path | None, report: Callable[[Sequence[Outcome]], None]
+) -> list[Outcome]:
+    """Run the cases with one store, `jobs` at a time. Print each outcome when it is known, and report all so far."""
     print(_LINE.format(*_HEADS), flush=True)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch, ThreadPoolExecutor(jobs) as pool:
@@ -79,6 +85,7 @@ def run_all(cases: Sequence[Case], *, jobs: int, keep: Path | None) -> list[Outc
                 for case, outcome in zip(cases, pool.map(run, cases), strict=True):
                     outcomes.append(outcome)
                     print(describe(case.name, outcome), flush=True)
+                    report(outcomes)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
