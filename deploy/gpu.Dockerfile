@@ -3,9 +3,9 @@
 #     docker build -f deploy/gpu.Dockerfile -t residuum-inference-gpu .
 #
 # The build replaces no package of the base image. If the base's packages do not fit the service's (vLLM below 0.24,
-# protobuf below 6.33.5), pip fails the build. The rows of version 0.24.0 were compared with those of transformers on
-# GPUs (README.md). Before you use another version, run `python -m bench.conformance` on a GPU.
-ARG BASE=vllm/vllm-openai:v0.24.0
+# protobuf below 6.33.5), pip fails the build. The rows of version 0.32.0 were compared with those of transformers on
+# GPUs (docs/models.md). Before you use another version, run `python -m bench.conformance` on a GPU.
+ARG BASE=vllm/vllm-openai:v0.32.0
 
 # ---------------------------------------------------------------- the project's two wheels; nothing of this stage is kept
 FROM python:3.11-slim AS wheel

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.conformance.architectures import ARCHITECTURES, Architecture
-from bench.conformance.check import Setup, check, to_json
+from bench.conformance.check import check, to_json
 from bench.conformance.quantized import QUANTIZATIONS
 from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
+from bench.conformance.setup import Setup
 from bench.machine import describe as describe_origin
 from bench.options import add_engine_args, add_output, named, words
 from bench.output import write_result

@@ -31,7 +31,7 @@ class Served:
     def label(self) -> str:
         """The column's head."""
         tensor, pipeline = self.layout
-        parts = [self.machine, self.dtype, f"runner {self.runner.upper()}" if self.runner else ""]
+        parts = [self.machine, f"vLLM {self.vllm}", self.dtype, f"runner {self.runner.upper()}" if self.runner else ""]
         parts += [f"tensor parallel {tensor}"] * (tensor > 1) + [f"pipeline parallel {pipeline}"] * (pipeline > 1)
         return ", ".join(part for part in parts if part)
 
@@ -59,7 +59,7 @@ def tables(results: Sequence[Result]) -> str:
         for name in names
     ]
     details = [_details(served, rows, revisions[served]) for served, rows in columns.items()]
-    heads = ("served in", "vLLM", "at", "models", "rows", "missing", "wrong", "largest error", "other experts")
+    heads = ("served in", "at", "models", "rows", "missing", "wrong", "largest error", "other experts")
     texts = [
         markdown_table(("architecture", *(served.label for served in columns)), matrix),
         "What each column compared:",
@@ -118,8 +118,10 @@ def _cell(outcomes: Sequence[Result]) -> str:
     """Return the verdict on an architecture: the sites of which every row is right."""
     if not outcomes:
         return _NOT_COMPARED
-    if any(outcome["verdict"] in {"WRONG", "FAILED"} for outcome in outcomes):
+    if any(outcome["verdict"] == "WRONG" for outcome in outcomes):
         return "**not exact**"
+    if any(outcome["verdict"] == "FAILED" for outcome in outcomes):
+        return "failed"
     exact = {site for outcome in outcomes if outcome["verdict"] == "exact" for site in outcome["sites"]}
     if exact:
         return "all sites" if exact >= PARTS else "stream"
@@ -129,10 +131,9 @@ def _cell(outcomes: Sequence[Result]) -> str:
 
 def _details(served: Served, outcomes: Sequence[Result], revisions: Sequence[str]) -> tuple[str, ...]:
     compared = [outcome for outcome in outcomes if outcome["rows"]]
-    wrong = [f"`{outcome['name']}`" for outcome in outcomes if outcome["verdict"] in {"WRONG", "FAILED"}]
+    wrong = [f"`{outcome['name']}`" for outcome in outcomes if outcome["verdict"] == "WRONG"]
     return (
         f"{served.label}, {'compiled' if served.compiled else 'eager'}",
-        served.vllm,
         ", ".join(revisions),
         f"{len({outcome['name'] for outcome in compared})}",
         f"{sum(outcome['rows'] for outcome in compared):,}",

@@ -82,6 +82,24 @@ class Reference:
             last: Tensor = output.last_hidden_state[0]
             return last
 
+    def logprobs(self, rows: Rows) -> Rows:
+        """Return the log-probabilities of the next token that follow from the rows after the last layer.
+
+        Args:
+            rows: [positions, hidden].
+
+        Returns:
+            [positions, vocabulary].
+        """
+        stream = torch.from_numpy(rows)
+        self._changes = {len(self._layers) - 1: lambda _: stream}
+        self._kept = {site: [None] * len(self._layers) for site in SITES}
+        with torch.inference_mode():
+            # The token IDs do not matter: the rows replace what the layers make of them.
+            logits = self.model(torch.ones(1, len(rows), dtype=torch.long), use_cache=False).logits[0]
+            logprobs: Rows = logits.float().log_softmax(-1).numpy()
+            return logprobs
+
     def _hook(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
         scale = float(getattr(layer, architecture.residual_scale)) if architecture.residual_scale else 1.0
         layer.register_forward_pre_hook(self._enter(index), with_kwargs=True)

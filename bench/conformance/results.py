@@ -48,6 +48,8 @@ class Bounds:
     mean_cosine: float
     max_error: float
     """The largest allowed error of a row; see `errors_of`."""
+    logprob_error: float
+    """The largest allowed difference of a log-probability; see `Comparison`."""
     of_stream: bool
     """Whether an error is relative to the residual stream. In 16 bits, each term of a sum is rounded. If the terms
     nearly cancel, as in the attention block of a long prompt, the sum is short, but its rounding error is not. So a
@@ -62,8 +64,9 @@ class Bounds:
             max_error: `max_error`, if it is not the dtype's own.
         """
         if dtype == "float32":
-            return cls(mean_cosine=0.999999, max_error=max_error or 2e-4, of_stream=max_error > _ROUNDED)
-        return cls(mean_cosine=0.999, max_error=max_error or 0.14, of_stream=True)
+            rounds = max_error > _ROUNDED
+            return cls(0.999999, max_error or 2e-4, logprob_error=0.2 if rounds else 1e-3, of_stream=rounds)
+        return cls(mean_cosine=0.999, max_error=max_error or 0.14, logprob_error=0.2, of_stream=True)
 
 
 def errors_of(
@@ -99,6 +102,11 @@ class Comparison:
     least_layer_distance: float = float("inf")
     """The smallest distance between the reference's rows of neighbouring layers, relative to their length. If it is not
     far above the bound on errors, the comparison cannot tell layers apart."""
+    logprob_error: float = 0.0
+    """The largest difference between the log-probability that vLLM gave a token of a reply, and the one that follows
+    from the captured rows after the last layer."""
+    other_replies: int = 0
+    """Replies that stock vLLM would not have given."""
     explained: Explained = field(default_factory=Explained)
     """The rows that other experts explain."""
     _cosines: list[Rows] = field(default_factory=list)
@@ -154,6 +162,10 @@ class Comparison:
         steps = np.linalg.norm(np.diff(expected, axis=0), axis=-1) / np.linalg.norm(expected[1:], axis=-1)
         self.least_layer_distance = min(self.least_layer_distance, float(steps.min()))
 
+    def see_logprobs(self, predicted: Rows, reported: Rows) -> None:
+        """Update `logprob_error` with the tokens of a reply, [tokens]."""
+        self.logprob_error = float(np.maximum(self.logprob_error, np.abs(predicted - reported).max(initial=0.0)))
+
     @property
     def min_cosine(self) -> float:
         """The least cosine between a row and its reference."""
@@ -180,10 +192,16 @@ class Comparison:
             "no row was compared": self.rows == 0,
             f"{wrong} of {self.rows} rows have an error above {bounds.max_error:g}": wrong > 0,
             f"mean cosine {self.mean_cosine:.8f} < {bounds.mean_cosine}": not self.mean_cosine >= bounds.mean_cosine,
+            f"{self.other_replies} replies are not those of stock vLLM": self.other_replies > 0,
+            f"vLLM gave tokens other log-probabilities than follow from the captured rows: they differ by "
+            f"{self.logprob_error:.2g}": not self.logprob_error <= bounds.logprob_error,
             f"the model's layers differ by only {self.least_layer_distance:.2g}, too little to tell them apart":
                 self.least_layer_distance < max(0.05, bounds.max_error),
         }  # fmt: skip
-        return [fault for fault, is_so in checks.items() if is_so]
+        found = [fault for fault, is_so in checks.items() if is_so]
+        if wrong and self.logprob_error <= bounds.logprob_error:
+            found.append("but the log-probabilities that vLLM gave follow from the captured rows")
+        return found
 
     @staticmethod
     def _all(parts: Sequence[Rows]) -> Rows:
@@ -209,6 +227,8 @@ class Outcome:
     mean_cosine: float = 0.0
     max_error: float = 0.0
     least_layer_distance: float = 0.0
+    logprob_error: float = 0.0
+    """See `Comparison`."""
     other_experts: int = 0
     """Positions, over all layers, for which vLLM's router decided otherwise than the reference's, at a near tie."""
     widest_tie: float = 0.0

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,38 @@ Rows = npt.NDArray[np.float32]
 _SECONDS = 300.0
 
 
-def stock_rows(
-    model: Path, engine_args: Mapping[str, Any], sequences: Sequence[Sequence[int]], folder: Path
-) -> list[Rows]:
-    """Return the residual stream after each layer, as stock vLLM computes it.
+@dataclass(frozen=True)
+class StockReply:
+    """What stock vLLM computed for a prompt."""
+
+    generated: tuple[int, ...]
+    """The token IDs of the reply."""
+    rows: Rows
+    """The residual stream after each layer, [layers, positions, hidden], without the last token of the reply."""
+
+
+def run_stock(
+    model: Path, engine_args: Mapping[str, Any], prompts: Sequence[Sequence[int]], new_tokens: int, folder: Path
+) -> list[StockReply]:
+    """Return the greedy replies of stock vLLM to prompts that run one after the other.
 
     Args:
         model: The model's folder.
         engine_args: Arguments for vLLM's engine.
-        sequences: Token IDs, prompt and reply.
-        folder: An empty folder.
-
-    Returns:
-        For each sequence, [layers, positions, hidden].
+        prompts: Token IDs.
+        new_tokens: Tokens of each reply.
+        folder: A folder that does not exist yet.
 
     Raises:
         RunFailedError: vLLM failed.
     """
     folder.mkdir()
-    job = {"model": str(model), "engine_args": dict(engine_args), "sequences": sequences}
-    run_child(__name__, job, folder, {**os.environ, "VLLM_PLUGINS": ""}, "stock vLLM", _SECONDS)
-    return [np.load(folder / f"{index}.npy") for index in range(len(sequences))]
+    job = {"model": str(model), "engine_args": dict(engine_args), "prompts": prompts, "new_tokens": new_tokens}
+    result = run_child(__name__, job, folder, {**os.environ, "VLLM_PLUGINS": ""}, "stock vLLM", _SECONDS)
+    return [
+        StockReply(tuple(generated), np.load(folder / f"{index}.npy"))
+        for index, generated in enumerate(result["generated"])
+    ]
 
 
 def main() -> None:
@@ -62,11 +74,15 @@ def main() -> None:
     )
     llm.collective_rpc("hooks_install", args=([], 1))
     model = llm.llm_engine.vllm_config.model_config
-    for index, token_ids in enumerate(job["sequences"]):
-        prompt = {"prompt_token_ids": token_ids}
-        (output,) = llm.generate(prompt, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-        llm.collective_rpc("hooks_write", args=(str(folder), [output.request_id], len(token_ids)))
+    replies = []
+    sampling = SamplingParams(max_tokens=job["new_tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
+    for index, prompt in enumerate(job["prompts"]):
+        (output,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+        generated = list(output.outputs[0].token_ids)
+        positions = len(prompt) + len(generated) - 1
+        llm.collective_rpc("hooks_write", args=(str(folder), [output.request_id], positions))
         raw = np.fromfile(folder / f"{output.request_id}.bin", dtype=np.uint8)
-        rows = torch.from_numpy(raw).view(model.dtype).float().reshape(-1, len(token_ids), model.get_hidden_size())
+        rows = torch.from_numpy(raw).view(model.dtype).float().reshape(-1, positions, model.get_hidden_size())
         np.save(folder / f"{index}.npy", rows.numpy())
-    hand_over(result_file, {})
+        replies.append(generated)
+    hand_over(result_file, {"generated": replies})

@@ -48,6 +48,21 @@ def test_wrong_rows_have_a_fault(got: np.ndarray, fault: str) -> None:
     assert any(fault in found for found in compare(got.astype(np.float32)).faults(BOUNDS))
 
 
+def test_rows_that_do_not_explain_the_log_probabilities_have_a_fault() -> None:
+    comparison = compare(EXPECTED)
+    comparison.see_logprobs(np.float32([-1.0, -2.0]), np.float32([-1.0, -2.5]))
+    (fault,) = comparison.faults(BOUNDS)
+    assert "differ by 0.5" in fault
+
+
+def test_rows_that_are_wrong_as_the_model_is_are_told_apart() -> None:
+    comparison = compare(EXPECTED[::-1])
+    comparison.see_logprobs(np.float32([-1.0]), np.float32([-1.0]))
+    assert "follow from the captured rows" in comparison.faults(BOUNDS)[-1]
+    comparison.see_logprobs(np.float32([-1.0]), np.float32([np.nan]))
+    assert "follow from the captured rows: they differ by nan" in comparison.faults(BOUNDS)[-1]
+
+
 def test_a_short_part_is_compared_at_the_scale_of_the_stream_in_16_bits() -> None:
     stream = 100 * EXPECTED
     got = EXPECTED + np.float32(0.1) * stream[:, ::-1]

@@ -8,12 +8,13 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from shell import command, environment
 
 import residuum
-from residuum.cli.doctor import _examine_stats, _rights
+from residuum.cli.doctor import TESTED_VLLM, _examine_stats, _rights, _tested
 from residuum.rpc.credentials import TLS, Credentials
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
@@ -219,3 +220,10 @@ def test_doctor_suspects_a_loopback_address_of_another_machine():
     assert "--store" in _hint("127.0.0.1:50052", "gpu-host:50051")
     assert _hint("127.0.0.1:50052", "localhost:50051") == ""
     assert _hint("gpu-host:50052", "gpu-host:50051") == ""
+
+
+def test_doctor_says_whether_the_version_of_vllm_was_tested():
+    assert _tested("0.32.0") == _tested("0.32.0+cpu") == ""
+    assert _tested("0.31.0") == " (not tested, as 0.24.0 and 0.32.0 were)"
+    results = (Path(__file__).parents[2] / "bench" / "results" / "h200").glob("conformance*.json")
+    assert {json.loads(file.read_text())["versions"]["vllm"] for file in results} == set(TESTED_VLLM)

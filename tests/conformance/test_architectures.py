@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
-from bench.conformance.check import Setup, check
+from bench.conformance.check import check
 from bench.conformance.reference import SITES
 from bench.conformance.results import Outcome, Verdict
+from bench.conformance.setup import Setup
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from svc_common.launcher import start_store
 from tests import one_process, warm_start

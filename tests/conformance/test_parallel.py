@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
-from bench.conformance.check import Setup, check
+from bench.conformance.check import check
 from bench.conformance.models import make_model
 from bench.conformance.results import Verdict
+from bench.conformance.setup import Setup
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.ranks import RankFailedError

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bench.conformance.architectures import ARCHITECTURES
-from bench.conformance.check import Setup, check
+from bench.conformance.check import check
 from bench.conformance.results import Verdict
+from bench.conformance.setup import Setup
 from svc_common.launcher import start_store
 from tests import one_process, warm_start
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bench.conformance.architectures.architecture import (
     AFTER_ATTENTION,
     AFTER_MLP,
-    ALIBI,
     COMMON,
     GEMMA,
     GPT,
@@ -16,6 +15,7 @@ from bench.conformance.architectures.architecture import (
     MIXED,
     PARTIAL_ROPE,
     SCALED,
+    TRITON_ATTENTION,
     VOCABULARY,
     WINDOW,
     Architecture,
@@ -73,6 +73,7 @@ DENSE = (
             "num_kv_shared_layers": 0,
             "final_logit_softcapping": 30.0,
         },
+        gpu_args=TRITON_ATTENTION,
         attention=(),
         mlp=(),
         refused=SCALED,  # a third part adds the token's own embedding, and a factor scales the layer's output
@@ -98,7 +99,7 @@ DENSE = (
             "seq_length": MAX_LENGTH,
             "pad_token_id": 0,
         },
-        gpu_args=ALIBI,
+        gpu_args=TRITON_ATTENTION,
         attention=("self_attention.dense",),  # the blocks' own outputs contain the stream
         mlp=("mlp.dense_4h_to_h",),
         max_error=1e-3,  # transformers approximates GELU with tanh

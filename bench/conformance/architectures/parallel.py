@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bench.conformance.architectures.architecture import (
-    ALIBI,
     COMMON,
     GPT,
     LLAMA,
     MIXED,
     PARTIAL_ROPE,
     SCALED,
+    TRITON_ATTENTION,
     WINDOW,
     Architecture,
 )
@@ -35,7 +35,7 @@ PARALLEL = (
         "FalconConfig",
         {**COMMON, "multi_query": False, "parallel_attn": False, "bias": True},
         attention=("self_attention",),
-        gpu_args=ALIBI,
+        gpu_args=TRITON_ATTENTION,
         refused=SCALED,  # vLLM's layer adds the biases of its parts
     ),
     Architecture("cohere", "CohereConfig", {**LLAMA, "tie_word_embeddings": True}, everyday=True),

@@ -27,6 +27,9 @@ _FILLING, _FULL = 0.85, 0.98
 _LITTLE_DISK = 1 << 30
 _NO_DISK = 8 << 20
 """With less room on its disk, a store cannot store a chunk: it keeps 4 MiB for ending and deleting captures."""
+TESTED_VLLM = ("0.24.0", "0.32.0")
+"""The versions of vLLM whose captured rows were compared with those of transformers on GPUs; see docs/models.md."""
+
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]")  # noqa: S104 - names to warn about
 
 
@@ -85,7 +88,7 @@ def _examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]
 
 def _examine_info(info: residuum.ModelInfo, started: float) -> Iterator[Finding]:
     yield Finding("model", ok=True, detail=_model(info))
-    yield _versions("versions", info.server_version, f", vLLM {info.vllm_version}")
+    yield _versions("versions", info.server_version, f", vLLM {info.vllm_version}{_tested(info.vllm_version)}")
     yield from _clock("inference service", info.server_time, started)
     if info.store_reachable is not None:
         advice = "" if info.store_reachable else " Check that the inference service's machine can reach that address."
@@ -272,6 +275,13 @@ def _versions(check: str, theirs: str, more: str = "") -> Finding:
     fits = _series(ours) == _series(theirs) or "source" in ours or theirs in {"", "unknown"}  # run from a checkout
     advice = "" if fits else "; the first two numbers should match: upgrade the older one"
     return Finding(check, ok=fits, detail=f"client {ours}, server {theirs}{more}{advice}")
+
+
+def _tested(vllm_version: str) -> str:
+    """Return whether captures with a version of vLLM were tested, as the end of a sentence."""
+    return (
+        "" if vllm_version.partition("+")[0] in TESTED_VLLM else f" (not tested, as {' and '.join(TESTED_VLLM)} were)"
+    )
 
 
 def _series(version: str) -> tuple[str, ...]:

@@ -1,0 +1,148 @@
+"""Sends the requests to the service, and compares every captured row with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+import residuum
+from bench.conformance.architectures import Architecture
+from bench.conformance.reference import Reference, adding
+from bench.conformance.results import Comparison, Rows
+from bench.conformance.setup import Setup
+from bench.conformance.stock import run_stock
+from bench.conformance.workload import NEW_TOKENS, Request, make_requests
+
+_REQUEST_SECONDS = 120.0
+
+
+def compare(
+    architecture: Architecture, setup: Setup, endpoint: str, model: Path, scratch: Path
+) -> tuple[Comparison, tuple[int, int]]:
+    """Send the requests, and compare the rows.
+
+    Args:
+        architecture: The architecture.
+        setup: The setup of the engine.
+        endpoint: host:port of the inference service.
+        model: The model's folder.
+        scratch: A folder that does not exist yet.
+
+    Returns:
+        The comparison, and tensor and pipeline parallel size from a manifest.
+    """
+    with residuum.Client(endpoint) as client:
+        answers = _ask_alone(client, setup) if setup.quantization else _ask_together(client, setup)
+    comparison = Comparison()
+    if setup.quantization:
+        _compare_with_stock(answers, architecture, setup, model, scratch, comparison)
+    else:
+        _compare_with_transformers(answers, architecture, setup, model, comparison)
+    layout = answers[0].acts.manifest.proto.description.layout
+    return comparison, (layout.tensor_parallel_size, layout.pipeline_parallel_size)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What came of a request."""
+
+    request: Request
+    acts: residuum.Activations
+    generated: tuple[int, ...]
+    """The reply, as the manifest has it."""
+    logprobs: Rows
+    """The log-probability that vLLM gave each token of the reply, [tokens]."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and the reply without its last token, which is never fed to the model."""
+        # The expected rows depend only on the request.
+        return [*self.request.prompt, *self.generated][: len(self.request.prompt) + NEW_TOKENS - 1]
+
+
+def _ask_together(client: residuum.Client, setup: Setup) -> list[_Answer]:
+    requests = make_requests()
+    with ThreadPoolExecutor(len(requests)) as pool:
+        # Sampled, because greedy replies of a tiny random model repeat themselves.
+        return list(pool.map(lambda request: _ask(client, setup, request, temperature=1.0), requests))
+
+
+def _ask_alone(client: residuum.Client, setup: Setup) -> list[_Answer]:
+    return [_ask(client, setup, request, temperature=0.0) for request in make_requests() if not request.pushes]
+
+
+def _ask(client: residuum.Client, setup: Setup, request: Request, temperature: float) -> _Answer:
+    reply = client.generate(
+        list(request.prompt),
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        temperature=temperature,
+        logprobs=1,
+        capture=residuum.Capture(layers="all", sites=setup.sites),
+        steer=[residuum.Add(residuum.Vector.from_array(push), layer=at) for at, push in request.pushes.items()],
+        timeout=_REQUEST_SECONDS,
+    )
+    acts = client.activations(reply.request_id, allow_partial=True)
+    generated = acts.manifest.sequences[0].generated_token_ids if acts.manifest.sequences else ()
+    return _Answer(request, acts, tuple(generated), _logprobs(reply))
+
+
+def _logprobs(reply: residuum.Reply) -> Rows:
+    return np.zeros(0, np.float32) if reply.logprobs is None else reply.logprobs.tokens
+
+
+def _compare_with_transformers(
+    answers: list[_Answer], architecture: Architecture, setup: Setup, model: Path, comparison: Comparison
+) -> None:
+    reference = Reference(architecture, model)
+    for answer in answers:
+        changes = {layer: adding(push) for layer, push in answer.request.pushes.items()}
+        run = partial(reference.rows, answer.token_ids, changes)
+        if architecture.routed:
+            got = {site: answer.acts.select(site=site).stack().astype(np.float32) for site in setup.sites}
+            expected = comparison.explain(run, got, setup.bounds(architecture))
+        else:
+            expected = run()
+        _add(answer, expected, setup, architecture, comparison)
+        if "resid_post" in setup.sites:
+            _compare_logprobs(answer, reference, comparison)
+
+
+def _add(
+    answer: _Answer, expected: Mapping[str, Rows], setup: Setup, architecture: Architecture, comparison: Comparison
+) -> None:
+    comparison.states[answer.acts.manifest.state] += 1
+    comparison.see_layers(expected["resid_post"])
+    stream = expected["resid_pre"] if setup.bounds(architecture).of_stream else None
+    for site in setup.sites:
+        rows = answer.acts.select(site=site)
+        comparison.add(rows.stack(), rows.present, expected[site], stream)
+
+
+def _compare_logprobs(answer: _Answer, reference: Reference, comparison: Comparison) -> None:
+    """Compare the log-probabilities of the reply with those that follow from the rows after the last layer.
+
+    The rows may be what the model computed although transformers computes others: then these agree.
+    """
+    last = answer.acts.select(site="resid_post").stack()[-1].astype(np.float32)
+    before = len(answer.request.prompt) - 1  # the row at this position predicts the first token of the reply
+    count = min(len(answer.generated), len(answer.logprobs), len(last) - before)
+    predicted = reference.logprobs(last)[before : before + count]
+    comparison.see_logprobs(predicted[np.arange(count), answer.generated[:count]], answer.logprobs[:count])
+
+
+def _compare_with_stock(
+    answers: list[_Answer], architecture: Architecture, setup: Setup, model: Path, scratch: Path, comparison: Comparison
+) -> None:
+    prompts = [answer.request.prompt for answer in answers]
+    for answer, stock in zip(
+        answers, run_stock(model, setup.stock_arguments(), prompts, NEW_TOKENS, scratch), strict=True
+    ):
+        comparison.other_replies += stock.generated != answer.generated
+        expected = {"resid_post": stock.rows, "resid_pre": np.concatenate([stock.rows[:1], stock.rows[:-1]])}
+        _add(answer, expected, setup, architecture, comparison)
