@@ -193,25 +193,28 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
         outcome("granite", sites=["resid_post", "resid_pre"]),
         outcome("mamba", "refused", detail="by vLLM, without a GPU: x"),
         outcome("gemma3n", "refused", detail="CannotTapError: four streams"),
+        outcome("gemma4", "FAILED", detail="no module named x", rows=0),
     ]
     text = tables([{**origin, "setup": setup, "architectures": models}])
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    labels = ["H200, bfloat16, runner V2", "H200, bfloat16, runner V2, tensor parallel 2"]
+    label = "H200, vLLM 0.32.0, bfloat16, runner V2"
+    labels = [label, f"{label}, tensor parallel 2"]
     assert cells[0] == ["architecture", *labels]
-    assert {name: row for name, *row in cells[2:7]} == {
+    assert {name: row for name, *row in cells[2:8]} == {
         "`llama`": ["all sites", "all sites"],
         "`mixtral`": ["**not exact**", ""],
         "`granite`": ["stream", ""],
         "`mamba`": ["needs a GPU", ""],
         "`gemma3n`": ["refused", ""],
+        "`gemma4`": ["failed", ""],
     }
-    assert [f"{labels[0]}, eager", "0.32.0", "0123456", "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
-    assert [f"{labels[1]}, eager", "0.32.0", "0123456", "1", "100", "0", "none", "5.0e-02", "0"] in cells
+    assert [f"{labels[0]}, eager", "0123456", "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
+    assert [f"{labels[1]}, eager", "0123456", "1", "100", "0", "none", "5.0e-02", "0"] in cells
     assert "Quantised" not in text
 
 
 def test_quantised_weights_have_a_table_of_their_own() -> None:
-    origin = {"machine": {"gpu": None}, "versions": {}, "revision": {"commit": "0123456789"}}
+    origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
     models = [
         outcome("llama", quantization="int8"),
         outcome("llama", "WRONG", quantization="awq"),
@@ -219,9 +222,9 @@ def test_quantised_weights_have_a_table_of_their_own() -> None:
     ]
     setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"]}
     text = tables([{**origin, "setup": setup, "architectures": models}])
-    assert "| int8, `llama` | CPU, bfloat16, runner V2 | 100 | 0 | 1.0e-02 |" in text
-    assert "| awq, `llama` | CPU, bfloat16, runner V2 | 100 | 0 | **not exact:** 1.0e-02 |" in text
-    assert "| fp8-static, `llama` | CPU, bfloat16, runner V2 | needs a GPU |  |  |" in text
+    assert "| int8, `llama` | CPU, vLLM 0.32.0, bfloat16, runner V2 | 100 | 0 | 1.0e-02 |" in text
+    assert "| awq, `llama` | CPU, vLLM 0.32.0, bfloat16, runner V2 | 100 | 0 | **not exact:** 1.0e-02 |" in text
+    assert "| fp8-static, `llama` | CPU, vLLM 0.32.0, bfloat16, runner V2 | needs a GPU |  |  |" in text
     assert "| `llama` |" not in text
 
 
