@@ -21,6 +21,9 @@ SITES = {
     "resid_pre": capture_pb2.SITE_RESID_PRE,
     "attn_out": capture_pb2.SITE_ATTN_OUT,
     "mlp_out": capture_pb2.SITE_MLP_OUT,
+    "attn_in": capture_pb2.SITE_ATTN_IN,
+    "resid_mid": capture_pb2.SITE_RESID_MID,
+    "mlp_in": capture_pb2.SITE_MLP_IN,
 }
 """The sites that --capture-sites accepts, by name."""
 
@@ -78,9 +81,10 @@ class TapSettings(ServiceSettings):
     capture_sites: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list), AfterValidator(_known_sites)] = (
         "resid_post",
     )
-    """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out. Each site
-    adds memory for capture blocks; see max-num-seqs. attn_out and mlp_out add one kernel per layer to each step, even
-    if no request captures them."""
+    """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out, attn_in,
+    resid_mid, mlp_in. Each site adds memory for capture blocks; see max-num-seqs. All but resid_post and resid_pre add
+    one kernel per layer to each step, even if no request captures them; resid_mid adds none where its tap folds into a
+    norm."""
     fold_norms: bool | None = None
     """Fold taps into the norms that follow them, so that idle taps cost almost nothing. Default: only on a GPU."""
 

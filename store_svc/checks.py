@@ -25,6 +25,7 @@ from residuum.wire.limits import (
     MAX_SEAL_BYTES,
     MAX_SEQUENCES,
     MAX_STEERING_CHANGES_BYTES,
+    max_capture_tokens,
 )
 from residuum.wire.selection import check_positions, resolve_layers
 from residuum.wire.tokens import is_valid_tenant
@@ -245,8 +246,9 @@ def _check_size(field: str, message: Message, limit: int) -> None:
 
 def _check_tokens(field: str, description: capture_pb2.CaptureDescription, generated: Iterable[int]) -> None:
     tokens = sum(len(description.prompt_token_ids) + count for count in generated)
-    if tokens > MAX_CAPTURE_TOKENS:
-        raise invalid(field, f"a capture has at most {MAX_CAPTURE_TOKENS} tokens in all its sequences, not {tokens}")
+    limit = max_capture_tokens(len(description.spec.sites))
+    if tokens > limit:
+        raise invalid(field, f"this capture has at most {limit} tokens in all its sequences, not {tokens}")
 
 
 def _check_place(

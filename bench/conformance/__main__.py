@@ -37,7 +37,7 @@ class Case:
     architecture: Architecture
     setup: Setup
     repetition: int = 0
-    stream_only: bool = False
+    is_rest: bool = False
     """Whether sites were left out because the architecture refuses them, which another case checks."""
 
     @property
@@ -45,7 +45,7 @@ class Case:
         """The architecture's name, with what distinguishes the case from its others."""
         layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
         name = self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
-        name += "-stream" if self.stream_only else ""
+        name += "-rest" if self.is_rest else ""
         name += f"-{self.setup.quantization}" if self.setup.quantization else ""
         return f"{name}#{self.repetition + 1}" if self.repetition else name
 
@@ -179,7 +179,7 @@ def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
                 quantization=quantization,
             ),
             time,
-            stream_only=sites != setup.sites,
+            is_rest=sites != setup.sites,
         )
         for architecture in options.architectures
         for sites in architecture.site_sets(setup.sites)

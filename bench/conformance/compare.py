@@ -118,9 +118,11 @@ def _add(
 ) -> None:
     comparison.states[answer.acts.manifest.state] += 1
     comparison.see_layers(expected["resid_post"])
-    stream = expected["resid_pre"] if setup.bounds(architecture).of_stream else None
+    of_stream = setup.bounds(architecture).of_stream
     for site in setup.sites:
         rows = answer.acts.select(site=site)
+        # Rows after a norm have a length of their own.
+        stream = expected["resid_pre"] if of_stream and site not in {"attn_in", "mlp_in"} else None
         comparison.add(rows.stack(), rows.present, expected[site], stream)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bench.conformance.architectures import ARCHITECTURES
-from bench.conformance.architectures.architecture import PARTS
+from bench.conformance.reference import SITES
 from bench.output import markdown_table, short_revision, vllm_version
 
 Result = Mapping[str, Any]
@@ -59,7 +59,7 @@ def tables(results: Sequence[Result]) -> str:
         for name in names
     ]
     details = [_details(served, rows, revisions[served]) for served, rows in columns.items()]
-    heads = ("served in", "at", "models", "rows", "missing", "wrong", "largest error", "other experts")
+    heads = ("served in", "at", "sites", "models", "rows", "missing", "wrong", "largest error", "other experts")
     texts = [
         markdown_table(("architecture", *(served.label for served in columns)), matrix),
         "What each column compared:",
@@ -115,7 +115,7 @@ def _machine(result: Result) -> str:
 
 
 def _cell(outcomes: Sequence[Result]) -> str:
-    """Return the verdict on an architecture: the sites of which every row is right."""
+    """Return the verdict on an architecture: of which of the compared sites every row is right."""
     if not outcomes:
         return _NOT_COMPARED
     if any(outcome["verdict"] == "WRONG" for outcome in outcomes):
@@ -124,9 +124,14 @@ def _cell(outcomes: Sequence[Result]) -> str:
         return "failed"
     exact = {site for outcome in outcomes if outcome["verdict"] == "exact" for site in outcome["sites"]}
     if exact:
-        return "all sites" if exact >= PARTS else "stream"
+        refused = {site for outcome in outcomes for site in outcome["sites"]} - exact
+        return "without " + _listed(refused) if refused else "exact"
     reasons = [outcome["detail"] for outcome in outcomes]
     return "needs a GPU" if any(reason.startswith(_BY_VLLM) for reason in reasons) else "refused"
+
+
+def _listed(sites: Iterable[str]) -> str:
+    return ", ".join(f"`{site}`" for site in SITES if site in sites)
 
 
 def _details(served: Served, outcomes: Sequence[Result], revisions: Sequence[str]) -> tuple[str, ...]:
@@ -135,6 +140,7 @@ def _details(served: Served, outcomes: Sequence[Result], revisions: Sequence[str
     return (
         f"{served.label}, {'compiled' if served.compiled else 'eager'}",
         ", ".join(revisions),
+        _listed({site for outcome in compared for site in outcome["sites"]}),
         f"{len({outcome['name'] for outcome in compared})}",
         f"{sum(outcome['rows'] for outcome in compared):,}",
         f"{sum(outcome['missing'] for outcome in compared)}",

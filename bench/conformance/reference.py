@@ -22,9 +22,13 @@ Change = Callable[[Tensor], Tensor]
 """Returns the changed output of a layer, [positions, hidden]. Row p belongs to position p."""
 
 
-SITES = ("resid_pre", "attn_out", "mlp_out", "resid_post")
-"""The sites of a layer: the residual stream that enters it, what the attention block and the MLP add, and the stream
-that leaves it. Without steering, the first three add up to the last."""
+SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
+"""The sites of a layer: the residual stream that enters it, what the attention block takes and adds, the stream after
+that, what the MLP takes and adds, and the stream that leaves the layer."""
+
+_ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer", "mamba", "conv")
+_MLP = ("mlp", "block_sparse_moe", "feed_forward", "fc1")
+"""The paths of the modules that compute the parts: the first of them that a layer has."""
 
 _LAYER_LISTS = ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers", "backbone.layers")
 """The paths of the list of decoder layers in transformers' models."""
@@ -43,8 +47,8 @@ class Reference:
             ).eval()
         self._changes: Mapping[int, Change] = {}
         self._routing: Routing | None = None
-        self._kept: dict[str, list[Tensor | None]] = {}
         self._layers = decoder_layers(self.model)
+        self._kept = self._nothing()
         self._body = self.model.get_submodule(_path(self.model).rpartition(".")[0])
         for index, layer in enumerate(self._layers):
             self._hook(architecture, index, layer)
@@ -76,7 +80,7 @@ class Reference:
     def run(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> Tensor:
         """Run the model over a sequence; return the output of its final norm, [positions, hidden]."""
         self._changes = changes or {}
-        self._kept = {site: [None] * len(self._layers) for site in SITES}
+        self._kept = self._nothing()
         with torch.inference_mode():
             output = self._body(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
             last: Tensor = output.last_hidden_state[0]
@@ -93,7 +97,7 @@ class Reference:
         """
         stream = torch.from_numpy(rows)
         self._changes = {len(self._layers) - 1: lambda _: stream}
-        self._kept = {site: [None] * len(self._layers) for site in SITES}
+        self._kept = self._nothing()
         with torch.inference_mode():
             # The token IDs do not matter: the rows replace what the layers make of them.
             logits = self.model(torch.ones(1, len(rows), dtype=torch.long), use_cache=False).logits[0]
@@ -103,6 +107,11 @@ class Reference:
     def _hook(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
         scale = float(getattr(layer, architecture.residual_scale)) if architecture.residual_scale else 1.0
         layer.register_forward_pre_hook(self._enter(index), with_kwargs=True)
+        for site, names in {"attn_in": _ATTENTION, "mlp_in": architecture.mlp_in or _MLP}.items():
+            for part in _first(layer, names):
+                part.register_forward_pre_hook(self._before(site, index), with_kwargs=True)
+        for part in _first(layer, architecture.middle):
+            part.register_forward_pre_hook(self._before("resid_mid", index), with_kwargs=True)
         for site, names in {"attn_out": architecture.attention, "mlp_out": architecture.mlp}.items():
             for part in _first(layer, names):
                 part.register_forward_hook(self._part(site, index, scale))
@@ -114,6 +123,13 @@ class Reference:
             if self._routing is not None:
                 self._routing.enter(index)
             self._keep("resid_pre", index, arguments[0] if arguments else options["hidden_states"])
+
+        return hook
+
+    def _before(self, site: str, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            del module
+            self._keep(site, index, arguments[0] if arguments else options["hidden_states"])
 
         return hook
 
@@ -131,9 +147,15 @@ class Reference:
             if index in self._changes:
                 hidden = self._changes[index](hidden[0].float()).to(hidden.dtype)[None]
             self._keep("resid_post", index, hidden)
+            before, attention = (self._kept[site][index] for site in ("resid_pre", "attn_out"))
+            if self._kept["resid_mid"][index] is None and before is not None and attention is not None:
+                self._keep("resid_mid", index, before + attention)
             return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
         return hook
+
+    def _nothing(self) -> dict[str, list[Tensor | None]]:
+        return {site: [None] * len(self._layers) for site in SITES}
 
     def _keep(self, site: str, index: int, rows: Tensor) -> None:
         self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts have no batch dimension

@@ -13,12 +13,12 @@ from residuum.v1 import inference_pb2
 from residuum.wire.limits import (
     DEFAULT_MAX_TOKENS,
     MAX_BAD_WORDS,
-    MAX_CAPTURE_TOKENS,
     MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIASES,
     MAX_SEQUENCES,
     MAX_STOP_TEXTS,
     MAX_STOP_TOKENS,
+    max_capture_tokens,
 )
 
 if TYPE_CHECKING:
@@ -187,12 +187,16 @@ def check_capture_size(
     """Check that the manifest of a capture fits one message, even if every sequence generates `max_tokens`.
 
     Raises:
-        Failure: The capture could have more than `MAX_CAPTURE_TOKENS` tokens.
+        Failure: The capture could have more than `max_capture_tokens`.
     """
     tokens = num_sequences(parameters) * (prompt_tokens + max_new_tokens(parameters))
-    if capture is not None and tokens > MAX_CAPTURE_TOKENS:
+    if capture is None:
+        return
+    sites = max(len(capture.sites), 1)
+    limit = max_capture_tokens(sites)
+    if tokens > limit:
         raise invalid(
             "sampling.num_sequences",
-            f"A capture has at most {MAX_CAPTURE_TOKENS} tokens in all sequences, and this one could have {tokens}. "
-            "Lower max_tokens, or send several requests instead of several sequences.",
+            f"A capture at {sites} site{'s' * (sites > 1)} has at most {limit} tokens in all sequences, and this one "
+            f"could have {tokens}. Lower max_tokens, or send several requests instead of several sequences.",
         )

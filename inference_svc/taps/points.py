@@ -18,10 +18,19 @@ Site = capture_pb2.Site
 ENTRY = 0
 """The point before the first layer of this pipeline stage."""
 
+INNER_SITES = (
+    capture_pb2.SITE_ATTN_OUT,
+    capture_pb2.SITE_MLP_OUT,
+    capture_pb2.SITE_ATTN_IN,
+    capture_pb2.SITE_RESID_MID,
+    capture_pb2.SITE_MLP_IN,
+)
+"""The sites inside a layer."""
+
 
 @dataclass(frozen=True)
 class TapPoints:
-    """The points of one pipeline stage, numbered in this order: the entry, then after each layer, attention, MLP."""
+    """The points of one pipeline stage: the entry, one after each layer, then one in each layer for each inner site."""
 
     first_layer: int
     num_layers: int
@@ -29,7 +38,7 @@ class TapPoints:
     @property
     def count(self) -> int:
         """How many points there are, including those without an op."""
-        return 1 + 3 * self.num_layers
+        return 1 + (1 + len(INNER_SITES)) * self.num_layers
 
     @property
     def layers(self) -> range:
@@ -48,12 +57,9 @@ class TapPoints:
     def of(self, site: Site.ValueType, layer: int) -> int:
         """Return the point that sees a site of a layer of this stage."""
         index = layer - self.first_layer
-        return {
-            capture_pb2.SITE_RESID_PRE: index,
-            capture_pb2.SITE_RESID_POST: index + 1,
-            capture_pb2.SITE_ATTN_OUT: 1 + self.num_layers + index,
-            capture_pb2.SITE_MLP_OUT: 1 + 2 * self.num_layers + index,
-        }[site]
+        if site in INNER_SITES:
+            return 1 + (1 + INNER_SITES.index(site)) * self.num_layers + index
+        return {capture_pb2.SITE_RESID_PRE: index, capture_pb2.SITE_RESID_POST: index + 1}[site]
 
     def sites(self, point: int) -> tuple[tuple[Site.ValueType, int], ...]:
         """Return the (site, layer) pairs that a point sees. A pair may name a layer of a neighbouring stage."""
@@ -61,5 +67,4 @@ class TapPoints:
         if index < layers:
             layer = self.first_layer + index
             return (capture_pb2.SITE_RESID_POST, layer), (capture_pb2.SITE_RESID_PRE, layer + 1)
-        site = capture_pb2.SITE_ATTN_OUT if index < 2 * layers else capture_pb2.SITE_MLP_OUT
-        return ((site, self.first_layer + index % layers),)
+        return ((INNER_SITES[index // layers - 1], self.first_layer + index % layers),)

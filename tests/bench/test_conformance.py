@@ -167,7 +167,7 @@ def test_the_command_line_defines_the_setup() -> None:
 
 
 def test_the_page_of_models_lists_the_sites_of_each_architecture() -> None:
-    table = MODELS.read_text().partition("| architectures |")[2].partition("\n\n")[0]
+    table = MODELS.read_text().partition("| architectures |")[2]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     told = {name: "refused" in row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert told == {name: bool(architecture.refused) for name, architecture in ARCHITECTURES.items()}
@@ -201,15 +201,16 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
     labels = [label, f"{label}, tensor parallel 2"]
     assert cells[0] == ["architecture", *labels]
     assert {name: row for name, *row in cells[2:8]} == {
-        "`llama`": ["all sites", "all sites"],
+        "`llama`": ["exact", "exact"],
         "`mixtral`": ["**not exact**", ""],
-        "`granite`": ["stream", ""],
+        "`granite`": ["without `attn_out`, `mlp_out`", ""],
         "`mamba`": ["needs a GPU", ""],
         "`gemma3n`": ["refused", ""],
         "`gemma4`": ["failed", ""],
     }
-    assert [f"{labels[0]}, eager", "0123456", "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
-    assert [f"{labels[1]}, eager", "0123456", "1", "100", "0", "none", "5.0e-02", "0"] in cells
+    sites = "`resid_pre`, `attn_out`, `mlp_out`, `resid_post`"
+    assert [f"{labels[0]}, eager", "0123456", sites, "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
+    assert [f"{labels[1]}, eager", "0123456", sites, "1", "100", "0", "none", "5.0e-02", "0"] in cells
     assert "Quantised" not in text
 
 

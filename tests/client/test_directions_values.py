@@ -109,6 +109,13 @@ def test_layers_without_a_direction(three, operation):
         getattr(three, operation)(layers=[])
 
 
+@pytest.mark.parametrize("site", ["attn_in", "mlp_in"])
+def test_directions_of_rows_after_a_norm_cannot_steer(site):
+    normed = residuum.Directions({1: VECTORS[2]}, origin=directions.Origin(site=site))
+    with pytest.raises(residuum.UnknownSite, match=f"Directions of {site} cannot be applied"):
+        normed.add()
+
+
 def test_resid_pre_directions_steer_after_the_previous_layer():
     pre = residuum.Directions({0: VECTORS[2], 1: VECTORS[4]}, origin=directions.Origin(site="resid_pre"))
     assert pre.add(layers=[1]) == [residuum.Add({0: pre[1]})]

@@ -310,7 +310,9 @@ def test_invalid_captures_are_refused(arguments, error):
 def test_all_as_a_site_is_refused_with_the_names():
     with pytest.raises(residuum.UnknownSite, match=r"sites=client\.info\(\)\.sites"):
         residuum.Capture(sites="all")
-    with pytest.raises(residuum.UnknownSite, match="choose among resid_post, resid_pre, attn_out, mlp_out"):
+    with pytest.raises(
+        residuum.UnknownSite, match="choose among resid_post, resid_pre, attn_out, mlp_out, attn_in, resid_mid, mlp_in"
+    ):
         residuum.Capture(sites="resid_post,attn")
 
 

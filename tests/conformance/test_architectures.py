@@ -28,16 +28,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 _ENGINES = 2
 """Engines that run at the same time. An engine uses one core while it starts, and none while it stops."""
-_STREAM = ("resid_post", "resid_pre")
 NAMES = [name for name, architecture in ARCHITECTURES.items() if architecture.everyday]
-_WITHOUT_PARTS = [name for name in NAMES if ARCHITECTURES[name].refused]
+_REFUSED = [name for name in NAMES if ARCHITECTURES[name].refused]
 _VLLM, _TRANSFORMERS = "vllm", "transformers"
 """Whose code runs the model: vLLM's own, or that of transformers (vLLM's `--model-impl`)."""
 CASES = [
-    *((name, _STREAM if name in _WITHOUT_PARTS else SITES, _VLLM) for name in NAMES),
+    *((name, ARCHITECTURES[name].site_sets(SITES)[-1], _VLLM) for name in NAMES),
     ("gemma2", SITES, _TRANSFORMERS),
 ]
-REFUSED = [(name, SITES, _VLLM) for name in _WITHOUT_PARTS]
+REFUSED = [(name, SITES, _VLLM) for name in _REFUSED]
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +77,12 @@ def test_every_row_is_that_of_transformers(outcome_of: OutcomeOf, name: str, sit
     assert outcome.model_runner in {"v1", "v2"}
 
 
-@pytest.mark.parametrize(("name", "sites", "code"), REFUSED, ids=_WITHOUT_PARTS)
-def test_parts_that_a_model_lacks_are_refused_by_name(
+@pytest.mark.parametrize(("name", "sites", "code"), REFUSED, ids=_REFUSED)
+def test_sites_that_a_model_lacks_are_refused_by_name(
     outcome_of: OutcomeOf, name: str, sites: tuple[str, ...], code: str
 ) -> None:
     outcome = outcome_of(name, sites, code)
     assert outcome.verdict is Verdict.REFUSED, outcome.detail
-    assert "attn_out and mlp_out cannot be captured" in outcome.detail
+    sites = "resid_mid" if "resid_mid" in ARCHITECTURES[name].refused_sites else "attn_out and mlp_out"
+    assert f"{sites} cannot be captured" in outcome.detail
     assert "--capture-sites" in outcome.detail

@@ -11,13 +11,22 @@ from torch import nn
 
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError
-from inference_svc.taps.model.insertion import check_parts, check_sum, find_decoder_layers, put_taps
-from inference_svc.taps.model.structure import Structure, observe, sum_error
+from inference_svc.taps.model.insertion import (
+    check_middle,
+    check_middles,
+    check_parts,
+    check_sum,
+    find_decoder_layers,
+    put_taps,
+)
+from inference_svc.taps.model.parts_check import middle_error, sum_error
+from inference_svc.taps.model.structure import Structure, observe
 from inference_svc.taps.points import TapPoints
 from residuum.v1 import capture_pb2
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
 ATTN, MLP = capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT
+ATTN_IN, MID, MLP_IN = capture_pb2.SITE_ATTN_IN, capture_pb2.SITE_RESID_MID, capture_pb2.SITE_MLP_IN
 
 
 class PPMissingLayer(nn.Identity):
@@ -419,6 +428,97 @@ def test_rows_behind_a_batch_dimension_are_tapped(tap):
         tap.push = 1.0
         torch.testing.assert_close(model(torch.ones(3, 4)), plain + 1.0)
     assert [hidden.shape for _, hidden, _ in tap.seen] == [(3, 4)]
+
+
+class OlmoLayer(LlamaLayer):
+    """A layer whose attention and MLP take the stream itself."""
+
+    def forward(self, positions, hidden, residual):
+        hidden = hidden if residual is None else hidden + residual
+        hidden = hidden + self.input_layernorm(self.self_attn(positions, hidden))
+        return self.post_attention_layernorm(self.mlp(hidden)), hidden
+
+
+def inputs_of(model, tap, monkeypatch):
+    """What the taps see in each layer: the stream before it, in its middle and after it, and what its parts take."""
+    structure, numbered, run = watch(model)
+    check_middles(numbered, structure)
+    check_middle(middle_error(model, numbered, is_attention, structure, run))
+    hook_layers(numbered, structure, sites=(POST, PRE, ATTN, ATTN_IN, MID, MLP_IN))
+    monkeypatch.setattr(Attention, "found", 0.0)
+    with torch.no_grad():
+        run()
+    seen = {point: hidden if residual is None else hidden + residual for point, hidden, residual in tap.seen}
+    count = len(numbered)
+    return [
+        [seen[index], seen[index + 1], *(seen[1 + kind * count + index] for kind in (1, 3, 4, 5))]
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("make", [LlamaLayer, GemmaLayer, GPTLayer, LFMLayer, OlmoLayer])
+def test_what_the_parts_of_a_layer_take_is_found(tap, make, monkeypatch):
+    layers = [make() for _ in range(3)]
+    model = nn.Sequential(*layers) if make is GPTLayer else LlamaModel(layers)
+    norms = {
+        GemmaLayer: ("input_layernorm", "pre_feedforward_layernorm"),
+        GPTLayer: ("ln_1", "ln_2"),
+        OlmoLayer: (None, None),
+    }.get(make, ("input_layernorm", "post_attention_layernorm"))
+    with torch.no_grad():
+        for layer, (before, after, attention, taken, middle, taken_by_mlp) in zip(
+            layers, inputs_of(model, tap, monkeypatch), strict=True
+        ):
+            torch.testing.assert_close(middle, before + attention)
+            for norm, stream, got in zip(norms, (before, middle), (taken, taken_by_mlp), strict=True):
+                torch.testing.assert_close(got, getattr(layer, norm).forward(stream) if norm else stream)
+            last = {GemmaLayer: "post_feedforward_layernorm", OlmoLayer: "post_attention_layernorm"}.get(make)
+            added = layer.mlp.forward(taken_by_mlp)
+            torch.testing.assert_close(after, middle + (getattr(layer, last).forward(added) if last else added))
+
+
+def test_the_middle_is_found_where_the_parts_are_scaled(tap, monkeypatch):
+    layers = [LlamaLayer(scale=0.5), LlamaLayer(scale=0.5)]
+    for layer, (_, after, _, _, middle, taken) in zip(
+        layers, inputs_of(LlamaModel(layers), tap, monkeypatch), strict=True
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(after, middle + 0.5 * layer.mlp.forward(taken))
+
+
+class ParallelLayer(GPTLayer):
+    """Computes attention and MLP from the stream before the layer, each with a norm of its own."""
+
+    def forward(self, hidden):
+        attention = self.attn(None, self.ln_1(hidden))
+        return hidden + attention + self.mlp(self.ln_2(hidden))
+
+
+class OneNormLayer(GPTLayer):
+    """Computes attention and MLP from one norm's output."""
+
+    def forward(self, hidden):
+        normed = self.ln_1(hidden)
+        return hidden + self.attn(None, normed) + self.mlp(normed)
+
+
+def test_parallel_layers_have_no_middle():
+    structure, numbered, run = watch(model := nn.Sequential(ParallelLayer(), ParallelLayer()))
+    with pytest.raises(CannotTapError, match=r"resid_mid cannot be captured.* in layers \[0, 1\] no tensor is both"):
+        check_middle(middle_error(model, numbered, is_attention, structure, run))
+    structure, numbered, run = watch(nn.Sequential(OneNormLayer(), OneNormLayer()))
+    with pytest.raises(CannotTapError, match=r"resid_mid cannot be captured.* in OneNormLayer .* none \(layers"):
+        check_middles(numbered, structure)
+    assert structure.mlp_inputs.keys() == structure.attention_inputs.keys() == {0, 1}
+
+
+def test_a_state_space_beside_the_attention_is_not_taken_for_the_mlp(tap, monkeypatch):
+    layers = [FalconH1Layer(), FalconH1Layer()]
+    with torch.no_grad():
+        for layer, (_, _, _, _, middle, taken) in zip(
+            layers, inputs_of(nn.Sequential(*layers), tap, monkeypatch), strict=True
+        ):
+            torch.testing.assert_close(taken, layer.ln_2.forward(middle))
 
 
 def test_layers_that_hand_on_more_than_a_row_a_token_are_refused():

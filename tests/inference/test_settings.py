@@ -122,7 +122,10 @@ def test_a_file_may_write_names_as_flags_are_written(tmp_path, name, sites):
         ("ring-mib = 1\nring_mib = 2", "sets ring_mib twice"),
         ("capture-site = []", "--capture-site (RESIDUUM_CAPTURE_SITE): unknown setting. Did you mean --capture-sites?"),
         ("[inference]", "unknown setting. See --help"),
-        ('capture-sites = ["resid"]', "'resid' is not a site. Choose among resid_post, resid_pre, attn_out, mlp_out"),
+        (
+            'capture-sites = ["resid"]',
+            "'resid' is not a site. Choose among resid_post, resid_pre, attn_out, mlp_out, attn_in, resid_mid, mlp_in",
+        ),
         ("model = ", "x.toml is not TOML"),
     ],
 )

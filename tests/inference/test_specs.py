@@ -398,3 +398,7 @@ def test_a_capture_whose_manifest_would_not_fit_is_refused():
     assert (failure.reason_name, failure.metadata["field"]) == ("INVALID_FIELD", "sampling.num_sequences")
     check_capture_size(None, 1000, many)
     check_capture_size(capture_pb2.CaptureSpec(), 1000, inference_pb2.SamplingParameters(max_tokens=4096))
+    at_seven = capture_pb2.CaptureSpec(sites=range(1, 8))
+    long = inference_pb2.SamplingParameters(max_tokens=100_000)
+    assert "at 7 sites has at most 74898 tokens" in str(refusal(check_capture_size, at_seven, 1000, long))
+    check_capture_size(capture_pb2.CaptureSpec(sites=range(1, 5)), 1000, long)

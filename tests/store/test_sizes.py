@@ -7,12 +7,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.v1 import capture_pb2, selection_pb2, steering_pb2, store_pb2
 from residuum.wire.limits import (
-    MAX_CAPTURE_TOKENS,
     MAX_ID_LENGTH,
     MAX_MANIFEST_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_SEAL_BYTES,
     MAX_STEERING_CHANGES_BYTES,
+    max_capture_tokens,
 )
 from store_svc.captures.ledger import Cells
 from store_svc.captures.lifecycle import Capture
@@ -28,6 +28,7 @@ LARGEST_TOKEN = (1 << 21) - 1
 NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
 
 
+@pytest.mark.parametrize("sites", [SITES[:4], SITES], ids=["four sites", "all sites"])
 @pytest.mark.parametrize(
     ("sequences", "prompt_share", "stored", "texts"),
     [
@@ -38,13 +39,13 @@ NOW = Timestamp(seconds=1_800_000_000, nanos=999_999_999)
     ],
 )
 def test_the_longest_manifest_fits_a_message_with_its_steering(
-    sequences: int, prompt_share: float, stored: str, texts: bool
+    sequences: int, prompt_share: float, stored: str, texts: bool, sites: list[int]
 ) -> None:
     """Select every second position at every site, which gives the most ranges of positions."""
-    each = MAX_CAPTURE_TOKENS // sequences
+    each = max_capture_tokens(len(sites)) // sequences
     prompt = int(each * prompt_share)
     selection = selection_pb2.PositionSelection(every=2)
-    description = describe("x" * MAX_ID_LENGTH, layers=LAYERS, sites=SITES, sequences=sequences, positions=selection)
+    description = describe("x" * MAX_ID_LENGTH, layers=LAYERS, sites=sites, sequences=sequences, positions=selection)
     description.prompt_token_ids[:] = [LARGEST_TOKEN] * prompt
     description.steering.operations.add(layer_digests=[b"d" * 32] * MOST_DIGESTS)
     check_description(description)
@@ -67,14 +68,14 @@ def test_the_longest_manifest_fits_a_message_with_its_steering(
     capture = Capture(1, description, NOW, 0.0)
     rows = Positions.of(range(0, each - 1, 2 if stored == "every row" else 4))
     for sequence in range(sequences):
-        for site in SITES:
+        for site in sites:
             capture.add(Cells(sequence, site, LAYERS, rows), 1 << 20, 0.0)
     capture.close(seal, NOW, 0.0)
     if not capture.ended:
         capture.time_out(NOW, 5.0)
     manifest = capture.manifest()
     assert manifest.state == seal.outcome
-    assert len(manifest.present) == sequences * len(SITES)
+    assert len(manifest.present) == sequences * len(sites)
     if texts:
         left_out = not manifest.prompt_token_texts.lengths
         assert left_out == (manifest.ByteSize() + seal.prompt_token_texts.ByteSize() > MAX_MANIFEST_BYTES)

@@ -10,7 +10,11 @@ LAYERS = 4
 HIDDEN = 256
 VOCABULARY = 512
 PARTS = frozenset({"attn_out", "mlp_out"})
-"""The sites inside a layer, which a model may not have."""
+"""The sites that a model lacks if it scales or merges what the parts of a layer add."""
+MIDDLE = frozenset({"resid_mid"})
+"""The site that layers lack if they compute attention and MLP from the same input."""
+INNER = PARTS | MIDDLE | {"attn_in", "mlp_in"}
+"""The sites that layers lack if they have no attention and MLP after each other."""
 MAX_LENGTH = 256
 """The most tokens of prompt and reply together."""
 
@@ -34,6 +38,11 @@ class Architecture:
     if no module has this output. Then attn_out and mlp_out are refused."""
     mlp: tuple[str, ...] = ("mlp",)
     """The same for the MLP."""
+    mlp_in: tuple[str, ...] = ()
+    """The path of the submodule that takes what the MLP takes; empty for a usual name."""
+    middle: tuple[str, ...] = ()
+    """The path of the submodule that takes the residual stream between attention and MLP. Empty: that stream is what
+    enters the layer and what its attention adds."""
     residual_scale: str = ""
     """The attribute of a decoder layer with a factor for both, applied before they are added."""
     routed: bool = False
@@ -53,7 +62,8 @@ class Architecture:
     max_error: float = 0.0
     """The largest allowed error of a row in float32, if vLLM's arithmetic differs from transformers'."""
     refused: str = ""
-    """Part of the reason with which the service refuses attn_out and mlp_out; empty if it captures them."""
+    """Part of the reason with which the service refuses `refused_sites`; empty if it captures all."""
+    refused_sites: frozenset[str] = PARTS
     refused_stream: bool = False
     """Whether it refuses resid_post and resid_pre too, so that it does not serve the architecture."""
     everyday: bool = False
@@ -70,12 +80,12 @@ class Architecture:
 
     def site_sets(self, sites: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the sites of each check that compares these sites: if some are refused, the others are checked too."""
-        every, stream = tuple(sites), tuple(site for site in sites if site not in PARTS)
-        return [every, stream] if stream and stream != every and self.refused and not self.refused_stream else [every]
+        every, others = tuple(sites), tuple(site for site in sites if site not in self.refused_sites)
+        return [every, others] if others and others != every and self.refused and not self.refused_stream else [every]
 
     def refusal(self, sites: Iterable[str]) -> str:
         """Return part of the reason with which the service must refuse these sites; empty if it captures them."""
-        return self.refused if self.refused_stream or not PARTS.isdisjoint(sites) else ""
+        return self.refused if self.refused_stream or not self.refused_sites.isdisjoint(sites) else ""
 
 
 COMMON = {
@@ -118,4 +128,7 @@ NO_ROPE_KERNEL = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """Avoids vLLM's rotary kernel for CPUs, which computes other values if heads have a dimension of their own."""
 SCALED, NO_PARTS = "scales or merges", "for an attention block and for an MLP after it"
 """Parts of the two reasons for which attn_out and mlp_out are refused."""
+NO_MIDDLE = "resid_mid cannot be captured"
+BEFORE_MLP = ("post_attention_layernorm",)
+"""The norm that takes the stream between attention and MLP, in most models."""
 HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)

@@ -12,8 +12,10 @@ from bench.conformance.architectures.architecture import (
     LAYERS,
     LLAMA,
     MAX_LENGTH,
+    MIDDLE,
     MIXED,
     PARTIAL_ROPE,
+    PARTS,
     SCALED,
     TRITON_ATTENTION,
     VOCABULARY,
@@ -76,7 +78,9 @@ DENSE = (
         gpu_args=TRITON_ATTENTION,
         attention=(),
         mlp=(),
-        refused=SCALED,  # a third part adds the token's own embedding, and a factor scales the layer's output
+        refused=SCALED,
+        refused_sites=PARTS
+        | MIDDLE,  # a third part adds the token's own embedding, and a factor scales the layer's output
     ),
     Architecture("phi3", "Phi3Config", {**LLAMA, "sliding_window": WINDOW}, everyday=True),
     Architecture("gpt2", "GPT2Config", GPT, attention=("attn",), everyday=True),

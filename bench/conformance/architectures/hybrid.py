@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.conformance.architectures.architecture import (
     HIDDEN,
     HYBRID,
+    INNER,
     LAYERS,
     LLAMA,
     MAMBA2,
@@ -12,6 +13,7 @@ from bench.conformance.architectures.architecture import (
     NO_PARTS,
     NO_ROPE_KERNEL,
     PARTIAL_ROPE,
+    PARTS,
     SCALED,
     VOCABULARY,
     Architecture,
@@ -38,7 +40,12 @@ _DELTA = {  # on a CPU, vLLM's linear attention takes only bfloat16
 _TRITON = {"gdn_prefill_backend": "triton"}
 """vLLM's own kernel for linear attention. On Hopper, vLLM prefers the one of FlashInfer, which may not be installed."""
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 128}
-_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * (LAYERS // 2), "conv_dim": HIDDEN, "block_dim": HIDDEN}
+_CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
+    "conv_dim": HIDDEN,
+    "block_dim": HIDDEN,
+    "tie_word_embeddings": True,  # vLLM ties them in any case
+}
 
 HYBRIDS = (
     Architecture(
@@ -49,6 +56,7 @@ HYBRIDS = (
         mlp=(),
         needs_gpu=True,  # its scan is a CUDA kernel
         refused=NO_PARTS,
+        refused_sites=INNER,
     ),
     Architecture(
         "mamba2",
@@ -57,6 +65,7 @@ HYBRIDS = (
         attention=("mixer",),
         mlp=(),
         refused=NO_PARTS,
+        refused_sites=INNER,
     ),
     Architecture(
         "granite_hybrid",
@@ -71,6 +80,7 @@ HYBRIDS = (
         },
         attention=("mamba", "self_attn"),
         mlp=("shared_mlp",),
+        mlp_in=("shared_mlp",),
         residual_scale="residual_multiplier",
         refused=SCALED,
         everyday=True,
@@ -89,7 +99,8 @@ HYBRIDS = (
         mlp=("feed_forward",),
         routed=True,
         needs_gpu=True,  # its scan is a CUDA kernel
-        refused=NO_PARTS,  # in vLLM, its layers with attention have no module for the attention block
+        refused=NO_PARTS,
+        refused_sites=INNER,  # in vLLM, its layers with attention have no module for the attention block
     ),
     Architecture(
         "falcon_h1",
@@ -112,7 +123,9 @@ HYBRIDS = (
         },
         attention=(),
         mlp=(),
+        middle=("pre_ff_layernorm",),
         refused=SCALED,  # attention and a state space run side by side, each with a factor
+        refused_sites=PARTS | {"attn_in"},
     ),
     Architecture(
         "zamba2",
@@ -130,6 +143,7 @@ HYBRIDS = (
         attention=(),
         mlp=(),
         refused=NO_PARTS,
+        refused_sites=INNER,
     ),
     Architecture(
         "nemotron_h",
@@ -147,6 +161,7 @@ HYBRIDS = (
         attention=(),
         mlp=(),
         refused=NO_PARTS,
+        refused_sites=INNER,
     ),
     Architecture(
         "qwen3_next",

@@ -152,8 +152,9 @@ class Directions(Mapping[int, Vector]):
         or a small scale. With a difference of means, scale=1 at one layer moves the mean of the negative examples to
         the mean of the positive examples.
 
-        Steering is applied after a layer. So directions of resid_post, attn_out and mlp_out apply after their own
-        layer. Those of resid_pre, the stream before a layer, apply after the previous layer.
+        Steering is applied after a layer. So directions of resid_post, resid_mid, attn_out and mlp_out apply after
+        their own layer. Those of resid_pre, the stream before a layer, apply after the previous layer. Those of attn_in
+        and mlp_in cannot be applied: their rows have passed a norm, and are not on the scale of the stream.
 
         Args:
             scale: The factor, for all layers or by layer; a negative factor steers away.
@@ -164,6 +165,7 @@ class Directions(Mapping[int, Vector]):
         Raises:
             UnknownLayer: A layer has no direction, or its direction applies before the first layer, which cannot be
                 steered.
+            UnknownSite: The directions are of attn_in or mlp_in.
 
         Example:
             >>> client.generate("Hello", steer=joy.add(0.5, layers=range(10, 15)))
@@ -280,6 +282,12 @@ class Directions(Mapping[int, Vector]):
         if missing:
             raise UnknownLayer(
                 f"There is no direction for the layers {missing}. Choose among {list(self)}.", reason="UNKNOWN_LAYER"
+            )
+        if self._origin.site in {"attn_in", "mlp_in"}:
+            raise UnknownSite(
+                f"Directions of {self._origin.site} cannot be applied: its rows have passed a norm, and steering "
+                "changes the stream. Compute the directions from resid_pre, resid_mid or resid_post.",
+                reason="UNKNOWN_SITE",
             )
         shift = 1 if self._origin.site == "resid_pre" else 0
         if shift and chosen[0] == 0:

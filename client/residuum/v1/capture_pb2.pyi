@@ -39,6 +39,12 @@ class _SiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Site.ValueType],
     """What the attention block adds to the residual stream."""
     SITE_MLP_OUT: _Site.ValueType  # 4
     """What the MLP block adds to the residual stream."""
+    SITE_ATTN_IN: _Site.ValueType  # 5
+    """What the attention block takes: the residual stream before the layer, after the norm if there is one."""
+    SITE_RESID_MID: _Site.ValueType  # 6
+    """The residual stream between the attention and the MLP. Layers that compute both from the same input have none."""
+    SITE_MLP_IN: _Site.ValueType  # 7
+    """What the MLP takes: the residual stream before it, after the norm if there is one."""
 
 class Site(_Site, metaclass=_SiteEnumTypeWrapper):
     """Where in a decoder layer a row is taken."""
@@ -53,6 +59,12 @@ SITE_ATTN_OUT: Site.ValueType  # 3
 """What the attention block adds to the residual stream."""
 SITE_MLP_OUT: Site.ValueType  # 4
 """What the MLP block adds to the residual stream."""
+SITE_ATTN_IN: Site.ValueType  # 5
+"""What the attention block takes: the residual stream before the layer, after the norm if there is one."""
+SITE_RESID_MID: Site.ValueType  # 6
+"""The residual stream between the attention and the MLP. Layers that compute both from the same input have none."""
+SITE_MLP_IN: Site.ValueType  # 7
+"""What the MLP takes: the residual stream before it, after the norm if there is one."""
 Global___Site: _TypeAlias = Site  # noqa: Y015
 
 class _Encoding:

@@ -23,6 +23,9 @@ SITES: dict[str, capture_pb2.Site.ValueType] = {
     "resid_pre": capture_pb2.SITE_RESID_PRE,
     "attn_out": capture_pb2.SITE_ATTN_OUT,
     "mlp_out": capture_pb2.SITE_MLP_OUT,
+    "attn_in": capture_pb2.SITE_ATTN_IN,
+    "resid_mid": capture_pb2.SITE_RESID_MID,
+    "mlp_in": capture_pb2.SITE_MLP_IN,
 }
 """The capture sites by name."""
 
@@ -52,7 +55,8 @@ class Capture:
     Attributes:
         layers: "all", a number, a range or a list of numbers.
         sites: Where in a layer: "resid_post" (the residual stream after the layer and its steering), "resid_pre" (the
-            stream before the layer), "attn_out" and "mlp_out" (what its attention and its MLP add). A list of names, or
+            stream before the layer), "resid_mid" (the stream between attention and MLP), "attn_in" and "mlp_in" (what
+            attention and MLP take, after their norms), "attn_out" and "mlp_out" (what they add). A list of names, or
             names separated by commas; the server must have been started with these sites. `acts[k]` reads the first
             one, and `acts.select(site=...)` selects another.
         positions: The positions; see `Positions.of`. By default all positions, of the prompt and of generated tokens.

@@ -81,7 +81,8 @@ MAX_SEQUENCES = 64
 """Sequences generated from one prompt."""
 
 MAX_CAPTURE_TOKENS = 131_072
-"""Tokens of one capture: prompt and generated tokens of all sequences. The prompt counts once for each sequence.
+"""Tokens of one capture at up to four sites: prompt and generated tokens of all sequences. The prompt counts once for
+each sequence. `max_capture_tokens` has the limit for more sites.
 
 This limit keeps a manifest, which is one message, below MAX_MESSAGE_BYTES. Two things make a manifest long: the token
 IDs, and the runs of positions when a selection leaves gaps. With `every: 2` it has a run of ten bytes for every second
@@ -89,6 +90,14 @@ token, once for each site. With four sites and this many tokens that is just und
 steering and its changes. Layers that miss other rows than the rest are listed separately. There is room for these too,
 unless the worst cases coincide: losses and a selection with gaps, at all sites.
 """
+
+_SITES_AT_MOST_TOKENS = 4
+
+
+def max_capture_tokens(sites: int) -> int:
+    """Return the limit of tokens for a capture at a number of sites: more sites leave room for fewer tokens."""
+    return MAX_CAPTURE_TOKENS * _SITES_AT_MOST_TOKENS // max(sites, _SITES_AT_MOST_TOKENS)
+
 
 MAX_DESCRIPTION_BYTES = 1 << 20
 """Bytes of a capture's description. The prompt's token IDs, and steering with as many vectors as a server's tables

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-_TINY = 1e-20
+TINY = 1e-20
+"""Keeps a division by a length defined."""
 
 
 class CannotTapError(RuntimeError):
@@ -95,4 +96,4 @@ def is_pair(output: Any) -> bool:
 
 def relative_error(other: Tensor, value: Tensor) -> float:
     """Return the largest relative difference of any row: |other - value| / |value|."""
-    return float(((other - value).norm(dim=-1) / value.norm(dim=-1).clamp_min(_TINY)).max())
+    return float(((other - value).norm(dim=-1) / value.norm(dim=-1).clamp_min(TINY)).max())

@@ -9,15 +9,20 @@ from torch import Tensor, nn
 
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError
+from inference_svc.taps.model.structure import Entry
 from inference_svc.taps.points import ENTRY
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from inference_svc.taps.model.structure import Argument, Structure
+    from inference_svc.taps.model.calls import Argument
+    from inference_svc.taps.model.structure import Structure
     from inference_svc.taps.points import Site, TapPoints
 
+
+PARTS = (capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT)
+"""The sites that are the output of a part of a layer."""
 
 _NAMED_LISTS = 8
 """How many lists of modules a refusal names. A mixture of experts has one in each layer."""
@@ -99,9 +104,41 @@ def put_taps(
     for site in sites:
         if site == capture_pb2.SITE_RESID_PRE:
             _put_entry(layers, structure)
-        elif site != capture_pb2.SITE_RESID_POST:
+        elif site in PARTS:
             _put_parts(layers, points, structure, site)
+        elif site != capture_pb2.SITE_RESID_POST:
+            folded += _put_inputs(layers, points, structure, site, fold)
     return folded
+
+
+def check_middles(layers: Mapping[int, nn.Module], structure: Structure) -> None:
+    """Check that the stream between attention and MLP of every layer was found.
+
+    Raises:
+        CannotTapError: It was not.
+    """
+    _check_inputs("resid_mid", layers, structure)
+    missing = sorted(set(layers) - structure.middles.keys())
+    if missing:
+        raise CannotTapError(
+            f"resid_mid cannot be captured: looked in {type(layers[missing[0]]).__name__} for an MLP that takes what "
+            f"the attention has changed, found none (layers {missing}). Leave the site out of --capture-sites."
+        )
+
+
+def check_middle(errors: Mapping[int, float]) -> None:
+    """Check that the stream that was found is between attention and MLP; see `parts_check.middle_error`.
+
+    Raises:
+        CannotTapError: It is not.
+    """
+    off = [layer for layer, error in errors.items() if not error < _SUM_TOLERANCE]
+    if off:
+        raise CannotTapError(
+            "resid_mid cannot be captured: looked for the stream to which the attention is added, and from which the "
+            f"MLP's sum starts; in layers {off} no tensor is both. The model computes attention and MLP side by side, "
+            "or adds to the stream elsewhere. Leave the site out of --capture-sites."
+        )
 
 
 def check_parts(layers: Mapping[int, nn.Module], structure: Structure) -> None:
@@ -132,7 +169,7 @@ def _check_inputs(sites: str, layers: Mapping[int, nn.Module], structure: Struct
 
 
 def check_sum(errors: Mapping[int, float]) -> None:
-    """Check that the parts of each layer add up to what it adds to the residual stream; see `structure.sum_error`.
+    """Check that the parts of each layer add up to what it adds to the residual stream; see `parts_check.sum_error`.
 
     Raises:
         CannotTapError: They do not.
@@ -153,11 +190,8 @@ def _put_entry(layers: Mapping[int, nn.Module], structure: Structure) -> None:
     assert structure.inputs is not None  # noqa: S101 - just checked
     hidden, residual = structure.inputs
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
-        _tap(hidden.of(args, kwargs), residual.of(args, kwargs) if residual else None, ENTRY)
-
-    layers[min(layers)].register_forward_pre_hook(hook, with_kwargs=True)
+    first = layers[min(layers)]
+    first.register_forward_pre_hook(_before_module(Entry(first, hidden, residual), ENTRY), with_kwargs=True)
 
 
 def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: Structure, site: Site.ValueType) -> None:
@@ -169,6 +203,44 @@ def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: St
             part.register_forward_hook(_after_writing(point, structure.written[part]), with_kwargs=True)
         else:
             part.register_forward_hook(_after_module(point, adds_residual=False))
+
+
+def _put_inputs(
+    layers: Mapping[int, nn.Module],
+    points: TapPoints,
+    structure: Structure,
+    site: Site.ValueType,
+    fold: Callable[[nn.Module, int], bool],
+) -> int:
+    """Put the ops before modules, and return how many were folded into norms."""
+    name, found = {
+        capture_pb2.SITE_ATTN_IN: ("attn_in", structure.attention_inputs),
+        capture_pb2.SITE_MLP_IN: ("mlp_in", structure.mlp_inputs),
+        capture_pb2.SITE_RESID_MID: ("resid_mid", structure.middles),
+    }[site]
+    missing = sorted(set(layers) - found.keys())
+    if missing:
+        raise CannotTapError(
+            f"{name} cannot be captured: looked in {type(layers[missing[0]]).__name__} for an attention block and an "
+            f"MLP after it that take one row for each token, found none (layers {missing}). Leave the site out of "
+            "--capture-sites."
+        )
+    folded = 0
+    for index in layers:
+        entry, point = found[index], points.of(site, index)
+        if site == capture_pb2.SITE_RESID_MID and entry.residual is not None and fold(entry.module, point):
+            folded += 1
+        else:
+            entry.module.register_forward_pre_hook(_before_module(entry, point), with_kwargs=True)
+    return folded
+
+
+def _before_module(entry: Entry, point: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        _tap(entry.hidden.of(args, kwargs), entry.residual.of(args, kwargs) if entry.residual else None, point)
+
+    return hook
 
 
 def _after_writing(point: int, written: Argument) -> Any:

@@ -13,7 +13,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.logits_check import Explanation, LogitsCheck, calls_seen
-from inference_svc.taps.model.structure import Structure, observe, sum_error
+from inference_svc.taps.model.parts_check import middle_error, sum_error
+from inference_svc.taps.model.structure import Structure, observe
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -53,9 +54,13 @@ class EagerRuns:
                 with calls_seen(self._model, self._logits.remember):
                     run()
             structure = observe(self._model, self._layers, _is_attention, run)
-            if {capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT} & set(sites):
+            experiment = (self._model, self._layers, _is_attention, structure, run)
+            if set(insertion.PARTS) & set(sites):
                 insertion.check_parts(self._layers, structure)
-                insertion.check_sum(sum_error(self._model, self._layers, _is_attention, structure, run))
+                insertion.check_sum(sum_error(*experiment))
+            if capture_pb2.SITE_RESID_MID in sites:
+                insertion.check_middles(self._layers, structure)
+                insertion.check_middle(middle_error(*experiment))
             return structure
 
     def listen(self) -> None:

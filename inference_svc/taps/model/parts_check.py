@@ -1,0 +1,151 @@
+"""Experiments that check the sites inside the layers: the model runs with fixed numbers in place of its parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inference_svc.taps.model.hooked_runs import TINY, fixed_attention, is_pair, numbers, run_hooked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from inference_svc.taps.model.calls import Argument
+    from inference_svc.taps.model.structure import Structure
+
+
+def sum_error(
+    model: nn.Module,
+    layers: Mapping[int, nn.Module],
+    is_attention: Callable[[nn.Module], bool],
+    structure: Structure,
+    run: Callable[[], object],
+) -> dict[int, float]:
+    """Return for each layer the relative error of attention + MLP against the layer's change. Runs the model again.
+
+    A model may scale the outputs of its parts before it adds them, or change them in other ways. Then the found modules
+    are not the sites attn_out and mlp_out. The outputs of both parts are replaced by fixed numbers for this: without
+    requests attention computes nothing, and an MLP may add almost nothing. So are other modules that combine tokens,
+    such as a state space beside the attention, and biases that the parts leave to their layer.
+
+    Args:
+        model: The model.
+        layers: The decoder layers by index, whose attention and MLP were found.
+        is_attention: Returns whether a module combines the tokens of a sequence.
+        structure: The structure that was found.
+        run: Runs the model once, uncompiled.
+
+    Returns:
+        For each layer |before + attention + mlp - after| / (|attention + mlp| + |after| / 10), for the row with the
+        largest error. The term |after| / 10 allows for rounding: next to a long stream, the parts are small.
+    """
+    assert structure.inputs is not None  # noqa: S101 - `check_parts` checked it
+    seen: dict[int, list[Tensor]] = {index: [] for index in layers}
+    handles = []
+    for index, layer in layers.items():
+        note = seen[index].append
+        handles.append(layer.register_forward_pre_hook(_note_input(note, *structure.inputs), with_kwargs=True))
+        for part, values in ((structure.attention[index], numbers), (structure.mlp[index], _reversed_numbers)):
+            written = structure.written.get(part)
+            handles.append(part.register_forward_hook(_give(values, written), with_kwargs=True))
+            handles.append(part.register_forward_hook(_note_output(note, written=written), with_kwargs=True))
+        whole = _note_output(note, whole=structure.adds_residual)
+        handles.append(layer.register_forward_hook(whole, with_kwargs=True))
+    with fixed_attention(model, is_attention):
+        run_hooked(run, handles)
+    return {index: _sum_error(*values) for index, values in seen.items()}
+
+
+def middle_error(
+    model: nn.Module,
+    layers: Mapping[int, nn.Module],
+    is_attention: Callable[[nn.Module], bool],
+    structure: Structure,
+    run: Callable[[], object],
+) -> dict[int, float]:
+    """Return how far the stream between attention and MLP is from where it must be. Runs the model again.
+
+    The attention's output is replaced by fixed numbers, and the MLP's by zeros. Then the stream between them is the
+    stream after the layer, and not the stream before it.
+
+    Args:
+        model: The model.
+        layers: The decoder layers by index, whose attention, MLP and middle were found.
+        is_attention: Returns whether a module combines the tokens of a sequence.
+        structure: The structure that was found.
+        run: Runs the model once, uncompiled.
+
+    Returns:
+        For each layer |middle - after| / |after - before|, for the row with the largest error.
+    """
+    assert structure.inputs is not None  # noqa: S101 - `check_middles` checked it
+    seen: dict[int, list[Tensor]] = {index: [] for index in layers}
+    handles = []
+    for index, layer in layers.items():
+        note = seen[index].append
+        handles.append(layer.register_forward_pre_hook(_note_input(note, *structure.inputs), with_kwargs=True))
+        for part, values in ((structure.attention[index], numbers), (structure.mlp[index], torch.zeros_like)):
+            written = structure.written.get(part)
+            handles.append(part.register_forward_hook(_give(values, written), with_kwargs=True))
+        module, hidden, residual = structure.middles[index]
+        handles.append(module.register_forward_pre_hook(_note_input(note, hidden, residual), with_kwargs=True))
+        whole = _note_output(note, whole=structure.adds_residual)
+        handles.append(layer.register_forward_hook(whole, with_kwargs=True))
+    with fixed_attention(model, is_attention):
+        run_hooked(run, handles)
+    return {index: _middle_error(*values) for index, values in seen.items()}
+
+
+def _middle_error(before: Tensor, middle: Tensor, after: Tensor) -> float:
+    return float(((middle - after).norm(dim=-1) / (after - before).norm(dim=-1).clamp_min(TINY)).max())
+
+
+def _sum_error(before: Tensor, one: Tensor, other: Tensor, after: Tensor) -> float:
+    error, parts = before + one + other - after, one + other
+    return float((error.norm(dim=-1) / (parts.norm(dim=-1) + after.norm(dim=-1) / 10)).max())
+
+
+def _note_input(note: Callable[[Tensor], None], hidden: Argument, residual: Argument | None) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        rest = residual.of(args, kwargs) if residual else None
+        note(hidden.of(args, kwargs).float() + (0.0 if rest is None else rest.float()))
+
+    return hook
+
+
+def _note_output(note: Callable[[Tensor], None], *, whole: bool = False, written: Argument | None = None) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        del module
+        output = written.of(args, kwargs) if written else output
+        first = output if isinstance(output, Tensor) else output[0]
+        note(first.float() + (output[1].float() if whole and is_pair(output) else 0.0))
+
+    return hook
+
+
+def _give(values: Callable[[Tensor], Tensor], written: Argument | None) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        del module
+        if written:
+            given = written.of(args, kwargs)
+            given.copy_(values(given))
+            return None
+        if isinstance(output, Tensor):
+            return values(output)
+        return (values(output[0]), *(values(value) if _is_bias(value) else value for value in output[1:]))
+
+    return hook
+
+
+def _is_bias(value: Any) -> bool:
+    """Return whether a value is a bias that a part leaves to its layer. A small one could pass for rounding."""
+    return isinstance(value, Tensor) and value.dim() == 1
+
+
+def _reversed_numbers(like: Tensor) -> Tensor:
+    return numbers(like).flip(-1)
