@@ -36,7 +36,7 @@ def test_the_formula_of_the_page_is_the_codes(tokens: int, requests: int) -> Non
 
 def test_the_examples_of_the_page_are_the_codes() -> None:
     told = PAGE.read_text()
-    for sites in (1, len(SITES)):
+    for sites in (1, 4, len(SITES)):
         gpu, cpu = (pool_bytes(TOKENS, REQUESTS, sites, leaving) / GIB for leaving in (_STEPS_LEAVING, 0))
         assert f"| {sites} | {gpu:g} GiB | {cpu:g} GiB |" in told
     fewer = pool_bytes(TOKENS, 16, len(SITES), _STEPS_LEAVING) / GIB
