@@ -47,12 +47,12 @@ def adapters(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.fixture(scope="module")
 def lora_engine(
-    tiny_llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, cache_root: Path
 ) -> Iterator[Engine]:
     """An engine with both adapters, and with taps folded into norms. On a CPU, vLLM compiles no model with LoRA."""
     folder = tmp_path_factory.mktemp("lora")
     modules = ",".join(f"{name}={place}" for name, place in adapters.items())
-    with running_engine("compiled", tiny_llama, folder, folder / "cache", f"--lora-modules={modules}") as running:
+    with running_engine("compiled", tiny_llama, folder, cache_root, f"--lora-modules={modules}") as running:
         yield running
 
 
@@ -154,7 +154,7 @@ def test_a_capture_of_another_adapter_is_not_taken_for_the_same_request(lora_eng
 
 
 def test_an_adapter_that_vllm_cannot_serve_ends_the_start_by_name(
-    tiny_llama: Path, adapters: dict[str, Path], tmp_path: Path
+    tiny_llama: Path, adapters: dict[str, Path], tmp_path: Path, cache_root: Path
 ) -> None:
     """PEFT's DoRA, next to an adapter that is served."""
     dora = shutil.copytree(adapters[NARROW], tmp_path / "dora")
@@ -164,7 +164,7 @@ def test_an_adapter_that_vllm_cannot_serve_ends_the_start_by_name(
     told = rf"vLLM cannot load the LoRA adapter 'strange' from {dora}: .*DoRA.* leave it out of --lora-modules\."
     with (
         pytest.raises(ServiceFailedError, match=told),
-        running_engine("eager", tiny_llama, tmp_path, tmp_path / "cache", modules),
+        running_engine("eager", tiny_llama, tmp_path, cache_root, modules),
     ):
         pass
 

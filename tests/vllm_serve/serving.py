@@ -12,8 +12,10 @@ import urllib.request
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from svc_common.launcher import OWN_GROUP
+from tests import warm_start
 from tests.one_process import ENGINE_ARGS
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ ALWAYS = {
 class Server:
     """A `vllm serve` in a separate process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | warm_start.Process, port: int, log: Path) -> None:
         self.process = process
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
@@ -66,13 +68,20 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def start_server(folder: Path, model: Path, *arguments: str, **environment: str) -> Server:
-    """Start `vllm serve` on a free port, without waiting until it is ready."""
+def start_server(folder: Path, model: Path, *arguments: str, fork: bool = False, **environment: str) -> Server:
+    """Start `vllm serve` on a free port, without waiting until it is ready.
+
+    Args:
+        folder: The folder for its log and temporary files.
+        model: The model's folder.
+        arguments: More of its arguments.
+        fork: Start a fork of a process that has imported vLLM; see `tests.warm_start`.
+        environment: More environment variables.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        str(RESIDUUM),
         "vllm-serve",
         str(model),
         "--served-model-name=smollm2",
@@ -89,11 +98,16 @@ def start_server(folder: Path, model: Path, *arguments: str, **environment: str)
         *arguments,
     ]
     log = folder / "vllm.log"
+    environment = {**ALWAYS, "TMPDIR": str(folder), **environment}
+    if fork:
+        log.touch()
+        with patch.dict(os.environ, environment):
+            return Server(warm_start.launch("residuum", command, ROOT, log), port, log)
     with log.open("ab") as out:
         process = subprocess.Popen(
-            command,
+            [str(RESIDUUM), *command],
             cwd=ROOT,
-            env={**os.environ, **ALWAYS, "TMPDIR": str(folder), **environment},
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -103,9 +117,11 @@ def start_server(folder: Path, model: Path, *arguments: str, **environment: str)
 
 
 @contextmanager
-def running_server(folder: Path, model: Path, *arguments: str, **environment: str) -> Iterator[Server]:
+def running_server(
+    folder: Path, model: Path, *arguments: str, fork: bool = False, **environment: str
+) -> Iterator[Server]:
     """Run `vllm serve` for as long as the context lasts."""
-    server = start_server(folder, model, *arguments, **environment)
+    server = start_server(folder, model, *arguments, fork=fork, **environment)
     try:
         server.wait_until_serving()
         yield server

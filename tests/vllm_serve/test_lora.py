@@ -57,7 +57,7 @@ def served(
         store.wait_until_serving(60)
         with (
             running_server(
-                tmp_path_factory.mktemp("vllm"), tiny_llama, *flags, RESIDUUM_STORE=store.endpoint
+                tmp_path_factory.mktemp("vllm"), tiny_llama, *flags, fork=True, RESIDUUM_STORE=store.endpoint
             ) as server,
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as api,
             residuum.Client(store.endpoint, store=store.endpoint) as captures,

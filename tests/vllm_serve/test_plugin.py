@@ -38,9 +38,9 @@ def test_other_engines_are_unchanged(monkeypatch):
 
 def test_bad_settings_are_reported_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
-    monkeypatch.setenv("RESIDUUM_CAPTURE_SITES", "resid_mid")
+    monkeypatch.setenv("RESIDUUM_CAPTURE_SITES", "resid")
     monkeypatch.setenv("RESIDUUM_RING_MB", "7")
-    with pytest.raises(SystemExit, match=r"(?s)RESIDUUM_STORE.*RESIDUUM_CAPTURE_SITES.*resid_mid.*RESIDUUM_RING_MB: "):
+    with pytest.raises(SystemExit, match=r"(?s)RESIDUUM_STORE.*RESIDUUM_CAPTURE_SITES.*resid.*RESIDUUM_RING_MB: "):
         plugin._front_end_factory(config(vllm_serve.WORKER))
 
 
