@@ -512,6 +512,15 @@ def test_parallel_layers_have_no_middle():
     assert structure.mlp_inputs.keys() == structure.attention_inputs.keys() == {0, 1}
 
 
+def test_modules_that_two_layers_share_have_no_inputs():
+    layers = [LlamaLayer(), LlamaLayer(), LlamaLayer()]
+    layers[1].mlp = layers[0].mlp
+    structure, numbered, _ = watch(LlamaModel(layers))
+    assert structure.mlp_inputs.keys() == {2}
+    with pytest.raises(CannotTapError, match=r"mlp_in cannot be captured.* found none \(layers \[0, 1\]\)"):
+        hook_layers(numbered, structure, sites=(MLP_IN,))
+
+
 def test_a_state_space_beside_the_attention_is_not_taken_for_the_mlp(tap, monkeypatch):
     layers = [FalconH1Layer(), FalconH1Layer()]
     with torch.no_grad():

@@ -222,8 +222,8 @@ def _put_inputs(
     if missing:
         raise CannotTapError(
             f"{name} cannot be captured: looked in {type(layers[missing[0]]).__name__} for an attention block and an "
-            f"MLP after it that take one row for each token, found none (layers {missing}). Leave the site out of "
-            "--capture-sites."
+            f"MLP after it that take one row for each token and are called once, found none (layers {missing}). Leave "
+            "the site out of --capture-sites."
         )
     folded = 0
     for index in layers:

@@ -7,6 +7,7 @@ a few tokens before it is compiled, and each call of a module is recorded with t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,6 +81,7 @@ def observe(
     for index, call in by_layer.items():
         _find_next(structure, calls, index, call, by_layer.get(index + 1))
         _find_parts(structure, calls, index, call, is_attention)
+    _drop_shared(structure, calls)
     return structure
 
 
@@ -172,6 +174,14 @@ def _find_inputs(
         given = [argument]
     if 1 <= len(given) <= 2:  # noqa: PLR2004 - hidden and residual
         structure.middles[index] = Entry(before.module, *given)
+
+
+def _drop_shared(structure: Structure, calls: list[Call]) -> None:
+    """Forget the entries of modules that are called more than once: their taps could not tell the calls apart."""
+    times = Counter(call.module for call in calls)
+    for found in (structure.attention_inputs, structure.mlp_inputs, structure.middles):
+        for index in [index for index, entry in found.items() if times[entry.module] > 1]:
+            del found[index]
 
 
 def _only_like(stream: Tensor, call: Call) -> tuple[Argument, Tensor] | None:
