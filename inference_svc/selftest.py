@@ -1,8 +1,8 @@
 """The startup self-test: it captures and steers one tiny request through the same path as any request.
 
-Two things can go wrong without an error. The engine may never call the hooks, as with another model runner or a stale
-compiled graph. And residuum may have misjudged the structure of the model. The service would then deliver zeros or
-wrong rows, or steer nothing. It must not report SERVING in that state.
+Three things can go wrong without an error. The engine may never call the hooks, as with another model runner or a stale
+compiled graph. Residuum may have misjudged the structure of the model. And vLLM itself may compute the model wrongly.
+The service would then deliver zeros or wrong rows, or steer nothing. It must not report SERVING in that state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[np.float32]
 
 _PROMPT_TOKENS = 5
-_NEW_TOKENS = 2
+_NEW_TOKENS = 4
+"""No more than `eager_runs.TOKENS`, so that one run can explain the logits of all of them."""
+_POSITIONS = _PROMPT_TOKENS + _NEW_TOKENS - 1
+"""The last token is never fed to the model."""
 _BANK_ROW = 0
 _STREAM = capture_pb2.SITE_RESID_POST
 _PUSH = 4.0
@@ -38,6 +41,8 @@ _ROWS_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _UNEXPLAINED = 0.05
 """Larger relative differences are not rounding: bfloat16 rounds to 1/256 at each step."""
+_UNEQUAL_STEPS = 0.25
+"""Rows of a token that was generated, and of the same token in a prompt, differ less than this by rounding."""
 _REPORT = "Please report the model and its configuration."
 
 
@@ -54,25 +59,42 @@ class _Captured(NamedTuple):
     """The generated token IDs."""
 
 
-async def run_self_test(engine: Engine) -> None:
-    """Capture a request, capture it again with steering after the middle layer, and check both.
+async def self_test_replicas(engine: Engine) -> None:
+    """Run the self-test in each replica of an engine.
 
     Raises:
-        SelfTestError: Rows are missing, zero or not finite. Or they do not explain the model's own logits, or do not
-            move as steering should move them.
+        SelfTestError: A replica failed; see `run_self_test`. If there are several, the message names it.
+    """
+    replicas = engine.replicas()
+    for index, replica in enumerate(replicas):
+        try:
+            await run_self_test(replica)
+        except SelfTestError as error:
+            raise SelfTestError(f"Replica {index}: {error}" if len(replicas) > 1 else str(error)) from None
+
+
+async def run_self_test(engine: Engine) -> None:
+    """Capture a request, capture its reply as part of a prompt, capture it with steering, and compare.
+
+    Raises:
+        SelfTestError: Rows are missing, zero or not finite. Or they do not explain the model's own logits, depend on
+            whether a token was generated, or do not move as steering should move them.
     """
     layer = (engine.facts.num_layers - 1) // 2
     await engine.listen_to_logits()
-    captured = await _capture(engine, "plain", ())
+    prompt = [(index + 1) % engine.facts.vocab_size for index in range(_PROMPT_TOKENS)]
+    captured = await _capture(engine, "plain", prompt)
     for site in engine.facts.sites:
         _check_rows(captured.rows[site], capture_pb2.Site.Name(site))
     if _STREAM in captured.rows:
         await _check_logits(engine, captured.rows[_STREAM][-1], captured.tokens)
+    stream = _STREAM if _STREAM in captured.rows else min(captured.rows)
+    as_prompt = await _capture(engine, "prompt", [*prompt, *captured.tokens[:-1]])
+    _check_steps(captured.rows[stream], as_prompt.rows[stream])
     plain = _of_prompt(captured)
-    stream = _STREAM if _STREAM in plain else min(plain)
     push = _push(plain[stream][layer])
     await engine.load_vectors([(_BANK_ROW, push.astype("<f4").tobytes())])
-    steered = _of_prompt(await _capture(engine, "steered", (_add(layer),)))
+    steered = _of_prompt(await _capture(engine, "steered", prompt, (_add(layer),)))
     if _STREAM in plain:
         _check_steering(plain[_STREAM], steered[_STREAM], push, layer)
     elif engine.facts.num_layers > 1 and np.array_equal(plain[stream][-1], steered[stream][-1]):
@@ -82,7 +104,10 @@ async def run_self_test(engine: Engine) -> None:
         )
 
 
-async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...]) -> _Captured:
+async def _capture(
+    engine: Engine, name: str, prompt: Sequence[int], operations: tuple[Operation, ...] = ()
+) -> _Captured:
+    """Run a request that feeds `_POSITIONS` tokens to the model."""
     facts = engine.facts
     capture_id = f"self-test-{name}"
     capture = Capture(
@@ -93,13 +118,15 @@ async def _capture(engine: Engine, name: str, operations: tuple[Operation, ...])
         sites=facts.sites,
         is_probe=True,
     )
-    prompt = [(index + 1) % facts.vocab_size for index in range(_PROMPT_TOKENS)]
     sampling = SamplingParams(
-        max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        max_tokens=_POSITIONS + 1 - len(prompt),
+        temperature=0.0,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
     )
     plan = RequestPlan(len(prompt), capture, operations)
     tokens: list[int] = []
-    async for delta in engine.generate(capture_id, prompt, sampling, plan, cache_salt=capture_id):
+    async for delta in engine.generate(capture_id, list(prompt), sampling, plan, cache_salt=capture_id):
         tokens += delta.token_ids
     return _Captured(await _take_rows(engine, capture_id), tokens)
 
@@ -111,15 +138,14 @@ async def _take_rows(engine: Engine, capture_id: str) -> dict[int, Rows]:
     step after the last one, which may not have run yet.
     """
     facts = engine.facts
-    num_positions = _PROMPT_TOKENS + _NEW_TOKENS - 1  # the last token is never fed to the model
-    shape = (facts.num_layers, num_positions, facts.hidden_size)
+    shape = (facts.num_layers, _POSITIONS, facts.hidden_size)
     rows: dict[int, Rows] = {site: np.full(shape, np.nan, dtype=np.float32) for site in facts.sites}
     awaited = {(site, layer, position) for site in rows for layer in range(shape[0]) for position in range(shape[1])}
     deadline = time.monotonic() + _ROWS_SECONDS
     while awaited and time.monotonic() < deadline:
         for sites, layers, positions, values in await engine.take_probe(capture_id):
             block = np.frombuffer(values, dtype=np.float32).reshape(len(sites), len(layers), len(positions), -1)
-            kept = [index for index, position in enumerate(positions) if position < num_positions]
+            kept = [index for index, position in enumerate(positions) if position < _POSITIONS]
             for site, of_site in zip(sites, block, strict=True):
                 for index in kept:
                     rows[site][layers, positions[index]] = of_site[:, index]
@@ -182,6 +208,24 @@ async def _check_logits(engine: Engine, rows: Rows, tokens: Sequence[int]) -> No
             f"differs by {hidden_error:.1%} from the one that the model computed, and the served token's logit is "
             f"{token_gap:.1%} of their range below the largest. The rows are not this model's residual stream, so the "
             f"service refuses to serve them. {_REPORT}"
+        )
+
+
+def _check_steps(rows: Rows, as_prompt: Rows) -> None:
+    """Check that the generated tokens' rows are those of the same tokens in a prompt, [layers, positions, hidden].
+
+    In a mixture of experts, rounding may choose another expert, which changes the rows from some layer on. That does
+    not happen at every position and in half of the layers.
+    """
+    ours, expected = rows[:, _PROMPT_TOKENS:], as_prompt[:, _PROMPT_TOKENS:]
+    lengths = np.maximum(np.linalg.norm(expected, axis=-1), np.finfo(np.float32).tiny)
+    error = float(np.median(np.linalg.norm(ours - expected, axis=-1) / lengths, axis=0).min())
+    if not error < _UNEQUAL_STEPS:
+        raise SelfTestError(
+            f"vLLM computes other rows for a token that it generates than for the same token in a prompt: in half of "
+            f"the layers they differ by {error:.0%} or more. vLLM 0.32 does this on NVIDIA Hopper GPUs if every layer "
+            'has the same sliding window. Set its argument compilation_config to {"cudagraph_mode": "PIECEWISE"}, or '
+            "attention_backend to TRITON_ATTN. If that does not help, please report the model and its configuration."
         )
 
 

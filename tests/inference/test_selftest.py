@@ -9,14 +9,14 @@ import pytest
 
 from inference_svc import selftest
 from inference_svc.engine.streams import Delta
-from inference_svc.selftest import SelfTestError, run_self_test
+from inference_svc.selftest import SelfTestError, run_self_test, self_test_replicas
 from inference_svc.taps.plan import Kind
 from residuum.v1 import capture_pb2
 from tests.inference.service_support import FACTS
 
-LAYERS, HIDDEN, POSITIONS = 4, 32, 6
+LAYERS, HIDDEN, POSITIONS, PROMPT = 4, 32, 8, 5
 POST = capture_pb2.SITE_RESID_POST
-TOKENS = [7, 9]
+TOKENS = [7, 9, 8, 6]
 STEERED = 1
 """The layer that the self-test steers: the middle one."""
 
@@ -42,6 +42,7 @@ class ProbedEngine:
         self.salts = []
         self.is_listening = False
         self.token_gap = 0.0
+        self.prompt_error = np.zeros((LAYERS, POSITIONS - PROMPT, HIDDEN), np.float32)
 
     async def load_vectors(self, rows):
         self.bank.update({row: np.frombuffer(values, "<f4") for row, values in rows})
@@ -57,8 +58,11 @@ class ProbedEngine:
         rows = rows_of(push)
         if self.fault:
             rows = self.fault(rows, push)
+        if len(prompt) > PROMPT:
+            assert prompt[PROMPT:] == TOKENS[:-1]
+            rows[:, PROMPT:] += self.prompt_error
         self.probes[plan.capture.capture_id] = rows
-        for token in TOKENS:
+        for token in TOKENS[len(prompt) - PROMPT :]:
             yield Delta("", [token])
 
     async def listen_to_logits(self):
@@ -69,7 +73,7 @@ class ProbedEngine:
         assert self.is_listening
         assert tokens == TOKENS
         given = np.frombuffer(rows, "<f4").reshape(len(tokens), HIDDEN)
-        error = float(np.linalg.norm(given - rows_of(None)[-1, 4:]) / np.linalg.norm(given))
+        error = float(np.linalg.norm(given - rows_of(None)[-1, PROMPT - 1 :]) / np.linalg.norm(given))
         return [(1.0, 0.5), (error, self.token_gap)]
 
     async def take_probe(self, capture_id):
@@ -78,14 +82,14 @@ class ProbedEngine:
         return [
             ([POST], list(layers), list(positions), np.ascontiguousarray(rows[layers][:, positions]).tobytes())
             for layers in (range(2), range(2, LAYERS))
-            for positions in (range(5), range(5, POSITIONS))
+            for positions in (range(PROMPT), range(PROMPT, POSITIONS))
         ]
 
 
 async def test_taps_that_work_pass():
     engine = ProbedEngine()
     await run_self_test(engine)
-    assert len(set(engine.salts)) == 2  # otherwise the second request would read the first one's prefix cache
+    assert len(set(engine.salts)) == 3  # otherwise a request would read another one's prefix cache
     assert not engine.probes
 
 
@@ -146,11 +150,42 @@ async def test_taps_that_are_broken_are_found(fault, told):
         await run_self_test(ProbedEngine(fault))
 
 
+class Replicated:
+    """An engine with two replicas."""
+
+    def __init__(self, *replicas):
+        self.replicas = lambda: list(replicas)
+
+
+async def test_every_replica_is_tested():
+    first, second = ProbedEngine(), ProbedEngine()
+    await self_test_replicas(Replicated(first, second))
+    assert len(first.salts) == len(second.salts) == 3
+    with pytest.raises(SelfTestError, match=r"^Replica 1: SITE_RESID_POST: captured rows of layers \[0\] are all zero"):
+        await self_test_replicas(Replicated(ProbedEngine(), ProbedEngine(at(0, 0.0))))
+    with pytest.raises(SelfTestError, match=r"^SITE_RESID_POST: captured rows"):
+        await self_test_replicas(Replicated(ProbedEngine(at(0, 0.0))))
+
+
 async def test_a_token_that_the_rows_do_not_give_is_found():
     engine = ProbedEngine()
     engine.token_gap = 0.2
     with pytest.raises(SelfTestError, match=r"the served token's logit is 20\.0% of their range below the largest"):
         await run_self_test(engine)
+
+
+async def test_generated_rows_that_are_not_those_of_a_prompt_are_found():
+    engine = ProbedEngine()
+    engine.prompt_error[1:] = 2.0  # in three of four layers
+    with pytest.raises(SelfTestError, match=r"differ by \d+% or more.*PIECEWISE"):
+        await run_self_test(engine)
+
+
+async def test_another_expert_at_some_positions_or_in_some_layers_passes():
+    engine = ProbedEngine()
+    engine.prompt_error[:, :-1] = 2.0
+    engine.prompt_error[-1] = 2.0
+    await run_self_test(engine)
 
 
 async def test_rows_that_arrive_in_a_later_step_are_waited_for():

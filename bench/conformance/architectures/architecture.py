@@ -122,8 +122,8 @@ MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, 
 AFTER_ATTENTION, AFTER_MLP = ("post_attention_layernorm",), ("post_feedforward_layernorm",)
 MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
 TRITON_ATTENTION = {"attention_backend": "TRITON_ATTN"}
-"""vLLM 0.32 starts no model with ALiBi with its default kernels for attention on Hopper. Those of Gemma 4 need an
-optional package."""
+"""With its default kernels for attention on Hopper, vLLM 0.32 starts no model with ALiBi, and computes wrong rows if
+every layer has the same sliding window. Those of Gemma 4 need an optional package."""
 NO_ROPE_KERNEL = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """Avoids vLLM's rotary kernel for CPUs, which computes other values if heads have a dimension of their own."""
 SCALED, NO_PARTS = "scales or merges", "for an attention block and for an MLP after it"

@@ -38,7 +38,13 @@ DENSE = (
     Architecture("llama", "LlamaConfig", LLAMA, everyday=True),
     Architecture("qwen2", "Qwen2Config", LLAMA, everyday=True),
     Architecture("qwen3", "Qwen3Config", {**LLAMA, "head_dim": 32}, everyday=True),
-    Architecture("mistral", "MistralConfig", {**LLAMA, "head_dim": 32, "sliding_window": WINDOW}, everyday=True),
+    Architecture(
+        "mistral",
+        "MistralConfig",
+        {**LLAMA, "head_dim": 32, "sliding_window": WINDOW},
+        gpu_args=TRITON_ATTENTION,
+        everyday=True,
+    ),
     Architecture("gemma", "GemmaConfig", {**LLAMA, "head_dim": 32, "tie_word_embeddings": True}),
     Architecture("gemma2", "Gemma2Config", {**GEMMA, **MIXED}, AFTER_ATTENTION, AFTER_MLP, everyday=True),
     Architecture("gemma3", "Gemma3TextConfig", {**GEMMA, **MIXED}, AFTER_ATTENTION, AFTER_MLP, everyday=True),
@@ -82,7 +88,7 @@ DENSE = (
         refused_sites=PARTS
         | MIDDLE,  # a third part adds the token's own embedding, and a factor scales the layer's output
     ),
-    Architecture("phi3", "Phi3Config", {**LLAMA, "sliding_window": WINDOW}, everyday=True),
+    Architecture("phi3", "Phi3Config", {**LLAMA, "sliding_window": WINDOW}, gpu_args=TRITON_ATTENTION, everyday=True),
     Architecture("gpt2", "GPT2Config", GPT, attention=("attn",), everyday=True),
     Architecture("gpt_bigcode", "GPTBigCodeConfig", {**GPT, "multi_query": True}, attention=("attn",)),
     Architecture(
@@ -108,7 +114,12 @@ DENSE = (
         mlp=("mlp.dense_4h_to_h",),
         max_error=1e-3,  # transformers approximates GELU with tanh
     ),
-    Architecture("starcoder2", "Starcoder2Config", {**LLAMA, "use_bias": True, "sliding_window": WINDOW}),
+    Architecture(
+        "starcoder2",
+        "Starcoder2Config",
+        {**LLAMA, "use_bias": True, "sliding_window": WINDOW},
+        gpu_args=TRITON_ATTENTION,
+    ),
     Architecture("stablelm", "StableLmConfig", {**LLAMA, "partial_rotary_factor": 0.5}),
     Architecture("olmo2", "Olmo2Config", LLAMA, AFTER_ATTENTION, AFTER_MLP),
     Architecture("olmo3", "Olmo3Config", {**LLAMA, **MIXED, "sliding_window": WINDOW}, AFTER_ATTENTION, AFTER_MLP),

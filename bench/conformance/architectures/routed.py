@@ -9,6 +9,7 @@ from bench.conformance.architectures.architecture import (
     MOE,
     PARTIAL_ROPE,
     SCALED,
+    TRITON_ATTENTION,
     WINDOW,
     Architecture,
 )
@@ -63,6 +64,7 @@ ROUTED = (
         "PhimoeConfig",
         {**LLAMA, **_EXPERTS, "attention_bias": True, "lm_head_bias": True, "sliding_window": WINDOW},
         vllm_class="PhiMoEForCausalLM",
+        gpu_args=TRITON_ATTENTION,
         routed=True,
     ),
     Architecture(
