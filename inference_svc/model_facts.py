@@ -40,6 +40,7 @@ class ModelFacts:
     eager: bool
     vllm_version: str
     max_num_seqs: int
+    """How many sequences a replica runs at once."""
     sites: tuple[capture_pb2.Site.ValueType, ...]
     """The sites that requests can capture."""
     pool_bytes: int
@@ -50,6 +51,8 @@ class ModelFacts:
     """Shared memory of the rings, summed over ranks."""
     control_paths: tuple[str, ...]
     """The control sockets of the rings, one for each rank that captures."""
+    data_parallel_size: int = 1
+    """How many replicas of the model the engine runs. Each has all ranks, and takes part of the requests."""
     model_runner: str = ""
     """vLLM's model runner: "v1" or "v2"."""
     folded_norms: int = 0

@@ -16,7 +16,7 @@ from inference_svc.captures.stores import Stores
 from inference_svc.engine.engine import Engine
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
 from inference_svc.parts import Parts
-from inference_svc.selftest import run_self_test
+from inference_svc.selftest import self_test_replicas
 from inference_svc.servicer import InferenceServicer
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from residuum.rpc.channels import SERVER_OPTIONS
@@ -155,7 +155,7 @@ class InferenceServer:
             self._metrics.registry.register(ShippingCollector(controls, self._shippers))
         if self._stopping.is_set():
             return False
-        await run_self_test(engine)
+        await self_test_replicas(engine)
         freeze_heap()
         self._servicer.set_serving(serving=True)
         await self._set_health(serving=True)
@@ -166,6 +166,7 @@ class InferenceServer:
             sites=[capture_pb2.Site.Name(site) for site in engine.facts.sites],
             model_runner=engine.facts.model_runner,
             folded_norms=engine.facts.folded_norms,
+            replicas=engine.facts.data_parallel_size,
             capturing_ranks=len(engine.facts.control_paths),
             stores=[str(store) for store in settings.stores],
             advertised=[store.endpoint for store in settings.advertised_stores],

@@ -204,7 +204,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
             max_operations=MAX_OPERATIONS,
             max_vectors=cache_capacity(settings.max_vectors, settings.max_vector_mib, facts.hidden_size),
             max_active_vectors=settings.max_active_vectors,
-            max_running_requests=facts.max_num_seqs,
+            max_running_requests=facts.max_num_seqs * facts.data_parallel_size,
             max_registrations=settings.max_registrations,
             max_sequences=MAX_SEQUENCES,
             capture_pool_bytes=facts.pool_bytes,

@@ -25,6 +25,7 @@ class Served:
     compiled: bool
     runner: str
     layout: tuple[int, int]
+    replicas: int
     vllm: str
 
     @property
@@ -33,6 +34,7 @@ class Served:
         tensor, pipeline = self.layout
         parts = [self.machine, f"vLLM {self.vllm}", self.dtype, f"runner {self.runner.upper()}" if self.runner else ""]
         parts += [f"tensor parallel {tensor}"] * (tensor > 1) + [f"pipeline parallel {pipeline}"] * (pipeline > 1)
+        parts += [f"data parallel {self.replicas}"] * (self.replicas > 1)
         return ", ".join(part for part in parts if part)
 
 
@@ -104,6 +106,7 @@ def _served(result: Result, outcome: Result) -> Served:
         not setup["eager"],
         outcome.get("model_runner") or (runners[0] if runners else ""),
         (layout[0], layout[1]) if any(layout) else (1, 1),
+        setup.get("engine_args", {}).get("data_parallel_size", 1),
         vllm_version(result),
     )
 

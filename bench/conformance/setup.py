@@ -65,7 +65,7 @@ class Setup:
     def stock_arguments(self) -> dict[str, Any]:
         """Return the arguments for the engine of stock vLLM that computes the reference."""
         return {
-            **self.engine_args,
+            **{name: value for name, value in self.engine_args.items() if name != "data_parallel_size"},
             "dtype": self.dtype,
             "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
             "max_num_batched_tokens": CHUNK,

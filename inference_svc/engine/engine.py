@@ -17,7 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from inference_svc.engine.adapters import load_adapters
 from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
 from inference_svc.engine.facts import facts_of
-from inference_svc.engine.ranks import check_answers, check_ranks
+from inference_svc.engine.ranks import check_answers, check_replicas
+from inference_svc.engine.replicas import Replicas
 from inference_svc.engine.sampling import asked_of_vllm, check_with_vllm
 from inference_svc.engine.streams import Delta, engine_dead_failure, stream
 from inference_svc.model_facts import ModelFacts
@@ -68,6 +69,7 @@ class Engine:
             adapters: The loaded LoRA adapters by name; None: there are none.
         """
         self._llm = llm
+        self._replicas = Replicas(llm, facts.data_parallel_size)
         self._adapters = adapters or {}
         self._thread = TokenizerThread(tokenizer)
         self.prompts = PromptReader(self._thread, facts)
@@ -84,6 +86,8 @@ class Engine:
 
         Raises:
             EngineRefusedError: The taps cannot serve this model or this engine configuration. The message says why.
+            UnsupportedEngineError: This service does not run all replicas of the engine.
+            IncompatibleEngineError: vLLM lacks a name that calls to several replicas use.
             AdapterError: A LoRA adapter cannot be loaded. The message names it.
             Exception: vLLM cannot serve the model; it raises exceptions of many types.
         """
@@ -93,9 +97,12 @@ class Engine:
         llm = await asyncio.to_thread(_start_llm, arguments, Path(control_dir, REFUSAL_FILE))
         try:
             tokenizer = await tokenizer_of(llm)
-            ranks = await llm.collective_rpc("residuum_describe")
-            check_answers("residuum_describe", ranks)
-            check_ranks(ranks, llm.vllm_config.model_config.get_total_num_hidden_layers())
+            replicas = Replicas(llm, llm.vllm_config.parallel_config.data_parallel_size)
+            replicas.check()
+            described = await replicas.call("residuum_describe")
+            check_answers("residuum_describe", described)
+            check_replicas(described, llm.vllm_config.model_config.get_total_num_hidden_layers())
+            ranks = [rank for replica in described for rank in replica]
             adapters = await load_adapters(llm.add_lora, settings.adapters, llm.vllm_config.model_config.hf_config)
             facts = facts_of(llm.vllm_config, settings, settings.visible_name, ranks, adapters)
             return cls(llm, tokenizer, facts, adapters)
@@ -107,6 +114,15 @@ class Engine:
     def llm(self) -> AsyncLLM:
         """The engine object of vLLM itself, for benchmarks that compare with it."""
         return self._llm
+
+    def replicas(self) -> list[Engine]:
+        """Return an engine for each replica: its requests run there, and its calls reach only the workers there."""
+        found = []
+        for replica in self._replicas.each():
+            engine = copy(self)
+            engine._replicas = replica  # noqa: SLF001 - of this class
+            found.append(engine)
+        return found
 
     @property
     def has_tokenizer(self) -> bool:
@@ -149,7 +165,8 @@ class Engine:
         sampling.detokenize = self.has_tokenizer
         # The form that vLLM's own renderer returns. `PromptReader` has already done the renderer's checks of token IDs.
         prompt = tokens_input(list(prompt_token_ids), cache_salt=cache_salt)
-        return stream(self._llm, prompt, sampling, engine_id, self._adapters[adapter] if adapter else None)
+        lora = self._adapters[adapter] if adapter else None
+        return stream(self._llm, prompt, sampling, engine_id, lora, self._replicas.chosen)
 
     async def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of every rank's vector bank; see `VectorBank.load`."""
@@ -174,22 +191,25 @@ class Engine:
             changes: The new operations of each request, by its `RequestPlan.name`.
 
         Returns:
-            For each request, the first position with the new operations; None if the request has ended.
+            For each request, the first position with the new operations; None if the request has ended. Workers keep
+            a change of a request that they do not know, until it starts or `forget` drops the change: those of every
+            replica but one, and all of them if the answer is 0.
 
         Raises:
             Failure: The engine is dead.
         """
         data = {name: [operation.to_data() for operation in operations] for name, operations in changes.items()}
-        ranks: list[dict[str, int | None]] = await self._call("residuum_change_steering", data)
-        if any(rank != ranks[0] for rank in ranks):
-            raise RuntimeError(
-                f"The ranks changed the steering at different positions: {ranks}. This is a defect of residuum: please "
-                "report it."
-            )
-        return ranks[0]
+        replicas: list[list[dict[str, int | None]]] = await self._call_each("residuum_change_steering", data)
+        for ranks in replicas:
+            if any(rank != ranks[0] for rank in ranks):
+                raise RuntimeError(
+                    f"The ranks changed the steering at different positions: {ranks}. This is a defect of residuum: "
+                    "please report it."
+                )
+        return {name: _position([ranks[0][name] for ranks in replicas]) for name in data}
 
     async def forget(self, names: Sequence[str]) -> None:
-        """Drop steering changes of requests that will never reach the workers."""
+        """Drop steering changes of requests that have not reached the workers."""
         await self._call("residuum_forget", list(names))
 
     async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
@@ -227,19 +247,23 @@ class Engine:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)  # the engine needs this time for the step that sends the last rows
 
     async def _call(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every worker.
+        """Call a method of every worker, and return the answers of all ranks; see `_call_each`."""
+        return [answer for ranks in await self._call_each(method, *arguments) for answer in ranks]
+
+    async def _call_each(self, method: str, *arguments: object) -> list[list[Any]]:
+        """Call a method of every worker, and return the answers of each replica's ranks.
 
         Raises:
             Failure: The engine is dead.
             RankFailedError: The method failed in a worker.
         """
-        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=arguments))
+        call = asyncio.ensure_future(self._replicas.call(method, arguments))
         try:
             # vLLM never answers calls to an engine that dies while they wait.
             while not (await asyncio.wait({call}, timeout=_DEATH_POLL_SECONDS))[0]:
                 if self.is_dead:
                     raise engine_dead_failure()
-            answers = list(call.result())
+            answers = call.result()
         except EngineDeadError as error:
             raise engine_dead_failure() from error
         finally:
@@ -284,6 +308,11 @@ async def tokenizer_of(llm: AsyncLLM) -> Any:
         return None
     tokenizer = llm.get_tokenizer()
     return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+
+
+def _position(answers: Sequence[int | None]) -> int | None:
+    """Return the first position of a change, from the replicas' answers. Replicas without the request answer 0."""
+    return None if None in answers else max(position for position in answers if position is not None)
 
 
 def _ready(states: Sequence[bool | str]) -> bool | str:

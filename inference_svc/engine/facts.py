@@ -46,6 +46,7 @@ def facts_of(
         max_logprobs=_max_logprobs(model),
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
         eager=bool(model.enforce_eager),
         vllm_version=vllm.__version__,
         max_num_seqs=config.scheduler_config.max_num_seqs,

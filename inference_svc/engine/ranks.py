@@ -17,29 +17,52 @@ class RankFailedError(RuntimeError):
     """A call failed in some workers. The message names the ranks and their errors."""
 
 
-def check_answers(method: str, answers: Sequence[Any]) -> None:
+def check_answers(method: str, replicas: Sequence[Sequence[Any]]) -> None:
     """Check that a method of the workers failed on no rank.
 
     Args:
         method: The method's name.
-        answers: The answer of each rank. A text is the error of a rank that failed; see `taps.vllm.worker`.
+        replicas: The answers of each replica's ranks. A text is the error of a rank that failed; see
+            `taps.vllm.worker`.
 
     Raises:
         RankFailedError: It failed.
     """
-    errors = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
+    errors = [
+        f"{_of_replica(index, replicas)}rank {rank}: {answer}"
+        for index, answers in enumerate(replicas)
+        for rank, answer in enumerate(answers)
+        if isinstance(answer, str)
+    ]
     if errors:
         raise RankFailedError(
-            f"{method} failed in {len(errors)} of {len(answers)} workers ({'; '.join(errors)}). The workers' log has "
-            "the tracebacks."
+            f"{method} failed in {len(errors)} of {sum(map(len, replicas))} workers ({'; '.join(errors)}). The "
+            "workers' log has the tracebacks."
         )
+
+
+def check_replicas(replicas: Sequence[Sequence[dict[str, Any]]], num_layers: int) -> None:
+    """Check that in each replica exactly one capturing rank holds each layer, and that shippers reach all these ranks.
+
+    Args:
+        replicas: The descriptions of each replica's ranks; see `TappedWorker.residuum_describe`.
+        num_layers: Decoder layers of the whole model.
+
+    Raises:
+        UntappedLayersError: In a replica, no rank captures a layer, or two ranks do, or a rank on another machine does.
+    """
+    for index, ranks in enumerate(replicas):
+        try:
+            check_ranks(ranks, num_layers)
+        except UntappedLayersError as error:
+            raise UntappedLayersError(f"{_of_replica(index, replicas)}{error}") from None
 
 
 def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
     """Check that exactly one capturing rank holds each layer, and that shippers reach all these ranks.
 
     Args:
-        ranks: The description of each rank; see `TappedWorker.residuum_describe`.
+        ranks: The description of each rank of one replica; see `TappedWorker.residuum_describe`.
         num_layers: Decoder layers of the whole model.
 
     Raises:
@@ -59,6 +82,11 @@ def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
             f"Ranks {', '.join(away)} run on another machine, where no shipper of this service reaches their rows. Run "
             "all pipeline stages on the machine of the service."
         )
+
+
+def _of_replica(index: int, replicas: Sequence[object]) -> str:
+    """Return what names a replica in front of a message; nothing if there is only one."""
+    return f"replica {index}: " if len(replicas) > 1 else ""
 
 
 def _layers_of(rank: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+_DEATH_SECONDS = 10.0
+"""How long vLLM may take to report that a replica died, after it aborted the requests of the others."""
+_DEATH_POLL_SECONDS = 0.05
 
 
 class Delta(NamedTuple):
@@ -65,6 +71,7 @@ async def stream(
     sampling: SamplingParams,
     engine_id: str,
     adapter: LoRARequest | None = None,
+    replica: int | None = None,
 ) -> AsyncGenerator[Delta]:
     """Generate one sequence with a vLLM engine, step by step. Closing the generator stops the engine's request.
 
@@ -74,21 +81,19 @@ async def stream(
         sampling: The sampling parameters.
         engine_id: The ID of the request in the engine.
         adapter: The LoRA adapter; None: the model itself.
+        replica: The replica that generates; None: vLLM chooses.
 
     Raises:
         Failure: The engine is dead, refuses the request, or stopped it.
     """
     has_begun = False
     try:
-        async with aclosing(llm.generate(prompt, sampling, engine_id, lora_request=adapter)) as outputs:
+        outputs = llm.generate(prompt, sampling, engine_id, lora_request=adapter, data_parallel_rank=replica)
+        async with aclosing(outputs):
             async for output in outputs:
                 has_begun, completion = True, output.outputs[0]
                 if completion.finish_reason in {ABORTED, FAILED}:
-                    raise Failure(
-                        Reason.ERROR_REASON_INTERNAL,
-                        f"The engine stopped the request (finish reason {completion.finish_reason}). The service's log "
-                        "may say why; try again.",
-                    )
+                    raise await _stop_failure(llm, completion.finish_reason)
                 yield _delta(output, sampling)
     except EngineDeadError as error:
         raise engine_dead_failure() from error
@@ -118,6 +123,22 @@ def _delta(output: RequestOutput, sampling: SamplingParams) -> Delta:
         found, prompt = output.prompt_logprobs[1:], (output.prompt_token_ids or [])[1:]
         delta = delta._replace(prompt_logprobs=TokenLogprobs.from_vllm(prompt, found, sampling.prompt_logprobs))
     return delta
+
+
+async def _stop_failure(llm: AsyncLLM, reason: str) -> Failure:
+    """Return the failure of a request that the engine stopped by itself.
+
+    If a replica dies, vLLM aborts the requests of the others before it reports the death.
+    """
+    deadline = time.monotonic() + (_DEATH_SECONDS if reason == ABORTED else 0.0)
+    while not llm.errored and time.monotonic() < deadline:  # noqa: ASYNC110 - vLLM has no event for it
+        await asyncio.sleep(_DEATH_POLL_SECONDS)
+    if llm.errored:
+        return engine_dead_failure()
+    return Failure(
+        Reason.ERROR_REASON_INTERNAL,
+        f"The engine stopped the request (finish reason {reason}). The service's log may say why; try again.",
+    )
 
 
 def engine_dead_failure() -> Failure:

@@ -12,7 +12,8 @@ keeps, for each request, which operations apply from which position (`RequestSta
   rows and later rows depend on them. So a request keeps the bank rows of all vectors that it has used. A request that
   was never changed pays one comparison per step.
 * A change may reach a worker before its request does. The worker keeps the change under the request's name until the
-  request is scheduled, or until it is told to forget it. It remembers the names of ended requests.
+  request is scheduled, or until it is told to forget it. It remembers the names of ended requests. With data
+  parallelism, the change reaches every replica, and those without the request keep it until the request ends.
 * Changes of one request are sent one after the other. A change whose caller leaves before it is sent is not sent; once
   it is sent, it is recorded whatever happens to the caller or the request.
 * The end of a request waits up to 5 s for the engine's answer to a change. If a step takes longer, it waits for the
@@ -163,7 +164,8 @@ class SteeringChanges:
             self._workers_remember, remembered = True, self._workers_remember
             call = self._engine.change_steering(dict.fromkeys(names, operations))
             answers = await unless_interrupted(self._answer_timed_out, self._running.ended_failure, call)
-            self._workers_remember = remembered or 0 in answers.values()
+            # Only one replica has the request. The others keep the change as if the request were still to come.
+            self._workers_remember = remembered or 0 in answers.values() or self._engine.facts.data_parallel_size > 1
         firsts = [answers.get(self._name(index)) for index in range(len(self._sequences))]
         self._changes.append(_Change(steering, firsts))
         self._entries[_key_of(steering)] = self._entries_of(steering)

@@ -125,10 +125,17 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
     """Return a function that creates the front end of an engine; None if the engine has another worker class.
 
     Raises:
-        SystemExit: The settings are invalid. This is checked before the model is loaded.
+        SystemExit: The settings are invalid, or the engine has several replicas. This is checked before the model is
+            loaded.
     """
     if vllm_config.parallel_config.worker_cls != WORKER:
         return None
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        raise SystemExit(
+            "vllm serve with residuum: data parallelism is not supported, because the plugin reaches only the first "
+            "replica's workers. Remove --data-parallel-size and the other arguments of data parallelism, or use the "
+            "inference service, `residuum serve`, which supports it."
+        )
     from inference_svc.engine.worker_settings import LONGEST_STEP_SECONDS
     from inference_svc.tap_settings import TapSettings
     from inference_svc.vllm_serve.front import FrontEnd

@@ -62,7 +62,7 @@ class Startup:
         self._folders: set[Path] = set()
         self._task: asyncio.Task[None] | None = None
         with suppress(RuntimeError):  # no event loop runs yet
-            self._task = asyncio.get_running_loop().create_task(self._start())
+            self._task = self._begin()
 
     async def wait(self) -> None:
         """Wait until the server can capture and steer.
@@ -71,7 +71,7 @@ class Startup:
             Failure: The start failed.
         """
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._start())
+            self._task = self._begin()
         await asyncio.shield(self._task)
 
     def check(self) -> None:
@@ -88,10 +88,16 @@ class Startup:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def _begin(self) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._start())
+        # A failure is logged where it happens. Otherwise asyncio would log it again if no request asks for it.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
     async def _start(self) -> None:
         with _startup_failure("not every layer is known to be tapped"):
             ranks = await self._engine.llm.collective_rpc("residuum_describe")
-            check_answers("residuum_describe", ranks)
+            check_answers("residuum_describe", [ranks])
             check_ranks(ranks, self._engine.facts.num_layers)
         controls = [rank["control_path"] for rank in ranks if rank["control_path"]]
         result = Path(controls[0]).parent / _RESULT

@@ -214,6 +214,13 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
     assert "Quantised" not in text
 
 
+def test_the_column_of_replicas_says_how_many() -> None:
+    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"], "engine_args": {"data_parallel_size": 2}}
+    origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
+    text = tables([{**origin, "setup": setup, "architectures": [outcome("llama")]}])
+    assert text.startswith("| architecture | CPU, vLLM 0.32.0, bfloat16, runner V2, data parallel 2 |")
+
+
 def test_quantised_weights_have_a_table_of_their_own() -> None:
     origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
     models = [

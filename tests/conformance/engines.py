@@ -18,7 +18,7 @@ from tests import one_process, warm_start
 from tests.conformance.journal import Journal, pace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 CHUNK = 64
@@ -109,7 +109,14 @@ def stock_arguments(model: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def running_engine(name: str, model: Path, folder: Path, cache_root: Path, *further_arguments: str) -> Iterator[Engine]:
+def running_engine(
+    name: str,
+    model: Path,
+    folder: Path,
+    cache_root: Path,
+    *further_arguments: str,
+    engine_args: Mapping[str, Any] | None = None,
+) -> Iterator[Engine]:
     """Run both services, with the engine "compiled" or "eager".
 
     Args:
@@ -118,13 +125,15 @@ def running_engine(name: str, model: Path, folder: Path, cache_root: Path, *furt
         folder: The folder for the journal.
         cache_root: The folder of vLLM's cache of compiled graphs.
         further_arguments: Further arguments of the inference service.
+        engine_args: Further arguments of vLLM.
     """
     further = ("block_size", "num_gpu_blocks_override", *one_process.ENGINE_ARGS)
-    engine_args = {key: _VLLM_ARGUMENTS[key] for key in further}
-    engine_args["scheduler_cls"] = "tests.conformance.scheduler.JournalScheduler"
+    vllm_arguments = {key: _VLLM_ARGUMENTS[key] for key in further}
+    vllm_arguments["scheduler_cls"] = "tests.conformance.scheduler.JournalScheduler"
+    vllm_arguments.update(engine_args or {})
     arguments = [
         *(f"--{key.replace('_', '-')}={value}" for key, value in _VLLM_ARGUMENTS.items() if key not in further),
-        f"--engine-args={json.dumps(engine_args)}",
+        f"--engine-args={json.dumps(vllm_arguments)}",
         f"--kv-cache-gib={_KV_GIB}",
         f"--ring-mib={RING_MIB}",
         f"--capture-sites={','.join(SITES)}",

@@ -21,6 +21,8 @@ class Step:
     """The first position and the number of positions of each request, by its name without its attempt."""
     preempted: tuple[str, ...]
     """Requests that were preempted when the step was scheduled, named in the same way."""
+    replica: int
+    """The replica of the engine that computed it."""
 
     @property
     def is_mixed(self) -> bool:
@@ -52,7 +54,7 @@ class Journal:
                 self._read += len(line)
                 entry = json.loads(line)
                 chunks = {_named(name): (first, count) for name, (first, count) in entry["chunks"].items()}
-                self._steps.append(Step(chunks, tuple(map(_named, entry["preempted"]))))
+                self._steps.append(Step(chunks, tuple(map(_named, entry["preempted"])), entry["replica"]))
         return self._steps
 
     def steps_of(self, *request_ids: str) -> list[Step]:

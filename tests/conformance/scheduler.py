@@ -43,7 +43,8 @@ class JournalScheduler(Scheduler):
             firsts = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
             firsts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             chunks = {name: (firsts[name], count) for name, count in output.num_scheduled_tokens.items()}
-            self._journal.write(json.dumps({"chunks": chunks, "preempted": preempted}) + "\n")
+            replica = self.parallel_config.data_parallel_index
+            self._journal.write(json.dumps({"chunks": chunks, "preempted": preempted, "replica": replica}) + "\n")
         return output
 
     def _preempt_request(self, request: Any, *arguments: Any, **options: Any) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.engine import arguments as engine_arguments
 from inference_svc.engine import engine as engine_module
+from inference_svc.engine import streams
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.ranks import UntappedLayersError, check_ranks
 from inference_svc.engine.sampling import sampling_params
@@ -73,7 +74,7 @@ class FakeLLM:
         """For each method of the workers, its answers in turn: one list with an item for each rank."""
         self.errored = False
 
-    async def generate(self, prompt, sampling, request_id, *, lora_request):
+    async def generate(self, prompt, sampling, request_id, *, lora_request, data_parallel_rank):
         self.asked.append((prompt, sampling, request_id))
         self.adapter = lora_request
         try:
@@ -123,6 +124,23 @@ async def test_deltas_have_the_content_of_vllms_outputs(engine, llm):
         Delta("b", [2, 3], "stop", "###"),
         Delta("", [], "stop", "", 42),  # a stop token is not a stop text
     ]
+
+
+async def test_a_request_that_the_engine_aborts_failed(engine, llm, monkeypatch):
+    monkeypatch.setattr(streams, "_DEATH_SECONDS", 0.1)
+    llm.outputs = [completion("a", [1]), completion("", [], "abort")]
+    with pytest.raises(Failure) as caught:
+        await generate(engine)
+    assert (caught.value.reason_name, "finish reason abort" in str(caught.value)) == ("INTERNAL", True)
+
+
+async def test_a_request_that_is_aborted_because_another_replica_died_tells_of_the_death(engine, llm):
+    """vLLM reports the death only after it has aborted the requests of the other replicas."""
+    llm.outputs = [completion("a", [1]), completion("", [], "abort")]
+    asyncio.get_running_loop().call_later(0.1, setattr, llm, "errored", True)
+    with pytest.raises(Failure) as caught:
+        await generate(engine)
+    assert caught.value.reason_name == "ENGINE_DEAD"
 
 
 async def test_a_request_has_the_adapter_of_its_name_or_none(llm):

@@ -9,10 +9,10 @@ import pytest
 from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
 
 
-def config(speculative: object = None, data_parallel: int = 1, **passes: bool) -> SimpleNamespace:
+def config(speculative: object = None, dual_batch: bool = False, **passes: bool) -> SimpleNamespace:
     return SimpleNamespace(
         speculative_config=speculative,
-        parallel_config=SimpleNamespace(data_parallel_size=data_parallel),
+        parallel_config=SimpleNamespace(use_ubatching=dual_batch),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(**passes)),
     )
 
@@ -27,7 +27,7 @@ def test_a_plain_engine_is_served() -> None:
     [
         (config(speculative=object()), "speculative decoding"),
         (config(enable_sp=True), "sequence parallelism"),
-        (config(data_parallel=2), "data parallelism"),
+        (config(dual_batch=True), "dual batch overlap"),
     ],
 )
 def test_inexact_configurations_are_refused_by_name(asked: SimpleNamespace, named: str) -> None:

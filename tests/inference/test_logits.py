@@ -47,8 +47,8 @@ def served(request):
     torch.manual_seed(0)
     model = Model(pair=request.param)
     with torch.inference_mode():
-        check = LogitsCheck(model, model.layer, lambda module: False)
-        check.remember(ModelCall((torch.zeros(TOKENS, WIDTH),), {}))
+        check = LogitsCheck(model, [model.layer])
+        check.remember(lambda: model(torch.zeros(TOKENS, WIDTH)))
         model.compute_logits(torch.randn(1, WIDTH))  # not recorded
         check.listen()
         rows, tokens = [], []
@@ -64,6 +64,17 @@ def test_the_stream_explains_its_tokens(served):
     explanation = check.explain(rows, tokens, run)
     assert explanation.hidden_error < 1e-5
     assert explanation.token_gap < 1e-5
+
+
+def test_no_layer_computes_anything(served):
+    """Experts would wait for replicas that do not take part."""
+    check, rows, tokens = served
+    calls = []
+    check._model.layer.linear.register_forward_hook(lambda *call: calls.append(call))
+    check.explain(rows, tokens, run)
+    assert not calls
+    check._model(torch.zeros(TOKENS, WIDTH))
+    assert calls, "the layer computes again"
 
 
 def test_wrong_rows_do_not_explain_the_tokens(served):

@@ -16,6 +16,7 @@ from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.ring_writer import Encoded
 from inference_svc.taps.sink import BlockSink, ModelRows
+from inference_svc.taps.vllm.worker import TappedWorker
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.limits import TARGET_PLACED_CHUNK_BYTES
 from tests.inference.taps_support import CPU, Worker, capture, select
@@ -67,6 +68,35 @@ def test_a_probe_outlives_its_block():
     kept = probe.rows.clone()
     worker.pool.memory.fill_(7)
     assert torch.equal(probe.rows, kept)
+
+
+class _DummyBatches:
+    """The part of vLLM's worker that runs the model without requests."""
+
+    def execute_dummy_batch(self):
+        for layer in self.worker.layers:
+            self.worker.tap.tap(torch.full((1, self.worker.hidden), 9.0), None, self.worker.points.after(layer))
+
+
+class _IdleWorker(TappedWorker, _DummyBatches):
+    def __init__(self, worker):
+        self.worker = self._residuum = worker
+
+
+def test_a_dummy_batch_leaves_captured_rows_alone():
+    """With data parallelism, a mixture of experts also runs between the steps of its requests."""
+    worker = Worker()
+    plan = RequestPlan(1, capture("c", layers=(0, 1)))
+    ones = {layer: (torch.ones(1, worker.hidden), None) for layer in worker.layers}
+    worker.step([("r", 0, 1)], admitted=[("r", plan)], tensors=ones)
+    for position in (1, 2):
+        worker.step([("r", position, 1)], tensors=ones)
+        _IdleWorker(worker).execute_dummy_batch()
+    worker.step([], finished=["r"])
+    chunks = worker.ring.take()
+    assert [chunk.positions for chunk in chunks] == [[0], [1, 2]]
+    for chunk in chunks:
+        assert (chunk.rows == 1).all()
 
 
 def test_a_stage_ships_nothing_of_layers_of_other_stages():

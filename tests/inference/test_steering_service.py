@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,
     DEADLINE,
+    FACTS,
     JOY,
     ask,
     failure_of,
@@ -111,6 +113,20 @@ async def test_a_change_of_steering_reaches_the_engine_and_the_seal(service, sto
     assert [len(change.steering.operations) for change in seal.steering_changes] == [1, 2, 0]
     assert seal.steering_changes[0].steering.operations[0] == add(scale=2.0)
     assert not service.engine.forgotten, "every sequence was in the workers, so there is nothing to forget"
+
+
+async def test_replicas_without_the_request_forget_its_changes(service, store):
+    """They keep each change, as if the request were still to come."""
+    service.engine.facts = dataclasses.replace(FACTS, data_parallel_size=2)
+    await service.put(JOY)
+    async with generating(service) as (stream, hand):
+        hand.token()
+        await stream.read()
+        assert await service.update("r", add(scale=2.0)) == [3]
+        assert not service.engine.forgotten
+        hand.token(last=True)
+        await read_all(stream)
+    assert service.engine.forgotten == [["r#0"]]
 
 
 async def test_the_recorded_steering_has_every_default_filled_in(service, store):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from vllm import config
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -43,11 +44,12 @@ OWNERS = {
     "model_runner": RUNNERS,
     "llm": (AsyncLLM,),
     "_llm": (AsyncLLM,),
+    "client": (DPLBAsyncMPClient,),
 }
 """The classes of what has this name in the product. One of them must have each attribute."""
 OWN = {"_residuum"}
 """Attributes that the product adds."""
-NOT_VLLM = {("servicer.py", "runner")}
+NOT_VLLM = {("servicer.py", "runner"), ("shipping/shipper/process.py", "client")}
 """Objects of the product with such a name."""
 
 
@@ -107,7 +109,7 @@ def names_of(cls: type) -> set[str]:
 
 def test_names_are_found() -> None:
     assert ("engine/engine.py", "vllm.v1.engine.async_llm", "AsyncLLM") in imports()
-    assert ("taps/vllm/limits.py", "parallel_config", "data_parallel_size") in attributes()
+    assert ("taps/vllm/limits.py", "parallel_config", "use_ubatching") in attributes()
     assert ("taps/vllm/worker.py", "load_model") in extended()
 
 

@@ -149,7 +149,7 @@ class OpenAIFace(Face):
             get_tokenizer=tokenizer,
             vllm_config=SimpleNamespace(
                 model_config=model,
-                parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
                 scheduler_config=SimpleNamespace(max_num_seqs=4),
                 use_v2_model_runner=False,
             ),

@@ -40,7 +40,7 @@ class Silent:
         )  # fmt: skip
         self.vllm_config = SimpleNamespace(
             model_config=model,
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=4),
             use_v2_model_runner=False,
         )

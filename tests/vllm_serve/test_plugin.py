@@ -21,8 +21,8 @@ from inference_svc.vllm_serve import plugin
 from svc_common.settings import BadSettingsError, from_environment
 
 
-def config(worker_cls):
-    return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker_cls))
+def config(worker_cls, replicas=1):
+    return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker_cls, data_parallel_size=replicas))
 
 
 def test_vllm_finds_the_plugin():
@@ -34,6 +34,12 @@ def test_other_engines_are_unchanged(monkeypatch):
     monkeypatch.setenv("RESIDUUM_STORE", "no store at all")
     for worker in ("auto", "vllm.v1.worker.gpu_worker.Worker", "inference_svc.taps.vllm.cpu_worker.TappedCpuWorker"):
         assert plugin._front_end_factory(config(worker)) is None
+
+
+def test_data_parallelism_is_refused_before_the_model_is_loaded():
+    with pytest.raises(SystemExit, match="data parallelism is not supported"):
+        plugin._front_end_factory(config(vllm_serve.WORKER, replicas=2))
+    assert plugin._front_end_factory(config("auto", replicas=2)) is None
 
 
 def test_bad_settings_are_reported_before_the_model_is_loaded(monkeypatch):

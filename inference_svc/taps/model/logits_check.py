@@ -1,7 +1,8 @@
 """The logits check: do captured rows explain the model's own logits? The startup self-test uses it.
 
 The rest of the model (the final norm and the unembedding) sees nothing of the layers except the last layer's
-`resid_post`. So the check runs the model once more, uncompiled, and replaces the last layer's output by captured rows.
+`resid_post`. So the check runs the model once more, uncompiled and without its layers: each layer returns what it
+returned in an earlier run, and the last one returns captured rows.
 The final hidden states must equal those of the served request, and the served token must have the largest logit. Rows
 that are not the residual stream fail this check, for whatever reason.
 """
@@ -9,13 +10,13 @@ that are not the residual stream fail this check, for whatever reason.
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from inference_svc.taps.model.hooked_runs import fixed_attention, is_pair, relative_error, run_hooked
+from inference_svc.taps.model.hooked_runs import is_pair, relative_error, run_hooked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,44 +48,60 @@ def calls_seen(model: nn.Module, see: Callable[[ModelCall], None]) -> Iterator[N
     A hook is not enough: vLLM's decorator for compilation calls `forward` past the hooks of the module that it
     decorates, which may be the whole model.
     """
-    forward, own = model.forward, vars(model).get("forward")
+    forward = model.forward
 
     def seeing(*args: Any, **kwargs: Any) -> Any:
         see(ModelCall(args, kwargs))
         return forward(*args, **kwargs)
 
-    model.forward = seeing
+    with _calling(model, seeing):
+        yield
+
+
+@contextmanager
+def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the method `forward` of a module while the context lasts."""
+    own = vars(module).get("forward")
+    module.forward = forward
     try:
         yield
     finally:
-        del model.forward
+        del module.forward
         if own is not None:
-            model.forward = own
+            module.forward = own
 
 
 class LogitsCheck:
     """Runs the rest of the model, after its last layer, on captured rows."""
 
-    def __init__(self, model: nn.Module, last_layer: nn.Module, is_attention: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Prepare the check of a pipeline's last stage.
 
         Args:
             model: The model.
-            last_layer: Its last decoder layer.
-            is_attention: Returns whether a module is attention, which computes nothing in a run without requests.
+            layers: The stage's decoder layers in order.
         """
         self._model: Any = model
-        self._last_layer = last_layer
-        self._is_attention = is_attention
+        self._layers = layers
+        self._outputs: dict[nn.Module, Any] = {}
         self._call: ModelCall | None = None
         self._served: list[Tensor] | None = None
         for name in _UNEMBEDDINGS:
             if hasattr(model, name):
                 self._listen(name)
 
-    def remember(self, call: ModelCall) -> None:
-        """Keep a call of the model with a few tokens, for `explain` to repeat."""
-        self._call = call
+    def remember(self, run: Callable[[], object]) -> None:
+        """Run the model with a few tokens, and keep its call and the outputs of its layers, for `explain` to repeat."""
+
+        def keep_call(call: ModelCall) -> None:
+            self._call = call
+
+        def keep_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            del args
+            self._outputs[layer] = output
+
+        with calls_seen(self._model, keep_call):
+            run_hooked(run, [layer.register_forward_hook(keep_output) for layer in self._layers])
 
     def listen(self) -> None:
         """Record the inputs of the unembedding from now on, until `explain` is called."""
@@ -124,28 +141,43 @@ class LogitsCheck:
         setattr(self._model, name, listening)
 
     def _run_rest(self, rows: Tensor, run: Callable[[Callable[[], object]], None]) -> Tensor:
-        """Return the final hidden states of rows, [tokens of the remembered call, hidden]."""
+        """Return the final hidden states of rows, [tokens of the remembered call, hidden].
+
+        No layer computes anything. Experts would wait for the other replicas, which do not take part in this run.
+        """
         assert self._call is not None  # noqa: S101 - `explain` checked it
         call = self._call
         final: list[Tensor] = []
-
-        def replace(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            del module, args
-            hidden = output if isinstance(output, Tensor) else output[0]
-            stream = hidden.reshape(-1, hidden.shape[-1]).clone()
-            stream[: len(rows)] = rows.to(stream.dtype)
-            stream = stream.view(hidden.shape)
-            if isinstance(output, Tensor):
-                return stream
-            return (stream, torch.zeros_like(output[1])) if is_pair(output) else (stream, *output[1:])
+        outputs = {**self._outputs, self._layers[-1]: _with_rows(self._outputs[self._layers[-1]], rows)}
 
         def call_model() -> None:
             output = self._model(*call.args, **call.kwargs)
             final.append(output if isinstance(output, Tensor) else output[0])
 
-        with fixed_attention(self._model, self._is_attention):
-            run_hooked(lambda: run(call_model), [self._last_layer.register_forward_hook(replace)])
+        with ExitStack() as layers:
+            for layer, output in outputs.items():
+                layers.enter_context(_calling(layer, _returning(output)))
+            run(call_model)
         return final[0]
+
+
+def _with_rows(output: Any, rows: Tensor) -> Any:
+    """Return a layer's output with rows in place of its first ones. Their residual is zero if it is separate."""
+    hidden = output if isinstance(output, Tensor) else output[0]
+    stream = hidden.reshape(-1, hidden.shape[-1]).clone()
+    stream[: len(rows)] = rows.to(stream.dtype)
+    stream = stream.view(hidden.shape)
+    if isinstance(output, Tensor):
+        return stream
+    return (stream, torch.zeros_like(output[1])) if is_pair(output) else (stream, *output[1:])
+
+
+def _returning(output: Any) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        return output
+
+    return forward
 
 
 def _gap(logits: Tensor, token: int) -> float:

@@ -122,8 +122,8 @@ class TapRuntime:
     def finish_step(self) -> None:
         """Send the blocks that the step filled, and report positions that the engine skipped.
 
-        The taps stay armed. That is safe: each step with rows calls `place` first, and the model does not run between
-        steps.
+        The taps stay armed. That is safe: each step with rows calls `place` first. If the model runs between steps,
+        the worker calls `pass_through` before (`TappedWorker.execute_dummy_batch`).
         """
         layout, self._layout = self._layout, None
         if layout is None or self._sink is None:

@@ -12,7 +12,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from inference_svc.taps.model import insertion
-from inference_svc.taps.model.logits_check import Explanation, LogitsCheck, calls_seen
+from inference_svc.taps.model.logits_check import Explanation, LogitsCheck
 from inference_svc.taps.model.parts_check import middle_error, sum_error
 from inference_svc.taps.model.structure import Structure, observe
 from residuum.v1 import capture_pb2
@@ -36,7 +36,7 @@ class EagerRuns:
         self._layers = layers
         self._logits: LogitsCheck | None = None
         if get_pp_group().is_last_rank:
-            self._logits = LogitsCheck(self._model, layers[max(layers)], _is_attention)
+            self._logits = LogitsCheck(self._model, [layers[index] for index in sorted(layers)])
 
     def observe(self, sites: Sequence[int]) -> Structure:
         """Run the model as vLLM's profile run does, return its structure, and check that the sites can be captured.
@@ -51,8 +51,7 @@ class EagerRuns:
 
         with self._uncompiled():
             if self._logits is not None:
-                with calls_seen(self._model, self._logits.remember):
-                    run()
+                self._logits.remember(run)
             structure = observe(self._model, self._layers, _is_attention, run)
             experiment = (self._model, self._layers, _is_attention, structure, run)
             if set(insertion.PARTS) & set(sites):
@@ -74,7 +73,10 @@ class EagerRuns:
             return None
 
         def run(call_model: Callable[[], object]) -> None:
-            with set_forward_context(None, self._worker.vllm_config, num_tokens=TOKENS):
+            # Otherwise vLLM asks the other replicas for their numbers of tokens, which do not take part in this run.
+            replicas = self._worker.vllm_config.parallel_config.data_parallel_size
+            tokens = torch.full((replicas,), TOKENS, dtype=torch.int32)
+            with set_forward_context(None, self._worker.vllm_config, num_tokens=TOKENS, num_tokens_across_dp=tokens):
                 call_model()
 
         with self._uncompiled():

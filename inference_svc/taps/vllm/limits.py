@@ -23,7 +23,7 @@ def refuse_unsupported(config: Any) -> None:
         "speculative decoding: it computes rows of tokens that are then rejected": config.speculative_config,
         # vLLM 0.24 has this pass, 0.32 does not.
         "sequence parallelism: no rank holds whole rows": getattr(passes, "enable_sp", False),
-        "data parallelism: start one service for each replica": config.parallel_config.data_parallel_size > 1,
+        "dual batch overlap: a step's rows are in two batches": config.parallel_config.use_ubatching,
     }
     refused = [feature for feature, is_enabled in features.items() if is_enabled]
     if refused:

@@ -119,6 +119,14 @@ class TappedWorker:
         taps.runtime.finish_step()  # skipped if the step failed: its rows may be wrong
         return output
 
+    def execute_dummy_batch(self) -> None:
+        """Run the model without requests, and without the taps, which would repeat what they did in the last step.
+
+        With data parallelism, an idle replica of a mixture of experts takes part in the steps of the others.
+        """
+        self._residuum.runtime.pass_through()
+        super().execute_dummy_batch()  # type: ignore[misc]
+
     @_answered
     def residuum_describe(self) -> dict[str, Any]:
         """Return the description of this rank's taps, as plain data."""
@@ -311,7 +319,8 @@ class _Taps:
             device,
             largest_block=largest // row_bytes,
         )
-        self._control_path = os.path.join(settings["control_dir"], f"rank{self._rank}.sock")  # noqa: PTH118
+        replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
+        self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
         self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes, stores=stores)
         self.producer.start()
         if device.type == "cuda":
