@@ -29,7 +29,7 @@ MODELS = ROOT / "docs" / "models.md"
 BEGIN = "<!-- figures: made by `python -m bench.readme` from bench/results; do not edit -->"
 END = "<!-- end of the figures -->"
 
-_COMPARED = ("conformance*.json", "parallel.json")
+_COMPARED = ("conformance*.json", "parallel*.json")
 _PLOT = "peers.png"
 _PLOT_WORDS = "Seconds to generate, and to fetch all layers of every token: stock vLLM, residuum and other ways"
 _WIDTH = 118
