@@ -72,7 +72,7 @@ test: setup model ## Test everything that needs no GPU; ARGS go to pytest (quick
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
 
 test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; skips tests that need torch if it is not installed
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
+	$(BIN)/python -m pytest --numprocesses 6 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
 		$(addprefix --ignore tests/,bench faults fuzz hostile languages) $(ARGS)
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains

@@ -66,7 +66,7 @@ async def test_retries_end_if_the_store_stays_unreachable(make, endpoint, flaky,
     flaky.change = change
     reader = make(endpoint, store=flaky.endpoint, timeout=1 if timeout is None else 30, shared_memory=False)
     began = time.monotonic()
-    with pytest.raises(residuum.Unreachable, match=rf"{flaky.endpoint}.* tried again for 1\.\d s"):
+    with pytest.raises(residuum.Unreachable, match=rf"{flaky.endpoint}.* tried again for \d\.\d s"):
         await reader.activations(capture_id, timeout=timeout)
     assert 1.0 <= time.monotonic() - began < 8.0
     assert flaky.reads > 3

@@ -95,6 +95,7 @@ def test_only_known_files_name_async_llm():
     found = [str(path.relative_to(ROOT)) for path in sources("inference_svc") if "AsyncLLM" in code_of(path)]
     assert found == [
         "inference_svc/engine/engine.py",
+        "inference_svc/engine/replicas.py",
         "inference_svc/engine/streams.py",
         "inference_svc/vllm_serve/plugin.py",
     ]
