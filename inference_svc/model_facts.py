@@ -61,9 +61,15 @@ class ModelFacts:
     """The encodings that a capture may use."""
     reductions: tuple[capture_pb2.Reduction.ValueType, ...] = (capture_pb2.REDUCTION_NONE,)
     """The reductions that a capture may use."""
+    site_widths: tuple[int, ...] = ()
+    """Elements of a row at each of `sites`; empty: `hidden_size` at all of them."""
     adapters: tuple[str, ...] = ()
     """The names of the LoRA adapters that requests may choose."""
     max_logprobs: int = 20
     """How many of the most likely tokens a request may ask for with their log-probabilities."""
     capture_defaults: CaptureDefaults = field(default_factory=CaptureDefaults)
     """The encoding of rows if a request does not choose one."""
+
+    def width(self, site: capture_pb2.Site.ValueType) -> int:
+        """Return the elements of a row at one of `sites`."""
+        return self.site_widths[self.sites.index(site)] if self.site_widths else self.hidden_size

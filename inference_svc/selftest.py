@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -81,7 +82,8 @@ async def run_self_test(engine: Engine) -> None:
             whether a token was generated, or do not move as steering should move them.
     """
     layer = (engine.facts.num_layers - 1) // 2
-    await engine.listen_to_logits()
+    if _STREAM in engine.facts.sites:
+        await engine.listen_to_logits()
     prompt = [(index + 1) % engine.facts.vocab_size for index in range(_PROMPT_TOKENS)]
     captured = await _capture(engine, "plain", prompt)
     for site in engine.facts.sites:
@@ -90,9 +92,10 @@ async def run_self_test(engine: Engine) -> None:
         await _check_logits(engine, captured.rows[_STREAM][-1], captured.tokens)
     stream = _STREAM if _STREAM in captured.rows else min(captured.rows)
     as_prompt = await _capture(engine, "prompt", [*prompt, *captured.tokens[:-1]])
+    _check_rows(as_prompt.rows[stream], capture_pb2.Site.Name(capture_pb2.Site.ValueType(stream)))
     _check_steps(captured.rows[stream], as_prompt.rows[stream])
     plain = _of_prompt(captured)
-    push = _push(plain[stream][layer])
+    push = _push(plain[stream][layer], engine.facts.hidden_size)
     await engine.load_vectors([(_BANK_ROW, push.astype("<f4").tobytes())])
     steered = _of_prompt(await _capture(engine, "steered", prompt, (_add(layer),)))
     if _STREAM in plain:
@@ -138,9 +141,10 @@ async def _take_rows(engine: Engine, capture_id: str) -> dict[int, Rows]:
     step after the last one, which may not have run yet.
     """
     facts = engine.facts
-    shape = (facts.num_layers, _POSITIONS, facts.hidden_size)
-    rows: dict[int, Rows] = {site: np.full(shape, np.nan, dtype=np.float32) for site in facts.sites}
-    awaited = {(site, layer, position) for site in rows for layer in range(shape[0]) for position in range(shape[1])}
+    rows: dict[int, Rows] = {
+        site: np.full((facts.num_layers, _POSITIONS, facts.width(site)), np.nan, np.float32) for site in facts.sites
+    }
+    awaited = set(product(rows, range(facts.num_layers), range(_POSITIONS)))
     deadline = time.monotonic() + _ROWS_SECONDS
     while awaited and time.monotonic() < deadline:
         for sites, layers, positions, values in await engine.take_probe(capture_id):
@@ -160,9 +164,9 @@ def _of_prompt(captured: _Captured) -> dict[int, Rows]:
     return {site: rows[:, :_PROMPT_TOKENS] for site, rows in captured.rows.items()}
 
 
-def _push(rows: Rows) -> Rows:
+def _push(rows: Rows, hidden: int) -> Rows:
     """Return a long steering vector in a fixed pseudo-random direction, float32 [hidden]."""
-    direction = np.random.default_rng(0).standard_normal(size=(rows.shape[-1],)).astype(np.float32)
+    direction = np.random.default_rng(0).standard_normal(size=(hidden,)).astype(np.float32)
     length = _PUSH * float(np.linalg.norm(rows, axis=-1).max())
     pushed: Rows = direction / np.linalg.norm(direction) * np.float32(length)
     return pushed

@@ -193,6 +193,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         hidden_size=facts.hidden_size,
         dtype=facts.dtype,
         sites=facts.sites,
+        site_widths=facts.site_widths,
         steering_operations=OPERATIONS,
         encodings=facts.encodings,
         reductions=facts.reductions,

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
-from residuum.wire.encodings import EncodingError, RowFormat
+from residuum.wire.encodings import EncodingError, RowFormat, site_width
 from residuum.wire.ids import is_valid_id
 from residuum.wire.labels import Condition, LabelError, check_labels, parse_where
 from residuum.wire.limits import (
@@ -67,15 +67,23 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
         numpy_dtype(description.dtype)
     except ValueError as error:
         raise invalid("description.dtype", str(error)) from None
+    _check_spec(description.spec, description.num_layers)
+    _check_widths(description)
     try:
-        RowFormat.of_capture(description)
+        for site in description.spec.sites:
+            RowFormat.of_capture(description, site)
     except EncodingError as error:
         raise invalid("description.spec.encoding", str(error)) from None
-    _check_spec(description.spec, description.num_layers)
     rows = description.num_sequences * len(description.spec.sites) * len(description.spec.layers.list.layers)
     if rows > MAX_CAPTURE_ROWS_AT_A_POSITION:
         limit = MAX_CAPTURE_ROWS_AT_A_POSITION
         raise invalid("description.spec", f"sequences × sites × layers must be at most {limit}, not {rows}")
+
+
+def _check_widths(description: capture_pb2.CaptureDescription) -> None:
+    widths = description.site_widths
+    if widths and (len(widths) != len(description.spec.sites) or not all(widths)):
+        raise invalid("description.site_widths", "must have a positive number for each site")
 
 
 def _check_origin(description: capture_pb2.CaptureDescription) -> None:
@@ -202,11 +210,12 @@ def check_chunk(header: capture_pb2.ChunkHeader, description: capture_pb2.Captur
     """
     _check_place("chunk.header", description, header.sequence, [header.site], header.layers)
     _check_positions("chunk.header", header.positions)
-    if header.width != description.hidden_size:
-        raise invalid("chunk.header.width", f"rows have {description.hidden_size} elements, not {header.width}")
+    width = site_width(description, header.site)
+    if header.width != width:
+        raise invalid("chunk.header.width", f"rows of this site have {width} elements, not {header.width}")
     if header.dtype != description.dtype:
         raise invalid("chunk.header.dtype", "differs from the capture's dtype")
-    form, wanted = RowFormat.of(header), RowFormat.of_capture(description)
+    form, wanted = RowFormat.of(header), RowFormat.of_capture(description, header.site)
     if form != wanted:
         raise invalid("chunk.header.encoding", f"the capture's rows are {wanted}, not {form}")
 

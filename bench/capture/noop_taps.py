@@ -36,7 +36,7 @@ class NoopTaps:
     def load_model(self, **options: Any) -> None:
         """Load the model with taps as usual, then replace the taps with ones that do nothing."""
         super().load_model(**options)  # type: ignore[misc]
-        op.install(NoopTap())
+        op.install([NoopTap()])
 
 
 def installed() -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 import residuum
 from bench.conformance.architectures import Architecture
-from bench.conformance.reference import Reference, adding
+from bench.conformance.reference import WIDE_SITES, Reference, adding
 from bench.conformance.results import Comparison, Rows
 from bench.conformance.setup import Setup
 from bench.conformance.stock import run_stock
@@ -122,7 +122,7 @@ def _add(
     for site in setup.sites:
         rows = answer.acts.select(site=site)
         # Rows after a norm have a length of their own.
-        stream = expected["resid_pre"] if of_stream and site not in {"attn_in", "mlp_in"} else None
+        stream = expected["resid_pre"] if of_stream and site not in {"attn_in", "mlp_in", *WIDE_SITES} else None
         comparison.add(rows.stack(), rows.present, expected[site], stream)
 
 

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from bench.conformance.architectures import Architecture
+from bench.conformance.heads import Heads, record_heads
 from bench.conformance.models import ONE_AT_A_TIME
 from bench.conformance.routing import Routing
 
@@ -22,13 +23,21 @@ Change = Callable[[Tensor], Tensor]
 """Returns the changed output of a layer, [positions, hidden]. Row p belongs to position p."""
 
 
-SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
+WIDE_SITES = ("q", "k", "v", "z", "mlp_act")
+"""The sites whose rows have a width of their own: queries, keys, values, and what the output projections of attention
+and MLP take."""
+SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *WIDE_SITES)
 """The sites of a layer: the residual stream that enters it, what the attention block takes and adds, the stream after
-that, what the MLP takes and adds, and the stream that leaves the layer."""
+that, what the MLP takes and adds, the stream that leaves the layer, and those with a width of their own."""
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer", "mamba", "conv")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "fc1")
 """The paths of the modules that compute the parts: the first of them that a layer has."""
+_PROJECTIONS = {
+    "z": ("o_proj", "out_proj", "dense", "c_proj", "wo", "wqkv_out", "attn_out"),
+    "mlp_act": ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "fc_out", "proj_out", "w2", "output_linear"),
+}
+"""The names of the output projections within these modules."""
 
 _LAYER_LISTS = ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers", "backbone.layers")
 """The paths of the list of decoder layers in transformers' models."""
@@ -64,7 +73,8 @@ class Reference:
             routing: Records and changes the choices of experts; None to leave them as they are.
 
         Returns:
-            For each site, float32 [layers, positions, hidden]. A part that a layer does not have has zeros.
+            For each site, float32 [layers, positions, width]. A part that a layer does not have has zeros. Sites that
+            have a width of their own, and that a layer does not have, are left out.
         """
         self._routing = routing
         with routing or nullcontext():
@@ -75,6 +85,7 @@ class Reference:
         return {
             site: torch.stack([torch.zeros_like(like) if row is None else row for row in rows]).float().numpy()
             for site, rows in self._kept.items()
+            if site not in WIDE_SITES or _is_whole(rows)
         }
 
     def run(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> Tensor:
@@ -110,6 +121,12 @@ class Reference:
         for site, names in {"attn_in": _ATTENTION, "mlp_in": architecture.mlp_in or _MLP}.items():
             for part in _first(layer, names):
                 part.register_forward_pre_hook(self._before(site, index), with_kwargs=True)
+        for attention in _first(layer, _ATTENTION):
+            record_heads(attention, self._heads(index))
+        for site, parts in {"z": _ATTENTION, "mlp_act": architecture.mlp_in or _MLP}.items():
+            for part in _first(layer, parts):
+                for projection in _first(layer if part is getattr(layer, "fc1", None) else part, _PROJECTIONS[site]):
+                    projection.register_forward_pre_hook(self._before(site, index), with_kwargs=True)
         for part in _first(layer, architecture.middle):
             part.register_forward_pre_hook(self._before("resid_mid", index), with_kwargs=True)
         for site, names in {"attn_out": architecture.attention, "mlp_out": architecture.mlp}.items():
@@ -132,6 +149,13 @@ class Reference:
             self._keep(site, index, arguments[0] if arguments else options["hidden_states"])
 
         return hook
+
+    def _heads(self, index: int) -> Callable[[Heads], None]:
+        def record(heads: Heads) -> None:
+            for site, rows in heads.items():
+                self._keep(site, index, rows)
+
+        return record
 
     def _part(self, site: str, index: int, scale: float) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -159,6 +183,11 @@ class Reference:
 
     def _keep(self, site: str, index: int, rows: Tensor) -> None:
         self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts have no batch dimension
+
+
+def _is_whole(rows: Sequence[Tensor | None]) -> bool:
+    """Return whether every layer has rows, of the same width."""
+    return all(row is not None for row in rows) and len({row.shape for row in rows if row is not None}) == 1
 
 
 def _first(layer: nn.Module, paths: Sequence[str]) -> list[nn.Module]:

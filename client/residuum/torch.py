@@ -29,6 +29,7 @@ from residuum.captures.row_stream import (
     count_rows,
     look_up,
     places,
+    row_format,
     share,
     stream_aligned,
     stream_rows,
@@ -325,7 +326,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         """Set the properties that all captures must share from the first capture."""
         self._alike, self._first = _alike(first), first.capture_id
         self.places = places(first, self._choice) if self._aligned else ()
-        form = first.row_format
+        form = row_format(first, self._choice)
         self.width = form.decoded_width
         self.dtype = dtype or _DTYPES[form.decoded_dtype.name]
 
@@ -338,6 +339,12 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
                     "dataset must share model, encoding and reduction. Make a dataset for each kind.",
                     reason="INVALID_FIELD",
                 )
+        if row_format(manifest, self._choice).decoded_width != self.width:
+            raise InvalidRequest(
+                f"Rows of {self._first} have {self.width} elements, and rows of {manifest.capture_id} have another "
+                "number at the chosen sites. Make a dataset for each width.",
+                reason="INVALID_FIELD",
+            )
         if self._aligned and places(manifest, self._choice) != self.places:
             raise InvalidRequest(
                 f"{self._first} and {manifest.capture_id} differ in their layers or sites. Captures of an aligned "

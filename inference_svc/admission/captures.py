@@ -29,6 +29,8 @@ from residuum.wire.limits import (
 from residuum.wire.selection import is_reduced
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inference_svc.model_facts import ModelFacts
 
 
@@ -58,7 +60,7 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
     resolved.sites[:] = sites
     resolved.overflow = spec.overflow or capture_pb2.OVERFLOW_POLICY_WAIT
     resolved.encoding = _encoding(spec.encoding, facts)
-    resolved.encoding_options.CopyFrom(_options(resolved.encoding, spec.encoding_options, facts))
+    resolved.encoding_options.CopyFrom(_options(resolved.encoding, spec.encoding_options, sites, facts))
     if resolved.encoding_options == capture_pb2.EncodingOptions():
         resolved.ClearField("encoding_options")
     resolved.reduction = spec.reduction or capture_pb2.REDUCTION_NONE
@@ -92,20 +94,32 @@ def _encoding(asked: capture_pb2.Encoding.ValueType, facts: ModelFacts) -> captu
 
 
 def _options(
-    encoding: capture_pb2.Encoding.ValueType, asked: capture_pb2.EncodingOptions, facts: ModelFacts
+    encoding: capture_pb2.Encoding.ValueType,
+    asked: capture_pb2.EncodingOptions,
+    sites: Sequence[capture_pb2.Site.ValueType],
+    facts: ModelFacts,
 ) -> capture_pb2.EncodingOptions:
     """Return the options of an encoding with every default filled in."""
     _check_options(encoding, asked)
+    others = [site for site in sites if facts.width(site) != facts.hidden_size]
+    if others and encoding in RANDOM_PROJECTIONS | {PROJECT}:
+        raise invalid(
+            "capture.encoding",
+            f"{ENCODING_NAMES[encoding]} projects rows of {facts.hidden_size} elements. Rows at "
+            f"{_site_name(others[0])} have {facts.width(others[0])}. Choose another encoding for this site.",
+        )
+    width = min((facts.width(site) for site in sites), default=facts.hidden_size)
     options = capture_pb2.EncodingOptions()
     options.CopyFrom(asked)
     if encoding in SIZED and not asked.dimensions:
         defaults = facts.capture_defaults
-        options.dimensions = min(defaults.topk if encoding in LARGEST else defaults.projection, facts.hidden_size)
+        options.dimensions = min(defaults.topk if encoding in LARGEST else defaults.projection, width)
     if encoding == FULL8:
         options.axis = asked.axis or BY_ROW
     dimensions = options.dimensions or len(options.vectors)
     try:
-        RowFormat(encoding, facts.hidden_size, facts.dtype, dimensions, options.axis)
+        for site in sites:
+            RowFormat(encoding, facts.width(site), facts.dtype, dimensions, options.axis)
     except EncodingError as error:
         raise invalid("capture.encoding_options", f"capture.encoding_options: {error}.") from None
     return options

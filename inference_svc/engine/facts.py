@@ -51,6 +51,7 @@ def facts_of(
         vllm_version=vllm.__version__,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         sites=tuple(site_numbers(settings)),  # type: ignore[arg-type]
+        site_widths=tuple(ranks[0]["site_widths"]) if ranks else (),
         pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
         table_bytes=sum(rank["table_bytes"] for rank in ranks),
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),

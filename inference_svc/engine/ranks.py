@@ -66,7 +66,8 @@ def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
         num_layers: Decoder layers of the whole model.
 
     Raises:
-        UntappedLayersError: No rank captures a layer, or two ranks do, or a rank on another machine does.
+        UntappedLayersError: No rank captures a layer, or two ranks do, or a rank on another machine does. Or the ranks
+            have rows of different widths.
     """
     capturing = [rank for rank in ranks if rank["captures"]]
     held = [rank["first_layer"] + index for rank in capturing for index in range(rank["num_layers"])]
@@ -75,6 +76,12 @@ def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
         raise UntappedLayersError(
             f"The ranks that capture must hold each of the model's {num_layers} layers once, but they hold {stages}. "
             "This is a defect of residuum: please report it, with the engine's parallel sizes."
+        )
+    widths = {tuple(rank["site_widths"]) for rank in ranks}
+    if len(widths) > 1:
+        raise UntappedLayersError(
+            f"Rows at the same site must have the same width in all pipeline stages, and have {sorted(widths)} "
+            "elements at the sites of --capture-sites. Use one stage, or leave out the sites that differ."
         )
     away = [str(rank["rank"]) for rank in capturing if not os.path.exists(rank["control_path"])]  # noqa: PTH110
     if away:

@@ -169,6 +169,12 @@ class CaptureSession:
         if seal.ByteSize() > MAX_SEAL_BYTES or len(seal.message_spans.spans) > MAX_MESSAGE_SPANS:
             seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_TOO_MANY_MESSAGES))
 
+    def _site_widths(self) -> Sequence[int]:
+        """Return the widths of the rows; empty if all are as wide as the stream."""
+        capture = self._running.spec.capture
+        widths = [self._facts.width(site) for site in capture.sites] if capture is not None else []
+        return widths if set(widths) != {self._facts.hidden_size} else ()
+
     def _description(self) -> capture_pb2.CaptureDescription:
         """Return the description of the request that the store keeps from the start of the capture."""
         facts, running = self._facts, self._running
@@ -181,6 +187,7 @@ class CaptureSession:
             num_layers=facts.num_layers,
             dtype=facts.dtype,
             spec=running.spec.capture,
+            site_widths=self._site_widths(),
             steering=running.spec.steering,
             prompt_token_ids=self._token_ids,
             prompt_text=self.prompt_text,

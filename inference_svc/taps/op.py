@@ -7,11 +7,14 @@ is data that the ops read, not an argument.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 _LIBRARY = torch.library.Library("residuum", "FRAGMENT")
@@ -35,14 +38,26 @@ class Tap(Protocol):
 
 
 class _Current:
-    """The tap of this process. A worker process has one model, so it has one tap."""
+    """The taps of this process. A worker process has one model."""
 
-    tap: Tap
+    taps: Sequence[Tap]
+    firsts: Sequence[int]
 
 
-def install(tap: Tap) -> None:
-    """Set the tap that the ops call in this process. Call it before the model is hooked."""
-    _Current.tap = tap
+def install(taps: Sequence[Tap], firsts: Sequence[int] = (0,)) -> None:
+    """Set the taps that the ops call in this process. Call it before the model is hooked.
+
+    Args:
+        taps: The tap of each group of points; see `AllPoints`.
+        firsts: The number of the first point of each group.
+    """
+    _Current.taps, _Current.firsts = taps, firsts
+
+
+def _at(point: int) -> tuple[Tap, int]:
+    """Return the tap of a point, and the point's number within its group."""
+    group = bisect_right(_Current.firsts, point) - 1
+    return _Current.taps[group], point - _Current.firsts[group]
 
 
 def call(hidden: Tensor, residual: Tensor | None, point: int) -> None:
@@ -59,7 +74,8 @@ def call_norm(
 
 
 def _tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
-    _Current.tap.tap(hidden, residual, point)
+    tap, own = _at(point)
+    tap.tap(hidden, residual, own)
 
 
 def _fake_tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
@@ -74,7 +90,8 @@ def _tap_norm(
     plus_one: bool,  # noqa: FBT001 - ops are called by position
     point: int,
 ) -> tuple[Tensor, Tensor]:
-    return _Current.tap.tap_norm(hidden, residual, weight, epsilon, point, plus_one=plus_one)
+    tap, own = _at(point)
+    return tap.tap_norm(hidden, residual, weight, epsilon, own, plus_one=plus_one)
 
 
 def _fake_tap_norm(

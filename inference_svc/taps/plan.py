@@ -213,15 +213,22 @@ class RequestPlan:
             name=data["name"],
         )
 
-    def for_rank(self, points: TapPoints, *, captures: bool) -> RequestPlan:
-        """Return the plan for one rank.
+    def for_points(self, points: TapPoints, *, captures: bool) -> RequestPlan | None:
+        """Return the part of the plan for some points of a rank; None if they have nothing to do.
 
         Args:
-            points: The tap points of the rank's pipeline stage. Only layers of this stage are captured.
+            points: Points of the rank's pipeline stage. Only layers of this stage are captured.
             captures: Whether the rank captures at all.
         """
-        layers = points.own(self.capture.layers) if self.capture and captures else ()
-        return replace(self, capture=replace(self.capture, layers=layers) if self.capture and layers else None)
+        capture = None
+        if self.capture and captures:
+            layers = points.own(self.capture.layers)
+            sites = tuple(site for site in self.capture.sites if points.sees(site))
+            if layers and sites:
+                capture = replace(self.capture, layers=layers, sites=sites)
+        if points.has_stream:
+            return replace(self, capture=capture)  # its operations may change later, even if there are none
+        return replace(self, capture=capture, operations=(), name="") if capture else None
 
 
 def _restore(item: Mapping[str, Any]) -> dict[str, Any]:

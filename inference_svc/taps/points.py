@@ -5,7 +5,7 @@ Between two layers, one point sees two sites: `resid_post` of a layer is `resid_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from residuum.v1 import capture_pb2
@@ -25,20 +25,44 @@ INNER_SITES = (
     capture_pb2.SITE_RESID_MID,
     capture_pb2.SITE_MLP_IN,
 )
-"""The sites inside a layer."""
+"""The sites inside a layer whose rows are as wide as the residual stream."""
+
+WIDE_SITES = (
+    capture_pb2.SITE_Q,
+    capture_pb2.SITE_K,
+    capture_pb2.SITE_V,
+    capture_pb2.SITE_Z,
+    capture_pb2.SITE_MLP_ACT,
+)
+"""The sites inside a layer whose rows have a width of their own."""
 
 
 @dataclass(frozen=True)
 class TapPoints:
-    """The points of one pipeline stage: the entry, one after each layer, then one in each layer for each inner site."""
+    """The points of one pipeline stage: the entry, one after each layer, then one in each layer for each inner site.
+
+    The rows at all of them have the same width. Points of another width than the stream's also number the entry and the
+    places after layers, but have no op there.
+    """
 
     first_layer: int
     num_layers: int
+    inner: tuple[Site.ValueType, ...] = INNER_SITES
+    """The sites inside a layer."""
+
+    @property
+    def has_stream(self) -> bool:
+        """Whether the points see the residual stream, which can be steered."""
+        return self.inner is INNER_SITES
+
+    def sees(self, site: Site.ValueType) -> bool:
+        """Return whether a point sees this site."""
+        return site in self.inner or (self.has_stream and site not in WIDE_SITES)
 
     @property
     def count(self) -> int:
         """How many points there are, including those without an op."""
-        return 1 + (1 + len(INNER_SITES)) * self.num_layers
+        return 1 + (1 + len(self.inner)) * self.num_layers
 
     @property
     def layers(self) -> range:
@@ -57,8 +81,8 @@ class TapPoints:
     def of(self, site: Site.ValueType, layer: int) -> int:
         """Return the point that sees a site of a layer of this stage."""
         index = layer - self.first_layer
-        if site in INNER_SITES:
-            return 1 + (1 + INNER_SITES.index(site)) * self.num_layers + index
+        if site in self.inner:
+            return 1 + (1 + self.inner.index(site)) * self.num_layers + index
         return {capture_pb2.SITE_RESID_PRE: index, capture_pb2.SITE_RESID_POST: index + 1}[site]
 
     def sites(self, point: int) -> tuple[tuple[Site.ValueType, int], ...]:
@@ -67,4 +91,27 @@ class TapPoints:
         if index < layers:
             layer = self.first_layer + index
             return (capture_pb2.SITE_RESID_POST, layer), (capture_pb2.SITE_RESID_PRE, layer + 1)
-        return ((INNER_SITES[index // layers - 1], self.first_layer + index % layers),)
+        return ((self.inner[index // layers - 1], self.first_layer + index % layers),)
+
+
+@dataclass(frozen=True)
+class AllPoints:
+    """The points of all widths of a stage. They are numbered one width after the other."""
+
+    groups: tuple[TapPoints, ...]
+    """The points of each width; the first ones see the residual stream."""
+    firsts: tuple[int, ...] = field(init=False)
+    """The number of the first point of each group."""
+
+    def __post_init__(self) -> None:
+        counts = [group.count for group in self.groups]
+        object.__setattr__(self, "firsts", tuple(sum(counts[:index]) for index in range(len(counts))))
+
+    def after(self, layer: int) -> int:
+        """Return the number of the point after a layer, where rows are steered."""
+        return self.groups[0].after(layer)
+
+    def of(self, site: Site.ValueType, layer: int) -> int:
+        """Return the number of the point that sees a site of a layer of this stage."""
+        group = next(index for index, points in enumerate(self.groups) if points.sees(site))
+        return self.firsts[group] + self.groups[group].of(site, layer)

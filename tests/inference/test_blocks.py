@@ -10,13 +10,17 @@ import inference_svc
 from inference_svc.settings import InferenceSettings
 from inference_svc.tap_settings import SITES
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.vllm.worker import _STEPS_LEAVING
+from inference_svc.taps.points import WIDE_SITES
+from inference_svc.taps.vllm.capture_path import _STEPS_LEAVING
 
 PAGE = Path(inference_svc.__file__).parents[1] / "docs" / "operations" / "sizing.md"
 LAYERS, HIDDEN, ELEMENT_BYTES = 32, 4096, 2
 """Rows of a model with 8 billion parameters, in bfloat16."""
 TOKENS, REQUESTS = (InferenceSettings.model_fields[name].default for name in ("max_num_batched_tokens", "max_num_seqs"))
 GIB = 1 << 30
+
+_AS_THE_STREAM = len(SITES) - len(WIDE_SITES)
+"""How many sites have rows as wide as the residual stream."""
 
 
 def pool_bytes(tokens: int, requests: int, sites: int, leaving: int) -> int:
@@ -36,8 +40,8 @@ def test_the_formula_of_the_page_is_the_codes(tokens: int, requests: int) -> Non
 
 def test_the_examples_of_the_page_are_the_codes() -> None:
     told = PAGE.read_text()
-    for sites in (1, 4, len(SITES)):
+    for sites in (1, 4, _AS_THE_STREAM):
         gpu, cpu = (pool_bytes(TOKENS, REQUESTS, sites, leaving) / GIB for leaving in (_STEPS_LEAVING, 0))
         assert f"| {sites} | {gpu:g} GiB | {cpu:g} GiB |" in told
-    fewer = pool_bytes(TOKENS, 16, len(SITES), _STEPS_LEAVING) / GIB
+    fewer = pool_bytes(TOKENS, 16, _AS_THE_STREAM, _STEPS_LEAVING) / GIB
     assert f"`--max-num-seqs 16` takes {fewer:g} GiB" in told

@@ -32,7 +32,10 @@ WIDTH = FACTS.hidden_size
 
 
 def facts(**fields):
-    return SimpleNamespace(**{**vars(FACTS), **fields})
+    made = SimpleNamespace(**{**vars(FACTS), **fields})
+    widths = dict(zip(made.sites, fields.get("site_widths", ()), strict=False))
+    made.width = lambda site: widths.get(site, made.hidden_size)
+    return made
 
 
 def capture(encoding=0, *, reduction=0, **options):
@@ -154,3 +157,38 @@ def test_vectors_to_project_onto_are_needed_like_those_of_steering():
 def test_encodings_do_not_separate_what_shares_a_cache():
     spec = inference_pb2.RequestSpec(capture=capture(PROJECT, vectors=[A]))
     assert resolve_spec(spec, FACTS).cache_salt(10) is None
+
+
+WIDE = {"sites": (capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q, capture_pb2.SITE_K), "site_widths": (WIDTH, 128, 32)}
+
+
+def at(spec, *sites):
+    spec.sites[:] = sites
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("sites", "dimensions"),
+    [
+        ((capture_pb2.SITE_Q,), 100),
+        ((capture_pb2.SITE_Q, capture_pb2.SITE_K), 32),
+        ((capture_pb2.SITE_RESID_POST,), 100),
+    ],
+)
+def test_the_default_of_dimensions_is_at_most_the_smallest_width(sites, dimensions):
+    defaults = CaptureDefaults(topk=100)
+    spec = at(capture(TOPK8), *sites)
+    assert resolved(spec, **WIDE, capture_defaults=defaults).encoding_options.dimensions == dimensions
+
+
+def test_more_dimensions_than_a_site_has_are_refused():
+    spec = at(capture(TOPK, dimensions=33), capture_pb2.SITE_RESID_POST, capture_pb2.SITE_K)
+    with pytest.raises(Failure, match="topk takes 1 to 32 dimensions, not 33: rows have 32 elements"):
+        resolved(spec, **WIDE)
+
+
+@pytest.mark.parametrize(("encoding", "options"), [(PROJECT, {"vectors": [bytes(32)]}), (RP8, {}), (RP, {})])
+def test_only_rows_as_wide_as_the_stream_are_projected(encoding, options):
+    spec = at(capture(encoding, **options), capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q)
+    with pytest.raises(Failure, match=r"projects rows of 200 elements\. Rows at SITE_Q have 128"):
+        resolved(spec, **WIDE)

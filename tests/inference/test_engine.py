@@ -587,6 +587,7 @@ def rank(number, first_layer, num_layers, control_path, *, captures=True):
         "num_layers": num_layers,
         "captures": captures,
         "control_path": str(control_path) if captures else "",
+        "site_widths": [],
     }
 
 

@@ -222,9 +222,10 @@ class Recorder:
 @pytest.fixture
 def tap(monkeypatch):
     """Install a recorder as the process's tap for one test."""
-    monkeypatch.setattr(op._Current, "tap", None, raising=False)
+    monkeypatch.setattr(op._Current, "taps", (), raising=False)
+    monkeypatch.setattr(op._Current, "firsts", (), raising=False)
     recorder = Recorder()
-    op.install(recorder)
+    op.install([recorder])
     return recorder
 
 
@@ -618,6 +619,6 @@ def test_the_op_stays_in_the_compiled_graph_as_data_changes_behind_it(tap, backe
         steered = compiled(x)
         torch.testing.assert_close(steered, model(x))
         assert not torch.allclose(steered, plain)
-        op.install(Recorder())
+        op.install([Recorder()])
         torch.testing.assert_close(compiled(x), plain)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

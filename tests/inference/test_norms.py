@@ -27,7 +27,8 @@ def tap(monkeypatch):
     bank = VectorBank(1, WIDTH, CPU)
     bank.load([(0, torch.ones(WIDTH).numpy().tobytes())])
     made = CpuTap(bank, None, TapPoints(0, 2))
-    monkeypatch.setattr(op._Current, "tap", made, raising=False)
+    monkeypatch.setattr(op._Current, "taps", [made], raising=False)
+    monkeypatch.setattr(op._Current, "firsts", (0,), raising=False)
     return made
 
 

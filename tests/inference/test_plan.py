@@ -112,9 +112,9 @@ def test_a_capture_goes_by_the_requests_name_and_the_sequence():
 def test_a_rank_captures_the_layers_of_its_stage_and_only_if_it_captures():
     plan = RequestPlan(5, Capture("request", 0, (0, 3, 4), select()), (Operation(Kind.ADD, 0, (0,), select()),))
     second = TapPoints(first_layer=3, num_layers=3)
-    assert plan.for_rank(second, captures=True).capture.layers == (3, 4)
-    assert plan.for_rank(TapPoints(6, 2), captures=True) == RequestPlan(5, None, plan.operations)
-    assert plan.for_rank(second, captures=False) == RequestPlan(5, None, plan.operations)
+    assert plan.for_points(second, captures=True).capture.layers == (3, 4)
+    assert plan.for_points(TapPoints(6, 2), captures=True) == RequestPlan(5, None, plan.operations)
+    assert plan.for_points(second, captures=False) == RequestPlan(5, None, plan.operations)
 
 
 @pytest.mark.parametrize(("asked", "interval"), [(0, 32), (1, 1), (32, 32)])

@@ -181,6 +181,13 @@ async def test_generated_rows_that_are_not_those_of_a_prompt_are_found():
         await run_self_test(engine)
 
 
+async def test_rows_of_the_prompt_that_do_not_arrive_are_not_taken_for_other_values():
+    engine = ProbedEngine()
+    engine.prompt_error[:] = np.nan
+    with pytest.raises(SelfTestError, match="did not arrive"):
+        await run_self_test(engine)
+
+
 async def test_another_expert_at_some_positions_or_in_some_layers_passes():
     engine = ProbedEngine()
     engine.prompt_error[:, :-1] = 2.0

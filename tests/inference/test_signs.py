@@ -182,7 +182,9 @@ def test_a_step_that_cannot_make_signs_loses_only_the_rows_of_that_request(monke
 def test_a_gpu_measures_its_memory_with_room_for_signs_taken(monkeypatch):
     taken = []
     worker = object.__new__(TappedGpuWorker)
-    worker._residuum = SimpleNamespace(room_for_signs=lambda: taken.append(room := torch.empty(8)) or room)
+    worker._residuum = SimpleNamespace(
+        path=SimpleNamespace(room_for_signs=lambda: taken.append(room := torch.empty(8)) or room)
+    )
 
     def measure(self):
         (room,) = taken

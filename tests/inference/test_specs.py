@@ -30,6 +30,7 @@ FACTS = SimpleNamespace(
     encodings=tuple(ENCODINGS.values()),
     reductions=tuple(capture_pb2.Reduction.values()[1:]),
     capture_defaults=CaptureDefaults(),
+    width=lambda site: 200,
 )
 """The fields of ModelFacts that the checks need. ModelFacts itself cannot be imported without vLLM."""
 A, B = b"a" * 32, b"b" * 32

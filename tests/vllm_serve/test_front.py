@@ -45,7 +45,7 @@ class Silent:
             use_v2_model_runner=False,
         )
         self.rank = {"rank": 0, "captures": True, "first_layer": 0, "num_layers": layers, "ring_bytes": 1}
-        self.rank["control_path"] = control
+        self.rank |= {"control_path": control, "site_widths": []}
 
     async def collective_rpc(self, method, args=()):
         return [self.rank] if method == "residuum_describe" else [[]]

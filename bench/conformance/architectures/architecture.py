@@ -13,6 +13,8 @@ PARTS = frozenset({"attn_out", "mlp_out"})
 """The sites that a model lacks if it scales or merges what the parts of a layer add."""
 MIDDLE = frozenset({"resid_mid"})
 """The site that layers lack if they compute attention and MLP from the same input."""
+HEADS, NEURONS = frozenset({"q", "k", "v"}), frozenset({"mlp_act"})
+"""The sites that a model lacks if its attention takes something else, and if its MLP is a mixture of experts."""
 INNER = PARTS | MIDDLE | {"attn_in", "mlp_in"}
 """The sites that layers lack if they have no attention and MLP after each other."""
 MAX_LENGTH = 256
@@ -64,10 +66,19 @@ class Architecture:
     refused: str = ""
     """Part of the reason with which the service refuses `refused_sites`; empty if it captures all."""
     refused_sites: frozenset[str] = PARTS
+    lacks: frozenset[str] = frozenset()
+    """Further sites that the service refuses, because no module of its own takes their rows."""
+    unseen: frozenset[str] = frozenset()
+    """Sites that are not compared, because transformers computes them inside a function."""
     refused_stream: bool = False
     """Whether it refuses resid_post and resid_pre too, so that it does not serve the architecture."""
     everyday: bool = False
     """Whether the tests run it. For the taps, each of the others is equivalent to one that the tests run."""
+
+    @property
+    def lacking(self) -> frozenset[str]:
+        """`lacks`, with the neurons of a mixture of experts, which has no module that takes them."""
+        return self.lacks | (NEURONS if self.routed else frozenset())
 
     @property
     def layers(self) -> int:
@@ -80,12 +91,16 @@ class Architecture:
 
     def site_sets(self, sites: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the sites of each check that compares these sites: if some are refused, the others are checked too."""
-        every, others = tuple(sites), tuple(site for site in sites if site not in self.refused_sites)
-        return [every, others] if others and others != every and self.refused and not self.refused_stream else [every]
+        lacking = self.lacking | (self.refused_sites if self.refused else frozenset())
+        every = tuple(site for site in sites if site not in self.unseen)
+        others = tuple(site for site in every if site not in lacking)
+        return [every, others] if others and others != every and not self.refused_stream else [every]
 
     def refusal(self, sites: Iterable[str]) -> str:
         """Return part of the reason with which the service must refuse these sites; empty if it captures them."""
-        return self.refused if self.refused_stream or not self.refused_sites.isdisjoint(sites) else ""
+        if self.refused_stream or not self.refused_sites.isdisjoint(sites):
+            return self.refused
+        return NO_ROWS if not self.lacking.isdisjoint(sites) else ""
 
 
 COMMON = {
@@ -128,6 +143,8 @@ NO_ROPE_KERNEL = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """Avoids vLLM's rotary kernel for CPUs, which computes other values if heads have a dimension of their own."""
 SCALED, NO_PARTS = "scales or merges", "for an attention block and for an MLP after it"
 """Parts of the two reasons for which attn_out and mlp_out are refused."""
+NO_ROWS = "for modules of the attention or the MLP that take rows of this kind"
+"""Part of the reason for which a site is refused whose rows have a width of their own."""
 NO_MIDDLE = "resid_mid cannot be captured"
 BEFORE_MLP = ("post_attention_layernorm",)
 """The norm that takes the stream between attention and MLP, in most models."""

@@ -8,6 +8,7 @@ from bench.conformance.architectures.architecture import (
     COMMON,
     GEMMA,
     GPT,
+    HEADS,
     HIDDEN,
     LAYERS,
     LLAMA,
@@ -90,7 +91,7 @@ DENSE = (
     ),
     Architecture("phi3", "Phi3Config", {**LLAMA, "sliding_window": WINDOW}, gpu_args=TRITON_ATTENTION, everyday=True),
     Architecture("gpt2", "GPT2Config", GPT, attention=("attn",), everyday=True),
-    Architecture("gpt_bigcode", "GPTBigCodeConfig", {**GPT, "multi_query": True}, attention=("attn",)),
+    Architecture("gpt_bigcode", "GPTBigCodeConfig", {**GPT, "multi_query": True}, attention=("attn",), lacks=HEADS),
     Architecture(
         "opt",
         "OPTConfig",
@@ -113,6 +114,7 @@ DENSE = (
         attention=("self_attention.dense",),  # the blocks' own outputs contain the stream
         mlp=("mlp.dense_4h_to_h",),
         max_error=1e-3,  # transformers approximates GELU with tanh
+        unseen=HEADS,
     ),
     Architecture(
         "starcoder2",
@@ -121,7 +123,7 @@ DENSE = (
         gpu_args=TRITON_ATTENTION,
     ),
     Architecture("stablelm", "StableLmConfig", {**LLAMA, "partial_rotary_factor": 0.5}),
-    Architecture("olmo2", "Olmo2Config", LLAMA, AFTER_ATTENTION, AFTER_MLP),
+    Architecture("olmo2", "Olmo2Config", LLAMA, AFTER_ATTENTION, AFTER_MLP, lacks=HEADS),
     Architecture("olmo3", "Olmo3Config", {**LLAMA, **MIXED, "sliding_window": WINDOW}, AFTER_ATTENTION, AFTER_MLP),
     Architecture(
         "exaone4",
@@ -157,6 +159,7 @@ DENSE = (
         {**LLAMA, **_MLA, "num_key_value_heads": 8, "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 128},
         residual_scale="residual_scale",
         refused=SCALED,
+        lacks=HEADS,
     ),
     Architecture("nemotron", "NemotronConfig", {**LLAMA, **PARTIAL_ROPE, **_BIASES, "head_dim": 32}),
     Architecture("arcee", "ArceeConfig", {**LLAMA, **_BIASES, "head_dim": 32}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.conformance.architectures.architecture import (
+    HEADS,
     HIDDEN,
     HYBRID,
     INNER,
@@ -83,6 +84,7 @@ HYBRIDS = (
         mlp_in=("shared_mlp",),
         residual_scale="residual_multiplier",
         refused=SCALED,
+        lacks=HEADS | {"z"},  # layers with state spaces have no heads
         everyday=True,
     ),
     Architecture(

@@ -8,6 +8,7 @@ from bench.conformance.architectures.architecture import (
     BEFORE_MLP,
     COMMON,
     GPT,
+    HEADS,
     LLAMA,
     MIDDLE,
     MIXED,
@@ -29,17 +30,19 @@ PARALLEL = (
         attention=("attention",),
         everyday=True,
         **_REFUSED,
+        lacks=HEADS,
     ),
     Architecture(
         "gptj", "GPTJConfig", {**GPT, "rotary_dim": 16, "tie_word_embeddings": False}, attention=("attn",), **_REFUSED
     ),
-    Architecture("phi", "PhiConfig", {**LLAMA, **PARTIAL_ROPE, "qk_layernorm": True}, **_REFUSED),
+    Architecture("phi", "PhiConfig", {**LLAMA, **PARTIAL_ROPE, "qk_layernorm": True}, lacks=HEADS, **_REFUSED),
     Architecture(
         "falcon",
         "FalconConfig",
         {**COMMON, "num_kv_heads": 4, "new_decoder_architecture": True, "tie_word_embeddings": True},
         attention=("self_attention",),
         **_REFUSED,
+        unseen=HEADS,
     ),
     Architecture(
         "falcon_rw",

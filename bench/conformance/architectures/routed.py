@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.conformance.architectures.architecture import (
+    HEADS,
     LLAMA,
     MAX_LENGTH,
     MIXED,
@@ -95,6 +96,7 @@ ROUTED = (
             "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
         },
         routed=True,
+        lacks=HEADS,
     ),
     Architecture(
         "deepseek_v3",
@@ -110,6 +112,7 @@ ROUTED = (
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
         routed=True,
+        lacks=HEADS,
     ),
     Architecture(
         "glm4_moe",

@@ -20,6 +20,7 @@ from residuum.values.activations import Activations
 from residuum.values.capture import SITE_NAMES
 from residuum.values.manifest import Manifest
 from residuum.values.selections import LayersLike, PositionsLike
+from residuum.wire.encodings import RowFormat
 from residuum.wire.selection import wanted_positions
 
 if TYPE_CHECKING:
@@ -189,6 +190,25 @@ def check_readable(manifest: Manifest, choice: RowChoice) -> None:
             )
 
 
+def row_format(manifest: Manifest, choice: RowChoice) -> RowFormat:
+    """Return the format of a capture's rows at the chosen sites.
+
+    Raises:
+        InvalidRequest: Their rows have different widths.
+    """
+    sites = sorted({site for site, _ in places(manifest, choice)}, key=manifest.sites.index)
+    formats = {site: manifest.format_at(site) for site in sites}
+    if len(set(formats.values())) > 1:
+        widths = ", ".join(f"{site} {form.width}" for site, form in formats.items())
+        raise InvalidRequest(
+            f"The rows of {manifest.capture_id} have different numbers of elements: {widths}. Read the sites of one "
+            "width at a time; choose them with sites=.",
+            reason="INVALID_FIELD",
+            metadata={"capture_id": manifest.capture_id},
+        )
+    return formats[sites[0]]
+
+
 def in_turn(makers: Iterable[Callable[[], Iterator[_Item]]], width: int) -> Iterator[_Item]:
     """Yield the items of iterators, of `width` of them in turn. When an iterator ends, the next one takes its place."""
     waiting = iter(makers)
@@ -236,6 +256,7 @@ def _aligned_of(
         manifest = acts.manifest
         check_readable(manifest, choice)
         check(manifest)
+        row_format(manifest, choice)
         wanted = places(manifest, choice)
         for sequence in acts.sequences:
             parts = {site: acts.select(sequence=sequence, site=site) for site, _ in wanted}

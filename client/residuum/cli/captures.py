@@ -160,7 +160,7 @@ def _pull_one(
     for warning in caught:
         output.note(f"residuum: {warning.message}")
     if output.as_json:
-        shape = [len(made.layers), made.num_positions, made.manifest.width]
+        shape = [len(made.layers), made.num_positions, made.widths[0] if len(made.widths) == 1 else list(made.widths)]
         facts = {"state": made.manifest.state, "shape": shape, "sites": made.sites, "missing_rows": made.num_missing}
         output.json({"path": path, "format": kind, "capture_id": name, **facts})
     else:

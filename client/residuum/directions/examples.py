@@ -21,6 +21,8 @@ ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayL
 
 DEFAULT_POSITIONS: Literal["last_prompt"] = "last_prompt"
 
+_BESIDE_THE_STREAM = {"q", "k", "v", "z", "mlp_act"}
+"""Sites whose rows are of another kind than the residual stream, even if they are as wide."""
 _BATCH = 16
 """Examples of a plain mapping that are converted to float64 at once: 84 MB with 80 layers of 8192 elements."""
 
@@ -127,6 +129,12 @@ class ExampleReader:
             raise not_complete(manifest)
         self._check_facts(_Facts(name, _model_of(manifest), acts.site, _steering(manifest)))
         self._check_layers(name, acts.layers)
+        if acts.site in _BESIDE_THE_STREAM:
+            raise InvalidRequest(
+                f"{name}: its rows at {acts.site} are not in the space of the residual stream, so a direction cannot "
+                "be made from them. Select another site of the capture.",
+                reason="INVALID_FIELD",
+            )
         if acts.width != acts.hidden_size:
             raise InvalidRequest(
                 f"{name}: its rows were captured as {acts.encoding!r} with {acts.width} elements, but a direction "

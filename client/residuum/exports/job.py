@@ -49,13 +49,19 @@ class Export:
     num_missing: int
     num_bytes: int
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of a row at the sites, each number once."""
+        return tuple(dict.fromkeys(self.manifest.format_at(site).decoded_width for site in self.sites))
+
     def __str__(self) -> str:
         manifest = self.manifest
         more = f", {len(self.sequences)} sequences" if len(self.sequences) > 1 else ""
         more += f", sites {', '.join(self.sites)}" if self.sites != ("resid_post",) else ""
         more += ", before steering" if manifest.before_steering else ""
         more += f", {self.num_missing} rows missing ({manifest.describe_missing()})" if self.num_missing else ""
-        shape = f"{len(self.layers)} layers × {self.num_positions} positions × {manifest.width}"
+        widths = " or ".join(map(str, self.widths))
+        shape = f"{len(self.layers)} layers × {self.num_positions} positions × {widths}"
         return f"{manifest.capture_id} as {self.format}, {manifest.state}: {shape}{more}"
 
 

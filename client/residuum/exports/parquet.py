@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from residuum.exceptions import NoTokenTexts
+from residuum.exceptions import InvalidRequest, NoTokenTexts
 from residuum.exports.formats import Advance
 from residuum.exports.parts import Selection, portable, selections, slices
 from residuum.exports.safetensors import FORMAT
@@ -29,6 +29,14 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
+    widths = {site: acts.select(site=site).width for site in acts.sites}
+    if len(set(widths.values())) > 1:
+        found = ", ".join(f"{site} {width}" for site, width in widths.items())
+        raise InvalidRequest(
+            f"A Parquet file has rows of one width, and the sites have different ones: {found}. Export the sites of "
+            "one width at a time; choose them with sites=.",
+            reason="INVALID_FIELD",
+        )
     dtype = portable(acts.dtype)
     schema = pa.schema(
         [

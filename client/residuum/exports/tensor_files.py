@@ -104,7 +104,7 @@ def _block(arrays: Arrays, key: tuple[int, str], layers: tuple[int, ...], manife
     names = [f"{base}.{layer}" for layer in layers]
     if names[0] in arrays:
         return Block(positions, np.stack([arrays[name] for name in names]), present)
-    form = manifest.row_format
+    form = manifest.format_at(key[1])
     rows = np.empty(present.shape, form.row_dtype)
     for field in form.row_dtype.names or ():
         rows[field] = [arrays[f"{name}.{field}"] for name in names]

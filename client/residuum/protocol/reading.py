@@ -241,19 +241,22 @@ class Reading:
         view = self._first = Manifest.from_proto(manifest)
         chosen = set(self.request.layers)
         self._layers = tuple(layer for layer in view.layers if not chosen or layer in chosen)
-        wanted = Wanted(
-            layers=self._layers,
-            spec=manifest.description.spec,
-            positions=self.request.positions,
-            prompt_tokens=len(view.prompt_token_ids),
-            form=_row_format(view),
-            max_generated=manifest.description.max_generated_tokens,
-        )
         sites = [SITE_NAMES[site] for site in self.request.sites] or list(view.sites)
+        wanted = {
+            site: Wanted(
+                layers=self._layers,
+                spec=manifest.description.spec,
+                positions=self.request.positions,
+                prompt_tokens=len(view.prompt_token_ids),
+                form=_row_format(view, site),
+                max_generated=manifest.description.max_generated_tokens,
+            )
+            for site in sites
+        }
         sequences = list(self.request.sequences) or range(max(manifest.description.num_sequences, 1))
         return {
             (sequence, site): RowGrid(
-                wanted, _length(view, sequence), keep_values=self._keep_values, allocate=self._allocate
+                wanted[site], _length(view, sequence), keep_values=self._keep_values, allocate=self._allocate
             )
             for sequence in sequences
             for site in sites
@@ -359,9 +362,9 @@ def not_complete(manifest: Manifest) -> exc.CaptureNotComplete:
     return kind(f"{name} is incomplete ({why}). Missing: {missing}. {rest}", manifest, reason=manifest.reason)
 
 
-def _row_format(manifest: Manifest) -> RowFormat:
+def _row_format(manifest: Manifest, site: str) -> RowFormat:
     try:
-        return manifest.row_format
+        return manifest.format_at(site)
     except ValueError as error:
         raise exc.ServerFault(
             f"The rows of the capture {manifest.capture_id} cannot be decoded: {error}. A newer version of residuum "

@@ -45,6 +45,16 @@ class _SiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Site.ValueType],
     """The residual stream between the attention and the MLP. Layers that compute both from the same input have none."""
     SITE_MLP_IN: _Site.ValueType  # 7
     """What the MLP takes: the residual stream before it, after the norm if there is one."""
+    SITE_Q: _Site.ValueType  # 8
+    """The queries as the attention takes them, after their norm and rotary embedding: the heads, one after the other."""
+    SITE_K: _Site.ValueType  # 9
+    """The keys as the attention takes them, after their norm and rotary embedding: the key-value heads, one after the other."""
+    SITE_V: _Site.ValueType  # 10
+    """The values as the attention takes them: the key-value heads, one after the other."""
+    SITE_Z: _Site.ValueType  # 11
+    """What the attention's output projection takes: the heads' outputs, one after the other."""
+    SITE_MLP_ACT: _Site.ValueType  # 12
+    """The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
 
 class Site(_Site, metaclass=_SiteEnumTypeWrapper):
     """Where in a decoder layer a row is taken."""
@@ -65,6 +75,16 @@ SITE_RESID_MID: Site.ValueType  # 6
 """The residual stream between the attention and the MLP. Layers that compute both from the same input have none."""
 SITE_MLP_IN: Site.ValueType  # 7
 """What the MLP takes: the residual stream before it, after the norm if there is one."""
+SITE_Q: Site.ValueType  # 8
+"""The queries as the attention takes them, after their norm and rotary embedding: the heads, one after the other."""
+SITE_K: Site.ValueType  # 9
+"""The keys as the attention takes them, after their norm and rotary embedding: the key-value heads, one after the other."""
+SITE_V: Site.ValueType  # 10
+"""The values as the attention takes them: the key-value heads, one after the other."""
+SITE_Z: Site.ValueType  # 11
+"""What the attention's output projection takes: the heads' outputs, one after the other."""
+SITE_MLP_ACT: Site.ValueType  # 12
+"""The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
 Global___Site: _TypeAlias = Site  # noqa: Y015
 
 class _Encoding:
@@ -725,12 +745,13 @@ class CaptureDescription(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     MAX_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    SITE_WIDTHS_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture's ID, which is also its request's ID."""
     model: _builtins.str
     """The name of the served model."""
     hidden_size: _builtins.int
-    """Elements of a row of the residual stream."""
+    """Elements of a row of the residual stream, and of rows at the sites that have its width."""
     num_layers: _builtins.int
     """Number of the model's decoder layers."""
     dtype: _tensor_pb2.DataType.ValueType
@@ -781,6 +802,10 @@ class CaptureDescription(_message.Message):
     def request_time(self) -> _timestamp_pb2.Timestamp:
         """When the request was accepted, by the clock of the inference service."""
 
+    @_builtins.property
+    def site_widths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Elements of a row at each site of spec.sites, in their order. Empty: `hidden_size` at all of them."""
+
     def __init__(
         self,
         *,
@@ -803,10 +828,11 @@ class CaptureDescription(_message.Message):
         prompt_text: _builtins.str = ...,
         max_generated_tokens: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        site_widths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "request_time", b"request_time", "spec", b"spec", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "max_generated_tokens", b"max_generated_tokens", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "max_generated_tokens", b"max_generated_tokens", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "site_widths", b"site_widths", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -73,6 +73,7 @@ class GetModelInfoResponse(_message.Message):
     STORES_FIELD_NUMBER: _builtins.int
     STORE_CHECKS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    SITE_WIDTHS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name, which clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -143,6 +144,10 @@ class GetModelInfoResponse(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the LoRA adapters that requests may choose with `model` in a spec."""
 
+    @_builtins.property
+    def site_widths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Elements of a row at each of `sites`, in their order. Empty: `hidden_size` at all of them."""
+
     def __init__(
         self,
         *,
@@ -166,10 +171,11 @@ class GetModelInfoResponse(_message.Message):
         stores: _abc.Iterable[_placement_pb2.StoreAddress] | None = ...,
         store_checks: _abc.Iterable[Global___StoreCheck] | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        site_widths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

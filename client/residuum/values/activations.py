@@ -171,7 +171,7 @@ class Activations(Mapping[int, FloatArray]):
 
     @property
     def width(self) -> int:
-        """Elements of a row: `hidden_size`, unless the rows were projected."""
+        """Elements of a row at the selected site: `hidden_size`, unless the site has another or rows were projected."""
         return self._block.width
 
     @property
@@ -253,7 +253,7 @@ class Activations(Mapping[int, FloatArray]):
                 "projection. Capture them as 'rp8' or 'rp' to get one.",
                 reason="INVALID_FIELD",
             )
-        return projection_matrix(manifest.seed, manifest.hidden_size, manifest.dimensions)
+        return projection_matrix(manifest.seed, manifest.format_at(self.site).width, manifest.dimensions)
 
     def stack(self, layers: Iterable[int] | None = None) -> FloatArray:
         """Return several layers as one array, float32 [layers, positions, width]; `np.asarray(acts)` is all of them.

@@ -26,6 +26,11 @@ SITES: dict[str, capture_pb2.Site.ValueType] = {
     "attn_in": capture_pb2.SITE_ATTN_IN,
     "resid_mid": capture_pb2.SITE_RESID_MID,
     "mlp_in": capture_pb2.SITE_MLP_IN,
+    "q": capture_pb2.SITE_Q,
+    "k": capture_pb2.SITE_K,
+    "v": capture_pb2.SITE_V,
+    "z": capture_pb2.SITE_Z,
+    "mlp_act": capture_pb2.SITE_MLP_ACT,
 }
 """The capture sites by name."""
 
@@ -56,7 +61,9 @@ class Capture:
         layers: "all", a number, a range or a list of numbers.
         sites: Where in a layer: "resid_post" (the residual stream after the layer and its steering), "resid_pre" (the
             stream before the layer), "resid_mid" (the stream between attention and MLP), "attn_in" and "mlp_in" (what
-            attention and MLP take, after their norms), "attn_out" and "mlp_out" (what they add). A list of names, or
+            attention and MLP take, after their norms), "attn_out" and "mlp_out" (what they add), "q", "k" and "v"
+            (queries, keys and values as the attention takes them), "z" and "mlp_act" (what the output projections of
+            attention and MLP take). The last five have widths of their own. A list of names, or
             names separated by commas; the server must have been started with these sites. `acts[k]` reads the first
             one, and `acts.select(site=...)` selects another.
         positions: The positions; see `Positions.of`. By default all positions, of the prompt and of generated tokens.

@@ -12,7 +12,7 @@ from google.protobuf import json_format, timestamp_pb2
 
 from residuum.exceptions import InvalidRequest, NoMessageSpans, NoTokenTexts
 from residuum.v1 import capture_pb2, steering_pb2
-from residuum.values.capture import AXES, REDUCTIONS, SITE_NAMES
+from residuum.values.capture import AXES, REDUCTIONS, SITE_NAMES, SITES
 from residuum.values.manifest_json import from_document, to_document
 from residuum.values.selections import Positions
 from residuum.values.spans import MessageSpan, spans_of
@@ -225,16 +225,24 @@ class Manifest:
 
     @property
     def row_format(self) -> RowFormat:
-        """The byte layout of the rows.
+        """The byte layout of the rows at the first site.
 
         Raises:
             ValueError: This version does not know the encoding.
         """
         return RowFormat.of_capture(self.proto.description)
 
+    def format_at(self, site: str) -> RowFormat:
+        """Return the byte layout of the rows at one of the sites.
+
+        Raises:
+            ValueError: This version does not know the encoding.
+        """
+        return RowFormat.of_capture(self.proto.description, SITES.get(site))
+
     @property
     def width(self) -> int:
-        """Elements of a decoded row: `hidden_size`, unless rows were projected."""
+        """Elements of a decoded row at the first site: its width, or fewer if rows were projected."""
         return self.row_format.decoded_width
 
     def tokens(self, sequence: int = 0) -> tuple[str, ...]:

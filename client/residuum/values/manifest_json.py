@@ -14,7 +14,7 @@ from google.protobuf import json_format
 
 from residuum.v1 import capture_pb2
 from residuum.values.capture import SITE_NAMES
-from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat
+from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat, site_width
 from residuum.wire.selection import is_reduced
 
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")
@@ -94,12 +94,12 @@ def _compression(description: capture_pb2.CaptureDescription) -> dict[str, Any]:
     return parameters
 
 
-def _width(description: capture_pb2.CaptureDescription) -> int:
-    """Return the number of elements of a decoded row."""
+def _width(description: capture_pb2.CaptureDescription, site: capture_pb2.Site.ValueType) -> int:
+    """Return the number of elements of a decoded row at a site."""
     try:
-        return RowFormat.of_capture(description).decoded_width
+        return RowFormat.of_capture(description, site).decoded_width
     except ValueError:  # an encoding that this version does not know
-        return description.hidden_size
+        return site_width(description, site)
 
 
 def _sequence(proto: capture_pb2.CaptureManifest, number: int) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]
     """Return the shape of each layer's present rows: at each site, and for the layer itself that of the first site."""
     description = proto.description
     sites = list(description.spec.sites) or [capture_pb2.SITE_RESID_POST]
-    width = _width(description)
+    widths = {site: _width(description, site) for site in sites}
     counts = dict.fromkeys(itertools.product(description.spec.layers.list.layers, sites), 0)
     for rows in proto.present:
         if rows.sequence == sequence:
@@ -130,7 +130,7 @@ def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]
                 counts[layer, rows.site] = counts.get((layer, rows.site), 0) + count
     layers: dict[str, Any] = {}
     for (layer, site), count in counts.items():
-        shape = [count, width]
+        shape = [count, widths.get(site, description.hidden_size)]
         entry = layers.setdefault(str(layer), {"shape": shape, "sites": {}})
         entry["sites"][SITE_NAMES.get(site, f"site {site}")] = shape
     return layers

@@ -212,6 +212,7 @@ class ModelInfo:
         default_encoding: The encoding of captures that request none.
         reductions: The reductions that a capture may request.
         adapters: The LoRA adapters that requests may choose with `model=`.
+        site_widths: Elements of a row at each of `sites`, by name.
         store_reachable: Whether all stores answer the inference service; None without stores, or without a check
             (`check_store`).
         store_detail: Where the inference service looked for its stores, and what they answered.
@@ -237,6 +238,7 @@ class ModelInfo:
     default_encoding: str = "raw"
     reductions: tuple[str, ...] = ("none",)
     adapters: tuple[str, ...] = ()
+    site_widths: dict[str, int] = field(default_factory=dict)
     store_reachable: bool | None = None
     store_detail: str = ""
 
@@ -250,6 +252,13 @@ class ModelInfo:
             hidden_size=proto.hidden_size,
             dtype=dtype_name(proto.dtype),
             sites=tuple(site_name(site) for site in proto.sites),
+            site_widths=dict(
+                zip(
+                    map(site_name, proto.sites),
+                    proto.site_widths or [proto.hidden_size] * len(proto.sites),
+                    strict=True,
+                )
+            ),
             steering_operations=tuple(proto.steering_operations),
             max_model_len=proto.limits.max_model_len,
             limits={item.name: getattr(proto.limits, item.name) for item in proto.limits.DESCRIPTOR.fields},

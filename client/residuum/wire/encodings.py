@@ -146,8 +146,10 @@ class RowFormat:
         return _of_fields(header.encoding, header.width, header.dtype, header.dimensions, header.axis)
 
     @classmethod
-    def of_capture(cls, description: capture_pb2.CaptureDescription) -> RowFormat:
-        """Return the format of all chunks of a capture.
+    def of_capture(
+        cls, description: capture_pb2.CaptureDescription, site: capture_pb2.Site.ValueType | None = None
+    ) -> RowFormat:
+        """Return the format of all chunks of a capture at a site; None: at its first site.
 
         Raises:
             EncodingError: The capture's encoding options are inconsistent.
@@ -155,7 +157,7 @@ class RowFormat:
         """
         spec, options = description.spec, description.spec.encoding_options
         dimensions = options.dimensions or len(options.vectors)
-        return _of_fields(spec.encoding, description.hidden_size, description.dtype, dimensions, options.axis)
+        return _of_fields(spec.encoding, site_width(description, site), description.dtype, dimensions, options.axis)
 
     @functools.cached_property
     def row_dtype(self) -> np.dtype[Any]:
@@ -354,6 +356,20 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
     magnitude = np.ascontiguousarray(values).view(unsigned) & unsigned.type((1 << (8 * unsigned.itemsize - 1)) - 1)
     order = np.argsort(~magnitude, axis=-1, kind="stable")
     return np.sort(order[..., :count], axis=-1).astype(np.int64)
+
+
+def site_width(description: capture_pb2.CaptureDescription, site: capture_pb2.Site.ValueType | None = None) -> int:
+    """Return the elements of a captured row at a site, as the model computed it; None: at the capture's first site.
+
+    Raises:
+        EncodingError: The capture does not have the site.
+    """
+    if not description.site_widths:
+        return description.hidden_size
+    sites = list(description.spec.sites)
+    if (site is not None and site not in sites) or len(sites) != len(description.site_widths):
+        raise EncodingError(f"the width of rows at the site {site} is not known")
+    return description.site_widths[0 if site is None else sites.index(site)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -104,6 +104,8 @@ class RingProducer:
             OSError: There is not enough memory, or the socket cannot listen at the path.
         """
         self._ring, self._ring_descriptor = SharedRing.create(ring_bytes)
+        self.is_pinned = False
+        """Whether a sink has pinned the ring's memory for copies from a GPU."""
         self._changed = threading.Condition()  # guards everything below
         self._stores = tuple(stores)
         self._allotment = SharedAllotment(self._ring.ring_bytes, self._stores)

@@ -518,4 +518,4 @@ def _split(width: int) -> tuple[int, int]:
 def _warps(head: int) -> int:
     # Few warps with many elements each, because a reduction makes warps wait for each other. The numbers come from
     # measurements with widths from 1536 to 4096.
-    return max(1, min(4, head // 256), head // 1024)
+    return min(32, max(1, min(4, head // 256), head // 1024))

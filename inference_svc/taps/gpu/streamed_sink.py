@@ -93,12 +93,14 @@ class StreamedSink(BlockSink):
         # The tensor cores take rows and signs of one dtype.
         super().__init__(pool, model_rows, producer, bank, sign_dtype=pool.memory.dtype)
         memory = producer.memory
-        code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+        # Sinks of several widths share the ring. To pin it twice would leave CUDA an error for its next call.
+        code = 0 if producer.is_pinned else torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
         if int(code) != 0:
             raise CannotCopyError(
                 f"The ring ({memory.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed with "
                 f"code {int(code)}. Raise the limit of locked memory (ulimit -l), or shrink the ring (--ring-mib)."
             )
+        producer.is_pinned = True
         self._address = memory.ctypes.data  # the device reaches registered memory by the host's address
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)

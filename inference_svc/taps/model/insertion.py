@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.structure import Entry
-from inference_svc.taps.points import ENTRY
+from inference_svc.taps.points import ENTRY, WIDE_SITES
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from inference_svc.taps.model.calls import Argument
     from inference_svc.taps.model.structure import Structure
-    from inference_svc.taps.points import Site, TapPoints
+    from inference_svc.taps.points import AllPoints, Site
 
 
 PARTS = (capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT)
@@ -73,7 +73,7 @@ def _other_lists(model: nn.Module) -> str:
 
 def put_taps(
     layers: Mapping[int, nn.Module],
-    points: TapPoints,
+    points: AllPoints,
     structure: Structure,
     sites: Iterable[Site.ValueType],
     fold: Callable[[nn.Module, int], bool],
@@ -141,6 +141,50 @@ def check_middle(errors: Mapping[int, float]) -> None:
         )
 
 
+def check_widths(
+    layers: Mapping[int, nn.Module], structure: Structure, sites: Iterable[Site.ValueType], ranks: int
+) -> dict[Site.ValueType, int]:
+    """Return the elements of a row at each of the sites that has a width of its own.
+
+    Args:
+        layers: The decoder layers by index.
+        structure: The model's structure.
+        sites: The sites that requests can capture.
+        ranks: How many ranks share each layer.
+
+    Raises:
+        CannotTapError: A site was not found, differs from layer to layer, or is divided among ranks.
+    """
+    asked = [site for site in WIDE_SITES if site in set(sites)]
+    missing = {site: sorted(set(layers) - structure.wide[site].keys()) for site in asked}
+    lacking = [site for site in asked if missing[site]]
+    if lacking:
+        first = missing[lacking[0]]
+        raise CannotTapError(
+            f"{_names(lacking)} cannot be captured: looked in {type(layers[first[0]]).__name__} for modules of the "
+            f"attention or the MLP that take rows of this kind, found none (layers {first}). Leave "
+            f"{'these sites' if len(lacking) > 1 else 'the site'} out of --capture-sites."
+        )
+    if asked and ranks > 1:
+        raise CannotTapError(
+            f"{_names(asked)} cannot be captured with tensor parallelism: each of the {ranks} ranks has a part of "
+            "every row. Use one rank, or leave these sites out of --capture-sites."
+        )
+    widths = {site: {entry.width for entry in structure.wide[site].values()} for site in asked}
+    for site, found in widths.items():
+        if len(found) > 1:
+            raise CannotTapError(
+                f"{_names([site])} cannot be captured: its rows must have the same width in all layers, and have "
+                f"{' or '.join(map(str, sorted(found)))} elements. Leave the site out of --capture-sites."
+            )
+    return {site: found.pop() for site, found in widths.items()}
+
+
+def _names(sites: Sequence[Site.ValueType]) -> str:
+    names = [capture_pb2.Site.Name(site).removeprefix("SITE_").lower() for site in sites]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
 def check_parts(layers: Mapping[int, nn.Module], structure: Structure) -> None:
     """Check that attention and MLP of every layer were found, and the arguments that carry the residual stream.
 
@@ -194,7 +238,7 @@ def _put_entry(layers: Mapping[int, nn.Module], structure: Structure) -> None:
     first.register_forward_pre_hook(_before_module(Entry(first, hidden, residual), ENTRY), with_kwargs=True)
 
 
-def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: Structure, site: Site.ValueType) -> None:
+def _put_parts(layers: Mapping[int, nn.Module], points: AllPoints, structure: Structure, site: Site.ValueType) -> None:
     check_parts(layers, structure)
     found = structure.attention if site == capture_pb2.SITE_ATTN_OUT else structure.mlp
     for index in layers:
@@ -207,12 +251,18 @@ def _put_parts(layers: Mapping[int, nn.Module], points: TapPoints, structure: St
 
 def _put_inputs(
     layers: Mapping[int, nn.Module],
-    points: TapPoints,
+    points: AllPoints,
     structure: Structure,
     site: Site.ValueType,
     fold: Callable[[nn.Module, int], bool],
 ) -> int:
     """Put the ops before modules, and return how many were folded into norms."""
+    if site in WIDE_SITES:
+        for index in layers:
+            wide = structure.wide[site][index]  # `check_widths` has found it
+            entry = Entry(wide.module, wide.hidden)
+            wide.module.register_forward_pre_hook(_before_module(entry, points.of(site, index)), with_kwargs=True)
+        return 0
     name, found = {
         capture_pb2.SITE_ATTN_IN: ("attn_in", structure.attention_inputs),
         capture_pb2.SITE_MLP_IN: ("mlp_in", structure.mlp_inputs),

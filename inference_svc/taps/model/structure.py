@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from inference_svc.taps.model.calls import Argument, Call, recorded_calls
 from inference_svc.taps.model.hooked_runs import CannotTapError, fixed_attention, name_of
 from inference_svc.taps.model.residual import adds_residual
+from inference_svc.taps.points import WIDE_SITES
+from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor, nn
+
+    from inference_svc.taps.points import Site
 
 
 class Entry(NamedTuple):
@@ -27,6 +31,14 @@ class Entry(NamedTuple):
     module: nn.Module
     hidden: Argument
     residual: Argument | None = None
+
+
+class WideEntry(NamedTuple):
+    """A place just before a call of a module, where rows have a width of their own."""
+
+    module: nn.Module
+    hidden: Argument
+    width: int
 
 
 @dataclass
@@ -53,6 +65,11 @@ class Structure:
     """What the layer's MLP takes."""
     middles: dict[int, Entry] = field(default_factory=dict)
     """The residual stream between the layer's attention and its MLP."""
+    wide: dict[Site.ValueType, dict[int, WideEntry]] = field(default_factory=lambda: {site: {} for site in WIDE_SITES})
+    """The places whose rows have a width of their own, by site and layer."""
+
+
+_HEADS = (capture_pb2.SITE_Q, capture_pb2.SITE_K, capture_pb2.SITE_V)
 
 
 def observe(
@@ -151,6 +168,11 @@ def _find_parts(
         rest = [part for part in others if part not in combine] or others
         first = next((part for part in rest if part.entered >= attention.left), rest[0])
         _find_inputs(structure, inside, index, attention, first, call.output[0])
+        for site, part in ((capture_pb2.SITE_Z, attention), (capture_pb2.SITE_MLP_ACT, others[-1])):
+            if (projected := _before_projection(calls, part)) is not None:
+                structure.wide[site][index] = projected
+        for site, taken in zip(_HEADS, _heads(calls, attention, is_attention), strict=False):
+            structure.wide[site][index] = taken
 
 
 def _find_inputs(
@@ -176,12 +198,51 @@ def _find_inputs(
         structure.middles[index] = Entry(before.module, *given)
 
 
+def _before_projection(calls: list[Call], part: Call) -> WideEntry | None:
+    """Return what the output projection of a part takes: the last module of the part, whose output is the part's.
+
+    The projection may be the part itself. In a mixture of experts, it is not a module that is called.
+    """
+    inside = [other for other in calls[part.entered + 1 : part.left] if other.output and not is_norm(other.module)]
+    ends = [other for other in inside if other.output[0] is part.output[0] and _has_parameters(other.module)]
+    last = ends[-1] if ends else part
+    given = [(argument, tensor) for argument, tensor in last.tensors() if _is_rows(tensor)]
+    if len(given) != 1 or (last is part and inside) or given[0][1].shape[:-1] != part.output[0].shape[:-1]:
+        return None
+    argument, rows = given[0]
+    if ends and any(rows is tensor for _, tensor in part.tensors()):
+        return None  # the module takes what the part takes, so it is the whole part
+    return WideEntry(last.module, argument, rows.shape[-1])
+
+
+def _is_rows(tensor: Tensor) -> bool:
+    """Return whether a tensor is [tokens, width], or [1, tokens, width] as in models from transformers."""
+    return tensor.dim() == 2 or (tensor.dim() == 3 and len(tensor) == 1)  # noqa: PLR2004 - see above
+
+
+def _heads(calls: list[Call], part: Call, is_attention: Callable[[nn.Module], bool]) -> list[WideEntry]:
+    """Return queries, keys and values as the attention takes them; empty if it takes something else."""
+    inside = [other for other in calls[part.entered : part.left] if is_attention(other.module)]
+    if len(inside) != 1:
+        return []
+    call = inside[0]
+    given = list(call.tensors())[: len(_HEADS)]
+    rows = [tensor for _, tensor in given]
+    if len(rows) != len(_HEADS) or any(tensor.dim() != 2 for tensor in rows):  # noqa: PLR2004 - [tokens, heads x size]
+        return []
+    query, key, value = (tensor.shape[1] for tensor in rows)
+    if key != value or query % key or len({len(tensor) for tensor in rows}) != 1:
+        return []  # such as keys that are compressed
+    return [WideEntry(call.module, argument, tensor.shape[1]) for argument, tensor in given]
+
+
 def _drop_shared(structure: Structure, calls: list[Call]) -> None:
     """Forget the entries of modules that are called more than once: their taps could not tell the calls apart."""
     times = Counter(call.module for call in calls)
-    for found in (structure.attention_inputs, structure.mlp_inputs, structure.middles):
-        for index in [index for index, entry in found.items() if times[entry.module] > 1]:
-            del found[index]
+    for found in (structure.attention_inputs, structure.mlp_inputs, structure.middles, *structure.wide.values()):
+        places = cast("dict[int, Entry | WideEntry]", found)
+        for index in [index for index, entry in places.items() if times[entry.module] > 1]:
+            del places[index]
 
 
 def _only_like(stream: Tensor, call: Call) -> tuple[Argument, Tensor] | None:

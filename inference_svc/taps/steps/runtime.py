@@ -73,12 +73,11 @@ class TapRuntime:
         for request_id in finished:
             self._retire(request_id)
         for request_id, extra_args in admitted:
-            plan = RequestPlan.from_extra_args(extra_args)
-            if plan is not None:
-                # Some runners report a preempted request as new again. Its state is kept, so no row is captured twice.
-                plan = plan.for_rank(self._points, captures=self._pool is not None)
-                if request_id not in self._requests:
-                    self._requests[request_id] = self._admit(request_id, plan)
+            whole = RequestPlan.from_extra_args(extra_args)
+            plan = whole and whole.for_points(self._points, captures=self._pool is not None)
+            # Some runners report a preempted request as new again. Its state is kept, so no row is captured twice.
+            if plan is not None and request_id not in self._requests:
+                self._requests[request_id] = self._admit(request_id, plan)
 
     def change_steering(self, name: str, operations: tuple[Operation, ...]) -> int | None:
         """Replace the operations of a request from its next position on.

@@ -16,7 +16,7 @@ class TappedGpuWorker(TappedWorker, Worker):
 
         The signs' memory is allocated while vLLM measures, so the KV cache leaves it free.
         """
-        room = self._residuum.room_for_signs()
+        room = self._residuum.path.room_for_signs()
         try:
             available: int = super().determine_available_memory()
             return available

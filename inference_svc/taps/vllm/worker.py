@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,27 +17,20 @@ import vllm
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from inference_svc.logs import configure_worker_logs
-from inference_svc.shipping.worker.allotment import least_ring_bytes, reserve_bytes
-from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps import op
 from inference_svc.taps.bank import VectorBank
-from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.element_types import WIRE_TYPES
-from inference_svc.taps.encodings.signs import max_sign_bytes
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.plan import Operation
-from inference_svc.taps.points import TapPoints
 from inference_svc.taps.ring_writer import ModelRows
-from inference_svc.taps.sink import BlockSink
-from inference_svc.taps.steps.runtime import TapRuntime
+from inference_svc.taps.steps.runtimes import TapRuntimes
 from inference_svc.taps.vllm import norms, runner_v1, runner_v2
+from inference_svc.taps.vllm.capture_path import CapturePath, points_of
 from inference_svc.taps.vllm.eager_runs import EagerRuns
 from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
 from inference_svc.taps.vllm.watchdog import end_with
-from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -59,17 +51,6 @@ start."""
 
 
 _log = get_logger(__name__)
-
-_PROBE_SECONDS = 30.0
-
-_STEPS_LEAVING = 1
-"""On a GPU, how many steps' blocks may still be leaving the device while the next step runs."""
-
-_BLOCKS_IN_RING = 8
-"""How many blocks of the largest size fit the ring: some are written while others are sent."""
-
-_LARGEST_BLOCK_BYTES = 128 << 20
-"""Limit for a block with more than 32 positions. A larger block saves no time, and its rows would arrive later."""
 
 
 def _answered(method: Callable[..., _T]) -> Callable[..., _T | str]:
@@ -156,7 +137,7 @@ class TappedWorker:
     @_answered
     def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
         """Keep the signs of projections; see `BlockSink.keep_signs`. A rank that does not capture needs none."""
-        return self._residuum.keep_signs(projections)
+        return self._residuum.path.keep_signs(projections)
 
     @_answered
     def residuum_forget(self, names: Sequence[str]) -> None:
@@ -200,7 +181,7 @@ class TappedWorker:
         taps = self._residuum
         if taps.runtime.open_requests:
             return False
-        return taps.drain(timeout_seconds)
+        return taps.path.drain(timeout_seconds)
 
 
 class _Taps:
@@ -214,26 +195,29 @@ class _Taps:
         refuse_unsupported(config)
         num_layers = config.model_config.get_total_num_hidden_layers()
         layers = insertion.find_decoder_layers(runner.get_model(), num_layers)
-        points = TapPoints(min(layers), len(layers))
-        self._points = points
         self._sites = tuple(settings["sites"])
         hidden, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
         self._rank = worker.rank
         self._device = worker.device
         self._pipeline_rank = get_pp_group().rank_in_group
-        self.bank = VectorBank(settings["bank_rows"], hidden, worker.device)
-        self._format = ModelRows(hidden, WIRE_TYPES[dtype])
-        self.pool: BlockPool | None = None
-        self.producer: RingProducer | None = None
-        self._sink: BlockSink | None = None
-        if get_tp_group().rank_in_group == 0:
-            self._make_capture_path(settings, config, worker.device)
-        tap = self._make_tap(config, worker.device)
-        self._table_bytes = tap.nbytes
-        self.runtime = TapRuntime(points, tap, self.pool, self._sink)
         self.eager_runs = EagerRuns(worker, layers)
         structure = self.eager_runs.observe(self._sites)
-        op.install(tap)
+        widths = insertion.check_widths(layers, structure, self._sites, get_tp_group().world_size)
+        points = points_of(min(layers), len(layers), widths)
+        self._points = points.groups[0]
+        self._widths = [widths.get(site, hidden) for site in self._sites]
+        self._format = ModelRows(hidden, WIRE_TYPES[dtype])
+        self.bank = VectorBank(settings["bank_rows"], hidden, worker.device)
+        group_widths = [hidden, *(widths[group.inner[0]] for group in points.groups[1:])]
+        self.path = CapturePath(config, worker.device, points, group_widths, self._sites, self.bank)
+        if get_tp_group().rank_in_group == 0:
+            replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
+            self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
+            # Without a store, only the self-test captures, and its rows stay here.
+            self.path.make_ring(self._control_path, settings["ring_bytes"], settings["stores"] or [""])
+        taps, self._table_bytes = self.path.make_taps()
+        self.runtime = TapRuntimes(self.path.runtimes(taps))
+        op.install(taps, points.firsts)
         folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
         self._folded = insertion.put_taps(
             layers, points, structure, self._sites, lambda norm, point: folds and _fold(norm, point, dtype)
@@ -243,44 +227,26 @@ class _Taps:
 
     def describe(self) -> dict[str, Any]:
         """See `TappedWorker.residuum_describe`."""
+        producer = self.path.producer
         return {
             "rank": self._rank,
             "pipeline_rank": self._pipeline_rank,
             "first_layer": self._points.first_layer,
             "num_layers": self._points.num_layers,
             "sites": list(self._sites),
+            "site_widths": self._widths if set(self._widths) != {self._format.hidden} else [],
             "folded_norms": self._folded,
             "hidden": self._format.hidden,
             "dtype": int(self._format.dtype),
-            "captures": self._sink is not None,
-            "pool_bytes": self.pool.nbytes if self.pool else 0,
-            "table_bytes": self._table_bytes + self.bank.nbytes + (self._sink.nbytes if self._sink else 0),
-            "ring_bytes": self.producer.ring_bytes if self.producer else 0,
-            "control_path": self._control_path if self.producer else "",
+            "captures": producer is not None,
+            "pool_bytes": self.path.pool_bytes,
+            "table_bytes": self._table_bytes + self.bank.nbytes + self.path.sink_bytes,
+            "ring_bytes": producer.ring_bytes if producer else 0,
+            "control_path": self._control_path if producer else "",
         }
-
-    def room_for_signs(self) -> torch.Tensor | None:
-        """Allocate as much device memory as the signs of random projections may take; None if this rank needs none."""
-        if self._sink is None:
-            return None
-        return torch.empty(max_sign_bytes(self._format.hidden), dtype=torch.uint8, device=self._device)
-
-    def drain(self, timeout_seconds: float) -> bool:
-        """Wait until every sent row is acknowledged, and return whether it is."""
-        if self._sink is None or self.producer is None:
-            return True
-        deadline = time.monotonic() + timeout_seconds
-        return self._sink.flush(timeout_seconds) and self.producer.drain(max(deadline - time.monotonic(), 0.0))
-
-    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
-        """See `TappedWorker.residuum_keep_signs`."""
-        return [True] * len(projections) if self._sink is None else self._sink.keep_signs(projections)
 
     def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
         """See `TappedWorker.residuum_take_probe`."""
-        if self._sink is None:
-            return []
-        self._sink.flush(_PROBE_SECONDS)
         return [
             (
                 [int(site) for site in probe.capture.sites],
@@ -288,7 +254,7 @@ class _Taps:
                 probe.positions,
                 probe.rows.float().cpu().numpy().tobytes(),
             )
-            for probe in self._sink.take_probe(capture_id)
+            for probe in self.path.take_probe(capture_id)
         ]
 
     def explain_logits(self, rows: bytes, tokens: Sequence[int]) -> tuple[float, float] | None:
@@ -296,49 +262,6 @@ class _Taps:
         self.runtime.pass_through()
         values = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(len(tokens), -1)
         return self.eager_runs.explain(values.to(self._device), tokens)
-
-    def _make_capture_path(self, settings: dict[str, Any], config: Any, device: torch.device) -> None:
-        """Allocate the block pool and the ring, and make the sink that moves rows from one to the other."""
-        scheduler = config.scheduler_config
-        row_bytes = self._format.hidden * config.model_config.dtype.itemsize
-        units = self._points.num_layers * len(self._sites)
-        smallest_block = BLOCK_TOKENS * units * row_bytes
-        # Encoding can make rows longer: twice as long, or even more if rows of a narrow model are projected to many
-        # vectors. Each store's reserve must hold an encoded block of the smallest size.
-        growth = max(2, -(-4 * MAX_PROJECTION_VECTORS // row_bytes))
-        stores = settings["stores"] or [""]  # without a store, only the self-test captures, and its rows stay here
-        ring_bytes = max(settings["ring_bytes"], least_ring_bytes(growth * smallest_block, len(stores)))
-        reserve = reserve_bytes(ring_bytes, len(stores)) // growth
-        largest = min(ring_bytes // _BLOCKS_IN_RING, reserve, _LARGEST_BLOCK_BYTES)
-        leaving = _STEPS_LEAVING if device.type == "cuda" else 0
-        rows = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, units, leaving)
-        self.pool = BlockPool(
-            rows,
-            self._format.hidden,
-            config.model_config.dtype,
-            device,
-            largest_block=largest // row_bytes,
-        )
-        replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
-        self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
-        self.producer = RingProducer(self._control_path, ring_bytes=ring_bytes, stores=stores)
-        self.producer.start()
-        if device.type == "cuda":
-            from inference_svc.taps.gpu.streamed_sink import StreamedSink
-
-            self._sink = StreamedSink(self.pool, self._format, self.producer, self.bank)
-        else:
-            self._sink = BlockSink(self.pool, self._format, self.producer, self.bank)
-        self._sink.check_encodings()
-
-    def _make_tap(self, config: Any, device: torch.device) -> Any:
-        if device.type == "cuda":
-            from inference_svc.taps.gpu.tap import CudaTap  # only GPU installations have Triton
-
-            sizes = config.compilation_config.cudagraph_capture_sizes or [0]
-            max_rows = max(config.scheduler_config.max_num_batched_tokens, *sizes, 1)
-            return CudaTap(self.bank, self.pool, self._points, max_rows, config.scheduler_config.max_num_seqs)
-        return CpuTap(self.bank, self.pool, self._points)
 
 
 def _fold(norm: nn.Module, point: int, dtype: torch.dtype) -> bool:

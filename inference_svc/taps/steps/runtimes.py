@@ -1,0 +1,57 @@
+"""The runtimes of all points of a worker: one for each width of rows, driven as one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from inference_svc.taps.plan import Operation
+    from inference_svc.taps.steps.layout import StepRows
+    from inference_svc.taps.steps.runtime import TapRuntime
+
+
+class TapRuntimes:
+    """Drives several runtimes. The first one has the points of the residual stream, where rows are steered."""
+
+    def __init__(self, runtimes: Sequence[TapRuntime]) -> None:
+        """Drive these runtimes."""
+        self._stream = runtimes[0]
+        self._all = list(runtimes)
+
+    @property
+    def open_requests(self) -> int:
+        """How many requests have not ended, as far as the scheduler has reported."""
+        return max(runtime.open_requests for runtime in self._all)
+
+    def begin_step(self, finished: Sequence[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
+        """See `TapRuntime.begin_step`."""
+        admitted = list(admitted)
+        for runtime in self._all:
+            runtime.begin_step(finished, admitted)
+
+    def change_steering(self, name: str, operations: tuple[Operation, ...]) -> int | None:
+        """See `TapRuntime.change_steering`."""
+        return self._stream.change_steering(name, operations)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """See `TapRuntime.forget`."""
+        self._stream.forget(names)
+
+    def place(self, get_rows: Callable[[], StepRows]) -> None:
+        """See `TapRuntime.place`."""
+        rows = cache(get_rows)
+        for runtime in self._all:
+            runtime.place(rows)
+
+    def finish_step(self) -> None:
+        """See `TapRuntime.finish_step`."""
+        for runtime in self._all:
+            runtime.finish_step()
+
+    def pass_through(self) -> None:
+        """See `TapRuntime.pass_through`."""
+        for runtime in self._all:
+            runtime.pass_through()

@@ -1,0 +1,243 @@
+"""Sites whose rows have a width of their own: how they are found, numbered, and captured beside the stream."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from inference_svc.taps import op
+from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.model.hooked_runs import CannotTapError
+from inference_svc.taps.model.insertion import check_widths, put_taps
+from inference_svc.taps.model.structure import observe
+from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.points import INNER_SITES, WIDE_SITES, TapPoints
+from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.runtimes import TapRuntimes
+from inference_svc.taps.vllm.capture_path import CapturePath, points_of
+from residuum.v1 import capture_pb2
+from tests.inference.taps_support import CPU, select
+
+POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
+Q, K, V, Z, ACT = WIDE_SITES
+WIDTHS = {Q: 8, K: 4, V: 4, Z: 8, ACT: 6}
+
+
+class Heads(nn.Module):
+    """The part of the attention that combines tokens."""
+
+    def forward(self, query, key, value):
+        return query * torch.cat([key + value] * (query.shape[1] // key.shape[1]), dim=1)
+
+
+class Attention(nn.Module):
+    def __init__(self, queries=8, keys=4, values=4):
+        super().__init__()
+        self.sizes = [queries, keys, values]
+        self.qkv, self.heads, self.o_proj = nn.Linear(4, sum(self.sizes)), Heads(), nn.Linear(queries, 4)
+
+    def forward(self, hidden):
+        return self.o_proj(self.heads(*self.qkv(hidden).split(self.sizes, dim=-1)))
+
+
+class MLP(nn.Module):
+    def __init__(self, width=6):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, hidden):
+        return self.down(self.up(hidden).relu())
+
+
+class Experts(nn.Module):
+    """One module that takes what the MLP takes, and returns what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        return self.experts(hidden)
+
+
+class Layer(nn.Module):
+    def __init__(self, attention=None, mlp=None):
+        super().__init__()
+        self.attn, self.mlp = attention or Attention(), mlp or MLP()
+
+    def forward(self, hidden):
+        hidden = hidden + self.attn(hidden)
+        return hidden + self.mlp(hidden)
+
+
+def structure_of(*layers):
+    model, tokens = nn.Sequential(*layers), torch.randn(3, 4)
+
+    def run():
+        with torch.no_grad():
+            return model(tokens.clone())
+
+    numbered = dict(enumerate(layers))
+    return numbered, observe(model, numbered, lambda module: isinstance(module, Heads), run), run
+
+
+def test_heads_and_neurons_are_found_and_tapped(monkeypatch):
+    monkeypatch.setattr(op._Current, "taps", (), raising=False)
+    monkeypatch.setattr(op._Current, "firsts", (), raising=False)
+    numbered, structure, run = structure_of(Layer(), Layer(), Layer())
+    assert check_widths(numbered, structure, [POST, *WIDE_SITES], ranks=1) == WIDTHS
+    points, seen = points_of(0, 3, WIDTHS), {}
+    groups = [
+        SimpleNamespace(tap=lambda hidden, _, point, group=group: seen.update({(group, point): hidden.clone()}))
+        for group in range(len(points.groups))
+    ]
+    op.install(groups, points.firsts)
+    put_taps(numbered, points, structure, [POST, *WIDE_SITES], lambda norm, point: False)
+    run()
+    rows = {
+        (site, layer): seen[group, own.of(site, layer)]
+        for group, own in enumerate(points.groups)
+        for site in WIDE_SITES
+        if own.sees(site)
+        for layer in numbered
+    }
+    with torch.no_grad():
+        for index, layer in numbered.items():
+            query, key, value, z, act = (rows[site, index] for site in WIDE_SITES)
+            assert all(rows[site, index].shape == (3, WIDTHS[site]) for site in WIDE_SITES)
+            torch.testing.assert_close(z, layer.attn.heads(query, key, value))
+            before = seen[0, points.groups[0].after(index - 1)] if index else None
+            after = seen[0, points.groups[0].after(index)]
+            if before is not None:
+                torch.testing.assert_close(torch.cat([query, key, value], 1), layer.attn.qkv(before))
+                middle = before + nn.functional.linear(z, layer.attn.o_proj.weight, layer.attn.o_proj.bias)
+                added = nn.functional.linear(act, layer.mlp.down.weight, layer.mlp.down.bias)
+                torch.testing.assert_close(after, middle + added)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sites", "told"),
+    [
+        ([Layer(mlp=Experts())] * 1, [Z, ACT], r"^mlp_act cannot be captured: looked in Layer .* \(layers \[0\]\)"),
+        ([Layer(), Layer(Attention(8, 4, 8).requires_grad_())], [K, V], r"^k and v cannot be captured"),
+        ([Layer(), Layer(Attention(6, 4, 4))], [Q, ACT], r"^q cannot be captured"),
+        ([Layer(), Layer(mlp=MLP(8))], [ACT], r"^mlp_act cannot be captured: .* have 6 or 8 elements"),
+    ],
+    ids=["experts", "values of another width", "queries that are no multiple", "another width in a layer"],
+)
+def test_what_a_model_lacks_is_refused_by_name(monkeypatch, layers, sites, told):
+    def combine(module, query, key, value):
+        return query * (key.sum(-1) + value.sum(-1))[:, None]
+
+    monkeypatch.setattr(Heads, "forward", combine)
+    numbered, structure, _ = structure_of(*layers)
+    with pytest.raises(CannotTapError, match=told):
+        check_widths(numbered, structure, sites, ranks=1)
+
+
+def test_rows_that_ranks_divide_are_refused():
+    numbered, structure, _ = structure_of(Layer())
+    assert check_widths(numbered, structure, [POST], ranks=2) == {}
+    with pytest.raises(CannotTapError, match=r"^q and z cannot be captured with tensor parallelism"):
+        check_widths(numbered, structure, [Z, POST, Q], ranks=2)
+
+
+def test_every_place_has_a_number_of_its_own():
+    points = points_of(2, 3, WIDTHS)
+    assert [group.inner for group in points.groups] == [INNER_SITES, (K, V), (ACT,), (Q, Z)]
+    numbers = [points.of(site, layer) for site in (POST, *INNER_SITES, *WIDE_SITES) for layer in (2, 3, 4)]
+    assert len(set(numbers)) == len(numbers)
+    assert points_of(2, 3, {}).groups == (TapPoints(2, 3),)
+    for group, first in zip(points.groups, points.firsts, strict=True):
+        for point in range(1 + group.num_layers, group.count):
+            ((site, layer),) = group.sites(point)
+            assert points.of(site, layer) == first + point
+
+
+def test_a_plan_is_divided_by_the_widths_of_its_sites():
+    stream, keys, neurons, _ = points_of(0, 2, WIDTHS).groups
+    operation = Operation(Kind.ADD, 0, (0,), select())
+    plan = RequestPlan(5, Capture("r", 0, (0, 1), select(), (POST, K)), (operation,), name="r#0")
+    assert plan.for_points(stream, captures=True).capture.sites == (POST,)
+    part = plan.for_points(keys, captures=True)
+    assert (part.capture.sites, part.operations, part.name) == ((K,), (), "")
+    assert plan.for_points(neurons, captures=True) is None
+    assert plan.for_points(keys, captures=False) is None
+    assert plan.for_points(stream, captures=False) == RequestPlan(5, None, (operation,), name="r#0")
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """The whole path of a rank with rows of three widths; without a store, so only probes capture."""
+    monkeypatch.setattr(op._Current, "taps", (), raising=False)
+    monkeypatch.setattr(op._Current, "firsts", (), raising=False)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
+    )
+    points = points_of(0, 2, {K: 4, ACT: 6})
+    bank = VectorBank(4, 8, CPU)
+    made = CapturePath(config, CPU, points, [8, 4, 6], [POST, K, ACT], bank)
+    made.make_ring(str(tmp_path / "ring"), 1 << 20, [""])
+    taps, _ = made.make_taps()
+    op.install(taps, points.firsts)
+    made.runtime, made.points, made.bank = TapRuntimes(made.runtimes(taps)), points, bank
+    yield made
+    made.producer.close()
+
+
+def run_step(path, first, count, admitted=(), finished=()):
+    """Run a step of one request; return what the model computed, by site and layer."""
+    path.runtime.begin_step(list(finished), admitted)
+    path.runtime.place(lambda: StepRows(["r"], [first], [count]))
+    computed = {}
+    for layer in (0, 1):
+        for site, width in ((K, 4), (ACT, 6), (POST, 8)):
+            rows = torch.randn(count, width)
+            computed[site, layer] = rows.clone()
+            op.call(rows, None, path.points.of(site, layer))
+            if site == POST:
+                computed["steered", layer] = rows
+    path.runtime.finish_step()
+    return computed
+
+
+def test_rows_of_all_widths_arrive_and_only_the_stream_is_steered(path):
+    capture = Capture("r", 0, (0, 1), select(), (POST, K, ACT), is_probe=True)
+    path.bank.load([(1, torch.ones(8).numpy().tobytes())])
+    plan = RequestPlan(3, capture, (Operation(Kind.ADD, 1, (1,), select(), scale=2.0),))
+    steps = [run_step(path, 0, 3, [("r", plan.to_extra_args())])]
+    assert path.runtime.open_requests == 1
+    steps += [run_step(path, position, 1) for position in (3, 4)]
+    path.runtime.begin_step(["r"], [])
+    assert path.runtime.open_requests == 0
+    found = {}
+    for probe in path.take_probe("r"):
+        for site, of_site in zip(probe.capture.sites, probe.rows, strict=True):
+            for layer, rows in zip(probe.capture.layers, of_site, strict=True):
+                found.setdefault((site, layer), {}).update(zip(probe.positions, rows, strict=True))
+    assert found.keys() == {(site, layer) for site in (POST, K, ACT) for layer in (0, 1)}
+    for (site, layer), rows in found.items():
+        expected = torch.cat([step["steered" if site == POST else site, layer] for step in steps])
+        torch.testing.assert_close(torch.stack([rows[position] for position in range(5)]), expected)
+    for step in steps:
+        torch.testing.assert_close(step["steered", 1], step[POST, 1] + 2.0)
+        torch.testing.assert_close(step["steered", 0], step[POST, 0])
+
+
+def test_a_request_without_sites_of_a_width_costs_it_nothing(path):
+    plan = RequestPlan(3, Capture("r", 0, (0, 1), select(), (K,), is_probe=True))
+    path.runtime.begin_step([], [("r", plan.to_extra_args())])
+    asked = []
+
+    def rows():
+        asked.append(1)
+        return StepRows(["r"], [0], [3])
+
+    path.runtime.place(rows)
+    assert len(asked) == 1, "the runtimes share what the runner says"
+    path.runtime.finish_step()
+    assert {site for probe in path.take_probe("r") for site in probe.capture.sites} == {K}
