@@ -145,7 +145,7 @@ def test_generate_captures_sites_before_steering(cli, peer):
     ("sites", "told"),
     [
         ("all", "'all' is not a site; `residuum info` lists all sites that the server was started with."),
-        ("", "choose among resid_post, resid_pre, attn_out, mlp_out, attn_in, resid_mid, mlp_in."),
+        ("", "choose among resid_post, resid_pre, attn_out, mlp_out, attn_in, resid_mid, mlp_in, q, k, v, z, mlp_act."),
         ("attn_out,attn_out", "each site once"),
     ],
 )

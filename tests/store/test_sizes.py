@@ -78,7 +78,8 @@ def test_the_longest_manifest_fits_a_message_with_its_steering(
     assert len(manifest.present) == sequences * len(sites)
     if texts:
         left_out = not manifest.prompt_token_texts.lengths
-        assert left_out == (manifest.ByteSize() + seal.prompt_token_texts.ByteSize() > MAX_MANIFEST_BYTES)
+        size = manifest.ByteSize() + (seal.prompt_token_texts.ByteSize() if left_out else 0)
+        assert left_out == (size > MAX_MANIFEST_BYTES)
         assert left_out == ("would not fit" in manifest.prompt_token_texts.unknown_detail)
         assert all(item.token_texts.unknown_detail for item in manifest.sequences) == left_out
     answer = store_pb2.ReadChunksResponse(manifest=manifest)
