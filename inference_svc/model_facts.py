@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import RAW
@@ -63,6 +63,10 @@ class ModelFacts:
     """The reductions that a capture may use."""
     site_widths: tuple[int, ...] = ()
     """Elements of a row at each of `sites`; empty: `hidden_size` at all of them."""
+    steering_sites: tuple[capture_pb2.Site.ValueType, ...] = (capture_pb2.SITE_RESID_POST,)
+    """The sites at which requests can steer rows."""
+    attention: tuple[dict[str, Any], ...] = ()
+    """The fields of an `AttentionLayer` for each layer; empty if unknown."""
     adapters: tuple[str, ...] = ()
     """The names of the LoRA adapters that requests may choose."""
     max_logprobs: int = 20
@@ -71,5 +75,11 @@ class ModelFacts:
     """The encoding of rows if a request does not choose one."""
 
     def width(self, site: capture_pb2.Site.ValueType) -> int:
-        """Return the elements of a row at one of `sites`."""
-        return self.site_widths[self.sites.index(site)] if self.site_widths else self.hidden_size
+        """Return the elements of a row at a site of `sites` or `steering_sites`."""
+        is_own = self.site_widths and site in self.sites
+        return self.site_widths[self.sites.index(site)] if is_own else self.hidden_size
+
+    @property
+    def vector_widths(self) -> tuple[int, ...]:
+        """The elements that a steering vector may have: those of rows that can be steered, the hidden size first."""
+        return tuple(dict.fromkeys((self.hidden_size, *map(self.width, self.steering_sites))))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.admission import Admission
 from inference_svc.resources.projections import Projections
 from inference_svc.resources.vector_activator import VectorActivator
-from inference_svc.resources.vector_cache import BY_PUT_VECTORS, VectorCache, cache_capacity
+from inference_svc.resources.vector_cache import BY_PUT_VECTORS, VectorCache
 from inference_svc.session.reservation import Reservations
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class RequestParts:
             settings: The settings of the taps.
             how_to_send: A sentence that tells a client how to send missing vectors.
         """
-        hidden, wait_seconds = engine.facts.hidden_size, settings.vector_wait_seconds
-        capacity = cache_capacity(settings.max_vectors, settings.max_vector_mib, hidden)
-        vectors = VectorCache(capacity, hidden, registry.is_leased, how_to_send)
+        facts, wait_seconds = engine.facts, settings.vector_wait_seconds
+        max_bytes = settings.max_vector_mib << 20
+        vectors = VectorCache(settings.max_vectors, max_bytes, facts.vector_widths, registry.is_leased, how_to_send)
         activator = VectorActivator(vectors, settings.max_active_vectors, engine.load_vectors, wait_seconds)
-        reservations = Reservations(activator, Projections(engine.keep_signs, hidden, wait_seconds))
-        return cls(vectors, activator, Admission(engine.facts, vectors), reservations)
+        reservations = Reservations(activator, Projections(engine.keep_signs, facts.hidden_size, wait_seconds))
+        return cls(vectors, activator, Admission(facts, vectors), reservations)

@@ -44,6 +44,8 @@ _UNEXPLAINED = 0.05
 """Larger relative differences are not rounding: bfloat16 rounds to 1/256 at each step."""
 _UNEQUAL_STEPS = 0.25
 """Rows of a token that was generated, and of the same token in a prompt, differ less than this by rounding."""
+_OFF_PUSH = 0.05
+"""Steered rows are off by less than this part of the vector by rounding: bfloat16 rounds the sum to 1/256."""
 _REPORT = "Please report the model and its configuration."
 
 
@@ -104,6 +106,32 @@ async def run_self_test(engine: Engine) -> None:
         raise SelfTestError(
             f"Steering after layer {layer} did not change the rows of the last layer. The model does not use what the "
             f"taps write. {_REPORT}"
+        )
+    for site in engine.facts.steering_sites:
+        if site != _STREAM:
+            await _check_steering_at(engine, site, prompt, plain, layer)
+
+
+async def _check_steering_at(
+    engine: Engine, site: capture_pb2.Site.ValueType, prompt: Sequence[int], plain: dict[int, Rows], layer: int
+) -> None:
+    """Check that steering at a site inside the layers moves the rows there, and that the model goes on with them."""
+    push = _push(plain[site][layer], engine.facts.width(site))
+    await engine.load_vectors([(_BANK_ROW, push.astype("<f4").tobytes())])
+    name = capture_pb2.Site.Name(site)
+    steered = _of_prompt(await _capture(engine, f"steered-{name.lower()}", prompt, (_add(layer, site),)))
+    miss = np.linalg.norm(steered[site][layer] - plain[site][layer] - push, axis=-1).max() / np.linalg.norm(push)
+    if not miss < _OFF_PUSH:
+        raise SelfTestError(
+            f"Steering at {name} of layer {layer} moved its rows by the wrong amount: they are off by {miss:.1%} of "
+            f"the vector that was added. Leave the site out of --capture-sites. {_REPORT}"
+        )
+    after = _STREAM if _STREAM in plain else site
+    later = layer if after == _STREAM else layer + 1
+    if (plain[after][later:] == steered[after][later:]).all(axis=(-2, -1)).any():
+        raise SelfTestError(
+            f"Steering at {name} of layer {layer} did not change what the model computes from these rows. Leave the "
+            f"site out of --capture-sites. {_REPORT}"
         )
 
 
@@ -172,8 +200,8 @@ def _push(rows: Rows, hidden: int) -> Rows:
     return pushed
 
 
-def _add(layer: int) -> Operation:
-    return Operation(Kind.ADD, _BANK_ROW, (layer,), selection_pb2.PositionSelection())
+def _add(layer: int, site: capture_pb2.Site.ValueType = _STREAM) -> Operation:
+    return Operation(Kind.ADD, _BANK_ROW, (layer,), selection_pb2.PositionSelection(), site=site)
 
 
 def _check_rows(rows: Rows, site: str) -> None:
@@ -241,7 +269,7 @@ def _check_steering(plain: Rows, steered: Rows, push: Rows, layer: int) -> None:
             f"Steering after layer {layer} moved rows of earlier layers: the taps are at the wrong layers. {_REPORT}"
         )
     miss = np.linalg.norm(steered[layer] - plain[layer] - push, axis=-1).max() / scale
-    if not miss < 0.05:  # noqa: PLR2004 - bfloat16 rounds the sum to 1/256
+    if not miss < _OFF_PUSH:
         raise SelfTestError(
             f"Steering after layer {layer} moved its rows by the wrong amount: they are off by {miss:.1%} of the "
             f"vector that was added. {_REPORT}"

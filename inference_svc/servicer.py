@@ -194,6 +194,8 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         dtype=facts.dtype,
         sites=facts.sites,
         site_widths=facts.site_widths,
+        steering_sites=facts.steering_sites,
+        attention=[inference_pb2.AttentionLayer(**layer) for layer in facts.attention],
         steering_operations=OPERATIONS,
         encodings=facts.encodings,
         reductions=facts.reductions,

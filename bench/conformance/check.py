@@ -83,6 +83,8 @@ def check(
             max_error=comparison.max_error,
             least_layer_distance=comparison.least_layer_distance,
             logprob_error=comparison.logprob_error,
+            attention_layers=comparison.attention_layers,
+            attention_error=comparison.attention_error,
             other_experts=comparison.explained.rows,
             widest_tie=comparison.explained.widest_gap,
             states=dict(comparison.states),

@@ -37,12 +37,13 @@ def compare(
         The comparison, and tensor and pipeline parallel size from a manifest.
     """
     with residuum.Client(endpoint) as client:
+        info = client.info()
         answers = _ask_alone(client, setup) if setup.quantization else _ask_together(client, setup)
     comparison = Comparison()
     if setup.quantization:
         _compare_with_stock(answers, architecture, setup, model, scratch, comparison)
     else:
-        _compare_with_transformers(answers, architecture, setup, model, comparison)
+        _compare_with_transformers(answers, architecture, setup, model, info, comparison)
     layout = answers[0].acts.manifest.proto.description.layout
     return comparison, (layout.tensor_parallel_size, layout.pipeline_parallel_size)
 
@@ -66,7 +67,8 @@ class _Answer:
 
 
 def _ask_together(client: residuum.Client, setup: Setup) -> list[_Answer]:
-    requests = make_requests()
+    info = client.info()
+    requests = make_requests({site: info.site_widths[site] for site in info.steering_sites if site != "resid_post"})
     with ThreadPoolExecutor(len(requests)) as pool:
         # Sampled, because greedy replies of a tiny random model repeat themselves.
         return list(pool.map(lambda request: _ask(client, setup, request, temperature=1.0), requests))
@@ -84,7 +86,10 @@ def _ask(client: residuum.Client, setup: Setup, request: Request, temperature: f
         temperature=temperature,
         logprobs=1,
         capture=residuum.Capture(layers="all", sites=setup.sites),
-        steer=[residuum.Add(residuum.Vector.from_array(push), layer=at) for at, push in request.pushes.items()],
+        steer=[
+            residuum.Add(residuum.Vector.from_array(push), layer=layer, site=site)
+            for (site, layer), push in request.pushes.items()
+        ],
         timeout=_REQUEST_SECONDS,
     )
     acts = client.activations(reply.request_id, allow_partial=True)
@@ -97,11 +102,16 @@ def _logprobs(reply: residuum.Reply) -> Rows:
 
 
 def _compare_with_transformers(
-    answers: list[_Answer], architecture: Architecture, setup: Setup, model: Path, comparison: Comparison
+    answers: list[_Answer],
+    architecture: Architecture,
+    setup: Setup,
+    model: Path,
+    info: residuum.ModelInfo,
+    comparison: Comparison,
 ) -> None:
     reference = Reference(architecture, model)
     for answer in answers:
-        changes = {layer: adding(push) for layer, push in answer.request.pushes.items()}
+        changes = {place: adding(push) for place, push in answer.request.pushes.items()}
         run = partial(reference.rows, answer.token_ids, changes)
         if architecture.routed:
             got = {site: answer.acts.select(site=site).stack().astype(np.float32) for site in setup.sites}
@@ -109,6 +119,10 @@ def _compare_with_transformers(
         else:
             expected = run()
         _add(answer, expected, setup, architecture, comparison)
+        if {"q", "k"} <= set(setup.sites):
+            for layer, weights in reference.weights.items():
+                if info.attention[layer].num_heads:
+                    comparison.see_attention(residuum.attention_weights(answer.acts, layer, info), weights)
         if "resid_post" in setup.sites:
             _compare_logprobs(answer, reference, comparison)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ import transformers
 from torch import Tensor, nn
 
 from bench.conformance.architectures import Architecture
-from bench.conformance.heads import Heads, record_heads
+from bench.conformance.heads import WEIGHTS, Heads, record_heads
 from bench.conformance.models import ONE_AT_A_TIME
 from bench.conformance.routing import Routing
 
 Rows = npt.NDArray[np.float32]
 Change = Callable[[Tensor], Tensor]
-"""Returns the changed output of a layer, [positions, hidden]. Row p belongs to position p."""
+"""Returns changed rows, [positions, width]. Row p belongs to position p."""
+Changes = Mapping[Any, Change]
+"""Changes by layer, of the layer's output; or by site and layer, of the rows at a site."""
 
 
 WIDE_SITES = ("q", "k", "v", "z", "mlp_act")
@@ -54,7 +56,9 @@ class Reference:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation="eager", **architecture.reference
             ).eval()
-        self._changes: Mapping[int, Change] = {}
+        self.weights: dict[int, Rows] = {}
+        """Attention weights of the last run by layer, float32 [heads, positions, positions]. Some models have none."""
+        self._changes: Changes = {}
         self._routing: Routing | None = None
         self._layers = decoder_layers(self.model)
         self._kept = self._nothing()
@@ -63,13 +67,13 @@ class Reference:
             self._hook(architecture, index, layer)
 
     def rows(
-        self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None, routing: Routing | None = None
+        self, token_ids: Sequence[int], changes: Changes | None = None, routing: Routing | None = None
     ) -> dict[str, Rows]:
         """Run the model over a sequence.
 
         Args:
             token_ids: Prompt and reply.
-            changes: The change of the residual stream after a layer, by layer.
+            changes: The change of the rows after a layer, by layer; or of those at a site, by site and layer.
             routing: Records and changes the choices of experts; None to leave them as they are.
 
         Returns:
@@ -88,11 +92,10 @@ class Reference:
             if site not in WIDE_SITES or _is_whole(rows)
         }
 
-    def run(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> Tensor:
+    def run(self, token_ids: Sequence[int], changes: Changes | None = None) -> Tensor:
         """Run the model over a sequence; return the output of its final norm, [positions, hidden]."""
-        self._changes = changes or {}
         self._kept = self._nothing()
-        with torch.inference_mode():
+        with torch.inference_mode(), self._changing(changes or {}):
             output = self._body(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
             last: Tensor = output.last_hidden_state[0]
             return last
@@ -107,13 +110,20 @@ class Reference:
             [positions, vocabulary].
         """
         stream = torch.from_numpy(rows)
-        self._changes = {len(self._layers) - 1: lambda _: stream}
         self._kept = self._nothing()
-        with torch.inference_mode():
+        with torch.inference_mode(), self._changing({len(self._layers) - 1: lambda _: stream}):
             # The token IDs do not matter: the rows replace what the layers make of them.
             logits = self.model(torch.ones(1, len(rows), dtype=torch.long), use_cache=False).logits[0]
             logprobs: Rows = logits.float().log_softmax(-1).numpy()
             return logprobs
+
+    @contextmanager
+    def _changing(self, changes: Changes) -> Iterator[None]:
+        self._changes = changes
+        try:
+            yield
+        finally:
+            self._changes = {}
 
     def _hook(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
         scale = float(getattr(layer, architecture.residual_scale)) if architecture.residual_scale else 1.0
@@ -131,7 +141,8 @@ class Reference:
             part.register_forward_pre_hook(self._before("resid_mid", index), with_kwargs=True)
         for site, names in {"attn_out": architecture.attention, "mlp_out": architecture.mlp}.items():
             for part in _first(layer, names):
-                part.register_forward_hook(self._part(site, index, scale))
+                has_middle = bool(_first(layer, architecture.middle))
+                part.register_forward_hook(self._part(site, index, scale, has_middle=has_middle))
         layer.register_forward_hook(self._leave(index))
 
     def _enter(self, index: int) -> Callable[..., None]:
@@ -146,21 +157,47 @@ class Reference:
     def _before(self, site: str, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             del module
-            self._keep(site, index, arguments[0] if arguments else options["hidden_states"])
+            taken = arguments[0] if arguments else options["hidden_states"]
+            self._change(site, index, taken)
+            self._keep(site, index, taken)
 
         return hook
 
+    def _change(self, site: str, index: int, rows: Tensor, scale: float = 1.0) -> None:
+        """Change rows in place, so that all who read the tensor see it."""
+        if (site, index) in self._changes:
+            flat = rows.view(-1, rows.shape[-1])
+            flat.copy_(self._changes[site, index](scale * flat.float()) / scale)
+
+    def _change_middle(self, index: int, attention: Tensor, scale: float) -> None:
+        """Change the stream between attention and MLP, which no module takes by itself, with the attention's output."""
+        if ("resid_mid", index) in self._changes:
+            before = self._kept["resid_pre"][index]
+            assert before is not None  # noqa: S101 - a layer is entered before its attention
+            rows = attention.view(-1, attention.shape[-1])
+            middle = before.float() + scale * rows.float()
+            changed = self._changes["resid_mid", index](middle)
+            rows += (changed - middle) / scale
+            self._keep("resid_mid", index, changed)
+
     def _heads(self, index: int) -> Callable[[Heads], None]:
         def record(heads: Heads) -> None:
-            for site, rows in heads.items():
-                self._keep(site, index, rows)
+            for name, rows in heads.items():
+                if name == WEIGHTS:
+                    self.weights[index] = rows.float().numpy()
+                else:
+                    self._keep(name, index, rows)
 
         return record
 
-    def _part(self, site: str, index: int, scale: float) -> Callable[..., None]:
+    def _part(self, site: str, index: int, scale: float, *, has_middle: bool) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]) -> None:
             del module, arguments
-            self._keep(site, index, scale * (output if isinstance(output, Tensor) else output[0]))
+            rows = output if isinstance(output, Tensor) else output[0]
+            self._change(site, index, rows, scale)
+            self._keep(site, index, scale * rows)
+            if site == "attn_out" and not has_middle:
+                self._change_middle(index, rows, scale)
 
         return hook
 
@@ -168,8 +205,9 @@ class Reference:
         def hook(module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]) -> object:
             del module, arguments
             hidden = output if isinstance(output, Tensor) else output[0]
-            if index in self._changes:
-                hidden = self._changes[index](hidden[0].float()).to(hidden.dtype)[None]
+            change = self._changes.get(index) or self._changes.get(("resid_post", index))
+            if change is not None:
+                hidden = change(hidden[0].float()).to(hidden.dtype)[None]
             self._keep("resid_post", index, hidden)
             before, attention = (self._kept[site][index] for site in ("resid_pre", "attn_out"))
             if self._kept["resid_mid"][index] is None and before is not None and attention is not None:

@@ -105,6 +105,11 @@ class Comparison:
     logprob_error: float = 0.0
     """The largest difference between the log-probability that vLLM gave a token of a reply, and the one that follows
     from the captured rows after the last layer."""
+    attention_layers: int = 0
+    """Attention weights that were compared, counted once for each request and layer."""
+    attention_error: float = 0.0
+    """The largest difference between an attention weight that follows from captured queries and keys, and the
+    reference's."""
     other_replies: int = 0
     """Replies that stock vLLM would not have given."""
     explained: Explained = field(default_factory=Explained)
@@ -166,6 +171,12 @@ class Comparison:
         """Update `logprob_error` with the tokens of a reply, [tokens]."""
         self.logprob_error = float(np.maximum(self.logprob_error, np.abs(predicted - reported).max(initial=0.0)))
 
+    def see_attention(self, got: Rows, expected: Rows) -> None:
+        """Compare the attention weights of a request in a layer, [heads, queries, keys]."""
+        self.attention_layers += 1
+        error = np.abs(got - expected).max(initial=0.0) if got.shape == expected.shape else np.inf
+        self.attention_error = float(np.maximum(self.attention_error, error))
+
     @property
     def min_cosine(self) -> float:
         """The least cosine between a row and its reference."""
@@ -195,6 +206,8 @@ class Comparison:
             f"{self.other_replies} replies are not those of stock vLLM": self.other_replies > 0,
             f"vLLM gave tokens other log-probabilities than follow from the captured rows: they differ by "
             f"{self.logprob_error:.2g}": not self.logprob_error <= bounds.logprob_error,
+            f"attention weights from captured queries and keys differ by {self.attention_error:.2g}":
+                not self.attention_error <= bounds.logprob_error,
             f"the model's layers differ by only {self.least_layer_distance:.2g}, too little to tell them apart":
                 self.least_layer_distance < max(0.05, bounds.max_error),
         }  # fmt: skip
@@ -228,6 +241,10 @@ class Outcome:
     max_error: float = 0.0
     least_layer_distance: float = 0.0
     logprob_error: float = 0.0
+    """See `Comparison`."""
+    attention_layers: int = 0
+    """See `Comparison`."""
+    attention_error: float = 0.0
     """See `Comparison`."""
     other_experts: int = 0
     """Positions, over all layers, for which vLLM's router decided otherwise than the reference's, at a near tie."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.conformance.architectures import MAX_LENGTH, Architecture
 from bench.conformance.results import Bounds
-from bench.conformance.workload import CHUNK, make_requests
+from bench.conformance.workload import CHUNK, MAX_REQUESTS
 
 _GARBAGE = "bench.conformance.garbage.Garbage"
 """The worker extension that fills uninitialised memory. It is only named here, because importing its module has that
@@ -51,7 +51,7 @@ class Setup:
             "pipeline-parallel-size": self.pipeline_parallel_size,
             "kv-cache-gib": self.kv_cache_gib,
             "max-num-batched-tokens": CHUNK,
-            "max-num-seqs": len(make_requests()),
+            "max-num-seqs": MAX_REQUESTS,
             "max-model-len": MAX_LENGTH,
             "ring-mib": 4,
             "engine-args": json.dumps(engine_args),
@@ -69,6 +69,6 @@ class Setup:
             "dtype": self.dtype,
             "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
             "max_num_batched_tokens": CHUNK,
-            "max_num_seqs": len(make_requests()),
+            "max_num_seqs": MAX_REQUESTS,
             "max_model_len": MAX_LENGTH,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,12 +28,20 @@ class Request:
     """One request."""
 
     prompt: tuple[int, ...]
-    pushes: dict[int, Rows] = field(default_factory=dict)
-    """The vector that is added to the residual stream after a layer, [hidden], by layer."""
+    pushes: dict[tuple[str, int], Rows] = field(default_factory=dict)
+    """The vector that is added to the rows at a site of a layer, [width], by site and layer."""
 
 
-def make_requests() -> list[Request]:
-    """Return the requests. They are always the same."""
+MAX_REQUESTS = 9
+"""Most requests that `make_requests` returns."""
+
+
+def make_requests(widths: Mapping[str, int] | None = None) -> list[Request]:
+    """Return the requests. They are always the same.
+
+    Args:
+        widths: The elements of a row at each site inside the layers where rows can be steered.
+    """
     source = np.random.default_rng(11)
     requests = []
     for length in _LENGTHS:
@@ -40,9 +49,13 @@ def make_requests() -> list[Request]:
         requests.append(Request(prompt))
         if length in {_LENGTHS[2], _LENGTHS[4]}:
             # The same prompt again, steered after two layers. It must not change the first request or share its cache.
-            requests.append(Request(prompt, {layer: _push(source) for layer in (0, LAYERS - 2)}))
+            pushes = {("resid_post", layer): _push(source, HIDDEN) for layer in (0, LAYERS - 2)}
+            requests.append(Request(prompt, pushes))
+    if widths:  # steered at all sites at once
+        pushes = {(site, layer): _push(source, width) for site, width in widths.items() for layer in (0, LAYERS - 2)}
+        requests.append(Request(requests[_LENGTHS.index(33)].prompt, pushes))
     return requests
 
 
-def _push(source: np.random.Generator) -> Rows:
-    return (0.5 * source.standard_normal(HIDDEN)).astype(np.float32)
+def _push(source: np.random.Generator, width: int) -> Rows:
+    return (0.5 * source.standard_normal(width)).astype(np.float32)

@@ -18,7 +18,7 @@ from inference_svc.taps.plan import Kind
 Steer = Callable[[Tensor, Tensor], Tensor]
 
 
-SCALES = {Kind.ADD: 0.5, Kind.ABLATE: 1.0, Kind.CAP: 1.0, Kind.SET: 1.0}
+SCALES = {Kind.ADD: 0.5, Kind.ABLATE: 1.0, Kind.CAP: 1.0, Kind.SET: 1.0, Kind.MULTIPLY: 1.0}
 CAP_LOW, CAP_HIGH = -0.5, 0.5
 """Bounds that the projection of a random row usually exceeds."""
 
@@ -75,6 +75,8 @@ def steered(batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
         return stream + moved, moved.abs()
     if batch.kind is Kind.SET:
         return v, v.abs()
+    if batch.kind is Kind.MULTIPLY:
+        return stream * v, stream.abs() * v.abs()
     unit = v / v.norm(dim=-1, keepdim=True)
     products = stream * unit
     projection = products.sum(dim=-1, keepdim=True)
@@ -137,12 +139,16 @@ def operation(kind: Kind) -> Steer:
     def replace(rows: Tensor, v: Tensor) -> Tensor:
         return v.expand_as(rows)
 
-    return {Kind.ADD: add, Kind.ABLATE: ablate, Kind.CAP: cap, Kind.SET: replace}[kind]
+    def multiply(rows: Tensor, v: Tensor) -> Tensor:
+        return rows * v
+
+    ways = {Kind.ADD: add, Kind.ABLATE: ablate, Kind.CAP: cap, Kind.SET: replace, Kind.MULTIPLY: multiply}
+    return ways[kind]
 
 
 def vector_for(kind: Kind, vector: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a vector for `operation`: scaled, normalized or as it is, in advance, so that this is not measured."""
-    prepared = SCALES[kind] * vector if kind in {Kind.ADD, Kind.SET} else vector / vector.norm()
+    prepared = SCALES[kind] * vector if kind in {Kind.ADD, Kind.SET, Kind.MULTIPLY} else vector / vector.norm()
     return prepared.to(dtype).clone()  # a separate copy, like the vector in a request
 
 

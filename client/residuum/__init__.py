@@ -82,19 +82,21 @@ if TYPE_CHECKING:
         Unreachable,
     )
     from residuum.exports.job import Export
+    from residuum.protocol.patching import PatchSweep
     from residuum.protocol.reading import Piece
     from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
     from residuum.serving import serve
     from residuum.values.activations import Activations
+    from residuum.values.attention import AttentionLayer, attention_weights
     from residuum.values.capture import Capture
     from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
+    from residuum.values.model_info import ModelInfo
     from residuum.values.replies import (
         CapturePage,
         CaptureSummary,
         Health,
-        ModelInfo,
         PutResult,
         Registration,
         Reply,
@@ -106,11 +108,12 @@ if TYPE_CHECKING:
     from residuum.values.rows import Rows
     from residuum.values.selections import Positions
     from residuum.values.spans import MessageSpan
-    from residuum.values.steering import Ablate, Add, Cap, Replace, Set
+    from residuum.values.steering import Ablate, Add, Cap, Multiply, Replace, Set
     from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
 
 _MODULES = {
+    "PatchSweep": "residuum.protocol.patching",
     "Piece": "residuum.protocol.reading",
     "Sampling": "residuum.protocol.sampling",
     "Activations": "residuum.values.activations",
@@ -132,7 +135,8 @@ _MODULES = {
     "CapturePage": "residuum.values.replies",
     "CaptureSummary": "residuum.values.replies",
     "Health": "residuum.values.replies",
-    "ModelInfo": "residuum.values.replies",
+    "AttentionLayer": "residuum.values.attention",
+    "ModelInfo": "residuum.values.model_info",
     "PutResult": "residuum.values.replies",
     "Registration": "residuum.values.replies",
     "Reply": "residuum.values.replies",
@@ -146,11 +150,13 @@ _MODULES = {
     "Ablate": "residuum.values.steering",
     "Add": "residuum.values.steering",
     "Cap": "residuum.values.steering",
+    "Multiply": "residuum.values.steering",
     "Replace": "residuum.values.steering",
     "Set": "residuum.values.steering",
     "MessageSpan": "residuum.values.spans",
     "Vector": "residuum.values.vector",
     "load_vectors": "residuum.values.vector",
+    "attention_weights": "residuum.values.attention",
     "vllm_xargs": "residuum.xargs",
 }
 """The module of each public name, apart from the exceptions."""
@@ -164,6 +170,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncClient",
     "AsyncStream",
+    "AttentionLayer",
     "BadCredentials",
     "BadVector",
     "BatchCancelled",
@@ -196,6 +203,7 @@ __all__ = [
     "MessageSpan",
     "MissingVectors",
     "ModelInfo",
+    "Multiply",
     "NoMessageSpans",
     "NoStore",
     "NoTokenTexts",
@@ -204,6 +212,7 @@ __all__ = [
     "NotUpdatable",
     "OpenCapture",
     "OutageWarning",
+    "PatchSweep",
     "PermissionDenied",
     "Piece",
     "Positions",
@@ -245,6 +254,7 @@ __all__ = [
     "Usage",
     "Vector",
     "__version__",
+    "attention_weights",
     "directions",
     "load_vectors",
     "serve",

@@ -9,18 +9,19 @@ from inference_svc.admission.specs import ResolvedSpec, check_skip, resolve_spec
 from inference_svc.admission.steering import (
     check_demand,
     demand_of_steering,
-    digests_of,
     directions_of,
     resolve_steering,
+    widths_of,
 )
 from inference_svc.resources.vector_cache import vector_name
+from residuum.v1 import steering_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from inference_svc.model_facts import ModelFacts
     from inference_svc.resources.vector_cache import VectorCache
-    from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
+    from residuum.v1 import capture_pb2, inference_pb2
 
 
 class Admission:
@@ -58,7 +59,7 @@ class Admission:
         resolved = resolve_steering(steering, self._facts)
         resolved.ClearField("updatable")  # the running request is updatable, whatever the new steering says
         check_demand(demand_of_steering(resolved, capture))
-        self._check_vectors(tenant, digests_of(resolved), directions_of(resolved))
+        self._check_vectors(tenant, widths_of(resolved, self._facts), directions_of(resolved))
         return resolved
 
     def check_sampling(self, parameters: inference_pb2.SamplingParameters) -> None:
@@ -84,14 +85,21 @@ class Admission:
 
         Raises:
             Failure: The capture could be too large, a capture that exists already could not answer the request, or a
-                vector is not on the server or has no direction.
+                vector is not on the server, has no direction, or is not as long as the rows that it is for.
         """
         check_skip(spec, parameters)
         check_capture_size(spec.capture, prompt_tokens, parameters)
-        self._check_vectors(tenant, spec.digests, directions_of(spec.steering) if spec.steering else ())
+        steering = spec.steering or steering_pb2.SteeringSpec()
+        projected = spec.capture.encoding_options.vectors if spec.capture else ()
+        widths = [(digest, self._facts.hidden_size) for digest in projected]
+        self._check_vectors(tenant, [*widths, *widths_of(steering, self._facts)], directions_of(steering))
 
-    def _check_vectors(self, tenant: str, digests: Sequence[bytes], directions: Iterable[bytes]) -> None:
-        self._vectors.check_number(len(digests))
-        self._vectors.check_present(vector_name(tenant, digest) for digest in digests)
+    def _check_vectors(self, tenant: str, widths: Sequence[tuple[bytes, int]], directions: Iterable[bytes]) -> None:
+        """Check vectors: pairs of a digest and the elements of the rows that it is for."""
+        names = [(vector_name(tenant, digest), width) for digest, width in widths]
+        self._vectors.check_room(dict(names).values())
+        self._vectors.check_present(name for name, _ in names)
+        for name, width in names:
+            self._vectors.check_width(name, width)
         for digest in directions:
             self._vectors.check_direction(vector_name(tenant, digest))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.fields import check_selection, invalid, layer_list
+from inference_svc.admission.fields import check_selection, invalid, layer_list, site_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import (
@@ -72,12 +72,12 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
 def _check_sites(sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> None:
     for site in sites:
         if site not in facts.sites:
-            enabled = [_site_name(known) for known in facts.sites]
+            enabled = [site_name(known) for known in facts.sites]
             raise Failure(
                 Reason.ERROR_REASON_UNKNOWN_SITE,
-                f"The site {_site_name(site)} is not enabled on this server; enabled: {', '.join(enabled)}. "
+                f"The site {site_name(site)} is not enabled on this server; enabled: {', '.join(enabled)}. "
                 "Its operator enables sites with --capture-sites.",
-                site=_site_name(site),
+                site=site_name(site),
                 armed=",".join(enabled),
             )
     if len(set(sites)) != len(sites):
@@ -106,7 +106,7 @@ def _options(
         raise invalid(
             "capture.encoding",
             f"{ENCODING_NAMES[encoding]} projects rows of {facts.hidden_size} elements. Rows at "
-            f"{_site_name(others[0])} have {facts.width(others[0])}. Choose another encoding for this site.",
+            f"{site_name(others[0])} have {facts.width(others[0])}. Choose another encoding for this site.",
         )
     width = min((facts.width(site) for site in sites), default=facts.hidden_size)
     options = capture_pb2.EncodingOptions()
@@ -172,7 +172,3 @@ def _check_reduction(resolved: capture_pb2.CaptureSpec, facts: ModelFacts) -> No
 
 def _names(encodings: frozenset[capture_pb2.Encoding.ValueType]) -> str:
     return " and ".join(name for name, number in ENCODINGS.items() if number in encodings)
-
-
-def _site_name(value: int) -> str:
-    return capture_pb2.Site.Name(value) if value in capture_pb2.Site.values() else str(value)  # type: ignore[arg-type]

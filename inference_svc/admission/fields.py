@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import selection_pb2
+from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.selection import check_positions, resolve_layers
 
 if TYPE_CHECKING:
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 def invalid(field: str, message: str) -> Failure:
     """Return the failure for an invalid field; the message says what to change."""
     return Failure(Reason.ERROR_REASON_INVALID_FIELD, message, field=field)
+
+
+def site_name(site: int) -> str:
+    """Return the name of a site in the contract; its number if it has none."""
+    return capture_pb2.Site.Name(site) if site in capture_pb2.Site.values() else str(site)  # type: ignore[arg-type]
 
 
 def layer_list(field: str, selection: selection_pb2.LayerSelection, facts: ModelFacts) -> selection_pb2.LayerSelection:

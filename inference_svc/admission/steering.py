@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.fields import check_selection, invalid, layer_list
+from inference_svc.admission.fields import check_selection, invalid, layer_list, site_name
+from inference_svc.taps.points import STEERABLE
 from inference_svc.taps.steps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import steering_pb2
+from residuum.v1 import capture_pb2, steering_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_OPERATIONS
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from inference_svc.model_facts import ModelFacts
     from inference_svc.taps.steps.demand import Demand
-    from residuum.v1 import capture_pb2, selection_pb2
+    from residuum.v1 import selection_pb2
 
 OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
 """The names of the steering operations."""
@@ -32,9 +33,20 @@ def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
     return {
         digest
         for item in steering.operations
-        if item.WhichOneof("operation") not in ("add", "set")
+        if item.WhichOneof("operation") in ("ablate", "cap", "replace")
         for digest in layer_digests(item)
     }
+
+
+def widths_of(steering: steering_pb2.SteeringSpec, facts: ModelFacts) -> list[tuple[bytes, int]]:
+    """Return the digests of a checked spec's vectors, each with the elements of the rows that it is for."""
+    return list(
+        dict.fromkeys(
+            (digest, facts.width(item.site or capture_pb2.SITE_RESID_POST))
+            for item in steering.operations
+            for digest in layer_digests(item)
+        )
+    )
 
 
 def layer_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:
@@ -57,19 +69,22 @@ def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> stee
     for index, operation in enumerate(spec.operations):
         field = f"steering.operations[{index}]"
         _check_operation(field, operation)
+        _check_site(operation.site or capture_pb2.SITE_RESID_POST, facts)
         check_selection(f"{field}.positions", operation.positions)
         checked = resolved.operations.add()
         checked.CopyFrom(operation)
         checked.layers.CopyFrom(layer_list(f"{field}.layers", operation.layers, facts))
+        if operation.site == capture_pb2.SITE_RESID_POST:
+            checked.ClearField("site")  # the default, so that equal steering has equal descriptions
     return resolved
 
 
 def demand_of_steering(steering: steering_pb2.SteeringSpec | None, capture: capture_pb2.CaptureSpec | None) -> Demand:
     """Return how much room a valid request takes in the taps' tables."""
-    operations: list[tuple[Sequence[int], selection_pb2.PositionSelection]] = []
+    operations: list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection]] = []
     for item in steering.operations if steering else ():
-        layers = item.layers.list.layers
-        groups = [[layer] for layer in layers] if item.layer_digests else [layers]
+        places = [(item.site, layer) for layer in item.layers.list.layers]
+        groups = [[place] for place in places] if item.layer_digests else [places]
         operations += [(group, item.positions) for group in groups]
     return demand_of(operations, capture.positions if capture else None)
 
@@ -104,6 +119,21 @@ def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> N
         raise invalid(f"{field}.replace.value", "The value must be finite.")
     if kind == "cap":
         _check_bounds(field, operation.cap)
+
+
+def _check_site(site: capture_pb2.Site.ValueType, facts: ModelFacts) -> None:
+    if site in facts.steering_sites:
+        return
+    enabled = [site_name(known) for known in facts.steering_sites]
+    advice = "Its operator enables the site with --capture-sites." if site in STEERABLE else "No server steers there."
+    if site == capture_pb2.SITE_RESID_PRE:
+        advice = "Steer SITE_RESID_POST of the layer before."
+    raise Failure(
+        Reason.ERROR_REASON_UNKNOWN_SITE,
+        f"Rows at the site {site_name(site)} cannot be steered; this server steers at: {', '.join(enabled)}. {advice}",
+        site=site_name(site),
+        armed=",".join(enabled),
+    )
 
 
 def _check_digests(field: str, kind: str, operation: steering_pb2.SteeringOperation) -> None:

@@ -9,7 +9,9 @@ import vllm
 from inference_svc.engine.worker_settings import site_numbers
 from inference_svc.model_facts import CaptureDefaults, ModelFacts
 from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.points import STEERABLE
 from inference_svc.taps.reductions import REDUCTIONS
+from residuum.v1 import capture_pb2
 from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ def facts_of(
         max_num_seqs=config.scheduler_config.max_num_seqs,
         sites=tuple(site_numbers(settings)),  # type: ignore[arg-type]
         site_widths=tuple(ranks[0]["site_widths"]) if ranks else (),
+        steering_sites=_steering_sites(site_numbers(settings), ranks),
+        attention=_attention(ranks, parallel.tensor_parallel_size),
         pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
         table_bytes=sum(rank["table_bytes"] for rank in ranks),
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
@@ -64,6 +68,20 @@ def facts_of(
             ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k
         ),
     )
+
+
+def _steering_sites(sites: Sequence[Any], ranks: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+    """Return the sites at which every rank can steer. Before the ranks are known, assume that the model allows all."""
+    found = [set(rank["steering_sites"]) for rank in ranks] or [{capture_pb2.SITE_RESID_POST, *STEERABLE & set(sites)}]
+    return tuple(sorted(set.intersection(*found)))
+
+
+def _attention(ranks: Sequence[dict[str, Any]], tensor_parallel_size: int) -> tuple[dict[str, Any], ...]:
+    """Return the attention of each layer; empty if ranks share a layer, because each knows only its own heads."""
+    if tensor_parallel_size > 1:
+        return ()
+    stages = {rank["first_layer"]: rank["attention"] for rank in ranks}
+    return tuple(layer for first in sorted(stages) for layer in stages[first])
 
 
 def model_runner(config: Any) -> str:

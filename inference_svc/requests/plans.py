@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from inference_svc.requests.registry import Running
     from residuum.v1 import inference_pb2, steering_pb2
 
-_KINDS = {"add": Kind.ADD, "ablate": Kind.ABLATE, "cap": Kind.CAP, "replace": Kind.CAP, "set": Kind.SET}
+_KINDS = {
+    "add": Kind.ADD,
+    "ablate": Kind.ABLATE,
+    "cap": Kind.CAP,
+    "replace": Kind.CAP,
+    "set": Kind.SET,
+    "multiply": Kind.MULTIPLY,
+}
 
 _SPARE_POSITIONS = 7
 """How many positions the engine may compute beyond the end of a sequence, if the engine itself detects the end. It
@@ -114,4 +121,5 @@ def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], ro
     elif name == "cap":
         low = item.cap.min if item.cap.HasField("min") else -math.inf
         high = item.cap.max if item.cap.HasField("max") else math.inf
-    return Operation(_KINDS[name], row, layers, item.positions, scale, low, high, item.keep_norm)
+    site = item.site or capture_pb2.SITE_RESID_POST
+    return Operation(_KINDS[name], row, layers, item.positions, scale, low, high, item.keep_norm, site)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,18 +14,19 @@ from residuum.wire.dtypes import dtype_name
 from residuum.wire.limits import DIGEST_BYTES, MAX_DIRECTION_NORM, MIN_DIRECTION_NORM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 BY_PUT_VECTORS = "Send them with PutVectors, then call again."
 """How a client of the gRPC service sends missing vectors."""
+
+_FLOAT_BYTES = 4
 
 _NAMED_DIGESTS = 64
 """Most digests that an error names."""
 
 
 def cache_capacity(max_vectors: int, max_mib: int, hidden_size: int) -> int:
-    """Return how many vectors a cache keeps: limited by number and by memory in MiB, but at least one."""
+    """Return how many vectors of the hidden size a cache keeps: limited by number and memory, but at least one."""
     return max(1, min(max_vectors, (max_mib << 20) // (4 * hidden_size)))
 
 
@@ -47,24 +48,28 @@ class VectorCache:
 
     def __init__(
         self,
-        capacity: int,
-        hidden_size: int,
+        max_vectors: int,
+        max_bytes: int,
+        widths: Sequence[int],
         is_leased: Callable[[bytes], bool],
         how_to_send: str = BY_PUT_VECTORS,
     ) -> None:
         """Make an empty cache.
 
         Args:
-            capacity: Most vectors that are kept.
-            hidden_size: Elements of a vector.
+            max_vectors: Most vectors that are kept.
+            max_bytes: Most bytes of vectors that are kept; at least one vector is.
+            widths: The elements that a vector may have, the model's hidden size first.
             is_leased: Returns whether a request needs the vector of a name, so that it must not be dropped.
             how_to_send: A sentence that tells a client how to send missing vectors.
         """
         self._how_to_send = how_to_send
-        self._capacity = capacity
-        self._hidden_size = hidden_size
+        self._max_vectors = max_vectors
+        self._max_bytes = max(max_bytes, _FLOAT_BYTES * max(widths))
+        self._widths = tuple(widths)
         self._is_leased = is_leased
         self._values: dict[bytes, bytes] = {}
+        self._bytes: Counter[bytes | None] = Counter()  # of all vectors (None), and of each tenant by its prefix
         # Names, least recently used first: of all tenants together, and of each tenant by the prefix of its names.
         self._order: OrderedDict[bytes, None] = OrderedDict()
         self._orders: dict[bytes, OrderedDict[bytes, None]] = {}
@@ -83,7 +88,7 @@ class VectorCache:
         return [name for name in wanted if name not in self._values]
 
     def get(self, name: bytes) -> bytes:
-        """Return a vector's values, float32 little-endian [hidden].
+        """Return a vector's values, float32 little-endian.
 
         Raises:
             KeyError: It is not in the cache.
@@ -104,18 +109,40 @@ class VectorCache:
                 digests=",".join(digest_in(name).hex() for name in missing[:_NAMED_DIGESTS]),
             )
 
-    def check_number(self, count: int) -> None:
-        """Check that `count` vectors fit at once. Otherwise a client would send them again and again without success.
+    def check_room(self, widths: Collection[int]) -> None:
+        """Check that vectors fit at once. Otherwise a client would send them again and again without success.
+
+        Args:
+            widths: The elements of each vector.
 
         Raises:
             Failure: They do not fit.
         """
-        if count > self._capacity:
+        size = _FLOAT_BYTES * sum(widths)
+        if len(widths) > self._max_vectors or size > self._max_bytes:
             raise Failure(
                 Reason.ERROR_REASON_LIMIT_REACHED,
-                f"The request uses {count} vectors, but the service keeps at most {self._capacity}. Use fewer vectors, "
-                "or ask the operator to raise --max-vectors or --max-vector-mib.",
+                f"The request uses {len(widths)} vectors of {size} bytes in total, but the service keeps at most "
+                f"{self._max_vectors} vectors and {self._max_bytes} bytes. Use fewer vectors, or ask the operator to "
+                "raise --max-vectors or --max-vector-mib.",
                 limit="max_vectors",
+            )
+
+    def check_width(self, name: bytes, width: int) -> None:
+        """Check that a cached vector has as many elements as the rows that it is for.
+
+        Raises:
+            Failure: It has another length.
+        """
+        length = len(self._values[name]) // _FLOAT_BYTES
+        if length != width:
+            digest = digest_in(name).hex()
+            raise Failure(
+                Reason.ERROR_REASON_WRONG_LENGTH,
+                f"The vector {digest} has {length} elements, but the rows that it is for have {width}. Use a vector "
+                "of that length.",
+                length=length,
+                width=width,
             )
 
     def put(self, vector: tensor_pb2.Vector, tenant: str = "", max_bytes: int | None = None) -> None:
@@ -131,13 +158,11 @@ class VectorCache:
         """
         self._check(vector)
         name = vector_name(tenant, vector.digest)
-        self._values.setdefault(name, vector.values)
-        self._touch(name)
-        allowed = None if max_bytes is None else max_bytes // (4 * self._hidden_size)
-        own = self._orders[_owner(name)]
-        if allowed is not None and len(own) > allowed:
-            self._evict(name, own, _quota(max_bytes or 0))
-        if len(self._values) > self._capacity:
+        self._keep(name, vector.values)
+        owner = _owner(name)
+        while max_bytes is not None and self._bytes[owner] > max_bytes:
+            self._evict(name, self._orders[owner], _quota(max_bytes))
+        while len(self._values) > self._max_vectors or self._bytes[None] > self._max_bytes:
             self._evict(name, self._order, self._no_room())
 
     def check_direction(self, name: bytes) -> None:
@@ -155,6 +180,12 @@ class VectorCache:
                 f"vector whose norm is from {MIN_DIRECTION_NORM:g} to {MAX_DIRECTION_NORM:g}.",
                 digest=digest,
             )
+
+    def _keep(self, name: bytes, values: bytes) -> None:
+        if name not in self._values:
+            self._values[name] = values
+            self._bytes.update({None: len(values), _owner(name): len(values)})
+        self._touch(name)
 
     def _touch(self, name: bytes) -> None:
         """Note that a vector is used now."""
@@ -180,16 +211,17 @@ class VectorCache:
         raise failure
 
     def _drop(self, name: bytes) -> None:
-        del self._values[name], self._order[name]
-        own = self._orders[_owner(name)]
-        del own[name]
-        if not own:
-            del self._orders[_owner(name)]
+        owner, size = _owner(name), len(self._values.pop(name))
+        del self._order[name], self._orders[owner][name]
+        self._bytes.subtract({None: size, owner: size})
+        if not self._orders[owner]:
+            del self._orders[owner], self._bytes[owner]
 
     def _no_room(self) -> Failure:
         return Failure(
             Reason.ERROR_REASON_LIMIT_REACHED,
-            f"The cache holds its {self._capacity} vectors, and running requests need all of them. Try again later.",
+            f"The cache is full with {len(self._values)} vectors, and running requests need all of them. Try again "
+            "later.",
             limit="max_vectors",
         )
 
@@ -207,14 +239,14 @@ class VectorCache:
                 f"The vector is {dtype_name(vector.dtype)}. Send vectors as float32.",
                 dtype=dtype_name(vector.dtype),
             )
-        length, rest = divmod(len(vector.values), 4)
-        if length != self._hidden_size or rest:
+        length, rest = divmod(len(vector.values), _FLOAT_BYTES)
+        if length not in self._widths or rest:
             raise Failure(
                 Reason.ERROR_REASON_WRONG_LENGTH,
-                f"The vector has {len(vector.values) / 4:g} elements, but the model's hidden size is "
-                f"{self._hidden_size}. Send a vector of that length.",
+                f"The vector has {len(vector.values) / _FLOAT_BYTES:g} elements, but rows that this server steers have "
+                f"{' or '.join(map(str, self._widths))}. Send a vector of that length.",
                 length=length,
-                hidden_size=self._hidden_size,
+                hidden_size=self._widths[0],
             )
         if digest_of_bytes(vector.dtype, vector.values) != vector.digest:
             raise Failure(

@@ -19,19 +19,19 @@ _STAGED_VECTORS = 64
 
 
 class VectorBank:
-    """A table of steering vectors, float32 [rows, hidden], and of their inverse norms, float32 [rows].
+    """A table of steering vectors, float32 [rows, width], and of their inverse norms, float32 [rows].
 
     Both stay at fixed addresses: CUDA graphs hold these.
     """
 
-    def __init__(self, rows: int, hidden: int, device: torch.device) -> None:
-        self.vectors: Tensor = torch.zeros(rows, hidden, dtype=torch.float32, device=device)
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.vectors: Tensor = torch.zeros(rows, width, dtype=torch.float32, device=device)
         self.inverse_norms: Tensor = torch.zeros(rows, dtype=torch.float32, device=device)
         on_gpu = device.type == "cuda"
         # A stream of its own: vectors arrive while a step runs. The upload must not wait for it or delay the next one.
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         staged = min(rows, _STAGED_VECTORS)
-        self._vectors = torch.zeros(staged, hidden, dtype=torch.float32, pin_memory=on_gpu)
+        self._vectors = torch.zeros(staged, width, dtype=torch.float32, pin_memory=on_gpu)
         self._inverse_norms = torch.zeros(staged, dtype=torch.float32, pin_memory=on_gpu)
 
     @property
@@ -39,14 +39,19 @@ class VectorBank:
         """Bytes of the table."""
         return int(self.vectors.nbytes + self.inverse_norms.nbytes)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return int(self.vectors.shape[1] * self.vectors.element_size())
+
     def load(self, rows: Iterable[tuple[int, bytes]]) -> None:
         """Write vectors into rows, and return when the device has them.
 
         Args:
-            rows: Pairs of a row and the vector's values, float32 little-endian [hidden]. No running request may use
-                these rows.
+            rows: Pairs of a row and the vector's values, float32 little-endian. No running request may use these
+                rows. Vectors of another width than the table's are for other tables, and are left out.
         """
-        pending = iter(rows)
+        pending = ((row, values) for row, values in rows if len(values) == self.row_bytes)
         while batch := list(islice(pending, len(self._vectors))):
             self._stage(values for _, values in batch)
             with torch.cuda.stream(self._stream):  # does nothing without a stream

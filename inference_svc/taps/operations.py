@@ -54,12 +54,12 @@ def bounded(steered: Tensor, x: Tensor, limit: float) -> Tensor:
     add up to an infinity over the layers of any model.
 
     Args:
-        steered: The rows after all operations, float32 [r, hidden].
-        x: The rows before steering, float32 [r, hidden].
+        steered: The rows after all operations, float32 [r, width].
+        x: The rows before steering, float32 [r, width].
         limit: See `reach`.
 
     Returns:
-        The rows, float32 [r, hidden]. An element that steering made NaN gets back its old value.
+        The rows, float32 [r, width]. An element that steering made NaN gets back its old value.
     """
     bounds = x.abs().clamp(min=limit)
     return torch.where(steered.isnan(), x, torch.maximum(torch.minimum(steered, bounds), -bounds))
@@ -69,19 +69,20 @@ def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBat
     """Apply one operation to each row and return the new rows.
 
     Args:
-        x: The residual rows, float32 [r, hidden].
-        v: The vector of each row, float32 [r, hidden].
+        x: The rows, float32 [r, width].
+        v: The vector of each row, float32 [r, width].
         inverse_norms: 1 / |v| for each vector, float32 [r]; 0 for a zero vector.
         batch: The operations.
 
     Returns:
-        The new rows, float32 [r, hidden].
+        The new rows, float32 [r, width].
     """
     projections = (x * v).sum(dim=-1) * inverse_norms  # x . v^
     clamped = torch.maximum(torch.minimum(projections, batch.highs), batch.lows)
     along_unit = torch.where(batch.kinds == Kind.ABLATE, -batch.scales * projections, clamped - projections)
     factors = torch.where(batch.kinds == Kind.ADD, batch.scales, along_unit * inverse_norms)
     moved = torch.where((batch.kinds == Kind.SET).unsqueeze(-1), v, x + factors.unsqueeze(-1) * v)
+    moved = torch.where((batch.kinds == Kind.MULTIPLY).unsqueeze(-1), x * v, moved)
     if not batch.keeps_norm.any():
         return moved
     before, after = x.norm(dim=-1), moved.norm(dim=-1)

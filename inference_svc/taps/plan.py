@@ -35,6 +35,7 @@ class Kind(IntEnum):
     CAP = 2
     """Also used to set a projection to a value: a cap whose bounds are equal."""
     SET = 3
+    MULTIPLY = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Operation:
     row: int
     """The vector's row in the bank."""
     layers: tuple[int, ...]
-    """The layers after which it is applied, ascending."""
+    """The layers at which it is applied, ascending."""
     positions: selection_pb2.PositionSelection
     """The positions to which it is applied."""
     scale: float = 1.0
@@ -56,12 +57,15 @@ class Operation:
     """Upper bound of CAP."""
     keep_norm: bool = False
     """Rescale the row to the norm that it had before."""
+    site: capture_pb2.Site.ValueType = capture_pb2.SITE_RESID_POST
+    """The site at which it is applied."""
 
     def to_data(self) -> dict[str, Any]:
         """Return the operation as plain data, for `from_data`."""
         return {
             **vars(self),
             "kind": int(self.kind),
+            "site": int(self.site),
             "layers": list(self.layers),
             "positions": self.positions.SerializeToString(),
         }
@@ -226,9 +230,11 @@ class RequestPlan:
             sites = tuple(site for site in self.capture.sites if points.sees(site))
             if layers and sites:
                 capture = replace(self.capture, layers=layers, sites=sites)
-        if points.has_stream:
-            return replace(self, capture=capture)  # its operations may change later, even if there are none
-        return replace(self, capture=capture, operations=(), name="") if capture else None
+        operations = tuple(operation for operation in self.operations if points.sees(operation.site))
+        name = self.name if points.can_steer else ""  # named operations may change later, even if there are none
+        if not (capture or operations or name):
+            return None
+        return replace(self, capture=capture, operations=operations, name=name)
 
 
 def _restore(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,22 @@ WIDE_SITES = (
 )
 """The sites inside a layer whose rows have a width of their own."""
 
+STEERABLE = frozenset(
+    {
+        capture_pb2.SITE_RESID_POST,
+        capture_pb2.SITE_ATTN_OUT,
+        capture_pb2.SITE_MLP_OUT,
+        capture_pb2.SITE_RESID_MID,
+        capture_pb2.SITE_Z,
+        capture_pb2.SITE_MLP_ACT,
+    }
+)
+"""The sites at which rows can be steered: what the model reads after the tap is exactly the row that the tap changes.
+
+The rows at q, k and v reach the attention's kernel together with the KV cache, which holds rows of earlier steps. Those
+at attn_in and mlp_in may be one tensor, so a change of one would change the other.
+"""
+
 
 @dataclass(frozen=True)
 class TapPoints:
@@ -52,8 +68,13 @@ class TapPoints:
 
     @property
     def has_stream(self) -> bool:
-        """Whether the points see the residual stream, which can be steered."""
+        """Whether the points see the residual stream."""
         return self.inner is INNER_SITES
+
+    @property
+    def can_steer(self) -> bool:
+        """Whether rows can be steered at some of the points."""
+        return self.has_stream or not STEERABLE.isdisjoint(self.inner)
 
     def sees(self, site: Site.ValueType) -> bool:
         """Return whether a point sees this site."""
@@ -75,7 +96,7 @@ class TapPoints:
         return tuple(layer for layer in layers if layer in stage)
 
     def after(self, layer: int) -> int:
-        """Return the point after a layer, where rows are steered."""
+        """Return the point after a layer."""
         return 1 + layer - self.first_layer
 
     def of(self, site: Site.ValueType, layer: int) -> int:
@@ -108,7 +129,7 @@ class AllPoints:
         object.__setattr__(self, "firsts", tuple(sum(counts[:index]) for index in range(len(counts))))
 
     def after(self, layer: int) -> int:
-        """Return the number of the point after a layer, where rows are steered."""
+        """Return the number of the point after a layer."""
         return self.groups[0].after(layer)
 
     def of(self, site: Site.ValueType, layer: int) -> int:

@@ -154,7 +154,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             steering_operations=["add", "ablate", "cap", "replace", "set"], encodings=ENCODINGS.values(),
             reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
             limits=inference_pb2.Limits(
-                max_model_len=4096, max_operations=256,
+                max_model_len=4096, max_operations=256, max_vectors=1000,
                 capture_pool_bytes=3 << 30, ring_bytes=1 << 28, table_bytes=5 << 20,
             ),
             vllm_version="0.0.peer", server_version="0.1.0", store_endpoints=stores,
@@ -163,6 +163,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         for store in parse_stores(self.script.stores or ()):
             response.stores.add(name=store.name, endpoint=store.endpoint)
         if not self.script.is_old:
+            response.steering_sites.extend([capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT])
             response.server_time.FromNanoseconds(int((time.time() + self.script.clock_skew) * 1e9))
             if request.check_store and self.store_endpoint:
                 response.store_check.CopyFrom(self._check_store())

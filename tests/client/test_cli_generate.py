@@ -13,6 +13,7 @@ from peer import HIDDEN
 from safetensors.numpy import save_file
 
 import residuum
+from residuum.directions.values import Origin
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2
 from residuum.values.selection_texts import parse_layers
 
@@ -223,6 +224,28 @@ def test_rows_can_be_set_on_the_command_line(cli, peer, tmp_path, monkeypatch):
     (operation,) = peer.requests[-1].spec.steering.operations
     assert (operation.WhichOneof("operation"), list(operation.layers.list.layers)) == ("set", [1, 2])
     assert len(operation.positions.ranges) == 1
+
+
+def test_the_site_to_steer_is_chosen_on_the_command_line(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("mask.npy", np.ones(HIDDEN))
+    steer = ("--multiply", "mask.npy@1,3", "--add", "mask.npy@2", "--steer-site", "mlp_out")
+    assert cli("generate", "a", *steer)[0] == 0
+    for operation, kind in zip(peer.requests[-1].spec.steering.operations, ("multiply", "add"), strict=True):
+        assert (operation.WhichOneof("operation"), operation.site) == (kind, capture_pb2.SITE_MLP_OUT)
+    code, _, err = cli("generate", "a", "--add", "mask.npy@1", "--steer-site", "mlp")
+    assert code == 1
+    assert "'mlp' is not a site; choose among resid_post" in err
+
+
+def test_directions_of_neurons_apply_where_they_were_made(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    residuum.Directions({2: np.ones(HIDDEN)}, origin=Origin(site="mlp_act")).save("neurons.safetensors")
+    residuum.Directions({2: np.ones(HIDDEN)}, origin=Origin(site="resid_pre")).save("pre.safetensors")
+    assert cli("generate", "a", "--add", "neurons.safetensors@2", "--add", "pre.safetensors@2")[0] == 0
+    own, before = peer.requests[-1].spec.steering.operations
+    assert (own.site, list(own.layers.list.layers)) == (capture_pb2.SITE_MLP_ACT, [2])
+    assert (before.site, list(before.layers.list.layers)) == (0, [1])
 
 
 @pytest.mark.parametrize("replace", ["joy.npy@1", "joy.npy@1:", "joy.npy@1:x", "joy.npy@1:1:2", "joy.npy:1", "joy.npy"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import pickle
 import threading
@@ -13,10 +14,11 @@ import pytest
 from peer import HIDDEN
 
 import residuum
+from residuum.directions.values import Origin
 from residuum.protocol.requests import plan_generation, plan_spec, plan_steering
 from residuum.rpc.channels import open_channel
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc, selection_pb2, steering_pb2
+from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc, selection_pb2, steering_pb2, tensor_pb2
 
 
 def vector(seed=0):
@@ -71,7 +73,6 @@ async def test_captured_rows_can_be_set(client, peer):
 @pytest.mark.parametrize(
     ("captures", "arguments", "told"),
     [
-        ({"sites": "attn_out"}, {}, "rows of attn_out cannot be set"),
         ({"encoding": "rp", "dimensions": 4}, {}, "have 4 elements .encoding rp., and rows of the model have 8"),
         ({}, {"positions": [3]}, "no row of layer 1 at position 3"),
         ({}, {"layers": [2]}, "no row of layer 2 at position 0"),
@@ -90,6 +91,7 @@ MAKE = {
     "cap": lambda vectors, **where: residuum.Cap(vectors, max=0.5, **where),
     "replace": lambda vectors, **where: residuum.Replace(vectors, value=0.5, **where),
     "set": residuum.Set,
+    "multiply": residuum.Multiply,
 }
 
 
@@ -104,6 +106,83 @@ def test_a_vector_for_each_layer_is_sent_as_the_contract_says(kind):
     assert not message.keep_norm
     assert operation.vectors == (JOY, WOE)
     assert MAKE[kind](JOY, layer=1).vectors == (JOY,)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_the_site_is_sent_unless_it_is_the_default(kind):
+    for site in ("resid_post", None):
+        assert MAKE[kind](JOY, layer=1, site=site) == MAKE[kind](JOY, layer=1)
+        assert not MAKE[kind](JOY, layer=1, site=site).to_proto().site
+    operation = MAKE[kind](JOY, layer=1, site="z")
+    assert operation.to_proto().site == capture_pb2.SITE_Z
+    assert operation != MAKE[kind](JOY, layer=1)
+    with pytest.raises(residuum.UnknownSite, match="'zz' is not a site"):
+        MAKE[kind](JOY, layer=1, site="zz")
+
+
+def test_directions_apply_at_the_site_where_they_move_the_stream():
+    def site_and_layers(made, site=None):
+        operation = residuum.Add(residuum.Directions({2: JOY}, origin=Origin(site=made)), site=site)
+        return operation.site, list(operation.vector)
+
+    assert site_and_layers("resid_post") == ("resid_post", [2])
+    assert site_and_layers("resid_pre") == ("resid_post", [1])
+    assert site_and_layers("attn_out") == ("resid_post", [2])
+    assert site_and_layers("attn_out", "attn_out") == ("attn_out", [2])
+    assert site_and_layers("resid_pre", "mlp_out") == ("mlp_out", [2]), "only the stream is that after the layer before"
+    for own in ("z", "mlp_act"):
+        assert site_and_layers(own) == (own, [2])
+        neurons = residuum.Directions({2: JOY}, origin=Origin(site=own))
+        for (operation,) in (neurons.add(2.0), neurons.ablate(), neurons.cap(max=1.0), neurons.replace(1.0)):
+            assert operation.site == own
+    for other in ("q", "attn_in"):
+        with pytest.raises(residuum.UnknownSite, match=f"Directions of {other} cannot be applied"):
+            site_and_layers(other)
+
+
+async def test_rows_are_set_at_the_site_where_they_were_captured(client):
+    acts = await captured(client, sites=["attn_out", "resid_post"])
+    assert {item.site for item in residuum.Set.from_activations(acts.select(site="attn_out"))} == {"attn_out"}
+    assert {item.site for item in residuum.Set.from_activations(acts.select(site="resid_post"))} == {"resid_post"}
+
+
+async def test_a_server_that_would_ignore_the_site_is_not_asked(client, peer):
+    operation = residuum.Add(JOY, layer=1, site="mlp_out")
+    peer.script.is_old = True
+    with pytest.raises(residuum.UnknownSite, match="older than the client, and steers only at resid_post"):
+        await client.generate("a", steer=operation)
+    with pytest.raises(residuum.UnknownSite, match="older than the client"):
+        await client.register(steer=operation)
+    await client.generate("a", max_tokens=1, steer=residuum.Add(JOY, layer=1, site="resid_post"))
+    assert peer.calls.count("GetModelInfo") == 2
+    peer.script.is_old = False
+    for _ in range(2):
+        await client.generate("a", max_tokens=1, steer=operation)
+    assert peer.calls.count("GetModelInfo") == 3, "it is asked once"
+
+
+def test_masks_remove_heads_and_neurons():
+    sites = [capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q, capture_pb2.SITE_Z, capture_pb2.SITE_MLP_ACT]
+    proto = inference_pb2.GetModelInfoResponse(
+        dtype=tensor_pb2.DATA_TYPE_FLOAT32, hidden_size=4, sites=sites, site_widths=[4, 8, 8, 8]
+    )
+    proto.attention.add(num_heads=4)
+    proto.attention.add(num_heads=4)
+    assert residuum.ModelInfo.from_proto(proto).steering_sites == (), "an older server"
+    proto.steering_sites.extend([sites[0], *sites[2:]])
+    info = residuum.ModelInfo.from_proto(proto)
+    assert info.steering_sites == ("resid_post", "z", "mlp_act")
+    assert info.mask("z", [1, np.int64(3)]).values.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert info.mask("mlp_act", range(2), factor=2.5).values.tolist() == [2.5, 2.5, 1, 1, 1, 1, 1, 1]
+    for site in ("attn_out", "resid_post", "q"):
+        with pytest.raises(residuum.UnknownSite, match="choose z or mlp_act"):
+            info.mask(site, [0])
+    with pytest.raises(residuum.InvalidRequest, match="no head 4: the model has 4, 0 to 3"):
+        info.mask("z", [0, 4])
+    with pytest.raises(residuum.InvalidRequest, match="no neuron -1: the model has 8"):
+        info.mask("mlp_act", [-1])
+    with pytest.raises(residuum.InvalidRequest, match="does not say how many heads"):
+        dataclasses.replace(info, attention=()).mask("z", [0])
 
 
 def test_directions_steer_with_a_vector_for_each_layer():

@@ -81,13 +81,14 @@ class Engine:
         raise LookupError("the service does not serve")
 
     @contextmanager
-    def held(self, *vectors: residuum.Vector) -> Iterator[None]:
+    def held(self, *used: residuum.Vector | residuum.Add) -> Iterator[None]:
         """Pause vLLM's engine, so that all requests made in the meantime run at once.
 
-        A paused engine loads no vectors, so the vectors in use must be named here.
+        A paused engine loads no vectors, so the vectors in use must be named here, or operations with them.
         """
-        if vectors:
-            self.client.generate([5], max_tokens=1, steer=[residuum.Add(vector, layer=0) for vector in vectors])
+        if used:
+            steer = [residuum.Add(item, layer=0) if isinstance(item, residuum.Vector) else item for item in used]
+            self.client.generate([5], max_tokens=1, steer=steer)
         table = subprocess.run(["ps", "-eo", "pid=,pgid=,args="], check=True, capture_output=True, text=True).stdout
         rows = [line.split(maxsplit=2) for line in table.splitlines()]
         (core,) = [

@@ -17,7 +17,7 @@ from tests.reference.tiny import LAYERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from bench.conformance.reference import Change, Rows
+    from bench.conformance.reference import Changes, Rows
     from residuum.values.manifest import Manifest, RowSet
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
@@ -80,7 +80,7 @@ def check_capture(
     sites: Sequence[str] = SITES,
     layers: Sequence[int] = EVERY_LAYER,
     wanted: Wanted = everything,
-    changes: Mapping[int, Change] | None = None,
+    changes: Changes | None = None,
 ) -> dict[Row, Rows]:
     """Check a complete capture: it holds exactly the requested rows, with the reference's values.
 
@@ -113,7 +113,7 @@ def check_complete(
     sites: Sequence[str] = SITES,
     layers: Sequence[int] = EVERY_LAYER,
     wanted: Wanted = everything,
-    changes: Mapping[int, Change] | None = None,
+    changes: Changes | None = None,
 ) -> dict[Row, Rows]:
     """The same check for a request whose reply is known only from its manifest."""
     manifest = engine.client.manifest(request_id, wait=30)
@@ -185,7 +185,7 @@ def _expected_rows(
     sites: Sequence[str],
     layers: Sequence[int],
     wanted: Wanted,
-    changes: Mapping[int, Change] | None,
+    changes: Changes | None,
 ) -> dict[Row, Rows]:
     expected: dict[Row, Rows] = {}
     prompt = manifest.prompt_token_ids

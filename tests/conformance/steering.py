@@ -9,9 +9,9 @@ import torch
 import residuum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from bench.conformance.reference import Change
+    from bench.conformance.reference import Change, Changes
     from residuum.values.selections import PositionsLike
 
 
@@ -20,7 +20,7 @@ class Steering(NamedTuple):
 
     steer: list[residuum.Add]
     """For the client."""
-    changes: Mapping[int, Change]
+    changes: Changes
     """For the reference."""
 
 

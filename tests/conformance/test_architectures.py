@@ -5,7 +5,7 @@ The workers' uninitialised memory is filled with garbage, so that code that depe
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
     OutcomeOf = Callable[[str, tuple[str, ...], str], Outcome]
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 _ENGINES = 2
 """Engines that run at the same time. An engine uses one core while it starts, and none while it stops."""
 NAMES = [name for name, architecture in ARCHITECTURES.items() if architecture.everyday]
+STEERABLE = {"attn_out", "resid_mid", "mlp_out", "z", "mlp_act"}
 _REFUSED = [name for name in NAMES if ARCHITECTURES[name].refused]
 _VLLM, _TRANSFORMERS = "vllm", "transformers"
 """Whose code runs the model: vLLM's own, or that of transformers (vLLM's `--model-impl`)."""
@@ -60,6 +61,8 @@ def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             running: dict[tuple[str, tuple[str, ...], str], Future[Outcome]] = {
                 case: pool.submit(run, *case) for case in cases
             }
+            # All of them at once: threads that import modules disturb pytest between two tests.
+            wait(running.values())
             yield lambda name, sites, code: running[name, sites, code].result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -70,11 +73,12 @@ def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_every_row_is_that_of_transformers(outcome_of: OutcomeOf, name: str, sites: tuple[str, ...], code: str) -> None:
     outcome = outcome_of(name, sites, code)
     assert outcome.verdict is Verdict.EXACT, outcome.detail
-    requests = make_requests()
+    requests = make_requests(dict.fromkeys(STEERABLE & set(sites), 1))
     positions = sum(len(request.prompt) + NEW_TOKENS - 1 for request in requests)
     assert outcome.rows == len(sites) * LAYERS * positions
     assert outcome.states == {"complete": len(requests)}
     assert outcome.capturing_ranks == 1
+    assert outcome.attention_layers == (len(requests) * LAYERS if {"q", "k"} <= set(sites) else 0)
     assert outcome.model_runner in {"v1", "v2"}
 
 

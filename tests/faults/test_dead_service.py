@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import residuum
+from svc_common.launcher import ROOT
+from tests import warm_start
 from tests.faults.support import Store
 
 NO_ROWS = residuum.Capture(layers="all", positions=residuum.Positions.of([(1000, None)]))
@@ -19,28 +20,27 @@ LEASE, DRAIN = 4.0, 0.5
 
 
 class ScriptedService:
-    """A process of the inference service."""
+    """A process of the inference service, a fork of one that has imported vLLM."""
 
-    def __init__(self, store: str) -> None:
-        command = [sys.executable, "-m", "tests.faults.scripted_service", store]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout
-        self.endpoint = self.process.stdout.readline().strip()
-        assert self.endpoint, "the service did not start; its error is above"
+    def __init__(self, store: str, log: Path) -> None:
+        log.touch()
+        self.process = warm_start.launch("tests.faults.scripted_service", [store], ROOT, log)
+        while not (lines := [line for line in log.read_text().splitlines() if line.startswith("127.0.0.1:")]):
+            assert self.process.poll() is None, f"the service did not start: {log.read_text()}"
+            time.sleep(0.05)
+        self.endpoint = lines[0]
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout
-        self.process.stdout.close()
 
 
 @pytest.fixture
-def start_service() -> Iterator[Callable[[str], ScriptedService]]:
+def start_service(tmp_path: Path) -> Iterator[Callable[[str], ScriptedService]]:
     started: list[ScriptedService] = []
 
     def start(store: str) -> ScriptedService:
-        started.append(ScriptedService(store))
+        started.append(ScriptedService(store, tmp_path / f"service-{len(started)}.log"))
         return started[-1]
 
     yield start

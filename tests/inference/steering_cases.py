@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.operations import reach
 from inference_svc.taps.plan import Kind, Operation
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
@@ -67,6 +68,8 @@ class Case:
             before = self.hidden[row].double().numpy()
             delayed = 0.0 if self.residual is None else self.residual[row].double().numpy()
             moved, error = expected(before + delayed, operations, self.vectors)
+            bounds = np.maximum(np.abs(before + delayed), reach(self.hidden.dtype))
+            moved = np.clip(moved, -bounds, bounds)
             wanted = moved - delayed
             rounding = ROUNDING[self.hidden.dtype] * np.abs(wanted) + _SMALLEST[self.hidden.dtype]
             difference = np.abs(steered[row].double().numpy() - wanted)
@@ -81,7 +84,8 @@ def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) ->
         plain = steer(x, replace(operation, keep_norm=False), vector)
         bounds = [abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)]
         size = np.linalg.norm(x) + np.linalg.norm(plain) + abs(operation.scale) * np.linalg.norm(vector) + sum(bounds)
-        later = (2 + abs(operation.scale)) * error + 1e-6 * size
+        grows = np.abs(vector).max() if operation.kind == Kind.MULTIPLY else 2 + abs(operation.scale)
+        later = grows * error + 1e-6 * size
         if operation.keep_norm and np.linalg.norm(plain):
             # If little is left of the row, rescaling also scales up its error.
             factor = np.linalg.norm(x) / np.linalg.norm(plain)

@@ -66,6 +66,8 @@ def steer(x, operation, vector):
 def _moved(x, operation, vector):
     if operation.kind == Kind.SET:
         return vector.astype(np.float64)
+    if operation.kind == Kind.MULTIPLY:
+        return x * vector
     if operation.kind == Kind.ADD:
         return x + operation.scale * vector
     unit = vector / np.linalg.norm(vector)
@@ -221,10 +223,14 @@ class Model:
             if request and request.pending:
                 left.append((request.plan.capture.capture_id, request.pending))
         for name, plan in admitted:
-            if plan and name not in self.requests:
+            if plan and name not in self.requests and self._has_work(plan):
                 self.admitted += 1
                 self.requests[name] = Tracked(plan, first_generated=32 - self.admitted * 13 % 32)
         return left
+
+    def _has_work(self, plan):
+        captures = plan.capture is not None and set(plan.capture.layers) & set(self.layers)
+        return captures or plan.operations or plan.name
 
     def steered(self, name, position, layer, hidden, residual):
         """Return the expected `hidden` after the tap, float64; None if it must not change."""

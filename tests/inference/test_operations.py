@@ -71,6 +71,8 @@ def test_each_row_gets_its_own_operation(case):
         # The precision of float32: seven digits of the largest number involved.
         size = np.abs(x[row]).sum() + max(abs(operation.scale), 1) * (np.abs(vector).max() + np.abs(x[row]).sum())
         size += max((abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)), default=0)
+        if operation.kind == Kind.MULTIPLY:
+            size += np.abs(vector).max() * np.abs(x[row]).max()
         if operation.keep_norm:
             # If little is left of the row, rescaling also scales up its error.
             left = np.linalg.norm(steer(x[row].astype(np.float64), replace(operation, keep_norm=False), vector))

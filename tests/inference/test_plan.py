@@ -135,10 +135,11 @@ def test_a_capture_waits_unless_it_may_shed():
         ({"ablate": steering_pb2.Ablate(digest=B)}, (Kind.ABLATE, 1.0, -math.inf, math.inf)),
         ({"ablate": steering_pb2.Ablate(digest=B, scale=0.0)}, (Kind.ABLATE, 0.0, -math.inf, math.inf)),
         ({"set": steering_pb2.Set(digest=B)}, (Kind.SET, 1.0, -math.inf, math.inf)),
+        ({"multiply": steering_pb2.Multiply(digest=B)}, (Kind.MULTIPLY, 1.0, -math.inf, math.inf)),
         ({"cap": steering_pb2.Cap(digest=B, max=0.0)}, (Kind.CAP, 1.0, -math.inf, 0.0)),
         ({"cap": steering_pb2.Cap(digest=B, min=-2.0)}, (Kind.CAP, 1.0, -2.0, math.inf)),
     ],
-    ids=["add", "ablate", "ablate nothing", "set", "cap above", "cap below"],
+    ids=["add", "ablate", "ablate nothing", "set", "multiply", "cap above", "cap below"],
 )
 def test_an_operation_is_resolved_to_the_banks_row(fields, expected):
     item = steering_pb2.SteeringOperation(layers=layer_list(1, 2), positions=select(every=3), **fields)

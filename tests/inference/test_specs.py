@@ -27,6 +27,7 @@ FACTS = SimpleNamespace(
     vocab_size=100,
     max_logprobs=20,
     sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT),
+    steering_sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT),
     encodings=tuple(ENCODINGS.values()),
     reductions=tuple(capture_pb2.Reduction.values()[1:]),
     capture_defaults=CaptureDefaults(),

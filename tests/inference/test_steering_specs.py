@@ -25,7 +25,13 @@ from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from tests.inference.taps_support import GENERATED, select
 
-FACTS = SimpleNamespace(name="tiny", num_layers=4, max_model_len=32, sites=(capture_pb2.SITE_RESID_POST,))
+FACTS = SimpleNamespace(
+    name="tiny",
+    num_layers=4,
+    max_model_len=32,
+    sites=(capture_pb2.SITE_RESID_POST,),
+    steering_sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Z),
+)
 A, B, C = (name * 32 for name in (b"a", b"b", b"c"))
 ALL = selection_pb2.LayerSelection(all=True)
 
@@ -84,13 +90,49 @@ def test_an_unknown_layer_is_reported_before_wrong_digests():
     assert (caught.value.reason_name, caught.value.metadata["layer"]) == ("UNKNOWN_LAYER", "4")
 
 
-@pytest.mark.parametrize("kind", ["add", "ablate", "cap", "replace", "set"])
+@pytest.mark.parametrize("kind", ["add", "ablate", "cap", "replace", "set", "multiply"])
 def test_every_operation_accepts_a_vector_for_each_layer(kind):
     bounds = {"max": 1.0} if kind == "cap" else {}
     resolved = resolve_spec(spec(by_layer(kind, keep_norm=True, **bounds)), FACTS).steering
     assert digests_of(resolved) == [A, B]
-    assert directions_of(resolved) == (set() if kind in ("add", "set") else {A, B})
+    assert directions_of(resolved) == (set() if kind in ("add", "set", "multiply") else {A, B})
     assert resolved.operations[0].keep_norm
+
+
+def at(site, **fields):
+    made = operation(**fields)
+    made.site = site
+    return made
+
+
+def test_the_default_site_is_left_out_so_that_equal_steering_is_equal():
+    plain = resolve_steering(steering(operation()), FACTS)
+    assert resolve_steering(steering(at(capture_pb2.SITE_RESID_POST)), FACTS) == plain
+    assert resolve_steering(steering(at(capture_pb2.SITE_Z)), FACTS).operations[0].site == capture_pb2.SITE_Z
+
+
+@pytest.mark.parametrize(
+    ("site", "advice"),
+    [
+        (capture_pb2.SITE_RESID_PRE, "Steer SITE_RESID_POST of the layer before"),
+        (capture_pb2.SITE_MLP_ACT, "with --capture-sites"),
+        (capture_pb2.SITE_Q, "this server steers at: SITE_RESID_POST, SITE_Z. No server"),
+        (77, "the site 77 cannot be steered"),
+    ],
+)
+def test_a_site_that_cannot_be_steered_is_refused_by_name(site, advice):
+    with pytest.raises(Failure, match=advice) as caught:
+        resolve_steering(steering(operation(), at(site)), FACTS)
+    assert caught.value.reason_name == "UNKNOWN_SITE"
+    assert caught.value.metadata["armed"] == "SITE_RESID_POST,SITE_Z"
+
+
+def test_operations_at_two_sites_of_a_layer_share_no_entry():
+    twice = demand_of_steering(resolve_steering(steering(operation(), operation()), FACTS), None)
+    apart = demand_of_steering(resolve_steering(steering(operation(), at(capture_pb2.SITE_Z)), FACTS), None)
+    assert (twice.entries, apart.entries) == (2, 2)
+    three = steering(operation(), operation(), at(capture_pb2.SITE_Z))
+    assert demand_of_steering(resolve_steering(three, FACTS), None).entries == 3
 
 
 def test_vectors_of_all_layers_and_operations_are_needed_once_and_in_order():

@@ -40,7 +40,7 @@ class Bench:
         self.bank = {}
         self.loading = asyncio.Event()
         self.loading.set()
-        cache = VectorCache(KNOWN, HIDDEN, lambda _digest: False)
+        cache = VectorCache(KNOWN, 1 << 20, (HIDDEN,), lambda _digest: False)
         for number in range(KNOWN):
             cache.put(numbered(number))
         self.activator = VectorActivator(cache, rows, self.load, wait_seconds)

@@ -51,7 +51,7 @@ def users():
 
 @pytest.fixture
 def cache(users):
-    return VectorCache(3, HIDDEN, users)
+    return VectorCache(3, 1 << 20, (HIDDEN,), users)
 
 
 BAD_VECTORS = {
@@ -132,7 +132,9 @@ def test_eviction_does_not_search_vectors_in_use_repeatedly(tenant):
     """Of 400 vectors, the 200 oldest are in use. Then 1,000 new ones are added, one after the other."""
     held = {vector_name(tenant, numbered(number).digest) for number in range(200)}
     asked = []
-    cache = VectorCache(10_000 if tenant else 400, HIDDEN, lambda name: bool(asked.append(name)) or name in held)
+    cache = VectorCache(
+        10_000 if tenant else 400, 1 << 30, (HIDDEN,), lambda name: bool(asked.append(name)) or name in held
+    )
     limit = {"tenant": tenant, "max_bytes": 400 * 4 * HIDDEN} if tenant else {}
     for number in range(10):
         cache.put(numbered(-1 - number), "bob")  # a tenant's own limit does not look at other tenants' vectors
@@ -145,10 +147,30 @@ def test_eviction_does_not_search_vectors_in_use_repeatedly(tenant):
     assert cache.num_vectors == (410 if tenant else 400)
 
 
+def test_vectors_of_several_widths_share_the_memory():
+    """Eight bytes for each of 4 elements, of which the cache keeps at most 40."""
+    cache = VectorCache(100, 40 * 4, (4, 16), lambda name: name == numbered(0).digest)
+    wide = [vector(*[float(number)] * 16) for number in range(3)]
+    for item in (numbered(0), wide[0], wide[1]):
+        cache.put(item)
+    assert cache.num_vectors == 3
+    cache.put(wide[2])
+    assert cache.missing([item.digest for item in (numbered(0), *wide)]) == [wide[0].digest]
+    cache.check_room([16, 16, 4, 4])
+    with pytest.raises(Failure, match="of 176 bytes in total, but the service keeps at most 100 vectors and 160 bytes"):
+        cache.check_room([16, 16, 4, 4, 4])
+    cache.check_width(wide[1].digest, 16)
+    with pytest.raises(Failure, match="has 16 elements, but the rows that it is for have 4") as caught:
+        cache.check_width(wide[1].digest, 4)
+    assert (caught.value.reason_name, caught.value.metadata) == ("WRONG_LENGTH", {"length": "16", "width": "4"})
+    with pytest.raises(Failure, match="has 5 elements, but rows that this server steers have 4 or 16"):
+        cache.put(vector(*range(5)))
+
+
 def test_more_vectors_than_the_cache_holds_are_an_error(cache):
-    cache.check_number(3)
-    with pytest.raises(Failure, match="uses 4 vectors, but the service keeps at most 3") as caught:
-        cache.check_number(4)
+    cache.check_room([HIDDEN] * 3)
+    with pytest.raises(Failure, match="uses 4 vectors of 64 bytes in total, but the service keeps at most 3") as caught:
+        cache.check_room([HIDDEN] * 4)
     assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
 
 
@@ -199,7 +221,7 @@ class Bench:
 
     def __init__(self, wait_seconds):
         self.bank = Bank()
-        self.cache = VectorCache(5, HIDDEN, lambda _digest: False)
+        self.cache = VectorCache(5, 1 << 20, (HIDDEN,), lambda _digest: False)
         self.activator = VectorActivator(self.cache, 2, self.bank.load, wait_seconds)
         for number in range(1, 6):
             self.cache.put(numbered(number))

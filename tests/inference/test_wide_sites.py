@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from inference_svc.taps import op
-from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.insertion import check_widths, put_taps
 from inference_svc.taps.model.structure import observe
@@ -159,14 +158,22 @@ def test_every_place_has_a_number_of_its_own():
 
 def test_a_plan_is_divided_by_the_widths_of_its_sites():
     stream, keys, neurons, _ = points_of(0, 2, WIDTHS).groups
-    operation = Operation(Kind.ADD, 0, (0,), select())
-    plan = RequestPlan(5, Capture("r", 0, (0, 1), select(), (POST, K)), (operation,), name="r#0")
+    operation, wide = Operation(Kind.ADD, 0, (0,), select()), Operation(Kind.SET, 1, (1,), select(), site=ACT)
+    plan = RequestPlan(5, Capture("r", 0, (0, 1), select(), (POST, K)), (operation, wide), name="r#0")
     assert plan.for_points(stream, captures=True).capture.sites == (POST,)
     part = plan.for_points(keys, captures=True)
     assert (part.capture.sites, part.operations, part.name) == ((K,), (), "")
-    assert plan.for_points(neurons, captures=True) is None
+    assert plan.for_points(neurons, captures=True) == RequestPlan(5, None, (wide,), name="r#0")
     assert plan.for_points(keys, captures=False) is None
     assert plan.for_points(stream, captures=False) == RequestPlan(5, None, (operation,), name="r#0")
+
+
+def test_points_without_work_get_no_plan_unless_its_steering_may_change():
+    stream, keys, neurons, heads = points_of(0, 2, WIDTHS).groups
+    plan = RequestPlan(5, Capture("r", 0, (0, 1), select(), (K,)))
+    assert [plan.for_points(group, captures=True) is None for group in (stream, neurons, heads)] == [True] * 3
+    named = RequestPlan(5, plan.capture, name="r#0")
+    assert [named.for_points(group, captures=True).name for group in (stream, keys, neurons)] == ["r#0", "", "r#0"]
 
 
 @pytest.fixture
@@ -179,12 +186,11 @@ def path(tmp_path, monkeypatch):
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
     )
     points = points_of(0, 2, {K: 4, ACT: 6})
-    bank = VectorBank(4, 8, CPU)
-    made = CapturePath(config, CPU, points, [8, 4, 6], [POST, K, ACT], bank)
+    made = CapturePath(config, CPU, points, [8, 4, 6], [POST, K, ACT], 4)
     made.make_ring(str(tmp_path / "ring"), 1 << 20, [""])
     taps, _ = made.make_taps()
     op.install(taps, points.firsts)
-    made.runtime, made.points, made.bank = TapRuntimes(made.runtimes(taps)), points, bank
+    made.runtime, made.points, made.bank = TapRuntimes(made.runtimes(taps)), points, made._banks[0]
     yield made
     made.producer.close()
 
@@ -199,8 +205,7 @@ def run_step(path, first, count, admitted=(), finished=()):
             rows = torch.randn(count, width)
             computed[site, layer] = rows.clone()
             op.call(rows, None, path.points.of(site, layer))
-            if site == POST:
-                computed["steered", layer] = rows
+            computed[{POST: "steered", ACT: "neurons", K: "keys"}[site], layer] = rows
     path.runtime.finish_step()
     return computed
 
@@ -226,6 +231,32 @@ def test_rows_of_all_widths_arrive_and_only_the_stream_is_steered(path):
     for step in steps:
         torch.testing.assert_close(step["steered", 1], step[POST, 1] + 2.0)
         torch.testing.assert_close(step["steered", 0], step[POST, 0])
+
+
+def test_rows_of_a_width_of_their_own_are_steered(path):
+    """First the neurons of one layer; then, after a change, the stream and the neurons of the other layer."""
+    path.load_vectors([(1, torch.ones(8).numpy().tobytes()), (2, torch.arange(6.0).numpy().tobytes())])
+    start = Operation(Kind.MULTIPLY, 2, (0,), select(), site=ACT)
+    then = (Operation(Kind.ADD, 2, (1,), select(), scale=2.0, site=ACT), Operation(Kind.ADD, 1, (0,), select()))
+    steps = [run_step(path, 0, 3, [("r", RequestPlan(3, None, (start,), name="r#0").to_extra_args())])]
+    assert path.runtime.change_steering("r#0", then) == 3
+    steps += [run_step(path, 3, 1)]
+    assert path.runtime.change_steering("r#0", ()) == 4
+    steps += [run_step(path, 4, 1)]
+    neurons = torch.arange(6.0)
+    for step, changes in zip(
+        steps,
+        [
+            {("neurons", 0): lambda x: x * neurons},
+            {("neurons", 1): lambda x: x + 2 * neurons, ("steered", 0): lambda x: x + 1},
+            {},
+        ],
+        strict=True,
+    ):
+        for name, site in (("neurons", ACT), ("steered", POST)):
+            for layer in (0, 1):
+                expected = changes.get((name, layer), lambda x: x)(step[site, layer])
+                torch.testing.assert_close(step[name, layer], expected)
 
 
 def test_a_request_without_sites_of_a_width_costs_it_nothing(path):

@@ -48,7 +48,7 @@ class TestBreaking:
             ("capture", "bytes payload = 15;", "bytes payload = 14;", "payload"),
             ("capture", "fixed32 crc32c = 2;", "uint32 crc32c = 2;", "crc32c"),
             ("capture", "uint32 width = 6;", "uint32 hidden = 6;", "width"),
-            ("capture", "SITE_MLP_OUT = 4;", "", 'enum "Site"'),
+            ("site", "SITE_MLP_OUT = 4;", "", 'enum "Site"'),
             ("store", "rpc GetStats(GetStatsRequest) returns (GetStatsResponse);", "", "GetStats"),
             ("inference", "returns (stream GenerateResponse);", "returns (GenerateResponse);", "Generate"),
         ],

@@ -50,7 +50,7 @@ def store_names(folder) -> set[str]:
 def inference_names(folder) -> set[str]:
     """The metrics of the inference service's parts, before a model is loaded."""
     registry = RequestRegistry(600, 10, max_bytes=1 << 20, make_id=make_id)
-    cache = VectorCache(8, 16, registry.is_leased)
+    cache = VectorCache(8, 1 << 20, (16,), registry.is_leased)
 
     async def load(rows):
         raise AssertionError("nothing is loaded here")

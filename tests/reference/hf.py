@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,17 +12,18 @@ from bench.conformance import reference
 from bench.conformance.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from bench.conformance.reference import Change, Rows
+    from bench.conformance.reference import Changes, Rows
 
 
 class Reference(reference.Reference):
     """A Llama run by transformers in float32."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(ARCHITECTURES["llama"], folder)
+        # A hook before this norm can change the stream between attention and MLP.
+        super().__init__(replace(ARCHITECTURES["llama"], middle=("post_attention_layernorm",)), folder)
 
     def hidden_states(self, token_ids: Sequence[int]) -> Rows:
         """Return transformers' hidden_states, [layers + 1, positions, hidden].
@@ -45,15 +47,13 @@ class Reference(reference.Reference):
         weights: Rows = self.model.lm_head.weight[token].detach().numpy().copy()
         return weights
 
-    def logits(self, token_ids: Sequence[int], changes: Mapping[int, Change] | None = None) -> Rows:
+    def logits(self, token_ids: Sequence[int], changes: Changes | None = None) -> Rows:
         """Return the logits of the token after each position, float64 [positions, vocabulary]."""
         with torch.inference_mode():
             logits: Rows = self.model.lm_head(self.run(token_ids, changes)).double().numpy()
         return logits
 
-    def shortfall(
-        self, prompt: Sequence[int], reply: Sequence[int], changes: Mapping[int, Change] | None = None
-    ) -> float:
+    def shortfall(self, prompt: Sequence[int], reply: Sequence[int], changes: Changes | None = None) -> float:
         """Return the largest shortfall of a greedily generated token's logit from the largest logit.
 
         It is 0 if every token is the most likely one after those before it. Tokens are not compared, because two tokens

@@ -143,7 +143,7 @@ class TestVectors:
         from inference_svc.resources.vector_cache import VectorCache
 
         self.leased = set()
-        return VectorCache(100, 4, lambda name: name in self.leased)
+        return VectorCache(100, 1 << 20, (4,), lambda name: name in self.leased)
 
     def vector(self, number):
         from residuum.wire.digests import vector_message

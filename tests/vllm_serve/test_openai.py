@@ -294,7 +294,7 @@ BAD = {
     ),
     "a vector of another width": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AAAAAA=="]},
-        "hidden size",
+        "rows that this server steers have 576",
     ),
     "a vector that is no number": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AADAfw==" * 576]},

@@ -14,6 +14,7 @@ from residuum._sync.streams import Stream, make_stream
 from residuum._sync.tokens import accept
 from residuum.protocol import vector_upload
 from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.patching import Metric, PatchSweep, SweepPlan
 from residuum.protocol.requests import (
     GenerationPlan,
     Prompt,
@@ -27,10 +28,11 @@ from residuum.protocol.requests import (
 from residuum.rpc import tracing
 from residuum.transport import health
 from residuum.transport.batches import BatchPlan, BatchResults, Outage, Steering
-from residuum.v1 import inference_pb2
+from residuum.v1 import inference_pb2, steering_pb2
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
 from residuum.values.replies import Health, PutResult, Registration, Reply
+from residuum.values.selections import LayersLike, PositionsLike
 from residuum.values.steering import Operation
 from residuum.values.vector import Vector
 
@@ -101,6 +103,7 @@ class Client(CaptureClient):
             shared_memory=shared_memory,
         )  # fmt: skip
         self._ledger = vector_upload.VectorLedger()
+        self._knows_sites = False
 
     def generate(
         self,
@@ -325,11 +328,80 @@ class Client(CaptureClient):
         """
         plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
+        self._check_sites(plan.spec.steering)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
         return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
+
+    def patch_sweep(
+        self,
+        clean: Prompt,
+        corrupted: Prompt,
+        *,
+        layers: LayersLike = "all",
+        positions: PositionsLike = "prompt",
+        site: str = "resid_post",
+        metric: Metric = "logit_difference",
+        answer: int | None = None,
+        other: int | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        max_concurrency: int = 32,
+        progress: bool = True,
+    ) -> PatchSweep:
+        """Find out which rows of one prompt make the model answer as it does for another one (activation patching).
+
+        The clean prompt's rows are captured. Then each of them, one at a time, replaces the row of the corrupted prompt
+        at the same layer and position, and the answer is scored again. All these requests run as one batch. The two
+        captures that this makes are deleted.
+
+        Args:
+            clean: The prompt that gives the rows; see `generate` for its forms.
+            corrupted: The prompt whose rows are replaced. It must have as many tokens.
+            layers: The layers to patch.
+            positions: The positions to patch.
+            site: The site to patch: one of `client.info().steering_sites`.
+            metric: What is scored: "logit_difference", the logit of `answer` minus that of `other`; or "logprob", the
+                log-probability of `answer`.
+            answer: The token ID of the clean prompt's answer. By default the first token of the model's own reply.
+            other: The token ID of the corrupted prompt's answer. By default the first token of the model's own reply.
+            model: The LoRA adapter to use, or the model that you expect, as for `generate`.
+            timeout: Seconds that each generation may take.
+            max_concurrency: How many generations run at once.
+            progress: Show a progress bar, on a terminal or in Jupyter.
+
+        Raises:
+            InvalidRequest: The prompts differ in length, `answer` and `other` are the same token, or an argument is
+                invalid.
+            UnknownSite: The server does not capture or steer at the site.
+            BatchFailed: Some requests failed.
+
+        Example:
+            >>> sweep = client.patch_sweep("The capital of France is", "The capital of Italy is")
+            >>> sweep.recovered.shape  # [layers, positions]; 1 where a row brings back the whole answer
+            (30, 5)
+        """
+        capture = Capture(layers=layers, sites=[site], positions=positions)
+        made = [self.generate(clean, capture=capture, model=model, timeout=timeout, max_tokens=1)]
+        try:
+            acts = self.activations(made[0], timeout=timeout)
+            capture = Capture(layers=[acts.layers[0]], sites=[site], positions=positions)
+            made.append(self.generate(corrupted, capture=capture, model=model, timeout=timeout, max_tokens=1))
+            others = self.activations(made[1], timeout=timeout)
+        finally:
+            self.delete(made)
+        plan = SweepPlan.of(made[0], made[1], acts, others, metric=metric, answer=answer, other=other)
+        info = self.info()
+        if len(plan.vectors()) <= info.limits["max_vectors"]:
+            self.put_vectors(plan.vectors())  # in one call; otherwise each request sends its own
+        prompts, steer = zip(*plan.requests(), strict=True)
+        scored = self.generate_many(
+            prompts, steer=steer, model=model, timeout=timeout, max_concurrency=max_concurrency, progress=progress,
+            max_tokens=0, prompt_logprobs=0,
+        )  # fmt: skip
+        return plan.result(scored)
 
     def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
         """Send vectors, or those of Directions, that the server lacks. Calls that steer also do this.
@@ -380,6 +452,7 @@ class Client(CaptureClient):
             (5,)
         """
         plan = plan_steering(request_id, steer)
+        self._check_sites(plan.request.steering)
         self._provide(plan.vectors)
         try:
             answer = self._update(plan)
@@ -452,6 +525,7 @@ class Client(CaptureClient):
 
     def _start(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         """Start a generation and wait until the request is accepted."""
+        self._check_sites(plan.request.spec.steering)
         self._provide(plan.vectors)
         try:
             call, builder = self._generate(plan, timeout)
@@ -472,6 +546,21 @@ class Client(CaptureClient):
             raise self._explained(failure, self.endpoint) from None
         self._channels.note_answer(self.endpoint)
         return call, builder
+
+    def _check_sites(self, steering: steering_pb2.SteeringSpec) -> None:
+        """Check once that the server reads the site of an operation. An older one would steer elsewhere, in silence.
+
+        Raises:
+            UnknownSite: The server does not read it.
+        """
+        if self._knows_sites or not any(operation.site for operation in steering.operations):
+            return
+        self._knows_sites = bool(self.info().steering_sites)
+        if not self._knows_sites:
+            raise exc.UnknownSite(
+                "This server is older than the client, and steers only at resid_post. Update it, or leave out site=.",
+                reason="UNKNOWN_SITE",
+            )
 
     def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
         """Send the vectors that the server lacks, and return them."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import captures, doctor, generate, health, labels, serve, services, token, vectors
+from residuum.cli import captures, doctor, generate, health, labels, patch, serve, services, token, vectors
 from residuum.cli.output import Output
 from residuum.cli.parser import Command, Parser, add_command, add_service_command
 from residuum.exceptions import ResiduumError
@@ -74,6 +74,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_captures(commands)
     _add_vectors(commands)
+    add_command(
+        commands,
+        "patch",
+        patch.run,
+        "find out which rows of one prompt bring about its answer, by putting them into another prompt",
+        arguments=patch.add_arguments,
+        timeout=None,
+        examples=patch.EXAMPLES,
+    )
     add_command(commands, "info", services.info, "show the served model and the limits")
     add_command(commands, "stats", services.stats, "show what the stores hold, and how long they keep it")
     text = "check the connections to and between the services, with advice for failures"

@@ -16,6 +16,8 @@ def info(options: argparse.Namespace, output: Output) -> int:
         facts = dataclasses.asdict(client.info())
     if facts["store_reachable"] is None:  # the inference service was not asked to check its stores
         del facts["store_reachable"], facts["store_detail"]
+    if not output.as_json:
+        del facts["attention"]  # a dozen numbers for each layer: for programs
     if output.is_terminal:
         facts["limits"] = {
             name: size(limit) if name.endswith("_bytes") else limit for name, limit in facts["limits"].items()

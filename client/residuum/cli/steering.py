@@ -1,4 +1,4 @@
-"""The flags that steer: --add, --ablate, --cap, --replace and --set, and the vectors that they name."""
+"""The flags that steer: --add, --ablate, --cap, --replace, --set and --multiply, and the vectors that they name."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("cap", "VECTOR@LAYERS:MIN:MAX", f"keep a projection between two bounds; {bounds} (default: none)"),
         ("replace", "VECTOR@LAYERS:VALUE", "set a projection (default: none)"),
         ("set", "VECTOR@LAYERS", "set whole rows to a vector (default: none)"),
+        ("multiply", "VECTOR@LAYERS", "multiply rows by a vector, element by element (default: none)"),
     ):
         group.add_argument(
             f"--{name}",
@@ -41,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     group.add_argument(
         "--steer-positions", metavar="POSITIONS", help=f"the positions to steer: {POSITIONS_HELP} (default: all)"
+    )
+    group.add_argument(
+        "--steer-site",
+        metavar="SITE",
+        help="the site to steer; `residuum info` lists them (default: resid_post)",
     )
     group.add_argument(
         "--keep-norm",
@@ -59,11 +65,12 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
     Raises:
         InvalidRequest: A flag is invalid.
     """
-    if not options.steer and (options.steer_positions or options.keep_norm):
+    if not options.steer and (options.steer_positions or options.steer_site or options.keep_norm):
         options.usage_error(
-            "--steer-positions and --keep-norm need --add, --ablate, --cap, --replace or --set; give both"
+            "--steer-positions, --steer-site and --keep-norm need --add, --ablate, --cap, --replace, --set or "
+            "--multiply; give both"
         )
-    where = {"positions": options.steer_positions, "keep_norm": options.keep_norm}
+    where = {"positions": options.steer_positions, "keep_norm": options.keep_norm, "site": options.steer_site}
     return [_OPERATIONS[name](text, where) for name, text in options.steer]
 
 
@@ -105,6 +112,7 @@ _OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
     "cap": _bounds,
     "replace": _replacement,
     "set": lambda text, where: residuum.Set(**_placed(text), **where),
+    "multiply": lambda text, where: residuum.Multiply(**_placed(text), **where),
 }
 """Parses the argument of each steering flag. The second argument holds the fields that all operations share."""
 
@@ -126,7 +134,8 @@ def _placed(text: str) -> dict[str, Any]:
     path, colon, name = source.rpartition(":")
     directions = None if colon else saved_directions(source)
     if directions is not None:
-        return {"vector": {place: vector for _, place, vector in directions.placed(layers)}}
+        chosen = {layer: vector for layer, _, vector in directions.placed(layers)}
+        return {"vector": residuum.Directions(chosen, origin=directions.origin)}
     vectors = load_vectors(path if colon else source)
     if not colon and len(vectors) == 1:
         return {"vector": next(iter(vectors.values())), "layers": layers}

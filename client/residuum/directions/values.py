@@ -171,7 +171,7 @@ class Directions(Mapping[int, Vector]):
             >>> client.generate("Hello", steer=joy.add(0.5, layers=range(10, 15)))
         """
         return [
-            Add(vectors, scale=own, positions=positions, keep_norm=keep_norm)
+            Add(vectors, scale=own, positions=positions, keep_norm=keep_norm, site=self.steering_site)
             for (own,), vectors in self._alike(layers, scale=scale)
         ]
 
@@ -199,7 +199,7 @@ class Directions(Mapping[int, Vector]):
             BadVector: A direction is zero.
         """
         return [
-            Ablate(vectors, scale=own, positions=positions, keep_norm=keep_norm)
+            Ablate(vectors, scale=own, positions=positions, keep_norm=keep_norm, site=self.steering_site)
             for (own,), vectors in self._alike(layers, scale=scale)
         ]
 
@@ -233,7 +233,7 @@ class Directions(Mapping[int, Vector]):
             >>> joy.cap(max={layer: usual[layer].max() for layer in usual})
         """
         return [
-            Cap(vectors, min=low, max=high, positions=positions, keep_norm=keep_norm)
+            Cap(vectors, min=low, max=high, positions=positions, keep_norm=keep_norm, site=self.steering_site)
             for (low, high), vectors in self._alike(layers, min=min, max=max)
         ]
 
@@ -264,9 +264,14 @@ class Directions(Mapping[int, Vector]):
             >>> joy.replace({layer: joyful[layer].mean() for layer in joyful})
         """
         return [
-            Replace(vectors, value=own, positions=positions, keep_norm=keep_norm)
+            Replace(vectors, value=own, positions=positions, keep_norm=keep_norm, site=self.steering_site)
             for (own,), vectors in self._alike(layers, value=value)
         ]
+
+    @property
+    def steering_site(self) -> str:
+        """The site at which the directions apply: "resid_post", or their own for "z" and "mlp_act"."""
+        return self._origin.site if self._origin.site in {"z", "mlp_act"} else "resid_post"
 
     def placed(self, layers: LayersLike | None = None) -> list[tuple[int, int, Vector]]:
         """Return (layer, the layer after which it applies, vector) for some layers; `add` explains the difference.
@@ -283,10 +288,10 @@ class Directions(Mapping[int, Vector]):
             raise UnknownLayer(
                 f"There is no direction for the layers {missing}. Choose among {list(self)}.", reason="UNKNOWN_LAYER"
             )
-        if self._origin.site in {"attn_in", "mlp_in"}:
+        if self._origin.site in {"attn_in", "mlp_in", "q", "k", "v"}:
             raise UnknownSite(
-                f"Directions of {self._origin.site} cannot be applied: its rows have passed a norm, and steering "
-                "changes the stream. Compute the directions from resid_pre, resid_mid or resid_post.",
+                f"Directions of {self._origin.site} cannot be applied: rows at this site cannot be steered. Compute "
+                "the directions from resid_pre, resid_mid or resid_post.",
                 reason="UNKNOWN_SITE",
             )
         shift = 1 if self._origin.site == "resid_pre" else 0

@@ -10,8 +10,23 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from residuum.v1 import selection_pb2 as _selection_pb2
+from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
 from residuum.v1 import tensor_pb2 as _tensor_pb2
+from residuum.v1.site_pb2 import SITE_ATTN_IN as SITE_ATTN_IN
+from residuum.v1.site_pb2 import SITE_ATTN_OUT as SITE_ATTN_OUT
+from residuum.v1.site_pb2 import SITE_K as SITE_K
+from residuum.v1.site_pb2 import SITE_MLP_ACT as SITE_MLP_ACT
+from residuum.v1.site_pb2 import SITE_MLP_IN as SITE_MLP_IN
+from residuum.v1.site_pb2 import SITE_MLP_OUT as SITE_MLP_OUT
+from residuum.v1.site_pb2 import SITE_Q as SITE_Q
+from residuum.v1.site_pb2 import SITE_RESID_MID as SITE_RESID_MID
+from residuum.v1.site_pb2 import SITE_RESID_POST as SITE_RESID_POST
+from residuum.v1.site_pb2 import SITE_RESID_PRE as SITE_RESID_PRE
+from residuum.v1.site_pb2 import SITE_UNSPECIFIED as SITE_UNSPECIFIED
+from residuum.v1.site_pb2 import SITE_V as SITE_V
+from residuum.v1.site_pb2 import SITE_Z as SITE_Z
+from residuum.v1.site_pb2 import Site as Site
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -22,70 +37,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _Site:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _SiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Site.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    SITE_UNSPECIFIED: _Site.ValueType  # 0
-    """Not set. Never valid."""
-    SITE_RESID_POST: _Site.ValueType  # 1
-    """The residual stream after the layer: its output with the residual added."""
-    SITE_RESID_PRE: _Site.ValueType  # 2
-    """The residual stream before the layer."""
-    SITE_ATTN_OUT: _Site.ValueType  # 3
-    """What the attention block adds to the residual stream."""
-    SITE_MLP_OUT: _Site.ValueType  # 4
-    """What the MLP block adds to the residual stream."""
-    SITE_ATTN_IN: _Site.ValueType  # 5
-    """What the attention block takes: the residual stream before the layer, after the norm if there is one."""
-    SITE_RESID_MID: _Site.ValueType  # 6
-    """The residual stream between the attention and the MLP. Layers that compute both from the same input have none."""
-    SITE_MLP_IN: _Site.ValueType  # 7
-    """What the MLP takes: the residual stream before it, after the norm if there is one."""
-    SITE_Q: _Site.ValueType  # 8
-    """The queries as the attention takes them, after their norm and rotary embedding: the heads, one after the other."""
-    SITE_K: _Site.ValueType  # 9
-    """The keys as the attention takes them, after their norm and rotary embedding: the key-value heads, one after the other."""
-    SITE_V: _Site.ValueType  # 10
-    """The values as the attention takes them: the key-value heads, one after the other."""
-    SITE_Z: _Site.ValueType  # 11
-    """What the attention's output projection takes: the heads' outputs, one after the other."""
-    SITE_MLP_ACT: _Site.ValueType  # 12
-    """The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
-
-class Site(_Site, metaclass=_SiteEnumTypeWrapper):
-    """Where in a decoder layer a row is taken."""
-
-SITE_UNSPECIFIED: Site.ValueType  # 0
-"""Not set. Never valid."""
-SITE_RESID_POST: Site.ValueType  # 1
-"""The residual stream after the layer: its output with the residual added."""
-SITE_RESID_PRE: Site.ValueType  # 2
-"""The residual stream before the layer."""
-SITE_ATTN_OUT: Site.ValueType  # 3
-"""What the attention block adds to the residual stream."""
-SITE_MLP_OUT: Site.ValueType  # 4
-"""What the MLP block adds to the residual stream."""
-SITE_ATTN_IN: Site.ValueType  # 5
-"""What the attention block takes: the residual stream before the layer, after the norm if there is one."""
-SITE_RESID_MID: Site.ValueType  # 6
-"""The residual stream between the attention and the MLP. Layers that compute both from the same input have none."""
-SITE_MLP_IN: Site.ValueType  # 7
-"""What the MLP takes: the residual stream before it, after the norm if there is one."""
-SITE_Q: Site.ValueType  # 8
-"""The queries as the attention takes them, after their norm and rotary embedding: the heads, one after the other."""
-SITE_K: Site.ValueType  # 9
-"""The keys as the attention takes them, after their norm and rotary embedding: the key-value heads, one after the other."""
-SITE_V: Site.ValueType  # 10
-"""The values as the attention takes them: the key-value heads, one after the other."""
-SITE_Z: Site.ValueType  # 11
-"""What the attention's output projection takes: the heads' outputs, one after the other."""
-SITE_MLP_ACT: Site.ValueType  # 12
-"""The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
-Global___Site: _TypeAlias = Site  # noqa: Y015
 
 class _Encoding:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -550,7 +501,7 @@ class CaptureSpec(_message.Message):
         """The layers to capture. Required."""
 
     @_builtins.property
-    def sites(self) -> _containers.RepeatedScalarFieldContainer[Global___Site.ValueType]:
+    def sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
         """The sites to capture, distinct. Empty means SITE_RESID_POST."""
 
     @_builtins.property
@@ -569,7 +520,7 @@ class CaptureSpec(_message.Message):
         self,
         *,
         layers: _selection_pb2.LayerSelection | None = ...,
-        sites: _abc.Iterable[Global___Site.ValueType] | None = ...,
+        sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
         positions: _selection_pb2.PositionSelection | None = ...,
         encoding: Global___Encoding.ValueType = ...,
         overflow: Global___OverflowPolicy.ValueType = ...,
@@ -605,7 +556,7 @@ class ChunkHeader(_message.Message):
     AXIS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The request's sequence (0 unless n > 1)."""
-    site: Global___Site.ValueType
+    site: _site_pb2.Site.ValueType
     """The site of the rows."""
     dtype: _tensor_pb2.DataType.ValueType
     """The element type in which the model computed the rows; with ENCODING_RAW also that of the payload."""
@@ -629,7 +580,7 @@ class ChunkHeader(_message.Message):
         self,
         *,
         sequence: _builtins.int = ...,
-        site: Global___Site.ValueType = ...,
+        site: _site_pb2.Site.ValueType = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
         positions: _abc.Iterable[_builtins.int] | None = ...,
         dtype: _tensor_pb2.DataType.ValueType = ...,
@@ -1011,7 +962,7 @@ class RowSet(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The sequence."""
-    site: Global___Site.ValueType
+    site: _site_pb2.Site.ValueType
     """The site."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1025,7 +976,7 @@ class RowSet(_message.Message):
         self,
         *,
         sequence: _builtins.int = ...,
-        site: Global___Site.ValueType = ...,
+        site: _site_pb2.Site.ValueType = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
         positions: _abc.Iterable[Global___RowRange] | None = ...,
     ) -> None: ...

@@ -5,6 +5,20 @@ Captures: what is captured, the chunks that carry it, and the manifest that says
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from residuum.v1.site_pb2 import SITE_ATTN_IN as SITE_ATTN_IN
+from residuum.v1.site_pb2 import SITE_ATTN_OUT as SITE_ATTN_OUT
+from residuum.v1.site_pb2 import SITE_K as SITE_K
+from residuum.v1.site_pb2 import SITE_MLP_ACT as SITE_MLP_ACT
+from residuum.v1.site_pb2 import SITE_MLP_IN as SITE_MLP_IN
+from residuum.v1.site_pb2 import SITE_MLP_OUT as SITE_MLP_OUT
+from residuum.v1.site_pb2 import SITE_Q as SITE_Q
+from residuum.v1.site_pb2 import SITE_RESID_MID as SITE_RESID_MID
+from residuum.v1.site_pb2 import SITE_RESID_POST as SITE_RESID_POST
+from residuum.v1.site_pb2 import SITE_RESID_PRE as SITE_RESID_PRE
+from residuum.v1.site_pb2 import SITE_UNSPECIFIED as SITE_UNSPECIFIED
+from residuum.v1.site_pb2 import SITE_V as SITE_V
+from residuum.v1.site_pb2 import SITE_Z as SITE_Z
+from residuum.v1.site_pb2 import Site as Site
 import abc as _abc_1
 import grpc as _grpc
 import typing as _typing

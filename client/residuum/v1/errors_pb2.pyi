@@ -46,7 +46,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_DIGEST_MISMATCH: _ErrorReason.ValueType  # 8
     """INVALID_ARGUMENT: a vector does not match its digest. Metadata: `digest`."""
     ERROR_REASON_WRONG_LENGTH: _ErrorReason.ValueType  # 9
-    """INVALID_ARGUMENT: a vector's length is not the hidden size. Metadata: `length`, `hidden_size`."""
+    """INVALID_ARGUMENT: a vector is not as long as the rows that it is for. Metadata: `length`, and `width`, or
+    `hidden_size` if no row that can be steered has this length.
+    """
     ERROR_REASON_WRONG_DTYPE: _ErrorReason.ValueType  # 10
     """INVALID_ARGUMENT: a vector's element type is not accepted. Metadata: `dtype`."""
     ERROR_REASON_BAD_VALUES: _ErrorReason.ValueType  # 11
@@ -136,7 +138,9 @@ ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 7
 ERROR_REASON_DIGEST_MISMATCH: ErrorReason.ValueType  # 8
 """INVALID_ARGUMENT: a vector does not match its digest. Metadata: `digest`."""
 ERROR_REASON_WRONG_LENGTH: ErrorReason.ValueType  # 9
-"""INVALID_ARGUMENT: a vector's length is not the hidden size. Metadata: `length`, `hidden_size`."""
+"""INVALID_ARGUMENT: a vector is not as long as the rows that it is for. Metadata: `length`, and `width`, or
+`hidden_size` if no row that can be steered has this length.
+"""
 ERROR_REASON_WRONG_DTYPE: ErrorReason.ValueType  # 10
 """INVALID_ARGUMENT: a vector's element type is not accepted. Metadata: `dtype`."""
 ERROR_REASON_BAD_VALUES: ErrorReason.ValueType  # 11

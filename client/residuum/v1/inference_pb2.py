@@ -25,13 +25,17 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from residuum.v1 import capture_pb2 as residuum_dot_v1_dot_capture__pb2
+try:
+  residuum_dot_v1_dot_site__pb2 = residuum_dot_v1_dot_capture__pb2.residuum_dot_v1_dot_site__pb2
+except AttributeError:
+  residuum_dot_v1_dot_site__pb2 = residuum_dot_v1_dot_capture__pb2.residuum.v1.site_pb2
 from residuum.v1 import errors_pb2 as residuum_dot_v1_dot_errors__pb2
 from residuum.v1 import placement_pb2 as residuum_dot_v1_dot_placement__pb2
 from residuum.v1 import steering_pb2 as residuum_dot_v1_dot_steering__pb2
 from residuum.v1 import tensor_pb2 as residuum_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bresiduum/v1/inference.proto\x12\x0bresiduum.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19residuum/v1/capture.proto\x1a\x18residuum/v1/errors.proto\x1a\x1bresiduum/v1/placement.proto\x1a\x1aresiduum/v1/steering.proto\x1a\x18residuum/v1/tensor.proto\"*\n\x13GetModelInfoRequest\x12\x13\n\x0b\x63heck_store\x18\x01 \x01(\x08\"\xc2\x05\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12$\n\x05\x64type\x18\x04 \x01(\x0e\x32\x15.residuum.v1.DataType\x12 \n\x05sites\x18\x05 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x1b\n\x13steering_operations\x18\x06 \x03(\t\x12(\n\tencodings\x18\x07 \x03(\x0e\x32\x15.residuum.v1.Encoding\x12#\n\x06limits\x18\x08 \x01(\x0b\x32\x13.residuum.v1.Limits\x12\x14\n\x0cvllm_version\x18\t \x01(\t\x12\x16\n\x0eserver_version\x18\n \x01(\t\x12\x17\n\x0fstore_endpoints\x18\x0b \x03(\t\x12+\n\x06layout\x18\x0c \x01(\x0b\x32\x1b.residuum.v1.ParallelLayout\x12\r\n\x05\x65\x61ger\x18\r \x01(\x08\x12/\n\x0bserver_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x0bstore_check\x18\x0f \x01(\x0b\x32\x17.residuum.v1.StoreCheck\x12*\n\nreductions\x18\x10 \x03(\x0e\x32\x16.residuum.v1.Reduction\x12/\n\x10\x64\x65\x66\x61ult_encoding\x18\x11 \x01(\x0e\x32\x15.residuum.v1.Encoding\x12)\n\x06stores\x18\x12 \x03(\x0b\x32\x19.residuum.v1.StoreAddress\x12-\n\x0cstore_checks\x18\x13 \x03(\x0b\x32\x17.residuum.v1.StoreCheck\x12\x10\n\x08\x61\x64\x61pters\x18\x14 \x03(\t\x12\x13\n\x0bsite_widths\x18\x15 \x03(\r\"l\n\nStoreCheck\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\t\"\xae\x02\n\x06Limits\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_operations\x18\x03 \x01(\r\x12\x13\n\x0bmax_vectors\x18\x04 \x01(\r\x12\x1a\n\x12max_active_vectors\x18\x05 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x19\n\x11max_registrations\x18\x07 \x01(\r\x12\x15\n\rmax_sequences\x18\x08 \x01(\r\x12\x1a\n\x12\x63\x61pture_pool_bytes\x18\t \x01(\x04\x12\x12\n\nring_bytes\x18\n \x01(\x04\x12\x13\n\x0btable_bytes\x18\x0b \x01(\x04\x12\x14\n\x0cmax_logprobs\x18\x0c \x01(\r\"\xb2\x01\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07\x63\x61pture\x18\x02 \x01(\x0b\x32\x18.residuum.v1.CaptureSpec\x12+\n\x08steering\x18\x03 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\x12\r\n\x05model\x18\x04 \x01(\t\x12(\n\tif_exists\x18\x05 \x01(\x0e\x32\x15.residuum.v1.IfExists\"@\n\x16RegisterRequestRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.residuum.v1.RequestSpec\"\xa8\x01\n\x17RegisterRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0fmissing_digests\x18\x02 \x03(\x0c\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0ctime_to_live\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x19\x46indMissingVectorsRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"5\n\x1a\x46indMissingVectorsResponse\x12\x17\n\x0fmissing_digests\x18\x01 \x03(\x0c\"8\n\x11PutVectorsRequest\x12#\n\x06vector\x18\x01 \x01(\x0b\x32\x13.residuum.v1.Vector\"C\n\x12PutVectorsResponse\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.residuum.v1.PutVectorResult\"H\n\x0fPutVectorResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\"\xf7\x01\n\x0fGenerateRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12(\n\x04spec\x18\x02 \x01(\x0b\x32\x18.residuum.v1.RequestSpecH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x01\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.residuum.v1.TokenIdsH\x01\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.residuum.v1.ChatH\x01\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.residuum.v1.SamplingParametersB\x08\n\x06targetB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.residuum.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe0\x05\n\x12SamplingParameters\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x1a\n\rnum_sequences\x18\x08 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\x05min_p\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12*\n\nlogit_bias\x18\x0f \x03(\x0b\x32\x16.residuum.v1.LogitBias\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x15\n\x0bjson_schema\x18\x11 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x12 \x01(\tH\x00\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\r\x88\x01\x01\x42\x13\n\x11structured_outputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x10\n\x0e_num_sequencesB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"O\n\x08Logprobs\x12\x0e\n\x06tokens\x18\x01 \x03(\x02\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x03(\x02\"\xad\x01\n\x10GenerateResponse\x12\x31\n\x07started\x18\x01 \x01(\x0b\x32\x1e.residuum.v1.GenerationStartedH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.residuum.v1.TokenDeltaH\x00\x12\x33\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1f.residuum.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"\x7f\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x07\x63\x61pture\x18\x03 \x01(\x0b\x32\x1a.residuum.v1.CaptureHandle\x12\x0f\n\x07skipped\x18\x04 \x01(\x08\"J\n\rCaptureHandle\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x16\n\x0estore_endpoint\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\t\"\x98\x01\n\nTokenDelta\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x08logprobs\x18\x04 \x01(\x0b\x32\x15.residuum.v1.Logprobs\x12.\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x15.residuum.v1.Logprobs\"\x94\x01\n\x12GenerationFinished\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.residuum.v1.SequenceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.residuum.v1.Usage\x12+\n\x07\x63\x61pture\x18\x03 \x01(\x0b\x32\x1a.residuum.v1.CaptureHandle\"\xb2\x01\n\x0eSequenceFinish\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12,\n\x0btoken_texts\x18\x05 \x01(\x0b\x32\x17.residuum.v1.TokenTextsB\x10\n\x0e_stop_token_id\"8\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\"X\n\x15UpdateSteeringRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x08steering\x18\x02 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\"1\n\x16UpdateSteeringResponse\x12\x17\n\x0f\x66irst_positions\x18\x01 \x03(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse2\xe3\x04\n\x10InferenceService\x12S\n\x0cGetModelInfo\x12 .residuum.v1.GetModelInfoRequest\x1a!.residuum.v1.GetModelInfoResponse\x12\\\n\x0fRegisterRequest\x12#.residuum.v1.RegisterRequestRequest\x1a$.residuum.v1.RegisterRequestResponse\x12\x65\n\x12\x46indMissingVectors\x12&.residuum.v1.FindMissingVectorsRequest\x1a\'.residuum.v1.FindMissingVectorsResponse\x12O\n\nPutVectors\x12\x1e.residuum.v1.PutVectorsRequest\x1a\x1f.residuum.v1.PutVectorsResponse(\x01\x12I\n\x08Generate\x12\x1c.residuum.v1.GenerateRequest\x1a\x1d.residuum.v1.GenerateResponse0\x01\x12Y\n\x0eUpdateSteering\x12\".residuum.v1.UpdateSteeringRequest\x1a#.residuum.v1.UpdateSteeringResponse\x12>\n\x05\x41\x62ort\x12\x19.residuum.v1.AbortRequest\x1a\x1a.residuum.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bresiduum/v1/inference.proto\x12\x0bresiduum.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19residuum/v1/capture.proto\x1a\x18residuum/v1/errors.proto\x1a\x1bresiduum/v1/placement.proto\x1a\x1aresiduum/v1/steering.proto\x1a\x18residuum/v1/tensor.proto\"*\n\x13GetModelInfoRequest\x12\x13\n\x0b\x63heck_store\x18\x01 \x01(\x08\"\x9d\x06\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12$\n\x05\x64type\x18\x04 \x01(\x0e\x32\x15.residuum.v1.DataType\x12 \n\x05sites\x18\x05 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x1b\n\x13steering_operations\x18\x06 \x03(\t\x12(\n\tencodings\x18\x07 \x03(\x0e\x32\x15.residuum.v1.Encoding\x12#\n\x06limits\x18\x08 \x01(\x0b\x32\x13.residuum.v1.Limits\x12\x14\n\x0cvllm_version\x18\t \x01(\t\x12\x16\n\x0eserver_version\x18\n \x01(\t\x12\x17\n\x0fstore_endpoints\x18\x0b \x03(\t\x12+\n\x06layout\x18\x0c \x01(\x0b\x32\x1b.residuum.v1.ParallelLayout\x12\r\n\x05\x65\x61ger\x18\r \x01(\x08\x12/\n\x0bserver_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x0bstore_check\x18\x0f \x01(\x0b\x32\x17.residuum.v1.StoreCheck\x12*\n\nreductions\x18\x10 \x03(\x0e\x32\x16.residuum.v1.Reduction\x12/\n\x10\x64\x65\x66\x61ult_encoding\x18\x11 \x01(\x0e\x32\x15.residuum.v1.Encoding\x12)\n\x06stores\x18\x12 \x03(\x0b\x32\x19.residuum.v1.StoreAddress\x12-\n\x0cstore_checks\x18\x13 \x03(\x0b\x32\x17.residuum.v1.StoreCheck\x12\x10\n\x08\x61\x64\x61pters\x18\x14 \x03(\t\x12\x13\n\x0bsite_widths\x18\x15 \x03(\r\x12)\n\x0esteering_sites\x18\x16 \x03(\x0e\x32\x11.residuum.v1.Site\x12.\n\tattention\x18\x17 \x03(\x0b\x32\x1b.residuum.v1.AttentionLayer\"\x9e\x01\n\x0e\x41ttentionLayer\x12\x11\n\tnum_heads\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\r\n\x05scale\x18\x03 \x01(\x02\x12\x16\n\x0esliding_window\x18\x04 \x01(\r\x12\x17\n\x0flogits_soft_cap\x18\x05 \x01(\x02\x12\r\n\x05sinks\x18\x06 \x03(\x02\x12\x14\n\x0c\x61libi_slopes\x18\x07 \x03(\x02\"l\n\nStoreCheck\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12\r\n\x05store\x18\x04 \x01(\t\"\xae\x02\n\x06Limits\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_operations\x18\x03 \x01(\r\x12\x13\n\x0bmax_vectors\x18\x04 \x01(\r\x12\x1a\n\x12max_active_vectors\x18\x05 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x19\n\x11max_registrations\x18\x07 \x01(\r\x12\x15\n\rmax_sequences\x18\x08 \x01(\r\x12\x1a\n\x12\x63\x61pture_pool_bytes\x18\t \x01(\x04\x12\x12\n\nring_bytes\x18\n \x01(\x04\x12\x13\n\x0btable_bytes\x18\x0b \x01(\x04\x12\x14\n\x0cmax_logprobs\x18\x0c \x01(\r\"\xb2\x01\n\x0bRequestSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07\x63\x61pture\x18\x02 \x01(\x0b\x32\x18.residuum.v1.CaptureSpec\x12+\n\x08steering\x18\x03 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\x12\r\n\x05model\x18\x04 \x01(\t\x12(\n\tif_exists\x18\x05 \x01(\x0e\x32\x15.residuum.v1.IfExists\"@\n\x16RegisterRequestRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.residuum.v1.RequestSpec\"\xa8\x01\n\x17RegisterRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0fmissing_digests\x18\x02 \x03(\x0c\x12/\n\x0b\x65xpire_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0ctime_to_live\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x19\x46indMissingVectorsRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"5\n\x1a\x46indMissingVectorsResponse\x12\x17\n\x0fmissing_digests\x18\x01 \x03(\x0c\"8\n\x11PutVectorsRequest\x12#\n\x06vector\x18\x01 \x01(\x0b\x32\x13.residuum.v1.Vector\"C\n\x12PutVectorsResponse\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.residuum.v1.PutVectorResult\"H\n\x0fPutVectorResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12%\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x16.residuum.v1.ItemError\"\xf7\x01\n\x0fGenerateRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12(\n\x04spec\x18\x02 \x01(\x0b\x32\x18.residuum.v1.RequestSpecH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x01\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.residuum.v1.TokenIdsH\x01\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.residuum.v1.ChatH\x01\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.residuum.v1.SamplingParametersB\x08\n\x06targetB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.residuum.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe0\x05\n\x12SamplingParameters\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x1a\n\rnum_sequences\x18\x08 \x01(\rH\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\x05min_p\x18\x0b \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x02H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12*\n\nlogit_bias\x18\x0f \x03(\x0b\x32\x16.residuum.v1.LogitBias\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x15\n\x0bjson_schema\x18\x11 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x12 \x01(\tH\x00\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\r\x88\x01\x01\x42\x13\n\x11structured_outputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x10\n\x0e_num_sequencesB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"O\n\x08Logprobs\x12\x0e\n\x06tokens\x18\x01 \x03(\x02\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x0b\n\x03top\x18\x04 \x03(\x02\"\xad\x01\n\x10GenerateResponse\x12\x31\n\x07started\x18\x01 \x01(\x0b\x32\x1e.residuum.v1.GenerationStartedH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.residuum.v1.TokenDeltaH\x00\x12\x33\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1f.residuum.v1.GenerationFinishedH\x00\x42\x07\n\x05\x65vent\"\x7f\n\x11GenerationStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x07\x63\x61pture\x18\x03 \x01(\x0b\x32\x1a.residuum.v1.CaptureHandle\x12\x0f\n\x07skipped\x18\x04 \x01(\x08\"J\n\rCaptureHandle\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\x16\n\x0estore_endpoint\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\t\"\x98\x01\n\nTokenDelta\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x08logprobs\x18\x04 \x01(\x0b\x32\x15.residuum.v1.Logprobs\x12.\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x15.residuum.v1.Logprobs\"\x94\x01\n\x12GenerationFinished\x12.\n\tsequences\x18\x01 \x03(\x0b\x32\x1b.residuum.v1.SequenceFinish\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.residuum.v1.Usage\x12+\n\x07\x63\x61pture\x18\x03 \x01(\x0b\x32\x1a.residuum.v1.CaptureHandle\"\xb2\x01\n\x0eSequenceFinish\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12,\n\x0btoken_texts\x18\x05 \x01(\x0b\x32\x17.residuum.v1.TokenTextsB\x10\n\x0e_stop_token_id\"8\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\"X\n\x15UpdateSteeringRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12+\n\x08steering\x18\x02 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\"1\n\x16UpdateSteeringResponse\x12\x17\n\x0f\x66irst_positions\x18\x01 \x03(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse2\xe3\x04\n\x10InferenceService\x12S\n\x0cGetModelInfo\x12 .residuum.v1.GetModelInfoRequest\x1a!.residuum.v1.GetModelInfoResponse\x12\\\n\x0fRegisterRequest\x12#.residuum.v1.RegisterRequestRequest\x1a$.residuum.v1.RegisterRequestResponse\x12\x65\n\x12\x46indMissingVectors\x12&.residuum.v1.FindMissingVectorsRequest\x1a\'.residuum.v1.FindMissingVectorsResponse\x12O\n\nPutVectors\x12\x1e.residuum.v1.PutVectorsRequest\x1a\x1f.residuum.v1.PutVectorsResponse(\x01\x12I\n\x08Generate\x12\x1c.residuum.v1.GenerateRequest\x1a\x1d.residuum.v1.GenerateResponse0\x01\x12Y\n\x0eUpdateSteering\x12\".residuum.v1.UpdateSteeringRequest\x1a#.residuum.v1.UpdateSteeringResponse\x12>\n\x05\x41\x62ort\x12\x19.residuum.v1.AbortRequest\x1a\x1a.residuum.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,63 +45,65 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELINFOREQUEST']._serialized_start=245
   _globals['_GETMODELINFOREQUEST']._serialized_end=287
   _globals['_GETMODELINFORESPONSE']._serialized_start=290
-  _globals['_GETMODELINFORESPONSE']._serialized_end=996
-  _globals['_STORECHECK']._serialized_start=998
-  _globals['_STORECHECK']._serialized_end=1106
-  _globals['_LIMITS']._serialized_start=1109
-  _globals['_LIMITS']._serialized_end=1411
-  _globals['_REQUESTSPEC']._serialized_start=1414
-  _globals['_REQUESTSPEC']._serialized_end=1592
-  _globals['_REGISTERREQUESTREQUEST']._serialized_start=1594
-  _globals['_REGISTERREQUESTREQUEST']._serialized_end=1658
-  _globals['_REGISTERREQUESTRESPONSE']._serialized_start=1661
-  _globals['_REGISTERREQUESTRESPONSE']._serialized_end=1829
-  _globals['_FINDMISSINGVECTORSREQUEST']._serialized_start=1831
-  _globals['_FINDMISSINGVECTORSREQUEST']._serialized_end=1875
-  _globals['_FINDMISSINGVECTORSRESPONSE']._serialized_start=1877
-  _globals['_FINDMISSINGVECTORSRESPONSE']._serialized_end=1930
-  _globals['_PUTVECTORSREQUEST']._serialized_start=1932
-  _globals['_PUTVECTORSREQUEST']._serialized_end=1988
-  _globals['_PUTVECTORSRESPONSE']._serialized_start=1990
-  _globals['_PUTVECTORSRESPONSE']._serialized_end=2057
-  _globals['_PUTVECTORRESULT']._serialized_start=2059
-  _globals['_PUTVECTORRESULT']._serialized_end=2131
-  _globals['_GENERATEREQUEST']._serialized_start=2134
-  _globals['_GENERATEREQUEST']._serialized_end=2381
-  _globals['_TOKENIDS']._serialized_start=2383
-  _globals['_TOKENIDS']._serialized_end=2406
-  _globals['_CHAT']._serialized_start=2408
-  _globals['_CHAT']._serialized_end=2458
-  _globals['_CHATMESSAGE']._serialized_start=2460
-  _globals['_CHATMESSAGE']._serialized_end=2504
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=2507
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=3243
-  _globals['_LOGITBIAS']._serialized_start=3245
-  _globals['_LOGITBIAS']._serialized_end=3288
-  _globals['_LOGPROBS']._serialized_start=3290
-  _globals['_LOGPROBS']._serialized_end=3369
-  _globals['_GENERATERESPONSE']._serialized_start=3372
-  _globals['_GENERATERESPONSE']._serialized_end=3545
-  _globals['_GENERATIONSTARTED']._serialized_start=3547
-  _globals['_GENERATIONSTARTED']._serialized_end=3674
-  _globals['_CAPTUREHANDLE']._serialized_start=3676
-  _globals['_CAPTUREHANDLE']._serialized_end=3750
-  _globals['_TOKENDELTA']._serialized_start=3753
-  _globals['_TOKENDELTA']._serialized_end=3905
-  _globals['_GENERATIONFINISHED']._serialized_start=3908
-  _globals['_GENERATIONFINISHED']._serialized_end=4056
-  _globals['_SEQUENCEFINISH']._serialized_start=4059
-  _globals['_SEQUENCEFINISH']._serialized_end=4237
-  _globals['_USAGE']._serialized_start=4239
-  _globals['_USAGE']._serialized_end=4295
-  _globals['_UPDATESTEERINGREQUEST']._serialized_start=4297
-  _globals['_UPDATESTEERINGREQUEST']._serialized_end=4385
-  _globals['_UPDATESTEERINGRESPONSE']._serialized_start=4387
-  _globals['_UPDATESTEERINGRESPONSE']._serialized_end=4436
-  _globals['_ABORTREQUEST']._serialized_start=4438
-  _globals['_ABORTREQUEST']._serialized_end=4472
-  _globals['_ABORTRESPONSE']._serialized_start=4474
-  _globals['_ABORTRESPONSE']._serialized_end=4489
-  _globals['_INFERENCESERVICE']._serialized_start=4492
-  _globals['_INFERENCESERVICE']._serialized_end=5103
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1087
+  _globals['_ATTENTIONLAYER']._serialized_start=1090
+  _globals['_ATTENTIONLAYER']._serialized_end=1248
+  _globals['_STORECHECK']._serialized_start=1250
+  _globals['_STORECHECK']._serialized_end=1358
+  _globals['_LIMITS']._serialized_start=1361
+  _globals['_LIMITS']._serialized_end=1663
+  _globals['_REQUESTSPEC']._serialized_start=1666
+  _globals['_REQUESTSPEC']._serialized_end=1844
+  _globals['_REGISTERREQUESTREQUEST']._serialized_start=1846
+  _globals['_REGISTERREQUESTREQUEST']._serialized_end=1910
+  _globals['_REGISTERREQUESTRESPONSE']._serialized_start=1913
+  _globals['_REGISTERREQUESTRESPONSE']._serialized_end=2081
+  _globals['_FINDMISSINGVECTORSREQUEST']._serialized_start=2083
+  _globals['_FINDMISSINGVECTORSREQUEST']._serialized_end=2127
+  _globals['_FINDMISSINGVECTORSRESPONSE']._serialized_start=2129
+  _globals['_FINDMISSINGVECTORSRESPONSE']._serialized_end=2182
+  _globals['_PUTVECTORSREQUEST']._serialized_start=2184
+  _globals['_PUTVECTORSREQUEST']._serialized_end=2240
+  _globals['_PUTVECTORSRESPONSE']._serialized_start=2242
+  _globals['_PUTVECTORSRESPONSE']._serialized_end=2309
+  _globals['_PUTVECTORRESULT']._serialized_start=2311
+  _globals['_PUTVECTORRESULT']._serialized_end=2383
+  _globals['_GENERATEREQUEST']._serialized_start=2386
+  _globals['_GENERATEREQUEST']._serialized_end=2633
+  _globals['_TOKENIDS']._serialized_start=2635
+  _globals['_TOKENIDS']._serialized_end=2658
+  _globals['_CHAT']._serialized_start=2660
+  _globals['_CHAT']._serialized_end=2710
+  _globals['_CHATMESSAGE']._serialized_start=2712
+  _globals['_CHATMESSAGE']._serialized_end=2756
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=2759
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=3495
+  _globals['_LOGITBIAS']._serialized_start=3497
+  _globals['_LOGITBIAS']._serialized_end=3540
+  _globals['_LOGPROBS']._serialized_start=3542
+  _globals['_LOGPROBS']._serialized_end=3621
+  _globals['_GENERATERESPONSE']._serialized_start=3624
+  _globals['_GENERATERESPONSE']._serialized_end=3797
+  _globals['_GENERATIONSTARTED']._serialized_start=3799
+  _globals['_GENERATIONSTARTED']._serialized_end=3926
+  _globals['_CAPTUREHANDLE']._serialized_start=3928
+  _globals['_CAPTUREHANDLE']._serialized_end=4002
+  _globals['_TOKENDELTA']._serialized_start=4005
+  _globals['_TOKENDELTA']._serialized_end=4157
+  _globals['_GENERATIONFINISHED']._serialized_start=4160
+  _globals['_GENERATIONFINISHED']._serialized_end=4308
+  _globals['_SEQUENCEFINISH']._serialized_start=4311
+  _globals['_SEQUENCEFINISH']._serialized_end=4489
+  _globals['_USAGE']._serialized_start=4491
+  _globals['_USAGE']._serialized_end=4547
+  _globals['_UPDATESTEERINGREQUEST']._serialized_start=4549
+  _globals['_UPDATESTEERINGREQUEST']._serialized_end=4637
+  _globals['_UPDATESTEERINGRESPONSE']._serialized_start=4639
+  _globals['_UPDATESTEERINGRESPONSE']._serialized_end=4688
+  _globals['_ABORTREQUEST']._serialized_start=4690
+  _globals['_ABORTREQUEST']._serialized_end=4724
+  _globals['_ABORTRESPONSE']._serialized_start=4726
+  _globals['_ABORTRESPONSE']._serialized_end=4741
+  _globals['_INFERENCESERVICE']._serialized_start=4744
+  _globals['_INFERENCESERVICE']._serialized_end=5355
 # @@protoc_insertion_point(module_scope)

@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import placement_pb2 as _placement_pb2
+from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
 from residuum.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
@@ -74,6 +75,8 @@ class GetModelInfoResponse(_message.Message):
     STORE_CHECKS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     SITE_WIDTHS_FIELD_NUMBER: _builtins.int
+    STEERING_SITES_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name, which clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -91,7 +94,7 @@ class GetModelInfoResponse(_message.Message):
     default_encoding: _capture_pb2.Encoding.ValueType
     """The encoding of captures that request none. Unset: the server is older than this field and uses RAW."""
     @_builtins.property
-    def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
+    def sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
         """The capture sites that the server was started with."""
 
     @_builtins.property
@@ -148,6 +151,16 @@ class GetModelInfoResponse(_message.Message):
     def site_widths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Elements of a row at each of `sites`, in their order. Empty: `hidden_size` at all of them."""
 
+    @_builtins.property
+    def steering_sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
+        """The sites at which rows can be steered: SITE_RESID_POST, and those of `sites` that the model reads after the tap.
+        Empty: the server is older than this field, and steers only at SITE_RESID_POST.
+        """
+
+    @_builtins.property
+    def attention(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttentionLayer]:
+        """The attention of each decoder layer. Empty: unknown, or tensor parallel ranks share each layer."""
+
     def __init__(
         self,
         *,
@@ -155,7 +168,7 @@ class GetModelInfoResponse(_message.Message):
         num_layers: _builtins.int = ...,
         hidden_size: _builtins.int = ...,
         dtype: _tensor_pb2.DataType.ValueType = ...,
-        sites: _abc.Iterable[_capture_pb2.Site.ValueType] | None = ...,
+        sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
         steering_operations: _abc.Iterable[_builtins.str] | None = ...,
         encodings: _abc.Iterable[_capture_pb2.Encoding.ValueType] | None = ...,
         limits: Global___Limits | None = ...,
@@ -172,14 +185,70 @@ class GetModelInfoResponse(_message.Message):
         store_checks: _abc.Iterable[Global___StoreCheck] | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         site_widths: _abc.Iterable[_builtins.int] | None = ...,
+        steering_sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
+        attention: _abc.Iterable[Global___AttentionLayer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class AttentionLayer(_message.Message):
+    """What determines the attention weights of a decoder layer, besides its queries and keys. The weights of a query are the
+    softmax of its scores. If the server does not know the layer's attention, or it is of another kind, nothing is set.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_HEADS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
+    LOGITS_SOFT_CAP_FIELD_NUMBER: _builtins.int
+    SINKS_FIELD_NUMBER: _builtins.int
+    ALIBI_SLOPES_FIELD_NUMBER: _builtins.int
+    num_heads: _builtins.int
+    """Query heads. A row at SITE_Q or SITE_Z is one part for each, all of the same length."""
+    num_kv_heads: _builtins.int
+    """Key-value heads. Each serves num_heads / num_kv_heads query heads, one after the other."""
+    scale: _builtins.float
+    """The score of a query and a key is their inner product times this factor."""
+    sliding_window: _builtins.int
+    """A position attends to itself and to the sliding_window - 1 positions before it. 0: to all positions before it."""
+    logits_soft_cap: _builtins.float
+    """c, if scores s are replaced by c * tanh(s / c). 0: they are not."""
+    @_builtins.property
+    def sinks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """For each query head, a further score that takes part in the softmax and has no key. Empty: none."""
+
+    @_builtins.property
+    def alibi_slopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """For each query head, a factor of (position of the key - position of the query), which is added to the score. Empty:
+        none.
+        """
+
+    def __init__(
+        self,
+        *,
+        num_heads: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        scale: _builtins.float = ...,
+        sliding_window: _builtins.int = ...,
+        logits_soft_cap: _builtins.float = ...,
+        sinks: _abc.Iterable[_builtins.float] | None = ...,
+        alibi_slopes: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alibi_slopes", b"alibi_slopes", "logits_soft_cap", b"logits_soft_cap", "num_heads", b"num_heads", "num_kv_heads", b"num_kv_heads", "scale", b"scale", "sinks", b"sinks", "sliding_window", b"sliding_window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttentionLayer: _TypeAlias = AttentionLayer  # noqa: Y015
 
 @_typing.final
 class StoreCheck(_message.Message):

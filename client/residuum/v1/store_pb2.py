@@ -25,6 +25,10 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from residuum.v1 import capture_pb2 as residuum_dot_v1_dot_capture__pb2
+try:
+  residuum_dot_v1_dot_site__pb2 = residuum_dot_v1_dot_capture__pb2.residuum_dot_v1_dot_site__pb2
+except AttributeError:
+  residuum_dot_v1_dot_site__pb2 = residuum_dot_v1_dot_capture__pb2.residuum.v1.site_pb2
 from residuum.v1 import errors_pb2 as residuum_dot_v1_dot_errors__pb2
 from residuum.v1 import selection_pb2 as residuum_dot_v1_dot_selection__pb2
 from residuum.v1 import steering_pb2 as residuum_dot_v1_dot_steering__pb2

@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
+from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
 import builtins as _builtins
 import sys
@@ -272,7 +273,7 @@ class RowLoss(_message.Message):
     detail: _builtins.str
     """The reason in words, for a person. At most 4096 characters."""
     @_builtins.property
-    def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
+    def sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
         """The sites."""
 
     @_builtins.property
@@ -287,7 +288,7 @@ class RowLoss(_message.Message):
         self,
         *,
         sequence: _builtins.int = ...,
-        sites: _abc.Iterable[_capture_pb2.Site.ValueType] | None = ...,
+        sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
         positions: _abc.Iterable[_builtins.int] | None = ...,
         reason: _capture_pb2.IncompleteReason.ValueType = ...,
@@ -744,7 +745,7 @@ class ReadChunksRequest(_message.Message):
         """Only these layers. Empty: all that were captured."""
 
     @_builtins.property
-    def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
+    def sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
         """Only these sites. Empty: all that were captured."""
 
     @_builtins.property
@@ -760,7 +761,7 @@ class ReadChunksRequest(_message.Message):
         *,
         capture_id: _builtins.str = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
-        sites: _abc.Iterable[_capture_pb2.Site.ValueType] | None = ...,
+        sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
         sequences: _abc.Iterable[_builtins.int] | None = ...,
         positions: _selection_pb2.PositionSelection | None = ...,
         follow: _builtins.bool = ...,
@@ -849,7 +850,7 @@ class ReadCapturesRequest(_message.Message):
         """Of each capture only these layers. Empty: all that were captured."""
 
     @_builtins.property
-    def sites(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.Site.ValueType]:
+    def sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
         """Of each capture only these sites. Empty: all that were captured."""
 
     @_builtins.property
@@ -865,7 +866,7 @@ class ReadCapturesRequest(_message.Message):
         *,
         capture_ids: _abc.Iterable[_builtins.str] | None = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
-        sites: _abc.Iterable[_capture_pb2.Site.ValueType] | None = ...,
+        sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
         sequences: _abc.Iterable[_builtins.int] | None = ...,
         positions: _selection_pb2.PositionSelection | None = ...,
         follow: _builtins.bool = ...,

@@ -71,8 +71,8 @@ class SteeringRecord:
     """One steering operation, as it was applied.
 
     Attributes:
-        operation: "add", "ablate", "cap", "replace" or "set"; "unknown" if this version does not know it.
-        layers: The layers after which it was applied.
+        operation: "add", "ablate", "cap", "replace", "set" or "multiply"; "unknown" if this version does not know it.
+        layers: The layers at which it was applied.
         digests: The digest of its vector in hexadecimal; or one digest for each layer, in the order of the layers.
         positions: The positions to which it was applied.
         scale: The factor of "add" and "ablate".
@@ -80,6 +80,7 @@ class SteeringRecord:
         max: The upper bound of "cap".
         value: The projection that "replace" set.
         keep_norm: Whether each row was scaled back to the norm that it had before.
+        site: The site at which it was applied.
     """
 
     operation: str
@@ -91,14 +92,17 @@ class SteeringRecord:
     max: float | None = None
     value: float | None = None
     keep_norm: bool = False
+    site: str = "resid_post"
 
     @classmethod
     def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
         """Return the record of a message."""
         kind = proto.WhichOneof("operation")
         layers, positions = tuple(proto.layers.list.layers), Positions.from_proto(proto.positions)
+        site = site_name(proto.site or capture_pb2.SITE_RESID_POST)
+        common: dict[str, Any] = {"keep_norm": proto.keep_norm, "site": site}
         if kind is None:
-            return cls("unknown", layers, (), positions, keep_norm=proto.keep_norm)
+            return cls("unknown", layers, (), positions, **common)
         operation: Any = getattr(proto, kind)
         numbers = {
             name: getattr(operation, name)
@@ -113,7 +117,7 @@ class SteeringRecord:
             layers=layers,
             digests=tuple(digest.hex() for digest in digests),
             positions=positions,
-            keep_norm=proto.keep_norm,
+            **common,
             **numbers,
         )
 

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from residuum.exceptions import NoTokenTexts
-from residuum.v1 import inference_pb2, store_pb2
-from residuum.values.capture import REDUCTIONS
+from residuum.v1 import store_pb2
 from residuum.values.logprobs import Logprobs
-from residuum.values.manifest import STATES, site_name, to_datetime
+from residuum.values.manifest import STATES, to_datetime
 from residuum.values.vector import Vector
-from residuum.wire.dtypes import dtype_name
-from residuum.wire.encodings import ENCODING_NAMES, RAW
 from residuum.wire.labels import LabelValue, to_dict
 from residuum.wire.placement import StoreAddress
 
@@ -185,106 +182,6 @@ class PutResult:
     digests: tuple[str, ...]
     sent: int
     bytes_sent: int
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """The model that a server serves, with the server's limits.
-
-    Attributes:
-        model: The model's name.
-        num_layers: Number of decoder layers; they are numbered from 0.
-        hidden_size: Elements of a row of the residual stream, and of a steering vector.
-        dtype: The element type in which the model computes rows, such as "bfloat16".
-        sites: The capture sites that the server was started with.
-        steering_operations: The steering operations that the server knows.
-        max_model_len: The most tokens of a prompt and its reply together.
-        limits: All limits by their contract names.
-        store_endpoints: The addresses at which clients reach the stores; empty if the server captures nothing.
-        stores: The same addresses by the stores' names.
-        tensor_parallel_size: Tensor parallel ranks.
-        pipeline_parallel_size: Pipeline parallel stages.
-        eager: Whether the model runs without compiled graphs.
-        vllm_version: The version of vLLM.
-        server_version: The version of the server.
-        server_time: The server's clock when it answered; None if the server is older than this field.
-        encodings: The encodings that a capture may request.
-        default_encoding: The encoding of captures that request none.
-        reductions: The reductions that a capture may request.
-        adapters: The LoRA adapters that requests may choose with `model=`.
-        site_widths: Elements of a row at each of `sites`, by name.
-        store_reachable: Whether all stores answer the inference service; None without stores, or without a check
-            (`check_store`).
-        store_detail: Where the inference service looked for its stores, and what they answered.
-    """
-
-    model: str
-    num_layers: int
-    hidden_size: int
-    dtype: str
-    sites: tuple[str, ...]
-    steering_operations: tuple[str, ...]
-    max_model_len: int
-    limits: dict[str, int]
-    store_endpoints: tuple[str, ...]
-    stores: dict[str, str]
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    eager: bool
-    vllm_version: str
-    server_version: str
-    server_time: datetime.datetime | None = None
-    encodings: tuple[str, ...] = ("raw",)
-    default_encoding: str = "raw"
-    reductions: tuple[str, ...] = ("none",)
-    adapters: tuple[str, ...] = ()
-    site_widths: dict[str, int] = field(default_factory=dict)
-    store_reachable: bool | None = None
-    store_detail: str = ""
-
-    @classmethod
-    def from_proto(cls, proto: inference_pb2.GetModelInfoResponse) -> ModelInfo:
-        """Return the value of a message."""
-        checks = proto.store_checks or ([proto.store_check] if proto.HasField("store_check") else [])
-        return cls(
-            model=proto.model,
-            num_layers=proto.num_layers,
-            hidden_size=proto.hidden_size,
-            dtype=dtype_name(proto.dtype),
-            sites=tuple(site_name(site) for site in proto.sites),
-            site_widths=dict(
-                zip(
-                    map(site_name, proto.sites),
-                    proto.site_widths or [proto.hidden_size] * len(proto.sites),
-                    strict=True,
-                )
-            ),
-            steering_operations=tuple(proto.steering_operations),
-            max_model_len=proto.limits.max_model_len,
-            limits={item.name: getattr(proto.limits, item.name) for item in proto.limits.DESCRIPTOR.fields},
-            store_endpoints=tuple(proto.store_endpoints),
-            stores={store.name: store.endpoint for store in proto.stores}
-            or {endpoint: endpoint for endpoint in proto.store_endpoints},
-            tensor_parallel_size=proto.layout.tensor_parallel_size,
-            pipeline_parallel_size=proto.layout.pipeline_parallel_size,
-            eager=proto.eager,
-            vllm_version=proto.vllm_version,
-            server_version=proto.server_version,
-            server_time=to_datetime(proto.server_time),
-            encodings=tuple(ENCODING_NAMES[number] for number in proto.encodings if number in ENCODING_NAMES),
-            default_encoding=ENCODING_NAMES.get(proto.default_encoding or RAW, "unknown"),
-            reductions=tuple(name for name, number in REDUCTIONS.items() if number in proto.reductions) or ("none",),
-            adapters=tuple(proto.adapters),
-            store_reachable=not any(check.HasField("error") for check in checks) if checks else None,
-            store_detail="; ".join(map(_store_detail, checks)),
-        )
-
-
-def _store_detail(check: inference_pb2.StoreCheck) -> str:
-    if check.HasField("error"):
-        return check.error.message
-    name = f"at {check.endpoint}" if check.store in {"", check.endpoint} else f"{check.store} ({check.endpoint})"
-    return f"the store {name}, version {check.server_version}, answers it"
 
 
 @dataclass(frozen=True)

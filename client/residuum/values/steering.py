@@ -1,22 +1,23 @@
-"""Steering operations on the residual stream: Add, Ablate, Cap, Replace and Set.
+"""Steering operations: Add, Ablate, Cap, Replace, Set and Multiply.
 
-For a row x of the residual stream (float32 [hidden]), a vector v and its direction v̂ = v / |v|:
+For a row x at a site of a layer (float32), a vector v of the same length and its direction v̂ = v / |v|:
 
-    Add      x + scale·v
-    Ablate   x - scale·(x·v̂)v̂
-    Cap      x + (clamp(x·v̂, min, max) - x·v̂)v̂
-    Replace  x + (value - x·v̂)v̂
-    Set      v
+    Add       x + scale·v
+    Ablate    x - scale·(x·v̂)v̂
+    Cap       x + (clamp(x·v̂, min, max) - x·v̂)v̂
+    Replace   x + (value - x·v̂)v̂
+    Set       v
+    Multiply  x·v, element by element
 
-The server applies operations in list order, each after its layers and at its positions. With `keep_norm=True` it then
-scales the row to the norm that it had before the operation. Rows always stay finite: elements are clamped to ±1e16, far
-beyond those of any model (±32752 for a model in float16).
+The server applies operations in list order, each at its site and layers and at its positions. With `keep_norm=True` it
+then scales the row to the norm that it had before the operation. Rows always stay finite: elements are clamped to
+±1e16, far beyond those of any model (±32752 for a model in float16).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
@@ -24,8 +25,9 @@ import numpy as np
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
+from residuum.values.capture import site_number
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
-from residuum.values.vector import Vector
+from residuum.values.vector import LayerVectors, Vector, by_steered_layer
 from residuum.wire.limits import MAX_DIRECTION_NORM, MAX_OPERATIONS, MIN_DIRECTION_NORM
 
 if TYPE_CHECKING:
@@ -41,16 +43,19 @@ class _Placed:
     _example: ClassVar[str] = "scale=6.0"
 
     vector: Vector | Mapping[int, Vector]
-    """The vector, of the model's hidden size; or one vector for each layer, as {layer: vector} or Directions."""
+    """The vector, as long as a row at the site; or one vector for each layer, as {layer: vector} or Directions."""
     _: KW_ONLY
     layer: LayersLike | None = None
-    """The layer after which the operation is applied."""
+    """The layer at which the operation is applied."""
     layers: LayersLike | None = None
     """Several layers, or "all". Give exactly one of `layer` and `layers`, and neither with {layer: vector}."""
     positions: PositionsLike = None
     """The positions at which it is applied: all by default; "prompt" or "generated" for one phase."""
     keep_norm: bool = False
     """Scale each row back to the norm that it had before the operation."""
+    site: str | None = None
+    """Where in the layer: one of `client.info().steering_sites`. By default "resid_post", the stream after the layer;
+    for Directions of "z" or "mlp_act" their own site."""
 
     def __new__(cls, *values: object, **_named: object) -> Self:
         """Refuse further positional arguments, with a clearer message than Python's."""
@@ -63,7 +68,9 @@ class _Placed:
 
     def __post_init__(self) -> None:
         if isinstance(self.vector, Mapping):
-            object.__setattr__(self, "vector", LayerVectors(_by_steered_layer(self.vector)))
+            vectors, site = by_steered_layer(self.vector, self.site)
+            object.__setattr__(self, "vector", LayerVectors(vectors))
+            object.__setattr__(self, "site", site)
         elif not isinstance(self.vector, Vector):
             raise TypeError(f"{self._name} takes a residuum.Vector; create one with Vector.from_array(array).")
         for name in ("layer", "layers"):  # copy now, because an iterator can be read only once
@@ -71,6 +78,7 @@ class _Placed:
             if value is not None and not selects_all(value):
                 object.__setattr__(self, name, tuple(layer_list(value)))
         object.__setattr__(self, "positions", Positions.of(self.positions))
+        object.__setattr__(self, "site", "resid_post" if self.site is None else self.site)
         if not isinstance(self.keep_norm, bool):
             raise TypeError(f"{self._name}: keep_norm must be True or False, not {self.keep_norm!r}.")
         self._placed()
@@ -123,6 +131,8 @@ class _Placed:
 
     def _placed(self) -> steering_pb2.SteeringOperation:
         message = steering_pb2.SteeringOperation(layers=layer_selection(self._layers()), keep_norm=self.keep_norm)
+        if self.site != "resid_post":  # the default
+            message.site = site_number(self.site)
         if not isinstance(self.vector, Vector):
             message.layer_digests.extend(vector.digest for vector in self.vectors)
         positions = Positions.of(self.positions)
@@ -278,8 +288,7 @@ class Set(_Placed):
         """Return the operations that set rows of a request to those that were captured from another one.
 
         Args:
-            acts: The captured rows, at the selected site: "resid_post", or "resid_pre", whose rows are set after the
-                layer before.
+            acts: The captured rows. They are set at the selected site; those of "resid_pre" after the layer before.
             layers: The layers whose rows are set; by default all of `acts`.
             positions: The positions whose rows are taken; by default all of `acts`.
             at: The positions at which they are set, one for each of `positions`; by default the same.
@@ -288,21 +297,21 @@ class Set(_Placed):
             One operation for each position, with a vector for each layer.
 
         Raises:
-            InvalidRequest: A row is not in `acts`, the rows are not of the full width or of a site that can be steered,
-                or `at` has another length than `positions`.
+            InvalidRequest: A row is not in `acts`, the rows are not of the full width, or `at` has another length than
+                `positions`.
 
         Example:
             >>> acts = client.activations("clean")
             >>> client.generate(corrupted, steer=residuum.Set.from_activations(acts, layers=[12], positions=[4]))
         """
-        shifts = {"resid_post": 0, "resid_pre": 1}
-        if acts.site not in shifts:
-            raise _bad_row(f"rows of {acts.site} cannot be set. Select resid_post or resid_pre.")
-        if acts.width != acts.hidden_size:
+        width = acts.manifest.format_at(acts.site).width
+        if acts.width != width:
             raise _bad_row(
                 f"the rows of {acts.manifest.capture_id} have {acts.width} elements (encoding {acts.encoding}), and "
-                f"rows of the model have {acts.hidden_size}. Capture them as raw."
+                f"rows of the model have {width}. Capture them as raw."
             )
+        shift = 1 if acts.site == "resid_pre" else 0
+        site = "resid_post" if shift else acts.site
         sources = [int(position) for position in (acts.positions if positions is None else positions)]
         targets = sources if at is None else [int(position) for position in at]
         if len(sources) != len(targets):
@@ -312,11 +321,29 @@ class Set(_Placed):
         made = []
         for source, target in zip(sources, targets, strict=True):
             vectors = {
-                layer - shifts[acts.site]: Vector.from_array(_row(acts, layer, row_of.get(source), source))
-                for layer in chosen
+                layer - shift: Vector.from_array(_row(acts, layer, row_of.get(source), source)) for layer in chosen
             }
-            made.append(cls(vectors, positions=[target]))
+            made.append(cls(vectors, positions=[target], site=site))
         return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multiply(_Placed):
+    """Multiplies each element of the row by the same element of a vector.
+
+    With a vector of ones and zeros it removes attention heads ("z") or neurons ("mlp_act"); `ModelInfo.mask` makes one.
+
+    Example:
+        >>> residuum.Multiply(client.info().mask("z", [3, 7]), layer=12, site="z")
+    """
+
+    _example: ClassVar[str] = 'site="z"'
+
+    def to_proto(self) -> steering_pb2.SteeringOperation:
+        """Return the operation as it travels."""
+        message = self._placed()
+        message.multiply.CopyFrom(steering_pb2.Multiply(digest=self._digest))
+        return message
 
 
 def _row(acts: Activations, layer: int, row: int | None, position: int) -> Any:
@@ -329,52 +356,9 @@ def _bad_row(problem: str) -> InvalidRequest:
     return InvalidRequest(f"Set: {problem}", reason="INVALID_FIELD")
 
 
-class LayerVectors(Mapping[int, Vector]):
-    """An immutable map from layer to vector, with ascending layers."""
-
-    def __init__(self, vectors: Mapping[int, Vector]) -> None:
-        """Copy a map from layer to vector.
-
-        Raises:
-            TypeError: A key is not a layer number, or a value is not a Vector.
-            InvalidRequest: The map is empty; UnknownLayer if a layer is negative.
-        """
-        for layer, vector in vectors.items():
-            if not isinstance(vector, Vector) or isinstance(layer, bool) or not hasattr(layer, "__index__"):
-                raise TypeError(
-                    f"Vectors for layers must be {{layer number: residuum.Vector}}, not "
-                    f"{{{layer!r}: {type(vector).__name__}}}."
-                )
-        if not vectors:
-            raise InvalidRequest("Vectors for layers: name at least one layer.", reason="INVALID_FIELD")
-        self._vectors = {int(layer): vectors[layer] for layer in sorted(vectors)}
-        layer_list(self._vectors)
-
-    def __getitem__(self, layer: int) -> Vector:
-        return self._vectors[layer]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._vectors)
-
-    def __len__(self) -> int:
-        return len(self._vectors)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._vectors.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._vectors)
-
-
-def _by_steered_layer(vectors: Mapping[int, Vector]) -> Mapping[int, Vector]:
-    """Return vectors by the layer after which they apply. `Directions` of resid_pre apply after the previous layer."""
-    placed = getattr(vectors, "placed", None)
-    return vectors if placed is None else {place: vector for _, place, vector in placed()}
-
-
 _WHERE = "vector, layer=12, scale=6.0"
 
-Operation = Union[Add, Ablate, Cap, Replace, Set]  # noqa: UP007 - evaluated at run time on Python 3.10
+Operation = Union[Add, Ablate, Cap, Replace, Set, Multiply]  # noqa: UP007 - evaluated at run time on Python 3.10
 """Any steering operation."""
 
 
@@ -389,8 +373,10 @@ def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operat
     single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
     items: list[Any] = [] if given is None else [given] if single else list(given)
     for item in items:
-        if not isinstance(item, (Add, Ablate, Cap, Replace, Set)):
-            raise TypeError(f"steer= takes residuum.Add, Ablate, Cap, Replace and Set, not {_wrong_item(item)}")
+        if not isinstance(item, (Add, Ablate, Cap, Replace, Set, Multiply)):
+            raise TypeError(
+                f"steer= takes residuum.Add, Ablate, Cap, Replace, Set and Multiply, not {_wrong_item(item)}"
+            )
     if len(items) > MAX_OPERATIONS:
         raise InvalidRequest(
             f"A request takes at most {MAX_OPERATIONS} operations, not {len(items)}. Let one operation name several "

@@ -1,17 +1,19 @@
-"""Steering vectors, identified by the digest of their content."""
+"""Steering vectors, identified by the digest of their content; and one for each layer."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from residuum.exceptions import BadVector
+from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import tensor_pb2
+from residuum.values.selections import layer_list
 from residuum.wire.digests import vector_message
 
 FloatArray = npt.NDArray[np.float32]
@@ -97,6 +99,56 @@ class Vector:
 
     def __repr__(self) -> str:
         return f"Vector({len(self)} elements, norm {self.norm:.4g}, digest {self.hexdigest[:8]}…)"
+
+
+class LayerVectors(Mapping[int, Vector]):
+    """An immutable map from layer to vector, with ascending layers."""
+
+    def __init__(self, vectors: Mapping[int, Vector]) -> None:
+        """Copy a map from layer to vector.
+
+        Raises:
+            TypeError: A key is not a layer number, or a value is not a Vector.
+            InvalidRequest: The map is empty; UnknownLayer if a layer is negative.
+        """
+        for layer, vector in vectors.items():
+            if not isinstance(vector, Vector) or isinstance(layer, bool) or not hasattr(layer, "__index__"):
+                raise TypeError(
+                    f"Vectors for layers must be {{layer number: residuum.Vector}}, not "
+                    f"{{{layer!r}: {type(vector).__name__}}}."
+                )
+        if not vectors:
+            raise InvalidRequest("Vectors for layers: name at least one layer.", reason="INVALID_FIELD")
+        self._vectors = {int(layer): vectors[layer] for layer in sorted(vectors)}
+        layer_list(self._vectors)
+
+    def __getitem__(self, layer: int) -> Vector:
+        return self._vectors[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._vectors)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._vectors.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._vectors)
+
+
+def by_steered_layer(vectors: Mapping[int, Vector], site: str | None) -> tuple[Mapping[int, Vector], str | None]:
+    """Return vectors by the layer at which they apply, and their site.
+
+    Args:
+        vectors: {layer: vector}, or `Directions`. Those of resid_pre apply after the layer before.
+        site: The site that the user chose. None: the default, which for `Directions` depends on their rows.
+    """
+    placed = getattr(vectors, "placed", None)
+    if placed is None or site not in {None, "resid_post"}:
+        return vectors, site
+    return {place: vector for _, place, vector in placed()}, site or vectors.steering_site  # type: ignore[attr-defined]
 
 
 def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:

@@ -155,7 +155,7 @@ def _capture_groups(parts: list[_Part], points: TapPoints) -> list[CaptureGroup]
 def _operation_batches(parts: list[_Part], points: TapPoints) -> dict[int, list[OperationBatch]]:
     """Return the batches of each point, in the order in which they are applied.
 
-    The i-th operation of every program on a layer goes into that layer's i-th batch. So a program's operations keep
+    The i-th operation of every program at a point goes into that point's i-th batch. So a program's operations keep
     their order, and a batch serves all requests.
     """
     batches: dict[int, list[list[tuple[npt.NDArray[np.int64], Step]]]] = defaultdict(list)
@@ -163,11 +163,12 @@ def _operation_batches(parts: list[_Part], points: TapPoints) -> dict[int, list[
         depth: dict[int, int] = defaultdict(int)
         for step in part.program.steps:
             for layer in points.own(step.layers):
-                if depth[layer] == len(batches[layer]):
-                    batches[layer].append([])
-                batches[layer][depth[layer]].append((part.lines[:, ROW], step))
-                depth[layer] += 1
-    return {points.after(layer): [_to_batch(steps) for steps in found] for layer, found in batches.items()}
+                point = points.of(step.site, layer)
+                if depth[point] == len(batches[point]):
+                    batches[point].append([])
+                batches[point][depth[point]].append((part.lines[:, ROW], step))
+                depth[point] += 1
+    return {point: [_to_batch(steps) for steps in found] for point, found in batches.items()}
 
 
 def _to_batch(parts: list[tuple[npt.NDArray[np.int64], Step]]) -> OperationBatch:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _ADD = tl.constexpr(int(Kind.ADD))
 _ABLATE = tl.constexpr(int(Kind.ABLATE))
 _SET = tl.constexpr(int(Kind.SET))
+_MULTIPLY = tl.constexpr(int(Kind.MULTIPLY))
 
 _LINE_FIELDS = tl.constexpr(LINE_FIELDS)
 _ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
@@ -103,16 +104,17 @@ def _apply(x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL:
     of `max_abs`. In that case `_steer` must limit the row's elements.
     """
     kind = code >> _KIND_SHIFT
-    factor = tl.where(kind == _SET, 1.0, scale)  # a row that is set counts as moved
-    if (kind != _ADD) & (kind != _SET):
+    is_direct = (kind == _SET) | (kind == _MULTIPLY)  # without a factor: such a row counts as moved
+    factor = tl.where(is_direct, 1.0, scale)
+    if (kind != _ADD) & (is_direct == 0):
         projection = _dot(x, x_tail, v, v_tail, TAIL) * inverse
         # Not clamp(projection) - projection: the compiler may fuse the multiplication above into the subtraction. Then
         # the difference is not exactly zero where nothing is clamped.
         over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
         along = tl.where(kind == _ABLATE, -scale * projection, over)
         factor = along * inverse
-    moved = tl.where(kind == _SET, v, x + factor * v)
-    moved_tail = tl.where(kind == _SET, v_tail, x_tail + factor * v_tail)
+    moved = tl.where(kind == _SET, v, tl.where(kind == _MULTIPLY, x * v, x + factor * v))
+    moved_tail = tl.where(kind == _SET, v_tail, tl.where(kind == _MULTIPLY, x_tail * v_tail, x_tail + factor * v_tail))
     if code & _KEEP_NORM:
         before = _dot(x, x_tail, x, x_tail, TAIL)
         after = _dot(moved, moved_tail, moved, moved_tail, TAIL)
@@ -121,7 +123,7 @@ def _apply(x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL:
         moved *= rescaled
         moved_tail *= rescaled
     is_near = tl.abs(factor) <= max_abs * 1e-3 * inverse  # false if factor is NaN, so such a row counts as moved far
-    return moved, moved_tail, factor != 0.0, is_near == 0
+    return moved, moved_tail, factor != 0.0, (is_near == 0) | (kind == _MULTIPLY)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

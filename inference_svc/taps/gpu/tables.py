@@ -156,17 +156,17 @@ class ProgramTable:
         lines = np.zeros((self._points.count, LINE_FIELDS), dtype=np.int32)
         lines[:, 2:4] = NOT_KEPT
         steps: list[Step] = []
-        written: dict[tuple[int, ...], int] = {}  # layers with the same operations share their entries
-        by_layer: dict[int, list[int]] = {}
+        written: dict[tuple[int, ...], int] = {}  # points with the same operations share their entries
+        by_point: dict[int, list[int]] = {}
         for index, step in enumerate(program.steps):
             for layer in self._points.own(step.layers):
-                by_layer.setdefault(layer, []).append(index)
-        for layer, indices in by_layer.items():
+                by_point.setdefault(self._points.of(step.site, layer), []).append(index)
+        for point, indices in by_point.items():
             chosen = tuple(indices)
             if chosen not in written:
                 written[chosen] = len(steps)
                 steps += [program.steps[index] for index in chosen]
-            lines[self._points.after(layer), :2] = written[chosen], len(chosen)
+            lines[point, :2] = written[chosen], len(chosen)
         for point in range(self._points.count if program.capture_layers else 0):
             for column, (site, layer) in enumerate(self._points.sites(point), start=2):
                 lines[point, column] = destination(program, site, layer)

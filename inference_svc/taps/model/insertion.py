@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.structure import Entry
-from inference_svc.taps.points import ENTRY, WIDE_SITES
+from inference_svc.taps.points import ENTRY, STEERABLE, WIDE_SITES
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -132,13 +132,35 @@ def check_middle(errors: Mapping[int, float]) -> None:
     Raises:
         CannotTapError: It is not.
     """
-    off = [layer for layer, error in errors.items() if not error < _SUM_TOLERANCE]
+    off = [layer for layer, error in errors.items() if not _is_small(error)]
     if off:
         raise CannotTapError(
             "resid_mid cannot be captured: looked for the stream to which the attention is added, and from which the "
             f"MLP's sum starts; in layers {off} no tensor is both. The model computes attention and MLP side by side, "
             "or adds to the stream elsewhere. Leave the site out of --capture-sites."
         )
+
+
+def is_middle(errors: Mapping[int, float]) -> bool:
+    """Return whether the errors of `parts_check.middle_error` are those of the stream between attention and MLP."""
+    return all(map(_is_small, errors.values()))
+
+
+def _is_small(error: float) -> bool:
+    return error < _SUM_TOLERANCE
+
+
+def steering_sites(sites: Iterable[Site.ValueType], structure: Structure) -> list[int]:
+    """Return the sites at which rows can be steered: after the layers, and those of `sites` where the model allows it.
+
+    Args:
+        sites: The sites that requests can capture.
+        structure: The model's structure, with the result of `parts_check.middle_error`.
+    """
+    found = {capture_pb2.SITE_RESID_POST, *STEERABLE.intersection(sites)}
+    if not structure.middle_moves:
+        found.discard(capture_pb2.SITE_RESID_MID)
+    return sorted(found)
 
 
 def check_widths(

@@ -66,6 +66,8 @@ def middle_error(
     is_attention: Callable[[nn.Module], bool],
     structure: Structure,
     run: Callable[[], object],
+    *,
+    changed: bool = False,
 ) -> dict[int, float]:
     """Return how far the stream between attention and MLP is from where it must be. Runs the model again.
 
@@ -78,6 +80,7 @@ def middle_error(
         is_attention: Returns whether a module combines the tokens of a sequence.
         structure: The structure that was found.
         run: Runs the model once, uncompiled.
+        changed: Change the stream between them, as steering does. Then the stream after the layer must have the change.
 
     Returns:
         For each layer |middle - after| / |after - before|, for the row with the largest error.
@@ -92,6 +95,8 @@ def middle_error(
             written = structure.written.get(part)
             handles.append(part.register_forward_hook(_give(values, written), with_kwargs=True))
         module, hidden, residual = structure.middles[index]
+        if changed:
+            handles.append(module.register_forward_pre_hook(_change_input(hidden), with_kwargs=True))
         handles.append(module.register_forward_pre_hook(_note_input(note, hidden, residual), with_kwargs=True))
         whole = _note_output(note, whole=structure.adds_residual)
         handles.append(layer.register_forward_hook(whole, with_kwargs=True))
@@ -114,6 +119,15 @@ def _note_input(note: Callable[[Tensor], None], hidden: Argument, residual: Argu
         del module
         rest = residual.of(args, kwargs) if residual else None
         note(hidden.of(args, kwargs).float() + (0.0 if rest is None else rest.float()))
+
+    return hook
+
+
+def _change_input(hidden: Argument) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        tensor = hidden.of(args, kwargs)
+        tensor += _reversed_numbers(tensor)
 
     return hook
 

@@ -65,6 +65,8 @@ class Structure:
     """What the layer's MLP takes."""
     middles: dict[int, Entry] = field(default_factory=dict)
     """The residual stream between the layer's attention and its MLP."""
+    middle_moves: bool = True
+    """Whether the stream after each layer follows a change that is made between its attention and its MLP."""
     wide: dict[Site.ValueType, dict[int, WideEntry]] = field(default_factory=lambda: {site: {} for site in WIDE_SITES})
     """The places whose rows have a width of their own, by site and layer."""
 

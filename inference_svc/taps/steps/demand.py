@@ -17,7 +17,7 @@ MAX_PROGRAMS = 256
 """Most different programs of one request."""
 
 MAX_ENTRIES = 8192
-"""Most table entries of one request: the operations of all its programs. Layers with the same operations share them."""
+"""Most table entries of one request: the operations of all its programs. Points with the same operations share them."""
 
 
 class Demand(NamedTuple):
@@ -30,13 +30,13 @@ class Demand(NamedTuple):
 
 
 def demand_of(
-    operations: Sequence[tuple[Sequence[int], selection_pb2.PositionSelection]],
+    operations: Sequence[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection]],
     captured: selection_pb2.PositionSelection | None,
 ) -> Demand:
     """Return an upper bound on what a request takes in the tables.
 
     Args:
-        operations: The layers and the positions of each steering operation.
+        operations: The (site, layer) pairs and the positions of each steering operation.
         captured: The captured positions. None: nothing is captured.
     """
     selections = [positions for _, positions in operations] + ([captured] if captured else [])
@@ -48,11 +48,11 @@ def demand_of(
     ranges = sum(len(positions.ranges) for positions in distinct)
     periods = len({positions.every for positions in distinct if positions.every > 1})
     programs = min(2 ** min(len(distinct), 32), (2 * ranges + 2) * 2 ** min(periods, 32))
-    by_layer: dict[int, list[int]] = {}
-    for index, (layers, _) in enumerate(operations):
-        for layer in layers:
-            by_layer.setdefault(layer, []).append(index)
-    entries = sum(len(indices) for indices in {tuple(indices) for indices in by_layer.values()})
+    by_point: dict[tuple[int, int], list[int]] = {}
+    for index, (places, _) in enumerate(operations):
+        for place in places:
+            by_point.setdefault(place, []).append(index)
+    entries = sum(len(indices) for indices in {tuple(indices) for indices in by_point.values()})
     return Demand(programs, programs * entries)
 
 

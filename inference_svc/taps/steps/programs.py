@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 from inference_svc.taps.plan import Kind
+from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +29,13 @@ class Step(NamedTuple):
     low: float
     high: float
     keep_norm: bool = False
+    site: capture_pb2.Site.ValueType = capture_pb2.SITE_RESID_POST
 
     @classmethod
     def of(cls, operation: Operation) -> Step:
         """Return the step of an operation."""
         o = operation
-        return cls(o.kind, o.row, o.layers, o.scale, o.low, o.high, o.keep_norm)
+        return cls(o.kind, o.row, o.layers, o.scale, o.low, o.high, o.keep_norm, o.site)
 
 
 class Program:

@@ -59,6 +59,11 @@ class TapRuntime:
         self._admitted = 0
 
     @property
+    def can_steer(self) -> bool:
+        """Whether rows can be steered at some of the points."""
+        return self._points.can_steer
+
+    @property
     def open_requests(self) -> int:
         """How many requests have not ended, as far as the scheduler has reported."""
         return len(self._requests)
@@ -84,11 +89,12 @@ class TapRuntime:
 
         Args:
             name: The request's `RequestPlan.name`.
-            operations: The new operations.
+            operations: The new operations; those at other points are ignored.
 
         Returns:
             The first position with the new operations; None if the request has ended.
         """
+        operations = tuple(operation for operation in operations if self._points.sees(operation.site))
         if name in self._ended:
             return None
         if name not in self._names:

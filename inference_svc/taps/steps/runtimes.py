@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class TapRuntimes:
-    """Drives several runtimes. The first one has the points of the residual stream, where rows are steered."""
+    """Drives several runtimes. The first one has the points of the residual stream."""
 
     def __init__(self, runtimes: Sequence[TapRuntime]) -> None:
         """Drive these runtimes."""
-        self._stream = runtimes[0]
         self._all = list(runtimes)
+        self._steering = [runtime for runtime in runtimes if runtime.can_steer]
 
     @property
     def open_requests(self) -> int:
@@ -34,11 +34,14 @@ class TapRuntimes:
 
     def change_steering(self, name: str, operations: tuple[Operation, ...]) -> int | None:
         """See `TapRuntime.change_steering`."""
-        return self._stream.change_steering(name, operations)
+        positions = [runtime.change_steering(name, operations) for runtime in self._steering]
+        return positions[0]  # the same in all of them: each lays out all rows of the request
 
     def forget(self, names: Iterable[str]) -> None:
         """See `TapRuntime.forget`."""
-        self._stream.forget(names)
+        names = list(names)
+        for runtime in self._steering:
+            runtime.forget(names)
 
     def place(self, get_rows: Callable[[], StepRows]) -> None:
         """See `TapRuntime.place`."""

@@ -63,7 +63,7 @@ class CapturePath:
         points: AllPoints,
         widths: Sequence[int],
         sites: Sequence[Site.ValueType],
-        bank: VectorBank,
+        bank_rows: int,
     ) -> None:
         """Prepare the path; `make_ring` lets it capture.
 
@@ -73,7 +73,7 @@ class CapturePath:
             points: The points of this stage.
             widths: The elements of a row at each of their groups.
             sites: The sites that requests can capture.
-            bank: The active vectors, for the points of the residual stream.
+            bank_rows: How many steering vectors can be active.
         """
         self._config = config
         self._device = device
@@ -81,7 +81,11 @@ class CapturePath:
         self._dtype: torch.dtype = config.model_config.dtype
         self._rows = [ModelRows(width, WIRE_TYPES[self._dtype]) for width in widths]
         self._units = [sum(group.sees(site) for site in sites) * group.num_layers for group in points.groups]
-        self._banks = [bank, *(VectorBank(1, width, device) for width in widths[1:])]
+        # A vector has the same row in all banks. Only those of its width hold it.
+        self._banks = [
+            VectorBank(bank_rows if group.can_steer else 1, width, device)
+            for group, width in zip(points.groups, widths, strict=True)
+        ]
         self._pools: list[BlockPool | None] = [None] * len(widths)
         self._sinks: list[BlockSink | None] = [None] * len(widths)
         self.producer: RingProducer | None = None
@@ -92,9 +96,30 @@ class CapturePath:
         return sum(pool.nbytes for pool in self._pools if pool)
 
     @property
+    def bank_bytes(self) -> int:
+        """Bytes of the banks of vectors."""
+        return sum(bank.nbytes for bank in self._banks)
+
+    @property
     def sink_bytes(self) -> int:
         """Bytes of device memory that the sinks allocate for their lifetime."""
         return sum(sink.nbytes for sink in self._sinks if sink)
+
+    def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        """Write vectors into rows of the banks of their width; see `VectorBank.load`.
+
+        Raises:
+            ValueError: No bank has the width of a vector.
+        """
+        lengths = {
+            bank.row_bytes for group, bank in zip(self._points.groups, self._banks, strict=True) if group.can_steer
+        }
+        wrong = [len(values) for _, values in rows if len(values) not in lengths]
+        if wrong:
+            raise ValueError(f"there is no bank for a vector of {wrong[0]} bytes; there are for {sorted(lengths)}")
+        for group, bank in zip(self._points.groups, self._banks, strict=True):
+            if group.can_steer:
+                bank.load(rows)
 
     def make_ring(self, control_path: str, ring_bytes: int, stores: Sequence[str]) -> None:
         """Allocate the pools and the ring, and make the sinks that move rows from one to the other.

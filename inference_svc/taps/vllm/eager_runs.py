@@ -60,6 +60,7 @@ class EagerRuns:
             if capture_pb2.SITE_RESID_MID in sites:
                 insertion.check_middles(self._layers, structure)
                 insertion.check_middle(middle_error(*experiment))
+                structure.middle_moves = insertion.is_middle(middle_error(*experiment, changed=True))
             return structure
 
     def listen(self) -> None:

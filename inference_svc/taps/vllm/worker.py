@@ -18,7 +18,6 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from inference_svc.logs import configure_worker_logs
 from inference_svc.taps import op
-from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
@@ -26,6 +25,7 @@ from inference_svc.taps.plan import Operation
 from inference_svc.taps.ring_writer import ModelRows
 from inference_svc.taps.steps.runtimes import TapRuntimes
 from inference_svc.taps.vllm import norms, runner_v1, runner_v2
+from inference_svc.taps.vllm.attention import attention_of
 from inference_svc.taps.vllm.capture_path import CapturePath, points_of
 from inference_svc.taps.vllm.eager_runs import EagerRuns
 from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupported
@@ -115,8 +115,8 @@ class TappedWorker:
 
     @_answered
     def residuum_load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
-        """Write vectors into rows of the vector bank; see `VectorBank.load`."""
-        self._residuum.bank.load(rows)
+        """Write vectors into rows of the vector banks; see `CapturePath.load_vectors`."""
+        self._residuum.path.load_vectors(rows)
 
     @_answered
     def residuum_change_steering(self, changes: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, int | None]:
@@ -206,10 +206,11 @@ class _Taps:
         points = points_of(min(layers), len(layers), widths)
         self._points = points.groups[0]
         self._widths = [widths.get(site, hidden) for site in self._sites]
+        self._steering_sites = insertion.steering_sites(self._sites, structure)
+        self._attention = [attention_of(layers[index]) for index in sorted(layers)]
         self._format = ModelRows(hidden, WIRE_TYPES[dtype])
-        self.bank = VectorBank(settings["bank_rows"], hidden, worker.device)
         group_widths = [hidden, *(widths[group.inner[0]] for group in points.groups[1:])]
-        self.path = CapturePath(config, worker.device, points, group_widths, self._sites, self.bank)
+        self.path = CapturePath(config, worker.device, points, group_widths, self._sites, settings["bank_rows"])
         if get_tp_group().rank_in_group == 0:
             replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
             self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
@@ -235,12 +236,14 @@ class _Taps:
             "num_layers": self._points.num_layers,
             "sites": list(self._sites),
             "site_widths": self._widths if set(self._widths) != {self._format.hidden} else [],
+            "steering_sites": self._steering_sites,
+            "attention": self._attention,
             "folded_norms": self._folded,
             "hidden": self._format.hidden,
             "dtype": int(self._format.dtype),
             "captures": producer is not None,
             "pool_bytes": self.path.pool_bytes,
-            "table_bytes": self._table_bytes + self.bank.nbytes + self.path.sink_bytes,
+            "table_bytes": self._table_bytes + self.path.bank_bytes + self.path.sink_bytes,
             "ring_bytes": producer.ring_bytes if producer else 0,
             "control_path": self._control_path if producer else "",
         }

@@ -1,0 +1,220 @@
+"""A patch sweep: what is sent to find out which rows of one prompt make the model answer as it does for another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.exceptions import InvalidRequest, NoTokenTexts
+from residuum.values.activations import Activations
+from residuum.values.replies import Reply
+from residuum.values.steering import Set
+from residuum.values.vector import Vector
+
+Grid = npt.NDArray[np.float64]
+Metric = Literal["logit_difference", "logprob"]
+_METRICS = frozenset({"logit_difference", "logprob"})
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSweep:
+    """How the answer to a prompt changes when one of its rows is replaced by that of another prompt.
+
+    The *clean* prompt gives the rows, the *corrupted* one gets them. In Jupyter, the result shows as a picture.
+
+    Attributes:
+        site: The site of the rows.
+        layers: The layers.
+        positions: The positions.
+        clean_tokens: The text of the clean prompt's token at each position; its ID if the text is not known.
+        corrupted_tokens: The same of the corrupted prompt.
+        answer: The ID of the token whose log-probability is measured.
+        other: The ID of the token whose log-probability is subtracted from it; None: none.
+        clean: The score of the clean prompt: the log-probability of `answer` minus that of `other` (natural
+            logarithms). Because both follow from the same logits, this is also the difference of their logits.
+        corrupted: The score of the corrupted prompt.
+        scores: float64 [layers, positions]: its score when the row of a layer and position is patched.
+    """
+
+    site: str
+    layers: tuple[int, ...]
+    positions: tuple[int, ...]
+    clean_tokens: tuple[str, ...]
+    corrupted_tokens: tuple[str, ...]
+    answer: int
+    other: int | None
+    clean: float
+    corrupted: float
+    scores: Grid
+
+    @property
+    def recovered(self) -> Grid:
+        """The share that each row brings back, float64 [layers, positions]; 1 is the clean score, 0 the corrupted."""
+        with np.errstate(divide="ignore", invalid="ignore"):  # both prompts may have the same score
+            shares: Grid = (self.scores - self.corrupted) / np.float64(self.clean - self.corrupted)
+        return shares
+
+    def svg(self) -> str:
+        """Return a picture of `recovered` as SVG: layers from bottom to top, positions from left to right."""
+        return "\n".join(_picture(self))
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """The requests of a patch sweep, once both prompts have been run."""
+
+    acts: Activations
+    """The captured rows of the clean prompt."""
+    layers: tuple[int, ...]
+    positions: tuple[int, ...]
+    clean: tuple[int, ...]
+    """The clean prompt's token IDs."""
+    corrupted: tuple[int, ...]
+    """The corrupted prompt's token IDs."""
+    corrupted_tokens: tuple[str, ...]
+    answer: int
+    other: int | None
+
+    @classmethod
+    def of(
+        cls,
+        clean: Reply,
+        corrupted: Reply,
+        acts: Activations,
+        corrupted_acts: Activations,
+        *,
+        metric: Metric,
+        answer: int | None,
+        other: int | None,
+    ) -> SweepPlan:
+        """Return the plan.
+
+        Args:
+            clean: The reply to the clean prompt.
+            corrupted: The reply to the corrupted prompt.
+            acts: The captured rows of the clean prompt, at the site to patch.
+            corrupted_acts: Captured rows of the corrupted prompt, at the same positions.
+            metric: "logit_difference", or "logprob" to score `answer` alone.
+            answer: See `PatchSweep`. None: the first token of the clean reply.
+            other: See `PatchSweep`. None: the first token of the corrupted reply.
+
+        Raises:
+            InvalidRequest: The prompts differ in length, the metric is unknown or needs no `other`, or `answer` and
+                `other` are the same token.
+        """
+        if metric not in _METRICS or (metric == "logprob" and other is not None):
+            raise _invalid(
+                'metric= takes "logit_difference", or "logprob", which scores answer= alone, without other=.'
+            )
+        first, second = clean.prompt_token_ids, corrupted.prompt_token_ids
+        if len(first) != len(second):
+            raise _invalid(
+                f"the clean prompt has {len(first)} tokens and the corrupted one {len(second)}. A row is patched at "
+                "the position where it was captured, so write prompts of the same length."
+            )
+        answer = clean.token_ids[0] if answer is None else answer
+        if metric == "logit_difference" and other is None:
+            other = corrupted.token_ids[0]
+        if answer == other:
+            raise _invalid(
+                f"answer and other are the same token ({answer}). If they are not given, they are the first tokens of "
+                "the model's replies to both prompts; give answer= or other=."
+            )
+        positions = tuple(int(position) for position in acts.positions)
+        return cls(acts, acts.layers, positions, first, second, _tokens(corrupted_acts), answer, other)
+
+    def patches(self) -> list[list[Set]]:
+        """Return the steering of each cell, layer by layer."""
+        return [
+            Set.from_activations(self.acts, layers=[layer], positions=[position])
+            for layer in self.layers
+            for position in self.positions
+        ]
+
+    def requests(self) -> Iterator[tuple[list[int], list[Set] | None]]:
+        """Return the prompt and the steering of each request. The last token of each prompt is the one to score."""
+        patches = self.patches()
+        for token in self._scored():
+            yield [*self.clean, token], None
+            yield [*self.corrupted, token], None
+            for patch in patches:
+                yield [*self.corrupted, token], patch
+
+    def vectors(self) -> list[Vector]:
+        """Return all vectors, each once."""
+        return list(dict.fromkeys(vector for (patch,) in self.patches() for vector in patch.vectors))
+
+    def result(self, replies: Sequence[Reply]) -> PatchSweep:
+        """Return the result from the replies to `requests`, which have log-probabilities of their prompts."""
+        scores = np.array([float(reply.prompt_logprobs.tokens[-1]) for reply in replies if reply.prompt_logprobs])
+        of_tokens = scores.reshape(len(self._scored()), -1)
+        differences = of_tokens[0] if self.other is None else of_tokens[0] - of_tokens[1]
+        return PatchSweep(
+            site=self.acts.site,
+            layers=self.layers,
+            positions=self.positions,
+            clean_tokens=_tokens(self.acts),
+            corrupted_tokens=self.corrupted_tokens,
+            answer=self.answer,
+            other=self.other,
+            clean=float(differences[0]),
+            corrupted=float(differences[1]),
+            scores=differences[2:].reshape(len(self.layers), len(self.positions)),
+        )
+
+    def _scored(self) -> list[int]:
+        return [self.answer] if self.other is None else [self.answer, self.other]
+
+
+_CELL, _LEFT, _TOP, _WHITE, _RED = (56, 14), 64, 26, 255, (178, 24, 43)
+_NARROWEST = 344
+"""The least width, which leaves room for the title."""
+_LABELLED = 5
+"""Every fifth layer has a label."""
+
+
+def _picture(sweep: PatchSweep) -> Iterator[str]:
+    shares, (across, down) = sweep.recovered, _CELL
+    layers, positions = shares.shape
+    width, bottom = max(_LEFT + across * positions + 12, _NARROWEST), _TOP + down * layers
+    yield (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 40}" font-family="sans-serif">')
+    yield "<style>text { font-size: 10px }</style>"
+    yield '<rect width="100%" height="100%" fill="white"/>'
+    yield f'<text x="{_LEFT}" y="14">share of the answer that a row of {escape(sweep.site)} brings back</text>'
+    for index, layer in enumerate(sweep.layers):
+        y = _TOP + down * (layers - 1 - index)
+        if index % _LABELLED == 0 or index == layers - 1:
+            yield f'<text x="{_LEFT - 6}" y="{y + 11}" text-anchor="end">layer {layer}</text>'
+        for place in range(positions):
+            share = float(np.clip(np.nan_to_num(shares[index, place]), 0, 1))
+            colour = tuple(round(_WHITE - share * (_WHITE - end)) for end in _RED)
+            yield (
+                f'<rect x="{_LEFT + across * place}" y="{y}" width="{across}" height="{down}" fill="rgb{colour}" '
+                f'stroke="#ddd" stroke-width="0.5"><title>layer {layer}, position {sweep.positions[place]}: '
+                f"{shares[index, place]:.2f}</title></rect>"
+            )
+    for place, (before, after) in enumerate(zip(sweep.corrupted_tokens, sweep.clean_tokens, strict=True)):
+        x = _LEFT + across * place + across // 2
+        yield f'<text x="{x}" y="{bottom + 14}" text-anchor="middle">{escape(before.strip())}</text>'
+        if before != after:
+            yield f'<text x="{x}" y="{bottom + 26}" text-anchor="middle">← {escape(after.strip())}</text>'
+    yield "</svg>\n"
+
+
+def _tokens(acts: Activations) -> tuple[str, ...]:
+    try:
+        return acts.tokens
+    except NoTokenTexts:
+        return tuple(map(str, acts.token_ids))
+
+
+def _invalid(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"patch_sweep: {problem}", reason="INVALID_FIELD")

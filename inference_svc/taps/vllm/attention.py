@@ -1,0 +1,43 @@
+"""What determines the attention weights of a layer, read from vLLM's attention module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def attention_of(layer: nn.Module) -> dict[str, Any]:
+    """Return the fields of the contract's `AttentionLayer` for a decoder layer, as plain data.
+
+    Empty if the layer has no attention, several, or one of a kind whose weights do not follow from these fields: latent
+    attention, attention in chunks, or a layer that takes the keys of another one.
+    """
+    found = [module for module in layer.modules() if isinstance(module, Attention)]
+    if len(found) != 1 or type(found[0]) is not Attention:
+        return {}
+    (module,) = found
+    impl = module.impl
+    known = all(hasattr(impl, name) for name in ("scale", "logits_soft_cap", "sinks", "alibi_slopes"))
+    if not known or module.attn_type != AttentionType.DECODER or impl.kv_sharing_target_layer_name is not None:
+        return {}
+    return {
+        "num_heads": module.num_heads,
+        "num_kv_heads": module.num_kv_heads,
+        "scale": impl.scale,
+        "sliding_window": module.sliding_window or 0,
+        "logits_soft_cap": impl.logits_soft_cap or 0.0,
+        "sinks": _numbers(impl.sinks),
+        "alibi_slopes": _numbers(impl.alibi_slopes),
+    }
+
+
+def _numbers(values: Any) -> list[float]:
+    """Return one number for each head; empty for None."""
+    if values is None:
+        return []
+    return [float(value) for value in (values.flatten().tolist() if hasattr(values, "flatten") else values)]
