@@ -10,6 +10,7 @@ import pytest
 
 import residuum
 from examples.demo.reference import compare
+from examples.head_ablation import ablate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -214,3 +215,26 @@ def test_captures_are_listed_and_deleted(client: residuum.Client) -> None:
     assert client.delete("to-be-deleted") > 0
     with pytest.raises(residuum.UnknownCapture):
         client.manifest("to-be-deleted")
+
+
+def test_removing_a_head_equals_setting_its_output_to_zero(client: residuum.Client) -> None:
+    """The example removes heads by a mask. Here the rows are captured, changed and set."""
+    prompt, layer, head = "The capital of France is", 22, 4
+    changes = ablate(client, prompt, [0, layer])
+    assert changes.shape == (2, 9)
+    assert np.abs(changes[1]).max() > 0.01
+    reply = client.generate(prompt, max_tokens=1)
+    scored = [*reply.prompt_token_ids, reply.token_ids[0]]
+    capture = residuum.Capture(layers=[layer], sites=["z"])
+    plain = client.generate(scored, max_tokens=0, prompt_logprobs=0, capture=capture)
+    rows = np.array(client.activations(plain)[layer], np.float32).reshape(len(scored), 9, 64)
+    rows[:, head] = 0
+    steer = [
+        residuum.Set(residuum.Vector(row.reshape(-1)), layer=layer, site="z", positions=[position])
+        for position, row in enumerate(rows)
+    ]
+    without = client.generate(scored, max_tokens=0, prompt_logprobs=0, steer=steer)
+    assert plain.prompt_logprobs is not None
+    assert without.prompt_logprobs is not None
+    change = float(without.prompt_logprobs.tokens[-1] - plain.prompt_logprobs.tokens[-1])
+    assert change == pytest.approx(changes[1, head], abs=0.02), "bfloat16 rounds"

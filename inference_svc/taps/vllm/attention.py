@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_NAMES = ("scale", "logits_soft_cap", "sinks", "alibi_slopes", "kv_sharing_target_layer_name")
+"""What the implementation of an attention must have. Some of vLLM's backends lack one of these."""
+
+
 def attention_of(layer: nn.Module) -> dict[str, Any]:
     """Return the fields of the contract's `AttentionLayer` for a decoder layer, as plain data.
 
@@ -22,8 +26,11 @@ def attention_of(layer: nn.Module) -> dict[str, Any]:
         return {}
     (module,) = found
     impl = module.impl
-    known = all(hasattr(impl, name) for name in ("scale", "logits_soft_cap", "sinks", "alibi_slopes"))
-    if not known or module.attn_type != AttentionType.DECODER or impl.kv_sharing_target_layer_name is not None:
+    if (
+        not all(hasattr(impl, name) for name in _NAMES)
+        or module.attn_type != AttentionType.DECODER
+        or impl.kv_sharing_target_layer_name is not None
+    ):
         return {}
     return {
         "num_heads": module.num_heads,
