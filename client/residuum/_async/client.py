@@ -393,8 +393,8 @@ class AsyncClient(AsyncCaptureClient):
             await self.delete(made)
         plan = SweepPlan.of(made[0], made[1], acts, others, metric=metric, answer=answer, other=other)
         info = await self.info()
-        if len(plan.vectors()) <= info.limits["max_vectors"]:
-            await self.put_vectors(plan.vectors())  # in one call; otherwise each request sends its own
+        if len(plan.vectors) <= info.limits["max_vectors"]:
+            await self.put_vectors(plan.vectors)  # in one call; otherwise each request sends its own
         prompts, steer = zip(*plan.requests(), strict=True)
         scored = await self.generate_many(
             prompts, steer=steer, model=model, timeout=timeout, max_concurrency=max_concurrency, progress=progress,

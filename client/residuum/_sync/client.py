@@ -394,8 +394,8 @@ class Client(CaptureClient):
             self.delete(made)
         plan = SweepPlan.of(made[0], made[1], acts, others, metric=metric, answer=answer, other=other)
         info = self.info()
-        if len(plan.vectors()) <= info.limits["max_vectors"]:
-            self.put_vectors(plan.vectors())  # in one call; otherwise each request sends its own
+        if len(plan.vectors) <= info.limits["max_vectors"]:
+            self.put_vectors(plan.vectors)  # in one call; otherwise each request sends its own
         prompts, steer = zip(*plan.requests(), strict=True)
         scored = self.generate_many(
             prompts, steer=steer, model=model, timeout=timeout, max_concurrency=max_concurrency, progress=progress,

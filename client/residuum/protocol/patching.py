@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from typing import Literal
 
@@ -131,8 +132,9 @@ class SweepPlan:
         positions = tuple(int(position) for position in acts.positions)
         return cls(acts, acts.layers, positions, first, second, _tokens(corrupted_acts), answer, other)
 
+    @cached_property
     def patches(self) -> list[list[Set]]:
-        """Return the steering of each cell, layer by layer."""
+        """The steering of each cell, layer by layer."""
         return [
             Set.from_activations(self.acts, layers=[layer], positions=[position])
             for layer in self.layers
@@ -141,16 +143,16 @@ class SweepPlan:
 
     def requests(self) -> Iterator[tuple[list[int], list[Set] | None]]:
         """Return the prompt and the steering of each request. The last token of each prompt is the one to score."""
-        patches = self.patches()
         for token in self._scored():
             yield [*self.clean, token], None
             yield [*self.corrupted, token], None
-            for patch in patches:
+            for patch in self.patches:
                 yield [*self.corrupted, token], patch
 
+    @cached_property
     def vectors(self) -> list[Vector]:
-        """Return all vectors, each once."""
-        return list(dict.fromkeys(vector for (patch,) in self.patches() for vector in patch.vectors))
+        """All vectors, each once."""
+        return list(dict.fromkeys(vector for (patch,) in self.patches for vector in patch.vectors))
 
     def result(self, replies: Sequence[Reply]) -> PatchSweep:
         """Return the result from the replies to `requests`, which have log-probabilities of their prompts."""

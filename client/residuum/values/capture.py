@@ -251,17 +251,6 @@ def site_numbers(sites: str | Sequence[str]) -> list[capture_pb2.Site.ValueType]
     return [SITES[name] for name in names]
 
 
-def site_number(name: str | None) -> capture_pb2.Site.ValueType:
-    """Return the contract's number of one site.
-
-    Raises:
-        UnknownSite: It does not exist.
-    """
-    if name not in SITES:
-        raise UnknownSite(f"{name!r} is not a site; choose among {', '.join(SITES)}.", reason="UNKNOWN_SITE")
-    return SITES[name]
-
-
 def _site_advice(name: str) -> str:
     if name == "all":  # valid for layers; only the server knows all its sites
         return "use sites=client.info().sites for all sites that the server was started with"

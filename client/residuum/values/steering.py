@@ -25,7 +25,7 @@ import numpy as np
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
-from residuum.values.capture import site_number
+from residuum.values.capture import site_numbers
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.vector import LayerVectors, Vector, by_steered_layer
 from residuum.wire.limits import MAX_DIRECTION_NORM, MAX_OPERATIONS, MIN_DIRECTION_NORM
@@ -132,7 +132,7 @@ class _Placed:
     def _placed(self) -> steering_pb2.SteeringOperation:
         message = steering_pb2.SteeringOperation(layers=layer_selection(self._layers()), keep_norm=self.keep_norm)
         if self.site != "resid_post":  # the default
-            message.site = site_number(self.site)
+            (message.site,) = site_numbers([str(self.site)])
         if not isinstance(self.vector, Vector):
             message.layer_digests.extend(vector.digest for vector in self.vectors)
         positions = Positions.of(self.positions)
