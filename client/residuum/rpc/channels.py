@@ -51,12 +51,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # Detects within 80 s, even on an idle stream, that a peer is gone. The servers allow this ping rate.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # Reconnects to a restarted service within seconds; gRPC's default backoff grows to two minutes.
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # gRPC's default backoff grows to two minutes. This one, with its jitter of 20%, is shorter than the time that the
+    # retries below take (at least 1.04 s). So a retried call reaches a service that has just restarted.
+    ("grpc.max_reconnect_backoff_ms", 800),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Despite its name, this is the timeout for connecting. A busy service may be slow to complete the handshake.
     ("grpc.min_reconnect_backoff_ms", 10_000),
-    # gRPC retries idempotent unary calls while the service is unavailable.
+    # gRPC retries idempotent unary calls while the service is unavailable, as `_SERVICE_CONFIG` says.
     ("grpc.enable_retries", 1),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     # Channels to one address must not share a connection: a bulk read would delay the unary calls.
