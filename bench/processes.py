@@ -74,16 +74,7 @@ def run_child(
     job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "run.log"))
     result_file.unlink(missing_ok=True)
     job_file.write_text(json.dumps(job))
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.child", module, str(job_file), str(result_file)],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            **OWN_GROUP,  # so that it and vLLM's processes can be killed together
-        )
+    process = start_child([module, str(job_file), str(result_file)], log_file, environment)
     try:
         status: int | None = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -102,6 +93,20 @@ def run_child(
         how = "took too long" if status is None else f"ended with code {status}"
         raise RunFailedError(f"{what}: {how}\n{_end_of(log_file)}", log_file.read_text(errors="replace"))
     return json.loads(result_file.read_text())
+
+
+def start_child(arguments: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start `bench.child` in a process group of its own, so that it and vLLM's processes can be killed together."""
+    with log_file.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "bench.child", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            **OWN_GROUP,
+        )
 
 
 def hand_over(file: Path, result: Any) -> NoReturn:

@@ -5,10 +5,11 @@ spawns. In tests of what a service does, and not of how it starts or stops, both
 
     this process ── starts ─▶ fork server, with vLLM ── forks ─▶ service ── forks ─▶ fork server ── forks ─▶ engine
 
-Both fork servers are multiprocessing's own (`multiprocessing.forkserver`). A service forks its server before it does
-anything else, so the engine has nothing of the service but its imports, as if spawned. The engine is in the service's
-process group. A fork differs from a real process in two ways: it has the libraries that the first fork server preloaded
-(LD_PRELOAD), and libraries that read variables on import have read those of the first fork server.
+The engine forks a server for its workers in the same way. All fork servers are multiprocessing's own
+(`multiprocessing.forkserver`). A service forks its server before it does anything else, so the engine has nothing of
+the service but its imports, as if spawned. Engine and workers are in the service's process group. A fork differs from a
+real process in two ways: it has the libraries that the first fork server preloaded (LD_PRELOAD), and libraries that
+read variables on import have read those of the first fork server.
 """
 
 from __future__ import annotations
@@ -155,8 +156,7 @@ def _run(module: str, arguments: list[str], cwd: Path, log: Path, environment: d
     os.close(output)
     os.chdir(cwd)
     _set_environment(environment)
-    _use_server(_fork_server)
-    context._concrete_contexts["spawn"] = _Spawn()  # type: ignore[attr-defined]
+    _fork_instead_of_spawning()
     _follow_log_settings()
     setproctitle.setproctitle(f"python -m {module} {shlex.join(arguments)}")
     sys.argv = [module, *arguments]
@@ -164,6 +164,12 @@ def _run(module: str, arguments: list[str], cwd: Path, log: Path, environment: d
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # a fork ends without them
+
+
+def _fork_instead_of_spawning() -> None:
+    """Let this process fork where it would spawn."""
+    _use_server(_fork_server)
+    context._concrete_contexts["spawn"] = _Spawn()  # type: ignore[attr-defined]
 
 
 def _fork_server(listener: int, alive: int) -> int:
@@ -204,7 +210,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 
 class _SpawnProcess(context.ForkServerProcess):
-    """A process of the engine: a fork, with the environment that it would have if spawned."""
+    """An engine or a worker: a fork, with the environment that it would have if spawned."""
 
     def start(self) -> None:
         """Start it."""
@@ -215,12 +221,13 @@ class _SpawnProcess(context.ForkServerProcess):
         import vllm.logger
 
         _set_environment(self._environment)
+        _fork_instead_of_spawning()
         vllm.logger._configure_vllm_root_logger()
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc]
 
 
 class _Spawn(context.BaseContext):
-    """The context "spawn" of a service."""
+    """The context "spawn" of a service or an engine."""
 
     _name = "spawn"
     Process = _SpawnProcess

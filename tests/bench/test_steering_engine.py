@@ -1,13 +1,18 @@
 import json
+import os
 from dataclasses import asdict
+from unittest.mock import patch
 
 import pytest
 
+from bench import processes
 from bench.plain import restore
 from bench.processes import RunFailedError
 from bench.steering.__main__ import main
 from bench.steering.engine import Case, EngineJob, bank_row, bars, rotated, summarise
 from bench.steering.engine_child import plan_of, settings_for
+from svc_common.launcher import ROOT
+from tests import warm_start
 
 CASES = (Case(0), Case(1), Case(2), Case(4), Case(2, per_layer=True))
 JOB = EngineJob(shape="tiny", cases=CASES, batch_size=4, prefill=8, decode=10)
@@ -103,8 +108,16 @@ def test_requests_of_the_first_configuration_may_equal_those_with_one():
     assert summarise(JOB, runs(TIMES, replies))["cases"]
 
 
+def start_fork(arguments, log_file, environment):
+    """Start a child of a benchmark as a fork of a process that has imported vLLM."""
+    log_file.touch()
+    with patch.dict(os.environ, environment, clear=True):
+        return warm_start.launch("bench.child", arguments, ROOT, log_file)
+
+
 @pytest.mark.slow
-def test_a_tiny_model_is_steered_in_as_many_ways_as_it_has_requests(tmp_path, capsys):
+def test_a_tiny_model_is_steered_in_as_many_ways_as_it_has_requests(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(processes, "start_child", start_fork)
     output = tmp_path / "x.json"
     arguments = (
         "--parts engine --shape tiny --eager --batch-size 4 --prefill 8 --decode 6 --configurations 0,1,4 "
