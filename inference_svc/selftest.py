@@ -175,13 +175,13 @@ async def _take_rows(engine: Engine, capture_id: str) -> dict[int, Rows]:
     awaited = set(product(rows, range(facts.num_layers), range(_POSITIONS)))
     deadline = time.monotonic() + _ROWS_SECONDS
     while awaited and time.monotonic() < deadline:
-        for sites, layers, positions, values in await engine.take_probe(capture_id):
-            block = np.frombuffer(values, dtype=np.float32).reshape(len(sites), len(layers), len(positions), -1)
+        for units, positions, values in await engine.take_probe(capture_id):
+            block = np.frombuffer(values, dtype=np.float32).reshape(len(units), len(positions), -1)
             kept = [index for index, position in enumerate(positions) if position < _POSITIONS]
-            for site, of_site in zip(sites, block, strict=True):
-                for index in kept:
-                    rows[site][layers, positions[index]] = of_site[:, index]
-                    awaited -= {(site, layer, positions[index]) for layer in layers}
+            at = [positions[index] for index in kept]
+            for (site, layer), of_unit in zip(units, block, strict=True):
+                rows[site][layer, at] = of_unit[kept]
+                awaited -= {(site, layer, position) for position in at}
         if awaited:
             await asyncio.sleep(_POLL_SECONDS)
     return rows

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.message import Message
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2, store_pb2
+from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import EncodingError, RowFormat, site_width
 from residuum.wire.ids import is_valid_id
@@ -27,7 +27,7 @@ from residuum.wire.limits import (
     MAX_STEERING_CHANGES_BYTES,
     max_capture_tokens,
 )
-from residuum.wire.selection import check_positions, resolve_layers
+from residuum.wire.selection import check_positions, layers_at, layers_by_site, resolve_layers
 from residuum.wire.tokens import is_valid_tenant
 from store_svc.captures.lifecycle import ABORTED, COMPLETE, INCOMPLETE
 from store_svc.database.keys import MAX_LAYERS
@@ -74,7 +74,7 @@ def check_description(description: capture_pb2.CaptureDescription) -> None:
             RowFormat.of_capture(description, site)
     except EncodingError as error:
         raise invalid("description.spec.encoding", str(error)) from None
-    rows = description.num_sequences * len(description.spec.sites) * len(description.spec.layers.list.layers)
+    rows = description.num_sequences * sum(map(len, layers_by_site(description.spec).values()))
     if rows > MAX_CAPTURE_ROWS_AT_A_POSITION:
         limit = MAX_CAPTURE_ROWS_AT_A_POSITION
         raise invalid("description.spec", f"sequences × sites × layers must be at most {limit}, not {rows}")
@@ -104,18 +104,10 @@ def check_service_instance(field: str, name: str) -> None:
 
 
 def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
-    if spec.layers.WhichOneof("selection") != "list":
-        raise invalid("description.spec.layers", "must be given as a list")
-    try:
-        resolve_layers(spec.layers, num_layers)
-    except IndexError as error:
-        last = num_layers - 1
-        message = f"layer {error.args[0]} does not exist: the model has layers 0 to {last}"
-        raise invalid("description.spec.layers", message) from None
-    except ValueError as error:
-        raise invalid("description.spec.layers", str(error)) from None
+    _check_layers("description.spec.layers", spec.layers, num_layers)
     if not spec.sites or len(set(spec.sites)) != len(spec.sites) or not _SITES.issuperset(spec.sites):
         raise invalid("description.spec.sites", "must name at least one site, each once")
+    _check_site_layers(spec, num_layers)
     try:
         check_labels(spec.labels)
     except LabelError as error:
@@ -126,6 +118,30 @@ def _check_spec(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
         check_positions(spec.positions)
     except ValueError as error:
         raise invalid("description.spec.positions", str(error)) from None
+
+
+def _check_layers(field: str, selection: selection_pb2.LayerSelection, num_layers: int) -> None:
+    if selection.WhichOneof("selection") != "list":
+        raise invalid(field, "must be given as a list")
+    try:
+        resolve_layers(selection, num_layers)
+    except IndexError as error:
+        last = num_layers - 1
+        raise invalid(field, f"layer {error.args[0]} does not exist: the model has layers 0 to {last}") from None
+    except ValueError as error:
+        raise invalid(field, str(error)) from None
+
+
+def _check_site_layers(spec: capture_pb2.CaptureSpec, num_layers: int) -> None:
+    if not spec.site_layers:
+        return
+    field = "description.spec.site_layers"
+    if len(spec.site_layers) != len(spec.sites):
+        raise invalid(field, f"must have an entry for each of {len(spec.sites)} sites, not {len(spec.site_layers)}")
+    for selection in spec.site_layers:
+        _check_layers(field, selection, num_layers)
+    if {layer for selection in spec.site_layers for layer in selection.list.layers} != set(spec.layers.list.layers):
+        raise invalid(field, "must have description.spec.layers as their union")
 
 
 def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.CaptureDescription) -> None:
@@ -273,5 +289,6 @@ def _check_place(
         raise invalid(f"{field}.sequence", message)
     for site in set(sites) - set(description.spec.sites):
         raise invalid(f"{field}.site", f"the capture has no site {site}")
-    for layer in set(layers) - set(description.spec.layers.list.layers):
-        raise invalid(f"{field}.layers", f"the capture has no layer {layer}")
+    for site in sites:
+        for layer in set(layers).difference(layers_at(description.spec, site)):
+            raise invalid(f"{field}.layers", f"the capture has no layer {layer} at the site {site}")

@@ -39,7 +39,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.many import check_choice, check_ids, check_some, warn_of_left_out
 from residuum.protocol.requests import RequestLike
-from residuum.values.capture import SITES as _SITE_NUMBERS
+from residuum.values.points import SITES as _SITE_NUMBERS
 from residuum.values.selections import LayersLike, PositionsLike, index_list
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.admission.fields import check_selection, invalid, layer_list, site_name
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.encodings import (
     BY_DIMENSION,
     BY_ROW,
@@ -56,7 +56,7 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
         raise invalid("capture.labels", f"capture.labels: {error}.") from None
     resolved = capture_pb2.CaptureSpec()
     resolved.CopyFrom(spec)
-    resolved.layers.CopyFrom(layer_list("capture.layers", spec.layers, facts))
+    _fill_layers(resolved, sites, facts)
     resolved.sites[:] = sites
     resolved.overflow = spec.overflow or capture_pb2.OVERFLOW_POLICY_WAIT
     resolved.encoding = _encoding(spec.encoding, facts)
@@ -67,6 +67,31 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
     resolved.flush_interval = spec.flush_interval or BLOCK_TOKENS
     _check_reduction(resolved, facts)
     return resolved
+
+
+def _fill_layers(spec: capture_pb2.CaptureSpec, sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> None:
+    """Replace the layers of a spec by lists. `site_layers` stays only if sites have different layers."""
+    if not spec.site_layers:
+        spec.layers.CopyFrom(layer_list("capture.layers", spec.layers, facts))
+        return
+    if len(spec.site_layers) != len(sites):
+        raise invalid(
+            "capture.site_layers",
+            f"capture.site_layers has {len(spec.site_layers)} entries, but capture.sites has {len(sites)}. Give the "
+            "layers of each site, in the order of the sites.",
+        )
+    lists = [layer_list("capture.site_layers", selection, facts) for selection in spec.site_layers]
+    every = sorted({layer for selection in lists for layer in selection.list.layers})
+    union = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=every))
+    if spec.HasField("layers") and layer_list("capture.layers", spec.layers, facts) != union:
+        raise invalid(
+            "capture.layers",
+            f"capture.layers must be unset or the union of capture.site_layers, which is {every}.",
+        )
+    spec.layers.CopyFrom(union)
+    del spec.site_layers[:]
+    if any(selection != union for selection in lists):
+        spec.site_layers.extend(lists)
 
 
 def _check_sites(sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> None:

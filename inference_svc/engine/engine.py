@@ -212,7 +212,7 @@ class Engine:
         """Drop steering changes of requests that have not reached the workers."""
         await self._call("residuum_forget", list(names))
 
-    async def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
+    async def take_probe(self, capture_id: str) -> list[tuple[list[tuple[int, int]], list[int], bytes]]:
         """Return the self-test's rows from every rank; see `TappedWorker.residuum_take_probe`."""
         parts = await self._call("residuum_take_probe", capture_id)
         return [block for rank in parts for block in rank]

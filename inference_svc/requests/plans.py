@@ -9,6 +9,7 @@ from inference_svc.admission.steering import layer_digests
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import BLOCK_TOKENS
+from residuum.wire.selection import layers_by_site
 
 if TYPE_CHECKING:
     from inference_svc.requests.registry import Running
@@ -87,12 +88,13 @@ def _capture(
     capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec, rows: dict[bytes, int], spare_positions: int
 ) -> Capture:
     options = spec.encoding_options
+    places = sorted(layers_by_site(spec).items())
     return Capture(
         capture_id=capture_id,
         sequence=sequence,
         layers=tuple(spec.layers.list.layers),
         positions=spec.positions,
-        sites=tuple(sorted(spec.sites)),
+        sites=tuple(site for site, _ in places),
         sheds=spec.overflow == capture_pb2.OVERFLOW_POLICY_SHED,
         before_steering=spec.before_steering,
         encoding=RowEncoding(
@@ -105,6 +107,7 @@ def _capture(
         reduction=spec.reduction or capture_pb2.REDUCTION_NONE,
         flush_interval=spec.flush_interval or BLOCK_TOKENS,
         spare_positions=spare_positions if spec.reduction > capture_pb2.REDUCTION_NONE else 0,
+        site_layers=tuple(layers for _, layers in places) if spec.site_layers else (),
     )
 
 

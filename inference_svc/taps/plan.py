@@ -6,9 +6,10 @@ serialises `extra_args` with msgpack, so a plan is plain data, and position sele
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from inference_svc.taps.encodings.projections import is_computed
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 KEY = "residuum_plan"
 """The key of the plan in `extra_args`."""
+
+
+Places = tuple[tuple[capture_pb2.Site.ValueType, tuple[int, ...]], ...]
+"""Where rows are captured: sites, ascending, and the layers at each."""
 
 
 class Kind(IntEnum):
@@ -136,11 +141,18 @@ class Capture:
     """Most positions of generated tokens that a block holds before it leaves."""
     spare_positions: int = 0
     """With a reduction: how many positions the engine may compute beyond the request's end."""
+    site_layers: tuple[tuple[int, ...], ...] = ()
+    """The layers at each site, in the order of the sites; empty: `layers` at all of them."""
+
+    @cached_property
+    def places(self) -> Places:
+        """The layers at each site."""
+        return tuple(zip(self.sites, self.site_layers or repeat(self.layers), strict=False))
 
     @property
     def units(self) -> int:
         """Rows of one captured position: one for each site and, within a site, for each layer."""
-        return len(self.sites) * len(self.layers)
+        return sum(len(layers) for _, layers in self.places)
 
     @property
     def is_reduced(self) -> bool:
@@ -160,8 +172,9 @@ class Capture:
     def to_data(self) -> dict[str, Any]:
         """Return the capture as plain data, for `from_data`."""
         return {
-            **vars(self),
+            **{item.name: getattr(self, item.name) for item in fields(self)},
             "layers": list(self.layers),
+            "site_layers": [list(layers) for layers in self.site_layers],
             "sites": [int(site) for site in self.sites],
             "positions": self.positions.SerializeToString(),
             "encoding": {**vars(self.encoding), "rows": list(self.encoding.rows)},
@@ -171,7 +184,20 @@ class Capture:
     def from_data(cls, data: Mapping[str, Any]) -> Capture:
         """Return the capture that `to_data` converted."""
         encoding = RowEncoding.from_data(data["encoding"])
-        return cls(**{**_restore(data), "sites": tuple(data["sites"]), "encoding": encoding})
+        site_layers = tuple(map(tuple, data["site_layers"]))
+        restored = {**_restore(data), "sites": tuple(data["sites"]), "site_layers": site_layers}
+        return cls(**{**restored, "encoding": encoding})
+
+    def for_points(self, points: TapPoints) -> Capture | None:
+        """Return the part of the capture that some points see; None if they see nothing of it."""
+        seen = [(site, points.own(layers)) for site, layers in self.places if points.sees(site)]
+        places = [(site, layers) for site, layers in seen if layers]
+        if not places:
+            return None
+        sites, site_layers = zip(*places, strict=True)
+        same = len(set(site_layers)) == 1
+        layers = site_layers[0] if same else points.own(self.layers)
+        return replace(self, sites=sites, layers=layers, site_layers=() if same else site_layers)
 
 
 @dataclass(frozen=True)
@@ -224,12 +250,7 @@ class RequestPlan:
             points: Points of the rank's pipeline stage. Only layers of this stage are captured.
             captures: Whether the rank captures at all.
         """
-        capture = None
-        if self.capture and captures:
-            layers = points.own(self.capture.layers)
-            sites = tuple(site for site in self.capture.sites if points.sees(site))
-            if layers and sites:
-                capture = replace(self.capture, layers=layers, sites=sites)
+        capture = self.capture.for_points(points) if self.capture and captures else None
         operations = tuple(operation for operation in self.operations if points.sees(operation.site))
         name = self.name if points.can_steer else ""  # named operations may change later, even if there are none
         if not (capture or operations or name):

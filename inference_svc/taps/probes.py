@@ -17,7 +17,7 @@ class Probe(NamedTuple):
     capture: Capture
     positions: list[int]
     rows: Tensor
-    """[sites, layers, positions, hidden], in the model's dtype."""
+    """[units, positions, width], in the model's dtype, with one unit for each site and layer."""
 
 
 class Probes:
@@ -30,9 +30,8 @@ class Probes:
 
     def keep(self, block: Block) -> None:
         """Copy the rows of a block, which may then be given back to the pool."""
-        capture = block.capture
-        rows = self._pool.rows(block).clone().unflatten(0, (len(capture.sites), len(capture.layers)))
-        self._kept.setdefault(capture.capture_id, []).append(Probe(capture, list(block.positions), rows))
+        probe = Probe(block.capture, list(block.positions), self._pool.rows(block).clone())
+        self._kept.setdefault(block.capture.capture_id, []).append(probe)
 
     def take(self, capture_id: str) -> list[Probe]:
         """Return the kept blocks of a capture and forget them."""

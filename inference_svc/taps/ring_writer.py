@@ -89,23 +89,27 @@ class RingWriter:
         detail: str,
     ) -> None:
         """Tell the store which rows of a capture it will never get, and why."""
-        loss = store_pb2.RowLoss(
-            sequence=capture.sequence,
-            sites=capture.sites,
-            layers=capture.layers,
-            positions=positions,
-            reason=reason,
-            detail=detail,
-        )
-        self._producer.report_loss(capture.capture_id, loss)
+        by_layers: dict[tuple[int, ...], list[capture_pb2.Site.ValueType]] = {}
+        for site, layers in capture.places:
+            by_layers.setdefault(layers, []).append(site)
+        for layers, sites in by_layers.items():
+            loss = store_pb2.RowLoss(
+                sequence=capture.sequence,
+                sites=sites,
+                layers=layers,
+                positions=positions,
+                reason=reason,
+                detail=detail,
+            )
+            self._producer.report_loss(capture.capture_id, loss)
 
 
 def _headers(capture: Capture, positions: Sequence[int], form: RowFormat) -> list[capture_pb2.ChunkHeader]:
     """Return the chunk headers of encoded rows, one for each site."""
     header = capture_pb2.ChunkHeader(
         sequence=capture.sequence,
-        site=capture.sites[0],
-        layers=capture.layers,
+        site=capture.places[0][0],
+        layers=capture.places[0][1],
         positions=positions[:_POSITIONS_AT_ONCE],
         dtype=form.dtype,
         width=form.width,
@@ -116,9 +120,11 @@ def _headers(capture: Capture, positions: Sequence[int], form: RowFormat) -> lis
     for first in range(_POSITIONS_AT_ONCE, len(positions), _POSITIONS_AT_ONCE):
         header.positions.extend(positions[first : first + _POSITIONS_AT_ONCE])
     headers = [header]
-    for site in capture.sites[1:]:
+    for site, layers in capture.places[1:]:
         other = capture_pb2.ChunkHeader()
         other.CopyFrom(header)  # twice as fast as to read the positions again
         other.site = site
+        if layers != capture.places[0][1]:
+            other.layers[:] = layers
         headers.append(other)
     return headers

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from residuum.v1 import capture_pb2, selection_pb2
-from residuum.wire.selection import captured_positions, expected_rows, is_reduced
+from residuum.wire.selection import captured_positions, expected_rows, is_reduced, layers_by_site
 from store_svc.captures.positions import Positions
 
 Row = tuple[int, int, int]
@@ -46,8 +46,7 @@ class Ledger:
         self._spec = description.spec
         self._counts_all = not is_reduced(self._spec) and self._spec.positions == selection_pb2.PositionSelection()
         self._sequences = range(description.num_sequences)
-        self.layers: Sequence[int] = tuple(description.spec.layers.list.layers)
-        self.sites: Sequence[int] = tuple(description.spec.sites)
+        self._layers = layers_by_site(description.spec)
         self._stored: dict[Row, Positions] = {}
         self._lost: dict[Row, Positions] = {}
         self._expected: list[Positions] | None = None
@@ -163,8 +162,8 @@ class Ledger:
 
     def _all_rows(self) -> Iterator[Row]:
         for sequence in self._sequences:
-            for site in self.sites:
-                for layer in self.layers:
+            for site, layers in self._layers.items():
+                for layer in layers:
                     yield sequence, site, layer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from residuum.wire.selection import (
     captured_positions,
     check_positions,
     expected_rows,
+    layers_by_site,
     to_ranges,
     wanted_positions,
 )
@@ -56,8 +57,12 @@ class Query:
         """
         _check(request, description)
         self.capture_id = description.capture_id
-        self._captured_layers = list(description.spec.layers.list.layers)
-        self._layers = sorted(set(request.layers)) or self._captured_layers
+        by_site = {int(site): layers for site, layers in layers_by_site(description.spec).items()}
+        asked = set(request.layers) or set(description.spec.layers.list.layers)
+        self._captured: Mapping[int, Sequence[int]] = by_site
+        self._layers: Mapping[int, Sequence[int]] = {
+            site: [layer for layer in layers if layer in asked] for site, layers in by_site.items()
+        }
         self._sites = set(request.sites) or set(description.spec.sites)
         self._sequences = set(request.sequences) or set(range(description.num_sequences))
         self._prompt_tokens = len(description.prompt_token_ids)
@@ -71,7 +76,7 @@ class Query:
         return (
             key.sequence in self._sequences
             and key.site in self._sites
-            and bool(_between(self._layers, key.first_layer, key.last_layer))
+            and bool(_between(self._layers[key.site], key.first_layer, key.last_layer))
         )
 
     def wants(self, key: FrameKey) -> bool:
@@ -83,14 +88,14 @@ class Query:
 
     def wants_whole(self, key: FrameKey) -> bool:
         """Tell whether every row of this frame is certainly wanted."""
-        captured = _between(self._captured_layers, key.first_layer, key.last_layer)
-        return len(_between(self._layers, key.first_layer, key.last_layer)) == len(captured) and (
+        captured = _between(self._captured[key.site], key.first_layer, key.last_layer)
+        return len(_between(self._layers[key.site], key.first_layer, key.last_layer)) == len(captured) and (
             self._wants_positions(key.sequence, key.first_position, key.last_position)
         )
 
     def cut(self, header: capture_pb2.ChunkHeader) -> tuple[Sequence[int], Sequence[int]]:
         """Return the indices of the wanted layers and positions in the chunk's lists of layers and positions."""
-        chosen, positions = set(self._layers), header.positions
+        chosen, positions = set(self._layers[header.site]), header.positions
         layers = [at for at, layer in enumerate(header.layers) if layer in chosen]
         if self._wants_positions(header.sequence, positions[0], positions[-1]):
             return layers, range(len(positions))
@@ -112,7 +117,7 @@ class Query:
         return mask
 
 
-def _between(ascending: list[int], first: int, last: int) -> list[int]:
+def _between(ascending: Sequence[int], first: int, last: int) -> Sequence[int]:
     return ascending[bisect_left(ascending, first) : bisect_right(ascending, last)]
 
 

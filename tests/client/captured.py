@@ -8,7 +8,7 @@ import numpy as np
 import residuum
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.values.blocks import Block
-from residuum.values.capture import SITES
+from residuum.values.points import SITES
 
 STATES = {
     "open": capture_pb2.CAPTURE_STATE_OPEN,
@@ -54,7 +54,7 @@ def activations(
         (0, site): Block(positions, np.where(there[..., None], values * factor, np.nan).astype(dtype), there)
         for factor, site in enumerate(sites, start=1)
     }
-    return residuum.Activations(residuum.Manifest.from_proto(manifest), layers, blocks)
+    return residuum.Activations(residuum.Manifest.from_proto(manifest), dict.fromkeys(sites, layers), blocks)
 
 
 def token_texts(texts):

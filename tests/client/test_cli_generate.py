@@ -142,6 +142,26 @@ def test_generate_captures_sites_before_steering(cli, peer):
     assert not capture.before_steering
 
 
+def test_generate_captures_points(cli, peer):
+    assert cli("generate", "a", "--capture", "resid_post.1,blocks.3.hook_resid_pre, mlp_out")[0] == 0
+    capture = peer.requests[-1].spec.capture
+    assert capture == residuum.Capture(points=["resid_post.1", "resid_pre.3", "mlp_out"]).to_proto()
+    assert cli("generate", "a", "--capture", "attn_out")[0] == 0
+    assert peer.requests[-1].spec.capture.layers.all
+    peer.requests.clear()
+    for given, told in (
+        (["resid.1"], "'resid.1' is not a point"),
+        (["q.x"], "'x' does not name layers"),
+        (["1,resid_post.2"], "'1' is not a point"),
+    ):
+        code, out, err = cli("generate", "a", "--capture", *given)
+        assert (code, out) == (1, "")
+        assert told in err
+    with pytest.raises(SystemExit):
+        cli("generate", "a", "--capture", "q.1", "--sites", "k")
+    assert not peer.requests
+
+
 @pytest.mark.parametrize(
     ("sites", "told"),
     [

@@ -207,7 +207,8 @@ def test_an_unsealed_capture_says_why_it_has_no_texts():
 def test_a_reduced_capture_has_no_spans():
     acts = chat()
     acts.manifest.proto.description.spec.reduction = capture_pb2.REDUCTION_MEAN
-    reduced = residuum.Activations(residuum.Manifest.from_proto(acts.manifest.proto), acts.layers, acts.blocks())
+    layers = {"resid_post": acts.layers}
+    reduced = residuum.Activations(residuum.Manifest.from_proto(acts.manifest.proto), layers, acts.blocks())
     for use in (reduced.mean, lambda _: reduced.select(span="reply")):
         with pytest.raises(residuum.InvalidRequest, match="is reduced: each row is the mean of all selected positions"):
             use(0)

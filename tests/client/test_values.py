@@ -281,6 +281,88 @@ def test_captures_are_sent_as_the_contract_says():
     assert residuum.Capture(layers=iter([2, 1])) == residuum.Capture(layers=(1, 2))
 
 
+def test_points_are_sent_as_the_layers_of_each_site():
+    capture = residuum.Capture(points=["mlp_act.3-5", "resid_post.12", "mlp_act.9", "resid_post.0"])
+    sent = capture.to_proto()
+    assert list(sent.sites) == [capture_pb2.SITE_MLP_ACT, capture_pb2.SITE_RESID_POST]
+    assert [list(layers.list.layers) for layers in sent.site_layers] == [[3, 4, 5, 9], [0, 12]]
+    assert list(sent.layers.list.layers) == [0, 3, 4, 5, 9, 12]
+    assert capture.points == ("mlp_act.3-5", "mlp_act.9", "resid_post.0", "resid_post.12")
+    assert (capture.sites, capture.layers) == (("mlp_act", "resid_post"), (0, 3, 4, 5, 9, 12))
+    assert capture == residuum.Capture(points="mlp_act.9, mlp_act.3-5, resid_post.12, resid_post.0")
+    assert capture == dataclasses.replace(capture) == residuum.Capture(points=capture.points)
+    assert hash(capture) == hash(dataclasses.replace(capture))
+
+
+def test_points_with_all_layers_cover_the_others():
+    sent = residuum.Capture(points=["q", "k.2", "q.3", "v.all"]).to_proto()
+    assert sent.layers.all
+    assert [layers.WhichOneof("selection") for layers in sent.site_layers] == ["all", "list", "all"]
+
+
+def test_points_of_the_same_layers_are_sites_and_layers():
+    sent = residuum.Capture(points=["q.2-3", "k.3", "k.2"]).to_proto()
+    assert sent == residuum.Capture(layers=[2, 3], sites=["q", "k"]).to_proto()
+    assert residuum.Capture(points="resid_pre").to_proto() == residuum.Capture(sites="resid_pre").to_proto()
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [
+        ("blocks.12.hook_resid_post", "resid_post.12"),
+        ("blocks.0.hook_resid_pre", "resid_pre.0"),
+        ("blocks.3.mlp.hook_post", "mlp_act.3"),
+        ("blocks.3.hook_mlp_out", "mlp_out.3"),
+        ("blocks.3.attn.hook_rot_q", "q.3"),
+        ("blocks.3.attn.hook_z", "z.3"),
+        ("blocks.3.mlp.hook_in", "mlp_in.3"),
+        ("value.7", "v.7"),
+        ("attn_out_post.7", "attn_out.7"),
+        (" resid_mid.7 ", "resid_mid.7"),
+    ],
+)
+def test_names_of_others_mean_the_same_rows(name, point):
+    assert residuum.Capture(points=[name]) == residuum.Capture(points=point)
+
+
+@pytest.mark.parametrize(
+    ("points", "error", "told"),
+    [
+        ("", residuum.UnknownSite, "'' is not a point"),
+        ([], residuum.InvalidRequest, "Name at least one point"),
+        ("resid.3", residuum.UnknownSite, r"'resid.3' is not a point.*resid_post, resid_pre"),
+        ("resid_post:3", residuum.UnknownSite, "is not a point"),
+        ("q_norm_out.3", residuum.UnknownSite, "is not a point"),
+        ("resid_post.", residuum.InvalidRequest, "does not name layers"),
+        ("resid_post.5.stream-2", residuum.InvalidRequest, "does not name layers"),
+        ("resid_post.-1", residuum.InvalidRequest, "does not name layers"),
+        ("resid_post.5-3", residuum.InvalidRequest, "counts down"),
+        ("resid_post.999999", residuum.InvalidRequest, "does not name layers"),
+        ("blocks.3.attn.hook_q", residuum.UnknownSite, r'before rotary embedding; "q" has them'),
+        ("blocks.3.hook_mlp_in", residuum.UnknownSite, 'the stream before the norm; "mlp_in" has'),
+        ("blocks.3.ln1.hook_normalized", residuum.UnknownSite, '"attn_in" has them after it'),
+        ("blocks.3.attn.hook_pattern", residuum.UnknownSite, "attention_weights"),
+        ("blocks.x.hook_resid_post", residuum.UnknownSite, "is not a point"),
+        (
+            "blocks.3.hook_nothing",
+            residuum.UnknownSite,
+            r"the names of TransformerLens that do are blocks\.N\.hook_resid_pre",
+        ),
+        (3, TypeError, "list of names"),
+        ([3], TypeError, "A point is a text"),
+    ],
+)
+def test_invalid_points_are_refused(points, error, told):
+    with pytest.raises(error, match=told):
+        residuum.Capture(points=points)
+
+
+def test_points_replace_layers_and_sites():
+    for other in ({"layers": 3}, {"sites": "q"}):
+        with pytest.raises(residuum.InvalidRequest, match="either points= or layers= and sites="):
+            residuum.Capture(points="resid_post.12", **other)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

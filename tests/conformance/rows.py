@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
@@ -10,12 +11,12 @@ import numpy as np
 import residuum
 from bench.conformance.reference import SITES
 from residuum.v1 import store_pb2, store_pb2_grpc
-from residuum.values.capture import SITE_NAMES
+from residuum.values.points import SITE_NAMES
 from tests.reference.hf import relative_error
 from tests.reference.tiny import LAYERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from bench.conformance.reference import Changes, Rows
     from residuum.values.manifest import Manifest, RowSet
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     Wanted = Callable[[int, int], Iterable[int]]
     """Returns the wanted positions of a sequence, from its number of prompt tokens and its number of rows."""
+
+    Layers = Sequence[int] | Mapping[str, Sequence[int]]
+    """Layers of all sites, or those of each site."""
 
 MAX_ERROR = 2e-4
 """Both sides compute in float32, in different orders. Rows of another token or layer differ by about 1."""
@@ -78,7 +82,7 @@ def check_capture(
     reply: residuum.Reply,
     *,
     sites: Sequence[str] = SITES,
-    layers: Sequence[int] = EVERY_LAYER,
+    layers: Layers = EVERY_LAYER,
     wanted: Wanted = everything,
     changes: Changes | None = None,
 ) -> dict[Row, Rows]:
@@ -89,7 +93,7 @@ def check_capture(
         reference: The same model in transformers.
         reply: The request's reply.
         sites: The requested sites.
-        layers: The requested layers.
+        layers: The requested layers, or those of each site.
         wanted: The requested positions.
         changes: The steering for the reference.
 
@@ -111,7 +115,7 @@ def check_complete(
     request_id: str,
     *,
     sites: Sequence[str] = SITES,
-    layers: Sequence[int] = EVERY_LAYER,
+    layers: Layers = EVERY_LAYER,
     wanted: Wanted = everything,
     changes: Changes | None = None,
 ) -> dict[Row, Rows]:
@@ -135,7 +139,7 @@ def check_partial(
     request_id: str,
     *,
     sites: Sequence[str] = SITES,
-    layers: Sequence[int] = EVERY_LAYER,
+    layers: Layers = EVERY_LAYER,
     wanted: Wanted = everything,
 ) -> dict[Row, Rows]:
     """Check an incomplete capture: its rows are right, and its manifest names every missing row.
@@ -183,7 +187,7 @@ def _expected_rows(
     manifest: Manifest,
     reference: Reference,
     sites: Sequence[str],
-    layers: Sequence[int],
+    layers: Layers,
     wanted: Wanted,
     changes: Changes | None,
 ) -> dict[Row, Rows]:
@@ -195,7 +199,7 @@ def _expected_rows(
         values = reference.rows(token_ids, changes)
         positions = sorted(set(wanted(len(prompt), len(token_ids))))
         for site in sites:
-            for layer in layers:
+            for layer in layers if isinstance(layers, Sequence) else layers[site]:
                 for position in positions:
                     expected[Row(sequence, site, layer, position)] = values[site][layer, position]
     return expected

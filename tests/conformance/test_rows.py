@@ -57,6 +57,24 @@ def test_some_layers(engine: Engine, reference: Reference, layers: tuple[int, ..
     check_capture(engine, reference, reply, layers=layers)
 
 
+def test_points_have_layers_of_their_own(engine: Engine, reference: Reference) -> None:
+    """A prompt in three chunks and two replies. Some points share a tap, a width or neither."""
+    layers = {
+        "resid_pre": (1,),
+        "resid_post": (0, LAYERS - 1),
+        "mlp_out": (2,),
+        "q": (0, 2),
+        "z": (1,),
+        "mlp_act": (3,),
+    }
+    points = [f"{site}.{layer}" for site, of_site in layers.items() for layer in of_site]
+    capture = residuum.Capture(points=points)
+    reply = engine.client.generate(PROMPT, max_tokens=40, ignore_eos=True, n=2, temperature=1.0, capture=capture)
+    check_capture(engine, reference, reply, sites=tuple(layers), layers=layers)
+    acts = engine.client.activations(reply.request_id)
+    assert {site: acts.select(site=site).layers for site in acts.sites} == layers
+
+
 def test_the_input_and_the_additions_of_a_layer_make_its_output(engine: Engine, reference: Reference) -> None:
     """Every site of every layer, for a prompt in three chunks and a reply: the rows are right and add up."""
     reply = engine.client.generate(PROMPT, max_tokens=40, ignore_eos=True, capture=ALL)

@@ -187,9 +187,10 @@ def random_layout(rng: np.random.Generator) -> StepLayout:
         ]
         layers = tuple(sorted({int(layer) for layer in rng.integers(LAYERS, size=2)}))
         sites = tuple(sorted({SITES[int(site)] for site in rng.integers(len(SITES), size=3)}))
-        programs.append(Program.make(sites, layers, before_steering=bool(rng.integers(2)), steps=steps))
+        places = tuple((site, layers[index % len(layers) :]) for index, site in enumerate(sites))
+        programs.append(Program.make(places, before_steering=bool(rng.integers(2)), steps=steps))
         lines += [(int(row), index, place + at, CAPACITY) for at, row in enumerate(chosen)]
-        place += len(sites) * len(layers) * CAPACITY
+        place += sum(len(of_site) for _, of_site in places) * CAPACITY
     programs[0] = Program.make(steps=[Step(Kind.ADD, 0, (0, 2), 2.0, 0.0, 0.0)])
     lines[:3] = [(row, 0, NOWHERE, 0) for row, _, _, _ in lines[:3]]
     return StepLayout(programs, np.array(lines))

@@ -117,6 +117,28 @@ def test_a_rank_captures_the_layers_of_its_stage_and_only_if_it_captures():
     assert plan.for_points(second, captures=False) == RequestPlan(5, None, plan.operations)
 
 
+def test_each_site_has_its_layers():
+    spec = capture_pb2.CaptureSpec(
+        layers=layer_list(0, 3, 4),
+        sites=[capture_pb2.SITE_K, capture_pb2.SITE_MLP_OUT, capture_pb2.SITE_RESID_POST],
+        site_layers=[layer_list(0, 4), layer_list(4), layer_list(0, 3)],
+    )
+    plan = make_plan(running(spec), 0, 5, {})
+    post, out, k = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT, capture_pb2.SITE_K
+    assert plan.capture.places == ((post, (0, 3)), (out, (4,)), (k, (0, 4)))
+    assert plan.capture.units == 5
+    assert RequestPlan.from_extra_args(msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_extra_args()))) == plan
+
+    def places(points):
+        part = plan.for_points(points, captures=True)
+        return part and part.capture.places
+
+    assert places(TapPoints(0, 3)) == ((post, (0,)),)
+    assert places(TapPoints(3, 2)) == ((post, (3,)), (out, (4,)))
+    assert places(TapPoints(3, 2, (k,))) == ((k, (4,)),)
+    assert places(TapPoints(1, 2)) is None
+
+
 @pytest.mark.parametrize(("asked", "interval"), [(0, 32), (1, 1), (32, 32)])
 def test_a_capture_leaves_as_often_as_it_asks(asked, interval):
     spec = capture_pb2.CaptureSpec(layers=layer_list(0), flush_interval=asked)

@@ -80,7 +80,11 @@ class ProbedEngine:
         """Deliver two blocks as a worker does: one for the prompt, one for generated rows."""
         rows = self.probes.pop(capture_id)
         return [
-            ([POST], list(layers), list(positions), np.ascontiguousarray(rows[layers][:, positions]).tobytes())
+            (
+                [(POST, layer) for layer in layers],
+                list(positions),
+                np.ascontiguousarray(rows[layers][:, positions]).tobytes(),
+            )
             for layers in (range(2), range(2, LAYERS))
             for positions in (range(PROMPT), range(PROMPT, POSITIONS))
         ]

@@ -42,6 +42,38 @@ def test_a_full_ring_sheds_rows_and_reports_the_loss():
     assert worker.pool.free_rows == 16 * 2 * 32
 
 
+MIXED = {
+    "layers": (0, 1, 2),
+    "sites": (capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE),
+    "site_layers": ((0, 2), (1,)),
+}
+"""Different layers at each site. The stream before layer 1 is the stream after layer 0."""
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_each_site_leaves_with_its_layers(before):
+    worker = Worker(layers=range(3))
+    plan = RequestPlan(40, capture("c", **MIXED, before_steering=before))
+    tensors = run_request(worker, plan, 40)
+    found = {}
+    for chunk in worker.ring.take():
+        for layer, rows in zip(chunk.header.layers, chunk.rows, strict=True):
+            found.setdefault((chunk.header.site, layer), []).append(rows)
+    rows = {place: np.concatenate(parts) for place, parts in found.items()}
+    post, pre = MIXED["sites"]
+    expected = {(post, 0): 0, (post, 2): 2, (pre, 1): 0}
+    assert rows.keys() == expected.keys()
+    for place, layer in expected.items():
+        np.testing.assert_array_equal(rows[place], tensors[layer][0].numpy())
+
+
+def test_lost_rows_are_those_of_each_site():
+    worker = Worker(layers=range(3), ring_bytes=40 * 3 * 8 * 4)
+    run_request(worker, RequestPlan(70, capture("c", **MIXED, sheds=True)), 70)
+    lost = [(list(loss.sites), list(loss.layers), len(loss.positions)) for _, loss in worker.ring.losses]
+    assert lost == [([MIXED["sites"][0]], [0, 2], 32), ([MIXED["sites"][1]], [1], 32)]
+
+
 def test_a_full_ring_blocks_the_step_of_a_capture_that_must_not_be_shed():
     worker = Worker(ring_bytes=40 * 2 * 8 * 4)
     with pytest.raises(AssertionError, match="would wait"):
@@ -55,8 +87,8 @@ def test_a_probe_stays_in_the_worker():
     assert not worker.ring.chunks
     blocks = worker.sink.take_probe("probe")
     assert [block.positions for block in blocks] == [[*range(32)], [*range(32, 40)]]
-    rows = torch.cat([block.rows for block in blocks], dim=2)
-    assert torch.equal(rows, torch.stack([tensors[0][0], tensors[2][0]])[None])
+    rows = torch.cat([block.rows for block in blocks], dim=1)
+    assert torch.equal(rows, torch.stack([tensors[0][0], tensors[2][0]]))
     assert worker.sink.take_probe("probe") == []
     assert worker.pool.free_rows == 16 * 2 * 32
 

@@ -100,6 +100,22 @@ BAD_SPECS = {
         "INVALID_FIELD",
         {"field": "capture.sites"},
     ),
+    "layers of more sites": (
+        capturing(None, site_layers=[layer_list(1), layer_list(2)]),
+        "INVALID_FIELD",
+        {"field": "capture.site_layers"},
+    ),
+    "a site without layers": (
+        capturing(None, site_layers=[layer_list()]),
+        "INVALID_FIELD",
+        {"field": "capture.site_layers"},
+    ),
+    "a site's layer": (capturing(None, site_layers=[layer_list(4)]), "UNKNOWN_LAYER", {"layer": "4", "layers": "4"}),
+    "layers without a site's": (
+        capturing(layer_list(1), site_layers=[layer_list(1, 2)]),
+        "INVALID_FIELD",
+        {"field": "capture.layers"},
+    ),
     "encoding": (capturing(encoding=99), "INVALID_FIELD", {"field": "capture.encoding"}),
     "labels": (
         capturing(labels=[capture_pb2.Label(name="a b", integer=1)]),
@@ -201,6 +217,23 @@ def test_a_captures_defaults_are_filled_in():
         reduction=capture_pb2.REDUCTION_NONE,
         flush_interval=32,
     )
+
+
+@pytest.mark.parametrize("layers", [None, layer_list(0, 1, 3), ALL], ids=["unset", "the union", "all"])
+def test_each_site_may_have_layers_of_its_own(layers):
+    sites = [capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_RESID_POST]
+    given = [ALL if layers is ALL else layer_list(0, 1), layer_list(3)]
+    resolved = resolve_spec(capturing(layers, sites=sites, site_layers=given), FACTS).capture
+    assert list(resolved.site_layers) == [layer_list(*range(4)) if layers is ALL else given[0], given[1]]
+    assert resolved.layers == (layer_list(*range(4)) if layers is ALL else layer_list(0, 1, 3))
+
+
+def test_the_same_layers_at_all_sites_are_the_captures_layers():
+    sites = [capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_RESID_POST]
+    resolved = resolve_spec(capturing(None, sites=sites, site_layers=[ALL, layer_list(0, 1, 2, 3)]), FACTS).capture
+    assert resolved == resolve_spec(capturing(ALL, sites=sites), FACTS).capture
+    one = resolve_spec(capturing(None, site_layers=[layer_list(2)]), FACTS).capture
+    assert one == resolve_spec(capturing(layer_list(2)), FACTS).capture
 
 
 def test_a_flush_interval_out_of_range_is_refused():

@@ -22,7 +22,8 @@ def step(row: int, *layers: int) -> Step:
 def program(
     *steps: Step, capture: tuple[int, ...] = (), sites: tuple[int, ...] = (POST,), before: bool = False
 ) -> Program:
-    return Program.make(sites if capture else (), capture, before_steering=before, steps=steps)
+    places = tuple((site, tuple(capture)) for site in sites) if capture else ()
+    return Program.make(places, before_steering=before, steps=steps)
 
 
 def make_table(programs: int = 4, layers: int = 2, first_layer: int = 0) -> ProgramTable:

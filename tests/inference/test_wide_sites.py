@@ -221,9 +221,9 @@ def test_rows_of_all_widths_arrive_and_only_the_stream_is_steered(path):
     assert path.runtime.open_requests == 0
     found = {}
     for probe in path.take_probe("r"):
-        for site, of_site in zip(probe.capture.sites, probe.rows, strict=True):
-            for layer, rows in zip(probe.capture.layers, of_site, strict=True):
-                found.setdefault((site, layer), {}).update(zip(probe.positions, rows, strict=True))
+        units = [(site, layer) for site, layers in probe.capture.places for layer in layers]
+        for unit, rows in zip(units, probe.rows, strict=True):
+            found.setdefault(unit, {}).update(zip(probe.positions, rows, strict=True))
     assert found.keys() == {(site, layer) for site in (POST, K, ACT) for layer in (0, 1)}
     for (site, layer), rows in found.items():
         expected = torch.cat([step["steered" if site == POST else site, layer] for step in steps])

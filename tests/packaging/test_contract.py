@@ -79,7 +79,8 @@ class TestPage:
 
     def test_a_changed_comment_makes_the_page_stale_until_it_is_generated(self, copy):
         proto = copy / "protos/residuum/v1/capture.proto"
-        proto.write_text(proto.read_text().replace("// The layers to capture. Required.", "// Any | of <these>.", 1))
+        comment = "// The sites to capture, distinct. Empty means SITE_RESID_POST."
+        proto.write_text(proto.read_text().replace(comment, "// Any | of <these>.", 1))
         stale = self.generate(copy, "--check")
         assert stale.returncode == 1
         assert "make protos" in stale.stderr

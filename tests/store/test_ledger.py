@@ -31,6 +31,8 @@ selections = st.sampled_from(
         selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=-2)]),
     ]
 )
+SITE_LAYERS = ({POST: LAYERS, PRE: LAYERS}, {POST: (0, 3), PRE: (2,)}, {PRE: (0, 2, 3), POST: (2,)})
+"""The layers that a capture has at each site. Cells of other layers are left out."""
 REDUCTIONS = (capture_pb2.REDUCTION_NONE, capture_pb2.REDUCTION_MEAN)
 events = st.lists(st.tuples(st.sampled_from(["chunk", "chunk", "loss"]), cells), max_size=12)
 
@@ -50,7 +52,10 @@ def plain(many: list[Cells]) -> set[Cell]:
 class Model:
     """The same ledger with plain sets of cells."""
 
-    def __init__(self, selection: selection_pb2.PositionSelection, reduction: int) -> None:
+    def __init__(
+        self, selection: selection_pb2.PositionSelection, reduction: int, layers: dict[int, tuple[int, ...]]
+    ) -> None:
+        self.layers = layers
         self.wanted = set(np.flatnonzero(wanted_positions(selection, PROMPT, 0, LONGEST + 1)).tolist())
         self.reduced = reduction != capture_pb2.REDUCTION_NONE
         self.stored: set[Cell] = set()
@@ -76,32 +81,46 @@ class Model:
         self.expected = {
             (sequence, site, layer, position)
             for sequence, count in enumerate(generated)
-            for site in (POST, PRE)
-            for layer in LAYERS
+            for site, layers in self.layers.items()
+            for layer in layers
             for position in self.counting(expected_rows(PROMPT, count))
         }
 
 
 @settings(deadline=None)
-@given(selections, st.sampled_from(REDUCTIONS), events, events, st.lists(st.integers(0, 20), min_size=2, max_size=2))
+@given(
+    selections,
+    st.sampled_from(REDUCTIONS),
+    st.sampled_from(SITE_LAYERS),
+    events,
+    events,
+    st.lists(st.integers(0, 20), min_size=2, max_size=2),
+)
 def test_the_ledger_agrees_with_sets(
     selection: selection_pb2.PositionSelection,
     reduction: int,
+    site_layers: dict[int, tuple[int, ...]],
     before: list[tuple[str, Cells]],
     after: list[tuple[str, Cells]],
     generated: list[int],
 ) -> None:
     description = describe(
-        layers=LAYERS, sites=(POST, PRE), prompt=PROMPT, sequences=2, positions=selection, reduction=reduction
+        layers=LAYERS, sites=tuple(site_layers), prompt=PROMPT, sequences=2, positions=selection, reduction=reduction
     )
-    ledger, model = Ledger(description), Model(selection, reduction)
+    if len(set(site_layers.values())) > 1:
+        for layers in site_layers.values():
+            description.spec.site_layers.add().list.layers.extend(layers)
+    ledger, model = Ledger(description), Model(selection, reduction, site_layers)
     for step in (*before, None, *after):
         if step is None:
             ledger.expect(generated)
             model.expect(generated)
         else:
             ledger = ledger.fork()
-            play(ledger, model, *step)
+            kind, item = step
+            layers = [layer for layer in item.layers if layer in site_layers[item.site]]
+            if layers:
+                play(ledger, model, kind, item._replace(layers=layers))
         check(ledger, model)
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, OpenCapture
-from residuum.protocol.reading import Reading, ReadPlan, not_complete, plan_read
+from residuum.protocol.reading import Reading, ReadPlan, chosen_layers, not_complete, plan_read
 from residuum.v1 import selection_pb2
 from residuum.values.activations import Activations
-from residuum.values.capture import SITE_NAMES
 from residuum.values.manifest import Manifest
+from residuum.values.points import SITE_NAMES
 from residuum.values.selections import LayersLike, PositionsLike
 from residuum.wire.encodings import RowFormat
 from residuum.wire.selection import wanted_positions
@@ -133,10 +133,8 @@ def stream_aligned(
 
 def places(manifest: Manifest, choice: RowChoice) -> tuple[tuple[str, int], ...]:
     """Return the chosen places of a capture as (site, layer): all layers of the first site, then of the next."""
-    request = choice.plan(manifest.capture_id).request
-    sites = [SITE_NAMES[site] for site in request.sites] or manifest.sites
-    layers = [layer for layer in manifest.layers if not request.layers or layer in request.layers]
-    return tuple((site, layer) for site in sites for layer in layers)
+    chosen = chosen_layers(manifest, choice.plan(manifest.capture_id).request)
+    return tuple((site, layer) for site, layers in chosen.items() for layer in layers)
 
 
 def count_rows(manifest: Manifest, choice: RowChoice, *, aligned: bool) -> int:
@@ -188,6 +186,7 @@ def check_readable(manifest: Manifest, choice: RowChoice) -> None:
                 reason="INVALID_FIELD",
                 metadata={"capture_id": name},
             )
+    chosen_layers(manifest, request)
 
 
 def row_format(manifest: Manifest, choice: RowChoice) -> RowFormat:

@@ -17,6 +17,7 @@ from residuum.cli.output import Output
 from residuum.cli.parser import positive_count
 from residuum.protocol.requests import IF_EXISTS, Prompt
 from residuum.values.capture import AXES, REDUCTIONS
+from residuum.values.points import SITES
 from residuum.wire.encodings import ENCODINGS
 from residuum.wire.limits import BLOCK_TOKENS
 
@@ -83,7 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_capture(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("capture")
     group.add_argument(
-        "--capture", metavar="LAYERS", help="capture these layers: all, 12 or 0,5,10-20 (default: capture nothing)"
+        "--capture",
+        metavar="LAYERS",
+        help="capture these layers: all, 12 or 0,5,10-20; or these points, each a site with its layers: "
+        "resid_post.12,mlp_act.3-5 (default: capture nothing)",
     )
     group.add_argument(
         "--positions",
@@ -265,9 +269,13 @@ def _text_of(path: str) -> str:
 def _capture(options: argparse.Namespace) -> residuum.Capture | None:
     if options.capture is None:
         return None
+    what = {"points": options.capture} if _names_points(options.capture) else {"layers": options.capture}
+    if options.sites is not None:
+        if "points" in what:
+            options.usage_error("--capture names points, which have their sites; give no --sites")
+        what["sites"] = options.sites
     return residuum.Capture(
-        layers=options.capture,
-        sites="resid_post" if options.sites is None else options.sites,
+        **what,
         positions=options.positions or "all",
         before_steering=options.before_steering,
         encoding=options.encoding or ("project" if options.onto else None),
@@ -280,6 +288,11 @@ def _capture(options: argparse.Namespace) -> residuum.Capture | None:
         labels=parse_labels(options.label or []),
         keep_prompt=options.keep_prompt,
     )
+
+
+def _names_points(text: str) -> bool:
+    """Tell whether a text names points instead of layers."""
+    return "." in text or text.split(",", maxsplit=1)[0].strip() in SITES
 
 
 def _show_reply(reply: residuum.Reply, output: Output) -> None:

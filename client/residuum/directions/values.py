@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer, UnknownSite
 from residuum.values.activations import Activations
-from residuum.values.capture import SITES
+from residuum.values.points import SITES
 from residuum.values.selections import LayersLike, PositionsLike, layer_list, selects_all
 from residuum.values.steering import Ablate, Add, Cap, Replace
 from residuum.values.vector import Vector

@@ -145,7 +145,7 @@ class ExportJob:
             path=self.path,
             format=self._format.name,
             manifest=acts.manifest,
-            layers=acts.layers,
+            layers=tuple(sorted({layer for view in views for layer in view.layers})),
             sites=acts.sites,
             sequences=acts.sequences,
             num_positions=len(views[0].positions),

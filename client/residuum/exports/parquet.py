@@ -64,7 +64,7 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
     ) as file:
         for selection in selections(acts):
             token_ids, tokens = selection.acts.token_ids, _tokens(selection.acts)
-            for index in range(len(acts.layers)):
+            for index in range(len(selection.acts.layers)):
                 for part in slices(len(tokens), acts.width * dtype.itemsize):
                     batch = _batch(selection, index, part, token_ids[part], tokens[part], schema)
                     if batch.num_rows:

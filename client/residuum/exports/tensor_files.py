@@ -70,12 +70,12 @@ def load(path: str | os.PathLike[str]) -> Activations:
             reason="INVALID_FIELD",
         )
     keys = sorted(_key(name) for name in arrays if name.endswith(".positions"))
-    layers = _layers(arrays, keys[0])
+    layers = {site: _layers(arrays, (sequence, site)) for sequence, site in keys}
     manifest = Manifest.from_json(metadata["manifest"])
     sites = metadata["sites"].split(",") if "sites" in metadata else manifest.sites
     order = {site: index for index, site in enumerate(sites)}
     keys.sort(key=lambda key: (key[0], order.get(key[1], len(order))))
-    acts = Activations(manifest, layers, {key: _block(arrays, key, layers, manifest) for key in keys})
+    acts = Activations(manifest, layers, {key: _block(arrays, key, layers[key[1]], manifest) for key in keys})
     sequence, _, site = metadata.get("selected", "").partition("/")
     return acts.select(sequence=int(sequence), site=site) if site else acts
 

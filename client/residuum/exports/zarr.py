@@ -29,7 +29,8 @@ def write(acts: Activations, path: Path, advance: Advance) -> None:
     manifest: Any = json.loads(acts.manifest.to_json())
     root = zarr.open_group(str(path), mode="w", zarr_format=3, attributes={"format": FORMAT, "manifest": manifest})
     for selection in selections(acts):
-        attributes = {"layers": list(acts.layers), "encoding": acts.encoding, "dtype": acts.manifest.dtype}
+        layers = list(selection.acts.layers)
+        attributes = {"layers": layers, "encoding": acts.encoding, "dtype": acts.manifest.dtype}
         group = root.create_group(selection.name, attributes=attributes)
         for item, array in selection.small_arrays().items():
             dimensions = ("layer", "position") if item == "present" else ("position",)

@@ -17,8 +17,8 @@ from residuum.protocol.rows import Allocate, RowGrid, Wanted, partial_block, who
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.values.activations import Activations
 from residuum.values.blocks import AnyBlock
-from residuum.values.capture import SITE_NAMES, site_numbers
 from residuum.values.manifest import Manifest
+from residuum.values.points import SITE_NAMES, site_numbers
 from residuum.values.selections import LayersLike, Positions, PositionsLike, index_list, layer_selection
 from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import ChunkView, FrameError, parse_read
@@ -127,7 +127,7 @@ class Reading:
         self._as_float32 = as_float32
         self._allocate = allocate
         self._grids: dict[_Key, RowGrid] = {}
-        self._layers: tuple[int, ...] = ()
+        self._layers: dict[str, tuple[int, ...]] = {}
         self._manifest: capture_pb2.CaptureManifest | None = None
         self._first: Manifest | None = None
         self._manifests_seen = 0
@@ -239,19 +239,17 @@ class Reading:
 
     def _make_grids(self, manifest: capture_pb2.CaptureManifest) -> dict[_Key, RowGrid]:
         view = self._first = Manifest.from_proto(manifest)
-        chosen = set(self.request.layers)
-        self._layers = tuple(layer for layer in view.layers if not chosen or layer in chosen)
-        sites = [SITE_NAMES[site] for site in self.request.sites] or list(view.sites)
+        self._layers = chosen_layers(view, self.request)
         wanted = {
             site: Wanted(
-                layers=self._layers,
+                layers=layers,
                 spec=manifest.description.spec,
                 positions=self.request.positions,
                 prompt_tokens=len(view.prompt_token_ids),
                 form=_row_format(view, site),
                 max_generated=manifest.description.max_generated_tokens,
             )
-            for site in sites
+            for site, layers in self._layers.items()
         }
         sequences = list(self.request.sequences) or range(max(manifest.description.num_sequences, 1))
         return {
@@ -259,7 +257,7 @@ class Reading:
                 wanted[site], _length(view, sequence), keep_values=self._keep_values, allocate=self._allocate
             )
             for sequence in sequences
-            for site in sites
+            for site in wanted
         }
 
     def add_chunk(self, chunk: ChunkView) -> list[Piece]:
@@ -279,7 +277,9 @@ class Reading:
         if added is None or self._keep_values:
             return []
         return [
-            self._piece(site, self._layers[layer], added.positions, rows.copy() if chunk.is_placed else rows, fresh)
+            self._piece(
+                site, self._layers[site][layer], added.positions, rows.copy() if chunk.is_placed else rows, fresh
+            )
             for layer, rows, fresh in zip(added.layers, added.rows, added.fresh, strict=True)
             if fresh.any()
         ]
@@ -320,6 +320,30 @@ class Reading:
             return block
         present = _present(key, grid, manifest) if manifest.is_final else grid.have
         return partial_block(grid, present & grid.have)
+
+
+def chosen_layers(manifest: Manifest, request: store_pb2.ReadChunksRequest) -> dict[str, tuple[int, ...]]:
+    """Return the layers that a request chooses at each site. A site without any of them is left out.
+
+    Raises:
+        InvalidRequest: The request names a site, and the capture has none of the chosen layers there.
+    """
+    asked = set(request.layers)
+    named = [SITE_NAMES[site] for site in request.sites]
+    chosen: dict[str, tuple[int, ...]] = {}
+    for site in named or manifest.sites:
+        layers = manifest.layers_at(site)
+        kept = tuple(layer for layer in layers if layer in asked) if asked else layers
+        if kept:
+            chosen[site] = kept
+        elif named:
+            raise exc.InvalidRequest(
+                f"The capture {manifest.capture_id} has none of the layers {sorted(asked)} at {site}; there it has "
+                f"{list(layers)}. Choose among these, or leave out the site.",
+                reason="INVALID_FIELD",
+                metadata={"capture_id": manifest.capture_id},
+            )
+    return chosen
 
 
 @functools.cache

@@ -477,6 +477,7 @@ class CaptureSpec(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     KEEP_PROMPT_FIELD_NUMBER: _builtins.int
     FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
+    SITE_LAYERS_FIELD_NUMBER: _builtins.int
     encoding: Global___Encoding.ValueType
     """The encoding of rows."""
     overflow: Global___OverflowPolicy.ValueType
@@ -498,7 +499,7 @@ class CaptureSpec(_message.Message):
     """
     @_builtins.property
     def layers(self) -> _selection_pb2.LayerSelection:
-        """The layers to capture. Required."""
+        """The layers to capture. Required, unless `site_layers` is set."""
 
     @_builtins.property
     def sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
@@ -516,6 +517,13 @@ class CaptureSpec(_message.Message):
     def labels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Label]:
         """The labels that the capture has when it is opened. CaptureManifest.labels has the current ones."""
 
+    @_builtins.property
+    def site_layers(self) -> _containers.RepeatedCompositeFieldContainer[_selection_pb2.LayerSelection]:
+        """The layers to capture at each site of `sites`, in their order. Empty: `layers` at all of them. If it is given, `layers`
+        must be the union, or unset. In a description, it is empty if the layers of all sites are the same. A server that is
+        older than this field captures `layers` at all sites, so a client must set both.
+        """
+
     def __init__(
         self,
         *,
@@ -530,10 +538,11 @@ class CaptureSpec(_message.Message):
         labels: _abc.Iterable[Global___Label] | None = ...,
         keep_prompt: _builtins.bool = ...,
         flush_interval: _builtins.int = ...,
+        site_layers: _abc.Iterable[_selection_pb2.LayerSelection] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encoding_options", b"encoding_options", "layers", b"layers", "positions", b"positions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "flush_interval", b"flush_interval", "keep_prompt", b"keep_prompt", "labels", b"labels", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before_steering", b"before_steering", "encoding", b"encoding", "encoding_options", b"encoding_options", "flush_interval", b"flush_interval", "keep_prompt", b"keep_prompt", "labels", b"labels", "layers", b"layers", "overflow", b"overflow", "positions", b"positions", "reduction", b"reduction", "site_layers", b"site_layers", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.exports.job import Export, export_activations
 from residuum.values.blocks import AnyBlock, EncodedBlock
 from residuum.values.manifest import Manifest
+from residuum.values.points import parse_point
 from residuum.values.spans import MessageSpan, SpanLike, places_in
 from residuum.values.tokens import offsets_of
 from residuum.wire.projection import projection_matrix
@@ -44,16 +45,17 @@ class Activations(Mapping[int, FloatArray]):
     def __init__(
         self,
         manifest: Manifest,
-        layers: tuple[int, ...],
+        layers: Mapping[str, tuple[int, ...]],
         blocks: Mapping[tuple[int, str], AnyBlock],
         selected: tuple[int, str] | None = None,
     ) -> None:
-        """Use `client.activations` or `Activations.from_safetensors` instead."""
+        """Use `client.activations` or `Activations.from_safetensors` instead. `layers` are those of each site."""
         self._manifest = manifest
-        self._layers = layers
+        self._site_layers = dict(layers)
         self._blocks = dict(blocks)
         self._selected = selected if selected is not None else next(iter(self._blocks))
-        self._row = {layer: index for index, layer in enumerate(layers)}
+        self._layers = self._site_layers[self._selected[1]]
+        self._row = {layer: index for index, layer in enumerate(self._layers)}
 
     @property
     def manifest(self) -> Manifest:
@@ -62,7 +64,7 @@ class Activations(Mapping[int, FloatArray]):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers, ascending."""
+        """The layers of the selected site, ascending."""
         return self._layers
 
     @property
@@ -270,6 +272,26 @@ class Activations(Mapping[int, FloatArray]):
         """
         return self._block.stack([self._index(layer) for layer in (self._layers if layers is None else layers)])
 
+    def at(self, point: str) -> FloatArray:
+        """Return the rows of a point, such as "mlp_act.3": a site and one layer; float32 [positions, width].
+
+        Args:
+            point: The point, by any name that `Capture(points=...)` takes.
+
+        Raises:
+            KeyError: The site or the layer is not in these activations; the message lists those that are.
+            InvalidRequest: The point has several layers, or another form.
+            UnknownSite: The point names no site.
+
+        Example:
+            >>> acts.at("resid_post.12").shape
+            (69, 576)
+        """
+        site, layers = parse_point(point)
+        if layers is None or len(layers) != 1:
+            raise self._invalid(f"{point!r} names several layers. Name a point of one layer, such as '{site}.0'.")
+        return self.select(site=site)[layers[0]]
+
     def mean(self, layer: int, *, span: SpanLike | None = None) -> npt.NDArray[np.float32]:
         """Return the mean of a layer's rows, or of those of a span: float32 [width].
 
@@ -341,7 +363,7 @@ class Activations(Mapping[int, FloatArray]):
                 name: block.part(places_in(span, self._manifest, name[0], block.positions))
                 for name, block in blocks.items()
             }
-        return Activations(self._manifest, self._layers, blocks, key)
+        return Activations(self._manifest, self._site_layers, blocks, key)
 
     def to_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write all rows to a safetensors file as captured, with the manifest in the metadata.

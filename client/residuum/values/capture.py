@@ -8,8 +8,9 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from residuum.exceptions import InvalidRequest, UnknownSite
-from residuum.v1 import capture_pb2
+from residuum.exceptions import InvalidRequest
+from residuum.v1 import capture_pb2, selection_pb2
+from residuum.values.points import SITES, parse_points, point_names, site_list, site_numbers
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.vector import Vector
 from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
@@ -17,24 +18,6 @@ from residuum.wire.labels import LabelError, LabelValue, check_labels, to_label
 from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 
 _UINT32 = (1 << 32) - 1
-
-SITES: dict[str, capture_pb2.Site.ValueType] = {
-    "resid_post": capture_pb2.SITE_RESID_POST,
-    "resid_pre": capture_pb2.SITE_RESID_PRE,
-    "attn_out": capture_pb2.SITE_ATTN_OUT,
-    "mlp_out": capture_pb2.SITE_MLP_OUT,
-    "attn_in": capture_pb2.SITE_ATTN_IN,
-    "resid_mid": capture_pb2.SITE_RESID_MID,
-    "mlp_in": capture_pb2.SITE_MLP_IN,
-    "q": capture_pb2.SITE_Q,
-    "k": capture_pb2.SITE_K,
-    "v": capture_pb2.SITE_V,
-    "z": capture_pb2.SITE_Z,
-    "mlp_act": capture_pb2.SITE_MLP_ACT,
-}
-"""The capture sites by name."""
-
-SITE_NAMES = {number: name for name, number in SITES.items()}
 
 EncodingName = Literal["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project"]
 
@@ -66,6 +49,11 @@ class Capture:
             attention and MLP take). The last five have widths of their own. A list of names, or
             names separated by commas; the server must have been started with these sites. `acts[k]` reads the first
             one, and `acts.select(site=...)` selects another.
+        points: Instead of `layers` and `sites`: points, such as ["resid_post.12", "mlp_act.3-5"], or one text with
+            points separated by commas. A point is a site and its layers; without layers, it has all of them. So each
+            site has layers of its own, which `acts.select(site=...).layers` lists; `acts.at("mlp_act.4")` returns the
+            rows of a point. Names of TransformerLens ("blocks.12.hook_resid_post") and interp-engine ("value.3") are
+            accepted where they mean the same rows.
         positions: The positions; see `Positions.of`. By default all positions, of the prompt and of generated tokens.
         encoding: The encoding of the stored rows. By default the server's, which is "raw" unless its operator chose
             another. docs/encodings.md explains what each keeps and costs.
@@ -104,6 +92,7 @@ class Capture:
         >>> residuum.Capture(layers="all")
         >>> residuum.Capture(layers=[0, 5, 10], positions="last_prompt")
         >>> residuum.Capture(layers=[12], sites=["resid_pre", "attn_out", "mlp_out"])
+        >>> residuum.Capture(points=["resid_post.12", "mlp_act.3-5"])
         >>> residuum.Capture(layers="all", encoding="rp8", dimensions=512, seed=1)
         >>> residuum.Capture(layers=[12], encoding="project", vectors=[joy], positions="generated")
         >>> residuum.Capture(layers="all", encoding="fp32", reduction="mean")
@@ -124,6 +113,7 @@ class Capture:
     labels: Mapping[str, LabelValue] = field(default_factory=dict, hash=False)
     keep_prompt: bool = False
     flush_interval: int = BLOCK_TOKENS
+    points: str | Iterable[str] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", dict(self.labels))
@@ -131,6 +121,8 @@ class Capture:
             raise TypeError(f"keep_prompt must be True or False, not {self.keep_prompt!r}.")
         if not selects_all(self.layers):
             object.__setattr__(self, "layers", tuple(layer_list(self.layers)))
+        if self.points is not None:
+            self._adopt_points()
         sites = site_list(self.sites)
         if isinstance(self.sites, (set, frozenset)):  # a set has no order, but `acts[k]` reads the first site
             sites = tuple(sorted(sites, key=list(SITES).index)) if SITES.keys() >= self.sites else sites
@@ -144,6 +136,17 @@ class Capture:
         if not isinstance(self.before_steering, bool):
             raise TypeError(f"before_steering must be True or False, not {self.before_steering!r}.")
         self.to_proto()
+
+    def _adopt_points(self) -> None:
+        """Set `layers` and `sites` to those of the points, and give the points their own names."""
+        found = parse_points(self.points) if self.points is not None else {}
+        every = {layer for layers in found.values() for layer in layers or ()}
+        layers: LayersLike = "all" if None in found.values() else tuple(sorted(every))
+        given = (self.layers, site_list(self.sites))
+        if given not in (("all", ("resid_post",)), (layers, tuple(found))):
+            raise InvalidRequest("Give either points= or layers= and sites=, not both.", reason="INVALID_FIELD")
+        for name, value in (("points", point_names(found)), ("layers", layers), ("sites", tuple(found))):
+            object.__setattr__(self, name, value)
 
     def to_proto(self) -> capture_pb2.CaptureSpec:
         """Return the checked message.
@@ -171,7 +174,13 @@ class Capture:
             labels=label_list(self.labels),
             keep_prompt=self.keep_prompt,
             flush_interval=0 if self.flush_interval == BLOCK_TOKENS else self.flush_interval,
+            site_layers=self._site_layers(),
         )
+
+    def _site_layers(self) -> list[selection_pb2.LayerSelection]:
+        """Return the layers at each site, if they are not the same at all of them."""
+        layers = parse_points(self.points).values() if self.points else ()
+        return [layer_selection("all" if item is None else item) for item in layers] if len(set(layers)) > 1 else []
 
     @property
     def projection_vectors(self) -> tuple[Vector, ...]:
@@ -226,35 +235,6 @@ def label_list(labels: Mapping[str, LabelValue]) -> list[capture_pb2.Label]:
 def _plain(value: LabelValue | np.generic) -> LabelValue:
     """Return a number of numpy as one of Python."""
     return value.item() if isinstance(value, np.generic) else value
-
-
-def site_list(sites: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names of sites that a user gives as a list, or as one string separated by commas."""
-    if not isinstance(sites, Iterable):
-        raise TypeError(f"sites= takes a list of names, or one string separated by commas, not {sites!r}.")
-    return tuple(name.strip() for name in sites.split(",")) if isinstance(sites, str) else tuple(sites)
-
-
-def site_numbers(sites: str | Sequence[str]) -> list[capture_pb2.Site.ValueType]:
-    """Return the contract's numbers of sites, in the order of their names.
-
-    Raises:
-        UnknownSite: A site does not exist.
-        InvalidRequest: A site is named twice, or none is named.
-    """
-    names = site_list(sites)
-    for name in names:
-        if name not in SITES:
-            raise UnknownSite(f"{name!r} is not a site; {_site_advice(name)}.", reason="UNKNOWN_SITE")
-    if not names or len(set(names)) != len(names):
-        raise InvalidRequest("Name at least one site, and each site once.", reason="INVALID_FIELD")
-    return [SITES[name] for name in names]
-
-
-def _site_advice(name: str) -> str:
-    if name == "all":  # valid for layers; only the server knows all its sites
-        return "use sites=client.info().sites for all sites that the server was started with"
-    return f"choose among {', '.join(SITES)}"
 
 
 def _named(field: str, name: str | None, known: Mapping[str, int]) -> Any:

@@ -12,8 +12,9 @@ from google.protobuf import json_format, timestamp_pb2
 
 from residuum.exceptions import InvalidRequest, NoMessageSpans, NoTokenTexts
 from residuum.v1 import capture_pb2, steering_pb2
-from residuum.values.capture import AXES, REDUCTIONS, SITE_NAMES, SITES
+from residuum.values.capture import AXES, REDUCTIONS
 from residuum.values.manifest_json import from_document, to_document
+from residuum.values.points import SITE_NAMES, SITES
 from residuum.values.selections import Positions
 from residuum.values.spans import MessageSpan, spans_of
 from residuum.values.tokens import split_texts
@@ -149,7 +150,7 @@ class Manifest:
         state: "open", "complete", "incomplete" or "aborted"; all but "open" are final.
         reason: Why the capture is incomplete, such as "OVERFLOW"; empty otherwise.
         detail: The same reason, explained for a person.
-        layers: The requested layers.
+        layers: The requested layers, of all sites; see `layers_at`.
         sites: The requested sites.
         positions: The requested positions.
         before_steering: Whether the rows were captured before steering, instead of as the model continued with them.
@@ -226,6 +227,17 @@ class Manifest:
     def is_complete(self) -> bool:
         """Whether every requested row is in the store."""
         return self.state == "complete"
+
+    def layers_at(self, site: str) -> tuple[int, ...]:
+        """Return the requested layers at a site.
+
+        Raises:
+            KeyError: The capture does not have the site.
+        """
+        if site not in self.sites:
+            raise KeyError(f"the capture {self.capture_id} has no site {site!r}; it has {', '.join(self.sites)}")
+        spec = self.proto.description.spec
+        return tuple(spec.site_layers[self.sites.index(site)].list.layers) if spec.site_layers else self.layers
 
     @property
     def row_format(self) -> RowFormat:

@@ -6,16 +6,15 @@ holds the message's fields of that sequence. So nothing is lost, and `from_docum
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf import json_format
 
 from residuum.v1 import capture_pb2
-from residuum.values.capture import SITE_NAMES
+from residuum.values.points import SITE_NAMES
 from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat, site_width
-from residuum.wire.selection import is_reduced
+from residuum.wire.selection import is_reduced, layers_at
 
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")
 """Fields of a document that the message does not have."""
@@ -122,7 +121,9 @@ def _layers(proto: capture_pb2.CaptureManifest, sequence: int) -> dict[str, Any]
     description = proto.description
     sites = list(description.spec.sites) or [capture_pb2.SITE_RESID_POST]
     widths = {site: _width(description, site) for site in sites}
-    counts = dict.fromkeys(itertools.product(description.spec.layers.list.layers, sites), 0)
+    every = {site: set(layers_at(description.spec, site)) for site in sites}
+    layers_of_all = description.spec.layers.list.layers
+    counts = {(layer, site): 0 for layer in layers_of_all for site in sites if layer in every[site]}
     for rows in proto.present:
         if rows.sequence == sequence:
             count = sum(run.last - run.first + 1 for run in rows.positions)

@@ -25,7 +25,7 @@ import numpy as np
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
-from residuum.values.capture import site_numbers
+from residuum.values.points import site_numbers
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.vector import LayerVectors, Vector, by_steered_layer
 from residuum.wire.limits import MAX_DIRECTION_NORM, MAX_OPERATIONS, MIN_DIRECTION_NORM

@@ -11,6 +11,8 @@ from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.limits import MAX_RANGES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
 
@@ -37,6 +39,29 @@ def resolve_layers(selection: selection_pb2.LayerSelection, num_layers: int) -> 
     if any(a >= b for a, b in itertools.pairwise(layers)):
         raise ValueError("layers must be distinct and ascend")
     return layers
+
+
+def layers_by_site(spec: capture_pb2.CaptureSpec) -> dict[capture_pb2.Site.ValueType, tuple[int, ...]]:
+    """Return the layers that a capture has at each of its sites, in the order of the sites.
+
+    Args:
+        spec: A resolved spec, as in a capture's description: its layers are lists.
+    """
+    if not spec.site_layers:
+        return dict.fromkeys(spec.sites, tuple(spec.layers.list.layers))
+    lists = (tuple(selection.list.layers) for selection in spec.site_layers)
+    return dict(zip(spec.sites, lists, strict=True))
+
+
+def layers_at(spec: capture_pb2.CaptureSpec, site: int) -> Sequence[int]:
+    """Return the layers that a capture has at one of its sites.
+
+    Args:
+        spec: A resolved spec; see `layers_by_site`.
+        site: One of its sites.
+    """
+    own = spec.site_layers[list(spec.sites).index(site)] if spec.site_layers else spec.layers  # type: ignore[arg-type]
+    return own.list.layers
 
 
 def check_positions(selection: selection_pb2.PositionSelection) -> None:

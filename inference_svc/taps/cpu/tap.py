@@ -141,8 +141,8 @@ def _capture_groups(parts: list[_Part], points: TapPoints) -> list[CaptureGroup]
     by_capture: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
     for part in parts:
         program = part.program
-        if program.capture_layers:
-            by_capture[program.capture_sites, program.capture_layers, program.before_steering].append(part)
+        if program.places:
+            by_capture[program.places, program.before_steering].append(part)
     groups = []
     for captured in by_capture.values():
         lines = torch.from_numpy(np.concatenate([part.lines for part in captured]))

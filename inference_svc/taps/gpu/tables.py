@@ -167,7 +167,7 @@ class ProgramTable:
                 written[chosen] = len(steps)
                 steps += [program.steps[index] for index in chosen]
             lines[point, :2] = written[chosen], len(chosen)
-        for point in range(self._points.count if program.capture_layers else 0):
+        for point in range(self._points.count if program.places else 0):
             for column, (site, layer) in enumerate(self._points.sites(point), start=2):
                 lines[point, column] = destination(program, site, layer)
         entries = _entries(steps)

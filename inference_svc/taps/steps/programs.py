@@ -15,7 +15,7 @@ from residuum.v1 import capture_pb2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference_svc.taps.plan import Operation, RequestPlan
+    from inference_svc.taps.plan import Operation, Places, RequestPlan
 
 
 class Step(NamedTuple):
@@ -41,34 +41,35 @@ class Step(NamedTuple):
 class Program:
     """What is done to a row. Interned: equal programs are the same object, so comparing and hashing are cheap."""
 
-    __slots__ = ("__weakref__", "before_steering", "capture_layers", "capture_sites", "steps")
+    __slots__ = ("__weakref__", "_units", "before_steering", "places", "steps")
 
     _known: ClassVar[WeakValueDictionary[tuple[object, ...], Program]] = WeakValueDictionary()
 
-    capture_sites: tuple[int, ...]
-    """The sites at which the row is captured, ascending; empty if it is not captured."""
-    capture_layers: tuple[int, ...]
-    """The layers on which the row is captured, ascending; empty if it is not captured."""
+    places: Places
+    """Where the row is captured; empty if it is not captured."""
     before_steering: bool
     """Capture the row as it was before steering."""
     steps: tuple[Step, ...]
     """The operations, in the order in which they are applied."""
+    _units: dict[tuple[int, int], int]
+    """The unit of each captured (site, layer)."""
 
     @classmethod
     def make(
         cls,
-        capture_sites: tuple[int, ...] = (),
-        capture_layers: tuple[int, ...] = (),
+        places: Places = (),
         *,
         before_steering: bool = False,
         steps: Sequence[Step] = (),
     ) -> Program:
         """Return the program with these fields."""
-        key = (capture_sites, capture_layers, before_steering, tuple(steps))
+        key = (places, before_steering, tuple(steps))
         known = cls._known.get(key)
         if known is None:
             known = cls()
-            known.capture_sites, known.capture_layers, known.before_steering, known.steps = key
+            known.places, known.before_steering, known.steps = key
+            pairs = [(site, layer) for site, layers in places for layer in layers]
+            known._units = {pair: unit for unit, pair in enumerate(pairs)}
             cls._known[key] = known
         return known
 
@@ -85,14 +86,11 @@ class Program:
         if capture is None and not operations:
             return None
         return cls.make(
-            capture.sites if capture else (),
-            capture.layers if capture else (),
+            capture.places if capture else (),
             before_steering=bool(capture and capture.before_steering),
             steps=[Step.of(plan.operations[index]) for index in operations],
         )
 
     def unit(self, site: int, layer: int) -> int | None:
         """Return the unit of a captured position for a site of a layer; None if that is not captured."""
-        if site not in self.capture_sites or layer not in self.capture_layers:
-            return None
-        return self.capture_sites.index(site) * len(self.capture_layers) + self.capture_layers.index(layer)
+        return self._units.get((site, layer))

@@ -145,10 +145,10 @@ class TappedWorker:
         self._residuum.runtime.forget(names)
 
     @_answered
-    def residuum_take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
-        """Return the blocks of the self-test's capture as (sites, layers, positions, values).
+    def residuum_take_probe(self, capture_id: str) -> list[tuple[list[tuple[int, int]], list[int], bytes]]:
+        """Return the blocks of the self-test's capture as (units, positions, values).
 
-        The values are the bytes of float32 [sites, layers, positions, hidden].
+        A unit is a (site, layer). The values are the bytes of float32 [units, positions, width].
         """
         return self._residuum.take_probe(capture_id)
 
@@ -248,12 +248,11 @@ class _Taps:
             "control_path": self._control_path if producer else "",
         }
 
-    def take_probe(self, capture_id: str) -> list[tuple[list[int], list[int], list[int], bytes]]:
+    def take_probe(self, capture_id: str) -> list[tuple[list[tuple[int, int]], list[int], bytes]]:
         """See `TappedWorker.residuum_take_probe`."""
         return [
             (
-                [int(site) for site in probe.capture.sites],
-                list(probe.capture.layers),
+                [(int(site), layer) for site, layers in probe.capture.places for layer in layers],
                 probe.positions,
                 probe.rows.float().cpu().numpy().tobytes(),
             )
