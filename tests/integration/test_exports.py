@@ -74,7 +74,14 @@ def test_the_manifest_export_of_a_real_capture(
 def test_an_autoencoder_learns_from_exported_rows(services: tuple[Service, Service]) -> None:
     from examples.sae_data import run
 
-    missed = run(services[1].endpoint, layer=15, tokens=64, epochs=12, workers=2)
+    missed = run(services[1].endpoint, layer=15, sites="resid_post", tokens=64, epochs=12, workers=2)
     assert all(0 < part < 2 for part in missed)
     assert missed[-1] < 0.5 * missed[0]
     assert missed[-1] < 0.3
+
+
+def test_a_transcoder_learns_from_streamed_rows(services: tuple[Service, Service]) -> None:
+    from examples.sae_data import run
+
+    missed = run(services[1].endpoint, layer=15, sites="mlp_in,mlp_out", tokens=64, epochs=12, workers=0)
+    assert missed[-1] < 0.5 * missed[0]
