@@ -9,9 +9,7 @@ import vllm
 from inference_svc.engine.worker_settings import site_numbers
 from inference_svc.model_facts import CaptureDefaults, ModelFacts
 from inference_svc.taps.element_types import WIRE_TYPES
-from inference_svc.taps.points import STEERABLE
 from inference_svc.taps.reductions import REDUCTIONS
-from residuum.v1 import capture_pb2
 from residuum.wire.encodings import ENCODINGS
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ def facts_of(
     config: Any,
     settings: TapSettings,
     name: str,
-    ranks: Sequence[dict[str, Any]] = (),
+    ranks: Sequence[dict[str, Any]],
     adapters: Iterable[str] = (),
 ) -> ModelFacts:
     """Return what is served.
@@ -33,7 +31,7 @@ def facts_of(
         config: vLLM's `VllmConfig`.
         settings: The settings of the taps.
         name: What the model is called.
-        ranks: What each rank says of itself; see `TappedWorker.residuum_describe`. Empty: not known yet.
+        ranks: What each rank says of itself; see `TappedWorker.residuum_describe`.
         adapters: The names of the LoRA adapters.
     """
     model, parallel = config.model_config, config.parallel_config
@@ -53,8 +51,8 @@ def facts_of(
         vllm_version=vllm.__version__,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         sites=tuple(site_numbers(settings)),  # type: ignore[arg-type]
-        site_widths=tuple(ranks[0]["site_widths"]) if ranks else (),
-        steering_sites=_steering_sites(site_numbers(settings), ranks),
+        site_widths=tuple(ranks[0]["site_widths"]),
+        steering_sites=_steering_sites(ranks),
         attention=_attention(ranks, parallel.tensor_parallel_size),
         pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
         table_bytes=sum(rank["table_bytes"] for rank in ranks),
@@ -70,10 +68,9 @@ def facts_of(
     )
 
 
-def _steering_sites(sites: Sequence[Any], ranks: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
-    """Return the sites at which every rank can steer. Before the ranks are known, assume that the model allows all."""
-    found = [set(rank["steering_sites"]) for rank in ranks] or [{capture_pb2.SITE_RESID_POST, *STEERABLE & set(sites)}]
-    return tuple(sorted(set.intersection(*found)))
+def _steering_sites(ranks: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+    """Return the sites at which every rank can steer."""
+    return tuple(sorted(set.intersection(*(set(rank["steering_sites"]) for rank in ranks))))
 
 
 def _attention(ranks: Sequence[dict[str, Any]], tensor_parallel_size: int) -> tuple[dict[str, Any], ...]:

@@ -18,7 +18,8 @@ of the inference service. The front end does the work of the service's own proce
 * `xargs` reads the spec. It removes a plan that a caller sends under the plan's own name, because the worker trusts
   plans.
 * `front` checks a request in the call of `generate`, before an endpoint begins its answer. So a bad spec gets status
-  400, also for a stream. It opens the capture before vLLM sees the request, and seals it however the request ends.
+  400, also for a stream. Only requests in the first moments, before the workers have described themselves, are checked
+  in their answer. It opens the capture before vLLM sees the request, and seals it however the request ends.
 * Each sequence is a request of its own in vLLM, and asks for output step by step, so its tokens are known whenever it
   ends. `outputs` gives callers what vLLM would have given them.
 * `delivery` has an event loop of its own, in a thread: vLLM stops its engine in a plain function, on the loop that

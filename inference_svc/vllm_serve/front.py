@@ -11,7 +11,7 @@ import re
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -46,7 +46,7 @@ from residuum.wire.ids import is_valid_id, make_id
 from residuum.wire.limits import MAX_ID_LENGTH, MAX_SEQUENCES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from inference_svc.admission.specs import ResolvedSpec
     from inference_svc.requests.registry import Running
@@ -83,6 +83,13 @@ class _Admitted:
     """The ID that vLLM gave the request."""
 
 
+class _Serving(NamedTuple):
+    """What serves requests. It depends on the workers' descriptions, which arrive shortly after the start."""
+
+    engine: Engine
+    parts: RequestParts
+
+
 class FrontEnd:
     """Captures and steers the requests of one API server."""
 
@@ -98,18 +105,13 @@ class FrontEnd:
         """
         self._generate = generate
         self._llm = llm
+        self._settings = settings
         self._replies: ReplyReader | None = None
         self._count = count
-        served = llm.vllm_config.model_config.served_model_name
-        name = served if isinstance(served, str) else llm.vllm_config.model_config.model
-        self._facts = facts_of(llm.vllm_config, settings, name)
-        self._engine = Engine(UntappedLLM(llm, generate), None, self._facts)
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
-        self._parts = RequestParts.assemble(
-            self._engine, self._registry, settings, "Send them in vllm_xargs.residuum_vectors."
-        )
+        self._described: _Serving | None = None
         self._delivery = Delivery(settings) if settings.store else None
-        self._startup = Startup(self._engine, settings, self._delivery, is_first=index == 0)
+        self._startup = Startup(llm, settings, self._delivery, self._serve, is_first=index == 0)
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, options: Mapping[str, Any]
@@ -117,7 +119,8 @@ class FrontEnd:
         """Generate like vLLM, and capture and steer as the request's `vllm_xargs` ask.
 
         Raises:
-            VLLMValidationError: The arguments are invalid. Raised by the call, before the endpoint begins its answer.
+            VLLMValidationError: The arguments are invalid. Raised by the call, before the endpoint begins its answer;
+                or by the answer, if the workers have not described themselves yet.
             GracefulHTTPError: This server cannot capture or steer. The text says why.
         """
         extra_args = sampling_params.extra_args
@@ -129,11 +132,14 @@ class FrontEnd:
         sampling.extra_args = without_residuum_arguments(extra_args)
         with as_http_errors():
             asked = read_residuum_arguments(extra_args)
+            if asked is None:
+                return self._generate(prompt, sampling, request_id, **options)
+            self._startup.check()
             adapter = getattr(options.get("lora_request"), "lora_name", "")
-            admitted = self._admit(asked, prompt, sampling, request_id, adapter) if asked else None
-        if admitted is None:
-            return self._generate(prompt, sampling, request_id, **options)
-        return self._run(admitted, options)
+            admit = partial(self._admit, asked, prompt, sampling, request_id, adapter)
+            if self._described is None:
+                return self._run_later(admit, options)
+            return self._run(admit(), options)
 
     def seal_captures(self) -> None:
         """Seal all captures. Called before the engine stops."""
@@ -146,6 +152,21 @@ class FrontEnd:
             self._delivery.close()
         self._startup.clean_up()
 
+    def _serve(self, ranks: Sequence[dict[str, Any]]) -> Engine:
+        """Begin to check requests, and return the engine. `ranks` are the workers' descriptions."""
+        config = self._llm.vllm_config
+        served = config.model_config.served_model_name
+        name = served if isinstance(served, str) else config.model_config.model
+        engine = Engine(UntappedLLM(self._llm, self._generate), None, facts_of(config, self._settings, name, ranks))
+        how_to_send = "Send them in vllm_xargs.residuum_vectors."
+        self._described = _Serving(engine, RequestParts.assemble(engine, self._registry, self._settings, how_to_send))
+        return engine
+
+    @property
+    def _serving(self) -> _Serving:
+        assert self._described is not None  # noqa: S101 - requests wait until it is
+        return self._described
+
     # ---------------------------------------------------------------------------------------- the checks of a request
 
     def _admit(self, asked: ResiduumArguments, prompt: Any, sampling: Any, request_id: str, adapter: str) -> _Admitted:
@@ -154,8 +175,7 @@ class FrontEnd:
         Raises:
             Failure: The request is invalid, or the server cannot capture or steer.
         """
-        self._startup.check()
-        spec = self._parts.admission.resolve(_checked_model(asked.spec, adapter))
+        spec = self._serving.parts.admission.resolve(_checked_model(asked.spec, adapter))
         if spec.capture is None and spec.steering is None:
             raise invalid(
                 "vllm_xargs.residuum", "The spec has neither a capture nor steering. Set one, or leave it out."
@@ -175,14 +195,14 @@ class FrontEnd:
         parameters = self._parameters(sampling, len(token_ids))
         self._check_single_api_server(spec)
         self._keep(asked)
-        self._parts.admission.check_request(spec, "", len(token_ids), parameters)
+        self._serving.parts.admission.check_request(spec, "", len(token_ids), parameters)
         spec = replace(spec, request_id=_capture_id(spec, request_id), adapter=adapter)
         return _Admitted(spec, asked, prompt, token_ids, sampling, parameters, request_id)
 
     def _parameters(self, sampling: Any, prompt_tokens: int) -> inference_pb2.SamplingParameters:
         if not 1 <= sampling.n <= MAX_SEQUENCES:
             raise invalid("n", f"n must be from 1 to {MAX_SEQUENCES} for a request that is captured or steered.")
-        room = max(self._facts.max_model_len - prompt_tokens, 1)
+        room = max(self._serving.engine.facts.max_model_len - prompt_tokens, 1)
         return inference_pb2.SamplingParameters(
             max_tokens=min(sampling.max_tokens or room, room),
             num_sequences=sampling.n,
@@ -194,7 +214,7 @@ class FrontEnd:
 
     def _keep(self, asked: ResiduumArguments) -> None:
         for vector in asked.vectors:
-            self._parts.vectors.put(vector)
+            self._serving.parts.vectors.put(vector)
 
     def _check_single_api_server(self, spec: ResolvedSpec) -> None:
         """Check that no other API server can overwrite the worker resources that this request needs.
@@ -211,13 +231,22 @@ class FrontEnd:
 
     # ---------------------------------------------------------------------------------------- the life of a request
 
+    async def _run_later(self, admit: Callable[[], _Admitted], options: Mapping[str, Any]) -> AsyncGenerator[Any]:
+        """Wait until the server has started, then check the request and run it."""
+        with as_http_errors():
+            await self._startup.wait()
+            admitted = admit()
+        async with aclosing(self._run(admitted, options)) as outputs:
+            async for output in outputs:
+                yield output
+
     async def _run(self, admitted: _Admitted, options: Mapping[str, Any]) -> AsyncGenerator[Any]:
         with as_http_errors():
             await self._startup.wait()
             running = self._registry.start_inline(admitted.spec)
             sampling, replies = admitted.sampling, await self._reader()
             session = CaptureSession(
-                self._facts,
+                self._serving.engine.facts,
                 running,
                 admitted.token_ids,
                 sampling.n,
@@ -232,7 +261,7 @@ class FrontEnd:
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
             try:
                 self._keep(admitted.asked)  # the cache may have evicted them since the check
-                async with self._parts.reservations.reserve(running) as vectors, session:
+                async with self._serving.parts.reservations.reserve(running) as vectors, session:
                     if session.existing is not None:
                         kept = await kept_sequences(
                             session.existing, sampling.stop or (), sampling.stop_token_ids or (), replies.text
@@ -283,7 +312,7 @@ class FrontEnd:
 
     def _cause_of(self, error: Exception) -> Exception:
         """Return the failure that an exception of vLLM's means, or the exception itself."""
-        if isinstance(error, EngineDeadError) or self._engine.is_dead:
+        if isinstance(error, EngineDeadError) or self._serving.engine.is_dead:
             return engine_dead_failure()
         return error
 

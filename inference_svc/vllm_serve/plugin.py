@@ -136,8 +136,7 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
             "inference service, `residuum serve`, which supports it."
         )
     from inference_svc.engine.worker_settings import LONGEST_STEP_SECONDS
-    from inference_svc.tap_settings import SITES, TapSettings
-    from inference_svc.taps.points import WIDE_SITES
+    from inference_svc.tap_settings import TapSettings
     from inference_svc.vllm_serve.front import FrontEnd
     from svc_common.logs import configure_own_logs
     from svc_common.settings import BadSettingsError, from_environment, log_unknown_variables
@@ -146,13 +145,6 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
         settings = from_environment(TapSettings)
     except BadSettingsError as error:
         raise SystemExit(f"vllm serve with residuum: bad settings\n{error}") from None
-    wide = [name for name in settings.capture_sites if SITES[name] in WIDE_SITES]
-    if wide:
-        raise SystemExit(
-            f"vllm serve with residuum: the sites {', '.join(wide)} cannot be captured, because the plugin does not "
-            "know the widths of their rows. Remove them from RESIDUUM_CAPTURE_SITES, or use the inference service, "
-            "`residuum serve`, which supports them."
-        )
     configure_own_logs(settings.log_level)
     log_unknown_variables(TapSettings)
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))

@@ -46,16 +46,26 @@ class UntappedLLM:
 class Startup:
     """Starts the front end of one API server: immediately if an event loop runs, otherwise with the first request."""
 
-    def __init__(self, engine: Engine, settings: TapSettings, delivery: Delivery | None, *, is_first: bool) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        settings: TapSettings,
+        delivery: Delivery | None,
+        serve: Callable[[Sequence[dict[str, Any]]], Engine],
+        *,
+        is_first: bool,
+    ) -> None:
         """Begin to start, if an event loop runs.
 
         Args:
-            engine: The engine.
+            llm: The AsyncLLM.
             settings: The settings.
             delivery: The stores and shippers; None without a store.
+            serve: Called with the descriptions of the ranks. Returns the engine.
             is_first: Whether this API server starts the shippers and runs the self-test for all API servers.
         """
-        self._engine = engine
+        self._llm = llm
+        self._serve = serve
         self._settings = settings
         self._delivery = delivery
         self._is_first = is_first
@@ -96,28 +106,29 @@ class Startup:
 
     async def _start(self) -> None:
         with _startup_failure("not every layer is known to be tapped"):
-            ranks = await self._engine.llm.collective_rpc("residuum_describe")
+            ranks = await self._llm.collective_rpc("residuum_describe")
             check_answers("residuum_describe", [ranks])
-            check_ranks(ranks, self._engine.facts.num_layers)
+            check_ranks(ranks, self._llm.vllm_config.model_config.get_total_num_hidden_layers())
+        engine = self._serve(ranks)
         controls = [rank["control_path"] for rank in ranks if rank["control_path"]]
         result = Path(controls[0]).parent / _RESULT
         if self._is_first:
-            await self._start_for_all(controls, result)
+            await self._start_for_all(engine, controls, result)
         else:
             await _hear(result)
         _log.info(
             "residuum is ready",
-            model=self._engine.facts.name,
-            sites=[capture_pb2.Site.Name(site) for site in self._engine.facts.sites],
+            model=engine.facts.name,
+            sites=[capture_pb2.Site.Name(site) for site in engine.facts.sites],
             stores=[str(store) for store in self._settings.stores],
             ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
         )
 
-    async def _start_for_all(self, controls: Sequence[str], result: Path) -> None:
+    async def _start_for_all(self, engine: Engine, controls: Sequence[str], result: Path) -> None:
         """Start what all API servers share, and tell the others whether it failed."""
         error = "The first API server process stopped before its self-test had ended. Start vLLM again."
         try:
-            await self._start_once(controls)
+            await self._start_once(engine, controls)
             error = ""
         except Failure as failure:
             error = failure.message
@@ -128,13 +139,13 @@ class Startup:
                 written.write_text(error)
                 written.rename(result)
 
-    async def _start_once(self, controls: Sequence[str]) -> None:
+    async def _start_once(self, engine: Engine, controls: Sequence[str]) -> None:
         self._folders = {Path(control).parent for control in controls}
         if self._delivery is not None:
             with _startup_failure("its shippers cannot be started"):
                 await self._delivery.ship(controls)
         with _startup_failure("its self-test failed"):
-            await run_self_test(self._engine)
+            await run_self_test(engine)
 
 
 async def _hear(result: Path) -> None:

@@ -20,7 +20,7 @@ from inference_svc.tap_settings import TapSettings
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.vllm_serve.front import FrontEnd
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import inference_pb2, steering_pb2
+from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.wire.ids import make_id
 from tests.inference.service_support import ADD_JOY, CAPTURE, JOY, FakeEngine, ask, spec, tokenizer
 
@@ -136,6 +136,13 @@ class GrpcFace(Face):
         return super().is_clean() and not self.parts.activator.num_active and not self.parts.places.num_taken
 
 
+RANK = {
+    "captures": True, "site_widths": [], "steering_sites": [capture_pb2.SITE_RESID_POST], "attention": [],
+    "first_layer": 0, "pool_bytes": 0, "table_bytes": 0, "ring_bytes": 0, "control_path": "", "folded_norms": 0,
+}  # fmt: skip
+"""What the only worker says of itself."""
+
+
 class OpenAIFace(Face):
     def __init__(self, store, num_sequences):
         super().__init__(store, num_sequences)
@@ -157,6 +164,7 @@ class OpenAIFace(Face):
         self.front = FrontEnd(TapSettings(), llm, self._generate, index=1, count=1)
         self.front._startup._task.cancel()
         self.front._startup = SimpleNamespace(check=lambda: None, wait=_nothing)
+        self.front._serve([RANK])
         self.front._delivery = store
         self.registry = self.front._registry
 

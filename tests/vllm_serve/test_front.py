@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 import residuum
 from inference_svc import selftest
@@ -45,7 +45,8 @@ class Silent:
             use_v2_model_runner=False,
         )
         self.rank = {"rank": 0, "captures": True, "first_layer": 0, "num_layers": layers, "ring_bytes": 1}
-        self.rank |= {"control_path": control, "site_widths": []}
+        self.rank |= {"control_path": control, "site_widths": [], "steering_sites": [1], "attention": []}
+        self.rank |= {"pool_bytes": 0, "table_bytes": 0, "folded_norms": 0}
 
     async def collective_rpc(self, method, args=()):
         return [self.rank] if method == "residuum_describe" else [[]]
@@ -121,6 +122,28 @@ async def test_a_request_sent_before_the_self_test_failed_fails_in_its_answer(co
     answer = front.generate(PROMPT, SamplingParams(extra_args=STEERED), "r", {})
     with pytest.raises(GracefulHTTPError, match="self-test failed"):
         await anext(answer)
+
+
+async def test_a_request_before_the_workers_answered_is_checked_in_its_answer(control):
+    llm, described = Silent(LAYERS, control), asyncio.Event()
+    answer_at_once = llm.collective_rpc
+
+    async def answer(method, args=()):
+        await described.wait()
+        return await answer_at_once(method, args)
+
+    llm.collective_rpc = answer
+    Path(control).with_name("startup").touch()
+    front = FrontEnd(TapSettings(), llm, llm.generate, index=1, count=2)
+    bad = SamplingParams(extra_args=residuum.vllm_xargs(residuum.Capture(layers=[LAYERS])))
+    early = asyncio.ensure_future(anext(front.generate(PROMPT, bad, "r", {})))
+    await asyncio.wait({early}, timeout=0.1)
+    assert not early.done()
+    described.set()
+    with pytest.raises(VLLMValidationError, match="There is no layer 2"):
+        await early
+    with pytest.raises(VLLMValidationError, match="There is no layer 2"):
+        front.generate(PROMPT, bad, "r", {})  # not awaited
 
 
 async def test_requests_without_residuum_arguments_are_served(control):

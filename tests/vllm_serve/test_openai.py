@@ -32,6 +32,7 @@ pytestmark = pytest.mark.engine
 
 MODEL = "smollm2"
 PROMPT = "The capital of France is Paris, and the capital of Italy is"
+SITES = "resid_post,resid_pre,z,mlp_act"
 ALL = residuum.Capture(layers="all")
 CLOSE = 1e-3
 """How far rows may be from transformers', both in float32, relative to their length."""
@@ -50,7 +51,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def server(store: Service, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("vllm")
-    environment = {"RESIDUUM_STORE": store.endpoint, "RESIDUUM_CAPTURE_SITES": "resid_post,resid_pre"}
+    environment = {"RESIDUUM_STORE": store.endpoint, "RESIDUUM_CAPTURE_SITES": SITES}
     with running_server(folder, smollm2, "--enable-prompt-tokens-details", **environment) as running:
         yield running
 
@@ -196,6 +197,29 @@ def test_two_streamed_sequences(api: openai.OpenAI, captures: residuum.Client) -
     assert captures.activations("pair").manifest.state == "complete"
 
 
+def test_points_of_any_width_are_captured_and_steered(
+    api: openai.OpenAI, captures: residuum.Client, reference: Reference
+) -> None:
+    capture = residuum.Capture(points=["resid_post.12", "z.11", "mlp_act.3-4"])
+    without_head = np.ones(576, np.float32)
+    without_head[2 * 64 : 3 * 64] = 0
+    steer = [residuum.Multiply(residuum.Vector.from_array(without_head), layer=11, site="z")]
+    for name, operations in (("points", []), ("no-head", steer)):
+        extra = asking(capture, operations, request_id=name)
+        api.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, extra_body=extra)
+    acts, changed = (captures.activations(name) for name in ("points", "no-head"))
+    assert {site: acts.select(site=site).layers for site in acts.sites} == {
+        "resid_post": (12,), "z": (11,), "mlp_act": (3, 4)
+    }  # fmt: skip
+    expected = reference.rows(acts.token_ids.tolist())
+    for site, layer in (("resid_post", 12), ("z", 11), ("mlp_act", 3), ("mlp_act", 4)):
+        assert relative_error(acts.at(f"{site}.{layer}"), expected[site][layer]) < CLOSE
+    prompt = acts.prompt_tokens
+    np.testing.assert_allclose(changed.at("z.11")[:prompt], acts.at("z.11")[:prompt] * without_head, atol=1e-4)
+    assert relative_error(changed.at("mlp_act.4")[:prompt], acts.at("mlp_act.4")[:prompt]) < CLOSE
+    assert relative_error(changed.at("resid_post.12")[:prompt], acts.at("resid_post.12")[:prompt]) > CLOSE
+
+
 def test_steering_by_vectors_in_the_request_then_by_their_digests(
     api: openai.OpenAI, captures: residuum.Client
 ) -> None:
@@ -294,7 +318,7 @@ BAD = {
     ),
     "a vector of another width": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AAAAAA=="]},
-        "rows that this server steers have 576",
+        "rows that this server steers have 576 or 1536",
     ),
     "a vector that is no number": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AADAfw==" * 576]},

@@ -36,12 +36,6 @@ def test_other_engines_are_unchanged(monkeypatch):
         assert plugin._front_end_factory(config(worker)) is None
 
 
-def test_sites_of_other_widths_are_refused_before_the_model_is_loaded(monkeypatch):
-    monkeypatch.setenv("RESIDUUM_CAPTURE_SITES", "resid_post,q,mlp_act")
-    with pytest.raises(SystemExit, match=r"the sites q, mlp_act cannot be captured.*residuum serve"):
-        plugin._front_end_factory(config(vllm_serve.WORKER))
-
-
 def test_data_parallelism_is_refused_before_the_model_is_loaded():
     with pytest.raises(SystemExit, match="data parallelism is not supported"):
         plugin._front_end_factory(config(vllm_serve.WORKER, replicas=2))
