@@ -63,6 +63,8 @@ class ModelFacts:
     """The reductions that a capture may use."""
     site_widths: tuple[int, ...] = ()
     """Elements of a row at each of `sites`; empty: `hidden_size` at all of them."""
+    site_layers: tuple[tuple[int, ...], ...] = ()
+    """The layers that have each of `sites`; empty: all layers have all of them."""
     steering_sites: tuple[capture_pb2.Site.ValueType, ...] = (capture_pb2.SITE_RESID_POST,)
     """The sites at which requests can steer rows."""
     attention: tuple[dict[str, Any], ...] = ()
@@ -78,6 +80,11 @@ class ModelFacts:
         """Return the elements of a row at a site of `sites` or `steering_sites`."""
         is_own = self.site_widths and site in self.sites
         return self.site_widths[self.sites.index(site)] if is_own else self.hidden_size
+
+    def layers_at(self, site: capture_pb2.Site.ValueType) -> tuple[int, ...]:
+        """Return the layers that have a site of `sites` or `steering_sites`."""
+        is_own = self.site_layers and site in self.sites
+        return self.site_layers[self.sites.index(site)] if is_own else tuple(range(self.num_layers))
 
     @property
     def vector_widths(self) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -89,27 +88,29 @@ async def run_self_test(engine: Engine) -> None:
     prompt = [(index + 1) % engine.facts.vocab_size for index in range(_PROMPT_TOKENS)]
     captured = await _capture(engine, "plain", prompt)
     for site in engine.facts.sites:
-        _check_rows(captured.rows[site], capture_pb2.Site.Name(site))
+        _check_rows(captured.rows[site], site, engine.facts.layers_at(site))
     if _STREAM in captured.rows:
         await _check_logits(engine, captured.rows[_STREAM][-1], captured.tokens)
-    stream = _STREAM if _STREAM in captured.rows else min(captured.rows)
+    stream = _STREAM if _STREAM in captured.rows else min(engine.facts.sites)
     as_prompt = await _capture(engine, "prompt", [*prompt, *captured.tokens[:-1]])
-    _check_rows(as_prompt.rows[stream], capture_pb2.Site.Name(capture_pb2.Site.ValueType(stream)))
-    _check_steps(captured.rows[stream], as_prompt.rows[stream])
+    has_stream = list(engine.facts.layers_at(stream))
+    _check_rows(as_prompt.rows[stream], stream, has_stream)
+    _check_steps(captured.rows[stream][has_stream], as_prompt.rows[stream][has_stream])
     plain = _of_prompt(captured)
-    push = _push(plain[stream][layer], engine.facts.hidden_size)
+    push = _push(plain[stream][layer if layer in has_stream else has_stream[0]], engine.facts.hidden_size)
     await engine.load_vectors([(_BANK_ROW, push.astype("<f4").tobytes())])
     steered = _of_prompt(await _capture(engine, "steered", prompt, (_add(layer),)))
     if _STREAM in plain:
         _check_steering(plain[_STREAM], steered[_STREAM], push, layer)
-    elif engine.facts.num_layers > 1 and np.array_equal(plain[stream][-1], steered[stream][-1]):
+    elif has_stream[-1] > layer and np.array_equal(plain[stream][has_stream[-1]], steered[stream][has_stream[-1]]):
         raise SelfTestError(
             f"Steering after layer {layer} did not change the rows of the last layer. The model does not use what the "
             f"taps write. {_REPORT}"
         )
     for site in engine.facts.steering_sites:
         if site != _STREAM:
-            await _check_steering_at(engine, site, prompt, plain, layer)
+            layers = engine.facts.layers_at(site)
+            await _check_steering_at(engine, site, prompt, plain, layers[(len(layers) - 1) // 2])
 
 
 async def _check_steering_at(
@@ -127,8 +128,8 @@ async def _check_steering_at(
             f"the vector that was added. Leave the site out of --capture-sites. {_REPORT}"
         )
     after = _STREAM if _STREAM in plain else site
-    later = layer if after == _STREAM else layer + 1
-    if (plain[after][later:] == steered[after][later:]).all(axis=(-2, -1)).any():
+    later = [at for at in engine.facts.layers_at(after) if at >= layer + (after != _STREAM)]
+    if (plain[after][later] == steered[after][later]).all(axis=(-2, -1)).any():
         raise SelfTestError(
             f"Steering at {name} of layer {layer} did not change what the model computes from these rows. Leave the "
             f"site out of --capture-sites. {_REPORT}"
@@ -148,6 +149,7 @@ async def _capture(
         positions=selection_pb2.PositionSelection(),
         sites=facts.sites,
         is_probe=True,
+        site_layers=facts.site_layers,
     )
     sampling = SamplingParams(
         max_tokens=_POSITIONS + 1 - len(prompt),
@@ -163,7 +165,7 @@ async def _capture(
 
 
 async def _take_rows(engine: Engine, capture_id: str) -> dict[int, Rows]:
-    """Return by site the rows of all positions but the last one; NaN where none arrived.
+    """Return by site the rows of all layers and all positions but the last one; NaN where none arrived.
 
     The row of a generated token arrives only when the worker has learnt that the request has ended. It learns this in a
     step after the last one, which may not have run yet.
@@ -172,7 +174,12 @@ async def _take_rows(engine: Engine, capture_id: str) -> dict[int, Rows]:
     rows: dict[int, Rows] = {
         site: np.full((facts.num_layers, _POSITIONS, facts.width(site)), np.nan, np.float32) for site in facts.sites
     }
-    awaited = set(product(rows, range(facts.num_layers), range(_POSITIONS)))
+    awaited = {
+        (site, layer, position)
+        for site in facts.sites
+        for layer in facts.layers_at(site)
+        for position in range(_POSITIONS)
+    }
     deadline = time.monotonic() + _ROWS_SECONDS
     while awaited and time.monotonic() < deadline:
         for units, positions, values in await engine.take_probe(capture_id):
@@ -204,9 +211,11 @@ def _add(layer: int, site: capture_pb2.Site.ValueType = _STREAM) -> Operation:
     return Operation(Kind.ADD, _BANK_ROW, (layer,), selection_pb2.PositionSelection(), site=site)
 
 
-def _check_rows(rows: Rows, site: str) -> None:
+def _check_rows(every: Rows, of: capture_pb2.Site.ValueType, layers: Sequence[int]) -> None:
+    """Check the rows at a site, in the layers that have it."""
+    rows, site = every[list(layers)], capture_pb2.Site.Name(of)
     if np.isnan(rows).any():
-        bad = sorted({int(layer) for layer in np.argwhere(np.isnan(rows))[:, 0]})
+        bad = sorted({layers[index] for index in np.argwhere(np.isnan(rows))[:, 0]})
         raise SelfTestError(
             f"{site}: rows of layers {bad} did not arrive, or hold NaN. Either the engine does not run the op that "
             f"captures rows, or the model itself computes NaN (a wrong --dtype can cause that). {_REPORT}"
@@ -216,10 +225,10 @@ def _check_rows(rows: Rows, site: str) -> None:
             f"{site}: captured rows hold infinity. The model overflows its dtype, or its weights are damaged. Try "
             "another --dtype."
         )
-    zero = [layer for layer in range(len(rows)) if not rows[layer].any()]
+    zero = [layer for layer, of_layer in zip(layers, rows, strict=True) if not of_layer.any()]
     if zero:
         raise SelfTestError(f"{site}: captured rows of layers {zero} are all zero: the taps wrote nothing. {_REPORT}")
-    same = [layer for layer in range(1, len(rows)) if np.array_equal(rows[layer], rows[layer - 1])]
+    same = [layers[index] for index in range(1, len(rows)) if np.array_equal(rows[index], rows[index - 1])]
     if same:
         raise SelfTestError(
             f"{site}: captured rows of layers {same} equal those of the layer before, so they were captured in the "

@@ -10,7 +10,7 @@ from inference_svc.admission.steering import OPERATIONS
 from inference_svc.captures.stores import require_stores
 from inference_svc.resources.vector_cache import cache_capacity, digest_in, vector_name
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc
+from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc, selection_pb2
 from residuum.wire.limits import (
     DIGEST_BYTES,
     MAX_DIGESTS_PER_CALL,
@@ -194,6 +194,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         dtype=facts.dtype,
         sites=facts.sites,
         site_widths=facts.site_widths,
+        site_layers=[selection_pb2.LayerList(layers=layers) for layers in facts.site_layers],
         steering_sites=facts.steering_sites,
         attention=[inference_pb2.AttentionLayer(**layer) for layer in facts.attention],
         steering_operations=OPERATIONS,

@@ -19,7 +19,7 @@ from bench.conformance.architectures import ARCHITECTURES, Architecture
 from bench.conformance.check import check, to_json
 from bench.conformance.quantized import QUANTIZATIONS
 from bench.conformance.reference import SITES
-from bench.conformance.results import Outcome, Verdict
+from bench.conformance.results import Outcome, Verdict, sites_refused
 from bench.conformance.setup import Setup
 from bench.machine import describe as describe_origin
 from bench.options import add_engine_args, add_output, named, words
@@ -38,7 +38,7 @@ class Case:
     setup: Setup
     repetition: int = 0
     is_rest: bool = False
-    """Whether sites were left out because the architecture refuses them, which another case checks."""
+    """Whether sites were left out because the service refused them before."""
 
     @property
     def name(self) -> str:
@@ -82,15 +82,31 @@ def run_all(
                 except Exception as error:  # noqa: BLE001 - for example, transformers may be too old; other cases go on
                     return Outcome(case.architecture.name, Verdict.FAILED, f"{type(error).__name__}: {error}")
 
+            def run_with_rest(case: Case) -> list[tuple[Case, Outcome]]:
+                found = [(case, run(case))]
+                while (rest := rest_of(*found[-1])) is not None:
+                    found.append((rest, run(rest)))
+                return found
+
             try:
-                for case, outcome in zip(cases, pool.map(run, cases), strict=True):
-                    outcomes.append(outcome)
-                    print(describe(case.name, outcome), flush=True)
+                for found in pool.map(run_with_rest, cases):
+                    for case, outcome in found:
+                        outcomes.append(outcome)
+                        print(describe(case.name, outcome), flush=True)
                     report(outcomes)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     return outcomes
+
+
+def rest_of(case: Case, outcome: Outcome) -> Case | None:
+    """Return the case without the sites that the service refused by name; None if there are none, or no others."""
+    refused = sites_refused(outcome.detail) if outcome.verdict is Verdict.REFUSED else frozenset()
+    rest = tuple(site for site in case.setup.sites if site not in refused)
+    if not rest or rest == case.setup.sites:
+        return None
+    return replace(case, setup=replace(case.setup, sites=rest), is_rest=True)
 
 
 def describe(name: str, outcome: Outcome) -> str:
@@ -175,14 +191,12 @@ def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
                 setup,
                 tensor_parallel_size=tensor,
                 pipeline_parallel_size=pipeline,
-                sites=sites,
+                sites=tuple(site for site in setup.sites if site not in architecture.unseen),
                 quantization=quantization,
             ),
             time,
-            is_rest=sites != setup.sites,
         )
         for architecture in options.architectures
-        for sites in architecture.site_sets(setup.sites)
         for quantization in options.quantization
         for tensor, pipeline in options.layouts
         for time in range(options.repeat)

@@ -68,12 +68,15 @@ def check(
         faults = comparison.faults(setup.bounds(architecture))
         if refusal := architecture.refusal(setup.sites):
             faults.append(f"the service did not refuse with {refusal!r}")
+        if comparison.site_layers.keys() != architecture.partial.intersection(setup.sites):
+            faults.append(f"the service has these sites in some layers only: {comparison.site_layers}")
         served = _told_when_ready(service.log.read_text(errors="replace"))
         return Outcome(
             name=architecture.name,
             verdict=Verdict.WRONG if faults else Verdict.EXACT,
             detail="; ".join(faults),
             sites=setup.sites,
+            site_layers=comparison.site_layers,
             quantization=setup.quantization,
             layers=architecture.layers,
             rows=comparison.rows,

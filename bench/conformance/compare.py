@@ -40,6 +40,9 @@ def compare(
         info = client.info()
         answers = _ask_alone(client, setup) if setup.quantization else _ask_together(client, setup)
     comparison = Comparison()
+    comparison.site_layers = {
+        site: layers for site, layers in info.site_layers.items() if len(layers) < info.num_layers
+    }
     if setup.quantization:
         _compare_with_stock(answers, architecture, setup, model, scratch, comparison)
     else:
@@ -68,7 +71,8 @@ class _Answer:
 
 def _ask_together(client: residuum.Client, setup: Setup) -> list[_Answer]:
     info = client.info()
-    requests = make_requests({site: info.site_widths[site] for site in info.steering_sites if site != "resid_post"})
+    inside = [site for site in info.steering_sites if site != "resid_post"]
+    requests = make_requests({site: (info.site_widths[site], info.site_layers[site]) for site in inside})
     with ThreadPoolExecutor(len(requests)) as pool:
         # Sampled, because greedy replies of a tiny random model repeat themselves.
         return list(pool.map(lambda request: _ask(client, setup, request, temperature=1.0), requests))
@@ -110,6 +114,7 @@ def _compare_with_transformers(
     comparison: Comparison,
 ) -> None:
     reference = Reference(architecture, model)
+    reference.widths = info.site_widths
     for answer in answers:
         changes = {place: adding(push) for place, push in answer.request.pushes.items()}
         run = partial(reference.rows, answer.token_ids, changes)
@@ -121,7 +126,7 @@ def _compare_with_transformers(
         _add(answer, expected, setup, architecture, comparison)
         if {"q", "k"} <= set(setup.sites):
             for layer, weights in reference.weights.items():
-                if info.attention[layer].num_heads:
+                if info.attention[layer].num_heads and layer in info.site_layers["q"]:
                     comparison.see_attention(residuum.attention_weights(answer.acts, layer, info), weights)
         if "resid_post" in setup.sites:
             _compare_logprobs(answer, reference, comparison)
@@ -136,8 +141,9 @@ def _add(
     for site in setup.sites:
         rows = answer.acts.select(site=site)
         # Rows after a norm have a length of their own.
+        layers = list(rows.layers)
         stream = expected["resid_pre"] if of_stream and site not in {"attn_in", "mlp_in", *WIDE_SITES} else None
-        comparison.add(rows.stack(), rows.present, expected[site], stream)
+        comparison.add(rows.stack(), rows.present, expected[site][layers], None if stream is None else stream[layers])
 
 
 def _compare_logprobs(answer: _Answer, reference: Reference, comparison: Comparison) -> None:

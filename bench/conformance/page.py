@@ -128,7 +128,9 @@ def _cell(outcomes: Sequence[Result]) -> str:
     exact = {site for outcome in outcomes if outcome["verdict"] == "exact" for site in outcome["sites"]}
     if exact:
         refused = {site for outcome in outcomes for site in outcome["sites"]} - exact
-        return "without " + _listed(refused) if refused else "exact"
+        partial = {site for outcome in outcomes for site in outcome.get("site_layers", ())}
+        some = f"; in some layers: {_listed(partial)}" if partial else ""
+        return ("without " + _listed(refused) if refused else "exact") + some
     reasons = [outcome["detail"] for outcome in outcomes]
     return "needs a GPU" if any(reason.startswith(_BY_VLLM) for reason in reasons) else "refused"
 

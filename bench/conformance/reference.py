@@ -50,6 +50,9 @@ class Reference:
 
     def __init__(self, architecture: Architecture, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         """Load the model from its folder."""
+        self.widths: Mapping[str, int] = {}
+        """The elements of a row at sites, as the service has them. Parts with other rows are not such a site: a state
+        space, for example, has an output projection as an attention does."""
         transformers.utils.logging.disable_progress_bar()
         # Eager is transformers' only attention with every special feature, such as soft caps.
         with ONE_AT_A_TIME:
@@ -77,8 +80,9 @@ class Reference:
             routing: Records and changes the choices of experts; None to leave them as they are.
 
         Returns:
-            For each site, float32 [layers, positions, width]. A part that a layer does not have has zeros. Sites that
-            have a width of their own, and that a layer does not have, are left out.
+            For each site, float32 [layers, positions, width]. A part that a layer does not have has zeros. Rows of
+            sites that have a width of their own are NaN in layers that do not have the site; sites that no layer has,
+            or that have several widths, are left out.
         """
         self._routing = routing
         with routing or nullcontext():
@@ -86,11 +90,11 @@ class Reference:
         self._routing = None
         like = self._kept["resid_post"][0]
         assert like is not None  # noqa: S101 - the model has just been run
-        return {
-            site: torch.stack([torch.zeros_like(like) if row is None else row for row in rows]).float().numpy()
+        kept = {
+            site: _stacked(self._of_width(site, rows), like if site not in WIDE_SITES else None)
             for site, rows in self._kept.items()
-            if site not in WIDE_SITES or _is_whole(rows)
         }
+        return {site: rows for site, rows in kept.items() if rows is not None}
 
     def run(self, token_ids: Sequence[int], changes: Changes | None = None) -> Tensor:
         """Run the model over a sequence; return the output of its final norm, [positions, hidden]."""
@@ -216,6 +220,10 @@ class Reference:
 
         return hook
 
+    def _of_width(self, site: str, rows: Sequence[Tensor | None]) -> list[Tensor | None]:
+        width = self.widths.get(site)
+        return [row if row is None or width in {None, row.shape[-1]} else None for row in rows]
+
     def _nothing(self) -> dict[str, list[Tensor | None]]:
         return {site: [None] * len(self._layers) for site in SITES}
 
@@ -223,9 +231,17 @@ class Reference:
         self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts have no batch dimension
 
 
-def _is_whole(rows: Sequence[Tensor | None]) -> bool:
-    """Return whether every layer has rows, of the same width."""
-    return all(row is not None for row in rows) and len({row.shape for row in rows if row is not None}) == 1
+def _stacked(rows: Sequence[Tensor | None], like: Tensor | None) -> Rows | None:
+    """Return the rows of all layers, with zeros like a tensor for those that are not there, or with NaN without one.
+
+    None if no layer has rows, or their widths differ.
+    """
+    found = [row for row in rows if row is not None] or ([like] if like is not None else [])
+    if len({row.shape for row in found}) != 1:
+        return None
+    empty = torch.zeros_like(found[0]) if like is not None else torch.full_like(found[0].float(), torch.nan)
+    stacked: Rows = torch.stack([(empty if row is None else row).float() for row in rows]).numpy()
+    return stacked
 
 
 def _first(layer: nn.Module, paths: Sequence[str]) -> list[nn.Module]:

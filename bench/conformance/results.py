@@ -97,6 +97,8 @@ class Comparison:
     """Expected rows that are not there."""
     surplus: int = 0
     """Rows that are there but were not expected."""
+    site_layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The layers of sites that some layers lack."""
     states: Counter[str] = field(default_factory=Counter)
     """The final states of the captures, from their manifests."""
     least_layer_distance: float = float("inf")
@@ -231,6 +233,8 @@ class Outcome:
     """The reason, if the verdict is not EXACT."""
     sites: tuple[str, ...] = ()
     """The sites that were to be captured."""
+    site_layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The layers of sites that some layers lack."""
     quantization: str = ""
     """The format of quantised weights; empty if they are not quantised."""
     layers: int = 0
@@ -265,6 +269,12 @@ class Outcome:
     def holds(self) -> bool:
         """Whether no user can get wrong rows: they are exact, or the architecture is refused."""
         return self.verdict in {Verdict.EXACT, Verdict.REFUSED}
+
+
+def sites_refused(detail: str) -> frozenset[str]:
+    """Return the sites that a refusal names; empty if it refuses the model."""
+    named = re.match(r"\w+: ([\w, ]+) cannot be captured", detail)
+    return frozenset(re.split(", | and ", named[1])) if named else frozenset()
 
 
 def failure_of(log: str, expected: str = "") -> tuple[Verdict, str]:

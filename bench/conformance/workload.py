@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,11 +36,11 @@ MAX_REQUESTS = 9
 """Most requests that `make_requests` returns."""
 
 
-def make_requests(widths: Mapping[str, int] | None = None) -> list[Request]:
+def make_requests(inside: Mapping[str, tuple[int, Sequence[int]]] | None = None) -> list[Request]:
     """Return the requests. They are always the same.
 
     Args:
-        widths: The elements of a row at each site inside the layers where rows can be steered.
+        inside: The sites inside the layers where rows can be steered: the elements of a row, and the layers.
     """
     source = np.random.default_rng(11)
     requests = []
@@ -51,8 +51,12 @@ def make_requests(widths: Mapping[str, int] | None = None) -> list[Request]:
             # The same prompt again, steered after two layers. It must not change the first request or share its cache.
             pushes = {("resid_post", layer): _push(source, HIDDEN) for layer in (0, LAYERS - 2)}
             requests.append(Request(prompt, pushes))
-    if widths:  # steered at all sites at once
-        pushes = {(site, layer): _push(source, width) for site, width in widths.items() for layer in (0, LAYERS - 2)}
+    if inside:  # steered at all sites at once
+        pushes = {
+            (site, layer): _push(source, width)
+            for site, (width, layers) in inside.items()
+            for layer in (layers[0], layers[max(len(layers) - 2, 0)])
+        }
         requests.append(Request(requests[_LENGTHS.index(33)].prompt, pushes))
     return requests
 

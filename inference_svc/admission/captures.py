@@ -71,22 +71,23 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
 
 def _fill_layers(spec: capture_pb2.CaptureSpec, sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> None:
     """Replace the layers of a spec by lists. `site_layers` stays only if sites have different layers."""
-    if not spec.site_layers:
-        spec.layers.CopyFrom(layer_list("capture.layers", spec.layers, facts))
-        return
-    if len(spec.site_layers) != len(sites):
+    given = list(spec.site_layers)
+    if given and len(given) != len(sites):
         raise invalid(
             "capture.site_layers",
-            f"capture.site_layers has {len(spec.site_layers)} entries, but capture.sites has {len(sites)}. Give the "
+            f"capture.site_layers has {len(given)} entries, but capture.sites has {len(sites)}. Give the "
             "layers of each site, in the order of the sites.",
         )
-    lists = [layer_list("capture.site_layers", selection, facts) for selection in spec.site_layers]
+    field = "capture.site_layers" if given else "capture.layers"
+    pairs = zip(given or [spec.layers] * len(sites), sites, strict=True)
+    lists = [layer_list(field, selection, facts, site) for selection, site in pairs]
     every = sorted({layer for selection in lists for layer in selection.list.layers})
     union = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=every))
-    if spec.HasField("layers") and layer_list("capture.layers", spec.layers, facts) != union:
+    names_others = spec.layers.HasField("list") and layer_list("capture.layers", spec.layers, facts) != union
+    if given and names_others:
         raise invalid(
             "capture.layers",
-            f"capture.layers must be unset or the union of capture.site_layers, which is {every}.",
+            f"capture.layers must be unset, all, or the union of capture.site_layers, which is {every}.",
         )
     spec.layers.CopyFrom(union)
     del spec.site_layers[:]

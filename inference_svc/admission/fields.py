@@ -22,8 +22,13 @@ def site_name(site: int) -> str:
     return capture_pb2.Site.Name(site) if site in capture_pb2.Site.values() else str(site)  # type: ignore[arg-type]
 
 
-def layer_list(field: str, selection: selection_pb2.LayerSelection, facts: ModelFacts) -> selection_pb2.LayerSelection:
-    """Return a selection of layers as a list.
+def layer_list(
+    field: str,
+    selection: selection_pb2.LayerSelection,
+    facts: ModelFacts,
+    site: capture_pb2.Site.ValueType = capture_pb2.SITE_RESID_POST,
+) -> selection_pb2.LayerSelection:
+    """Return a selection of layers as a list: those of its layers that have a site, if it selects all.
 
     Raises:
         Failure: UNKNOWN_LAYER or INVALID_FIELD.
@@ -40,6 +45,18 @@ def layer_list(field: str, selection: selection_pb2.LayerSelection, facts: Model
         ) from None
     except ValueError as error:
         raise invalid(field, f"{field}: {error}.") from None
+    existing = facts.layers_at(site)
+    if selection.WhichOneof("selection") == "all":
+        layers = list(existing)
+    lacking = [layer for layer in layers if layer not in existing]
+    if lacking:
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_LAYER,
+            f"Layer {lacking[0]} of {facts.name} has no {site_name(site)}. The layers that do are "
+            f"{', '.join(map(str, existing))}. Select these, or all.",
+            layer=lacking[0],
+            layers=facts.num_layers,
+        )
     return selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=layers))
 
 

@@ -69,11 +69,12 @@ def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> stee
     for index, operation in enumerate(spec.operations):
         field = f"steering.operations[{index}]"
         _check_operation(field, operation)
-        _check_site(operation.site or capture_pb2.SITE_RESID_POST, facts)
+        site = operation.site or capture_pb2.SITE_RESID_POST
+        _check_site(site, facts)
         check_selection(f"{field}.positions", operation.positions)
         checked = resolved.operations.add()
         checked.CopyFrom(operation)
-        checked.layers.CopyFrom(layer_list(f"{field}.layers", operation.layers, facts))
+        checked.layers.CopyFrom(layer_list(f"{field}.layers", operation.layers, facts, site))
         if operation.site == capture_pb2.SITE_RESID_POST:
             checked.ClearField("site")  # the default, so that equal steering has equal descriptions
     return resolved

@@ -52,6 +52,7 @@ def facts_of(
         max_num_seqs=config.scheduler_config.max_num_seqs,
         sites=tuple(site_numbers(settings)),  # type: ignore[arg-type]
         site_widths=tuple(ranks[0]["site_widths"]),
+        site_layers=_site_layers(ranks, model.get_total_num_hidden_layers()),
         steering_sites=_steering_sites(ranks),
         attention=_attention(ranks, parallel.tensor_parallel_size),
         pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
@@ -66,6 +67,13 @@ def facts_of(
             ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k
         ),
     )
+
+
+def _site_layers(ranks: Sequence[dict[str, Any]], num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Return the layers that have each site, over all pipeline stages; empty if all layers have all sites."""
+    by_site = zip(*(rank["site_layers"] for rank in ranks), strict=True)
+    found = tuple(tuple(sorted({layer for stage in stages for layer in stage})) for stages in by_site)
+    return found if any(len(layers) < num_layers for layers in found) else ()
 
 
 def _steering_sites(ranks: Sequence[dict[str, Any]]) -> tuple[Any, ...]:

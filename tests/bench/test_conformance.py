@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
-from bench.conformance.__main__ import cases_of, parse, setup_of
+from bench.conformance.__main__ import cases_of, parse, rest_of, setup_of
 from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import _told_when_ready, to_json
 from bench.conformance.page import tables
-from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of
+from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of, sites_refused
 from bench.readme import MODELS
 
 EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
@@ -132,6 +132,18 @@ def test_a_refusal_is_distinguished_from_other_failures() -> None:
     assert failure_of("killed") == (Verdict.FAILED, "its log contains no error")
 
 
+def test_sites_that_are_refused_by_name_are_left_out_next() -> None:
+    options = parse(["--architectures=gpt2", "--sites=resid_post,q,k,v,z"])
+    (case,) = cases_of(options, setup_of(options))
+    told = "CannotTapError: q, k and v cannot be captured: looked in X for modules of the attention, found none."
+    rest = rest_of(case, Outcome("gpt2", Verdict.REFUSED, told))
+    assert (rest.name, rest.setup.sites) == ("gpt2-rest", ("resid_post", "z"))
+    assert rest_of(rest, Outcome("gpt2", Verdict.EXACT)) is None
+    for detail in (told, "CannotTapError: T5 cannot be tapped: q and k cannot be captured", "SelfTestError: no rows"):
+        assert rest_of(rest, Outcome("gpt2", Verdict.REFUSED, detail)) is None
+    assert sites_refused("CannotTapError: resid_mid cannot be captured with more") == {"resid_mid"}
+
+
 def test_the_model_runner_is_read_from_the_services_log() -> None:
     ready = {"event": "serving", "capturing_ranks": 2, "model_runner": "v2"}
     log = f'vLLM is loading\n3\n{{"event": "listening"}}\n{json.dumps(ready)}\n{{"event": "stopped"}}'
@@ -190,7 +202,7 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
         outcome("llama", layout=[2, 1], max_error=0.05),
         outcome("mixtral", "WRONG", missing=3),
         outcome("granite", "refused", detail="CannotTapError: merges"),
-        outcome("granite", sites=["resid_post", "resid_pre"]),
+        outcome("granite", sites=["resid_post", "resid_pre"], site_layers={"resid_pre": [1]}),
         outcome("mamba", "refused", detail="by vLLM, without a GPU: x"),
         outcome("gemma3n", "refused", detail="CannotTapError: four streams"),
         outcome("gemma4", "FAILED", detail="no module named x", rows=0),
@@ -203,7 +215,7 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
     assert {name: row for name, *row in cells[2:8]} == {
         "`llama`": ["exact", "exact"],
         "`mixtral`": ["**not exact**", ""],
-        "`granite`": ["without `attn_out`, `mlp_out`", ""],
+        "`granite`": ["without `attn_out`, `mlp_out`; in some layers: `resid_pre`", ""],
         "`mamba`": ["needs a GPU", ""],
         "`gemma3n`": ["refused", ""],
         "`gemma4`": ["failed", ""],

@@ -71,7 +71,7 @@ def facts() -> SimpleNamespace:
         name="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
         sites=tuple(capture_pb2.Site.values()), encodings=tuple(ENCODINGS.values()),
         reductions=tuple(capture_pb2.Reduction.values()[1:]), capture_defaults=CaptureDefaults(),
-        width=lambda site: HIDDEN,
+        width=lambda site: HIDDEN, layers_at=lambda site: range(LAYERS),
     )  # fmt: skip
 
 

@@ -161,12 +161,23 @@ async def test_a_server_that_would_ignore_the_site_is_not_asked(client, peer):
     assert peer.calls.count("GetModelInfo") == 3, "it is asked once"
 
 
+def test_the_layers_of_each_site_are_known():
+    sites = [capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q]
+    proto = inference_pb2.GetModelInfoResponse(dtype=tensor_pb2.DATA_TYPE_FLOAT32, num_layers=3, sites=sites)
+    every = (0, 1, 2)
+    assert residuum.ModelInfo.from_proto(proto).site_layers == {"resid_post": every, "q": every}
+    proto.site_layers.add(layers=every)
+    proto.site_layers.add(layers=[2])
+    assert residuum.ModelInfo.from_proto(proto).site_layers == {"resid_post": every, "q": (2,)}
+
+
 def test_masks_remove_heads_and_neurons():
     sites = [capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q, capture_pb2.SITE_Z, capture_pb2.SITE_MLP_ACT]
     proto = inference_pb2.GetModelInfoResponse(
         dtype=tensor_pb2.DATA_TYPE_FLOAT32, hidden_size=4, sites=sites, site_widths=[4, 8, 8, 8]
     )
     proto.attention.add(num_heads=4)
+    proto.attention.add()  # a layer without attention
     proto.attention.add(num_heads=4)
     assert residuum.ModelInfo.from_proto(proto).steering_sites == (), "an older server"
     proto.steering_sites.extend([sites[0], *sites[2:]])

@@ -73,12 +73,14 @@ def outcome_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_every_row_is_that_of_transformers(outcome_of: OutcomeOf, name: str, sites: tuple[str, ...], code: str) -> None:
     outcome = outcome_of(name, sites, code)
     assert outcome.verdict is Verdict.EXACT, outcome.detail
-    requests = make_requests(dict.fromkeys(STEERABLE & set(sites), 1))
+    requests = make_requests(dict.fromkeys(STEERABLE & set(sites), (1, range(LAYERS))))
     positions = sum(len(request.prompt) + NEW_TOKENS - 1 for request in requests)
-    assert outcome.rows == len(sites) * LAYERS * positions
+    lacking = sum(LAYERS - len(layers) for layers in outcome.site_layers.values())
+    assert outcome.rows == (len(sites) * LAYERS - lacking) * positions
     assert outcome.states == {"complete": len(requests)}
     assert outcome.capturing_ranks == 1
-    assert outcome.attention_layers == (len(requests) * LAYERS if {"q", "k"} <= set(sites) else 0)
+    with_heads = len(outcome.site_layers.get("q", range(LAYERS))) if {"q", "k"} <= set(sites) else 0
+    assert outcome.attention_layers == len(requests) * with_heads
     assert outcome.model_runner in {"v1", "v2"}
 
 

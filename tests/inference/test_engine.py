@@ -21,6 +21,7 @@ from inference_svc.engine import arguments as engine_arguments
 from inference_svc.engine import engine as engine_module
 from inference_svc.engine import streams
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.facts import _site_layers
 from inference_svc.engine.ranks import UntappedLayersError, check_ranks
 from inference_svc.engine.sampling import sampling_params
 from inference_svc.engine.streams import Delta
@@ -589,6 +590,13 @@ def rank(number, first_layer, num_layers, control_path, *, captures=True):
         "control_path": str(control_path) if captures else "",
         "site_widths": [],
     }
+
+
+def test_the_layers_of_a_site_are_those_of_all_stages():
+    stages = [{"site_layers": [[0, 1], [1]]}, {"site_layers": [[0, 1], [1]]}, {"site_layers": [[2, 3], [3]]}]
+    assert _site_layers(stages, 4) == ((0, 1, 2, 3), (1, 3))
+    assert _site_layers(stages[:2], 2) == ((0, 1), (1,))
+    assert _site_layers([{"site_layers": [[0, 1], [0, 1]]}], 2) == ()
 
 
 def test_ranks_capture_each_layer_once(tmp_path):

@@ -15,7 +15,7 @@ from residuum.v1 import capture_pb2
 from tests.inference.service_support import FACTS
 
 LAYERS, HIDDEN, POSITIONS, PROMPT = 4, 32, 8, 5
-POST = capture_pb2.SITE_RESID_POST
+POST, Q = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q
 TOKENS = [7, 9, 8, 6]
 STEERED = 1
 """The layer that the self-test steers: the middle one."""
@@ -95,6 +95,36 @@ async def test_taps_that_work_pass():
     await run_self_test(engine)
     assert len(set(engine.salts)) == 3  # otherwise a request would read another one's prefix cache
     assert not engine.probes
+
+
+class HybridEngine(ProbedEngine):
+    """An engine whose model has queries in some layers only."""
+
+    facts = dataclasses.replace(ProbedEngine.facts, sites=(POST, Q), site_layers=((0, 1, 2, 3), (1, 3)))
+
+    async def take_probe(self, capture_id):
+        rows = self.probes.pop(capture_id, None)
+        if rows is None:
+            return []
+        units = [*((POST, layer) for layer in range(LAYERS)), (Q, 1), (Q, 3)]
+        values = np.concatenate([rows, 2 * rows[[1, 3]]])
+        return [(units[:-1], list(range(POSITIONS)), values[:-1].tobytes())] + [
+            ([unit], list(range(POSITIONS)), values[-1:].tobytes()) for unit in units[-1:] if self.sends_all
+        ]
+
+    sends_all = True
+
+
+async def test_layers_without_a_site_are_not_waited_for():
+    await run_self_test(HybridEngine())
+
+
+async def test_rows_of_a_site_in_some_layers_that_do_not_arrive_are_found(monkeypatch):
+    monkeypatch.setattr(selftest, "_ROWS_SECONDS", 0.05)
+    engine = HybridEngine()
+    engine.sends_all = False
+    with pytest.raises(SelfTestError, match=r"SITE_Q: rows of layers \[3\] did not arrive"):
+        await run_self_test(engine)
 
 
 def at(layer, value):

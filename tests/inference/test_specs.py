@@ -32,6 +32,7 @@ FACTS = SimpleNamespace(
     reductions=tuple(capture_pb2.Reduction.values()[1:]),
     capture_defaults=CaptureDefaults(),
     width=lambda site: 200,
+    layers_at=lambda site: (0, 1, 2, 3),
 )
 """The fields of ModelFacts that the checks need. ModelFacts itself cannot be imported without vLLM."""
 A, B = b"a" * 32, b"b" * 32
@@ -226,6 +227,44 @@ def test_each_site_may_have_layers_of_its_own(layers):
     resolved = resolve_spec(capturing(layers, sites=sites, site_layers=given), FACTS).capture
     assert list(resolved.site_layers) == [layer_list(*range(4)) if layers is ALL else given[0], given[1]]
     assert resolved.layers == (layer_list(*range(4)) if layers is ALL else layer_list(0, 1, 3))
+
+
+HYBRID = SimpleNamespace(
+    **{
+        **vars(FACTS),
+        "sites": (capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q),
+        "steering_sites": (capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q),
+        "layers_at": lambda site: (1, 3) if site == capture_pb2.SITE_Q else (0, 1, 2, 3),
+    }
+)
+"""A model that has queries in some layers only."""
+BOTH = [capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q]
+
+
+def test_all_layers_are_those_that_have_the_site():
+    resolved = resolve_spec(capturing(ALL, sites=BOTH), HYBRID).capture
+    assert list(resolved.site_layers) == [layer_list(0, 1, 2, 3), layer_list(1, 3)]
+    assert resolve_spec(capturing(layer_list(3), sites=BOTH), HYBRID).capture.layers == layer_list(3)
+    alone = resolve_spec(capturing(ALL, sites=BOTH[1:]), HYBRID).capture
+    assert (alone.layers, list(alone.site_layers)) == (layer_list(1, 3), [])
+    points = resolve_spec(capturing(ALL, sites=BOTH, site_layers=[layer_list(0), ALL]), HYBRID).capture
+    assert (points.layers, list(points.site_layers)) == (layer_list(0, 1, 3), [layer_list(0), layer_list(1, 3)])
+    operation = add(layers=ALL)
+    operation.site = capture_pb2.SITE_Q
+    assert resolve_spec(steered(operation), HYBRID).steering.operations[0].layers == layer_list(1, 3)
+
+
+def test_a_layer_without_the_site_is_refused_by_name():
+    operation = add(layers=layer_list(0, 1))
+    operation.site = capture_pb2.SITE_Q
+    for spec in (
+        capturing(layer_list(0, 1), sites=BOTH),
+        capturing(None, sites=BOTH, site_layers=[layer_list(2), layer_list(0)]),
+        steered(operation),
+    ):
+        failure = refusal(resolve_spec, spec, HYBRID)
+        assert failure.reason_name == "UNKNOWN_LAYER"
+        assert failure.message == ("Layer 0 of tiny has no SITE_Q. The layers that do are 1, 3. Select these, or all.")
 
 
 def test_the_same_layers_at_all_sites_are_the_captures_layers():

@@ -31,6 +31,7 @@ FACTS = SimpleNamespace(
     max_model_len=32,
     sites=(capture_pb2.SITE_RESID_POST,),
     steering_sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Z),
+    layers_at=lambda site: range(4),
 )
 A, B, C = (name * 32 for name in (b"a", b"b", b"c"))
 ALL = selection_pb2.LayerSelection(all=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError
-from inference_svc.taps.model.insertion import check_widths, put_taps
+from inference_svc.taps.model.insertion import check_widths, layers_of_sites, put_taps
 from inference_svc.taps.model.structure import observe
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from inference_svc.taps.points import INNER_SITES, WIDE_SITES, TapPoints
@@ -121,8 +121,8 @@ def test_heads_and_neurons_are_found_and_tapped(monkeypatch):
     ("layers", "sites", "told"),
     [
         ([Layer(mlp=Experts())] * 1, [Z, ACT], r"^mlp_act cannot be captured: looked in Layer .* \(layers \[0\]\)"),
-        ([Layer(), Layer(Attention(8, 4, 8).requires_grad_())], [K, V], r"^k and v cannot be captured"),
-        ([Layer(), Layer(Attention(6, 4, 4))], [Q, ACT], r"^q cannot be captured"),
+        ([Layer(Attention(8, 4, 8).requires_grad_())] * 1, [K, V], r"^k and v cannot be captured"),
+        ([Layer(Attention(6, 4, 4)), Layer(Attention(6, 4, 4))], [Q, ACT], r"^q cannot be captured"),
         ([Layer(), Layer(mlp=MLP(8))], [ACT], r"^mlp_act cannot be captured: .* have 6 or 8 elements"),
     ],
     ids=["experts", "values of another width", "queries that are no multiple", "another width in a layer"],
@@ -135,6 +135,28 @@ def test_what_a_model_lacks_is_refused_by_name(monkeypatch, layers, sites, told)
     numbered, structure, _ = structure_of(*layers)
     with pytest.raises(CannotTapError, match=told):
         check_widths(numbered, structure, sites, ranks=1)
+
+
+def test_layers_without_a_site_are_left_out(monkeypatch):
+    """As in a model with state spaces in some layers, or experts in place of the MLP in some."""
+    monkeypatch.setattr(op._Current, "taps", (), raising=False)
+    monkeypatch.setattr(op._Current, "firsts", (), raising=False)
+    monkeypatch.setattr(
+        Heads, "forward", lambda module, query, key, value: query * (key.sum(-1) + value.sum(-1))[:, None]
+    )
+    numbered, structure, run = structure_of(Layer(), Layer(Attention(6, 4, 4), Experts()), Layer(mlp=Experts()))
+    sites = [POST, Q, ACT]
+    assert check_widths(numbered, structure, sites, ranks=1) == {Q: WIDTHS[Q], ACT: WIDTHS[ACT]}
+    assert layers_of_sites(numbered, structure, sites) == [[0, 1, 2], [0, 2], [0]]
+    points, seen = points_of(0, 3, {Q: WIDTHS[Q], ACT: WIDTHS[ACT]}), []
+    taps = [
+        SimpleNamespace(tap=lambda hidden, _, point, group=group: seen.extend(group.sites(point)))
+        for group in points.groups
+    ]
+    op.install(taps, points.firsts)
+    put_taps(numbered, points, structure, sites, lambda norm, point: False)
+    run()
+    assert [place for place in seen if place[0] in (Q, ACT)] == [(Q, 0), (ACT, 0), (Q, 2)]
 
 
 def test_rows_that_ranks_divide_are_refused():

@@ -68,6 +68,8 @@ class Architecture:
     refused_sites: frozenset[str] = PARTS
     lacks: frozenset[str] = frozenset()
     """Further sites that the service refuses, because no module of its own takes their rows."""
+    partial: frozenset[str] = frozenset()
+    """Sites that only some of its layers have."""
     unseen: frozenset[str] = frozenset()
     """Sites that are not compared, because transformers computes them inside a function."""
     refused_stream: bool = False
@@ -78,7 +80,7 @@ class Architecture:
     @property
     def lacking(self) -> frozenset[str]:
         """`lacks`, with the neurons of a mixture of experts, which has no module that takes them."""
-        return self.lacks | (NEURONS if self.routed else frozenset())
+        return self.lacks | ((NEURONS if self.routed else frozenset()) - self.partial)
 
     @property
     def layers(self) -> int:

@@ -88,6 +88,7 @@ DENSE = (
         refused=SCALED,
         refused_sites=PARTS
         | MIDDLE,  # a third part adds the token's own embedding, and a factor scales the layer's output
+        lacks=HEADS | {"z"},  # their widths differ between windowed and full attention
     ),
     Architecture("phi3", "Phi3Config", {**LLAMA, "sliding_window": WINDOW}, gpu_args=TRITON_ATTENTION, everyday=True),
     Architecture("gpt2", "GPT2Config", GPT, attention=("attn",), everyday=True),
@@ -121,10 +122,18 @@ DENSE = (
         "Starcoder2Config",
         {**LLAMA, "use_bias": True, "sliding_window": WINDOW},
         gpu_args=TRITON_ATTENTION,
+        lacks=HEADS,
     ),
     Architecture("stablelm", "StableLmConfig", {**LLAMA, "partial_rotary_factor": 0.5}),
     Architecture("olmo2", "Olmo2Config", LLAMA, AFTER_ATTENTION, AFTER_MLP, lacks=HEADS),
-    Architecture("olmo3", "Olmo3Config", {**LLAMA, **MIXED, "sliding_window": WINDOW}, AFTER_ATTENTION, AFTER_MLP),
+    Architecture(
+        "olmo3",
+        "Olmo3Config",
+        {**LLAMA, **MIXED, "sliding_window": WINDOW},
+        AFTER_ATTENTION,
+        AFTER_MLP,
+        lacks=HEADS,
+    ),
     Architecture(
         "exaone4",
         "Exaone4Config",
@@ -162,7 +171,7 @@ DENSE = (
         lacks=HEADS,
     ),
     Architecture("nemotron", "NemotronConfig", {**LLAMA, **PARTIAL_ROPE, **_BIASES, "head_dim": 32}),
-    Architecture("arcee", "ArceeConfig", {**LLAMA, **_BIASES, "head_dim": 32}),
+    Architecture("arcee", "ArceeConfig", {**LLAMA, **_BIASES, "head_dim": 32}, lacks=HEADS),
     Architecture(
         "apertus",
         "ApertusConfig",

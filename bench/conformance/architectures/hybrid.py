@@ -11,6 +11,7 @@ from bench.conformance.architectures.architecture import (
     LLAMA,
     MAMBA2,
     MOE,
+    NEURONS,
     NO_PARTS,
     NO_ROPE_KERNEL,
     PARTIAL_ROPE,
@@ -84,7 +85,7 @@ HYBRIDS = (
         mlp_in=("shared_mlp",),
         residual_scale="residual_multiplier",
         refused=SCALED,
-        lacks=HEADS | {"z"},  # layers with state spaces have no heads
+        partial=HEADS | {"z"},  # layers with state spaces have no heads
         everyday=True,
     ),
     Architecture(
@@ -128,6 +129,7 @@ HYBRIDS = (
         middle=("pre_ff_layernorm",),
         refused=SCALED,  # attention and a state space run side by side, each with a factor
         refused_sites=PARTS | {"attn_in"},
+        lacks=NEURONS,
     ),
     Architecture(
         "zamba2",
@@ -164,6 +166,7 @@ HYBRIDS = (
         mlp=(),
         refused=NO_PARTS,
         refused_sites=INNER,
+        lacks=HEADS | NEURONS | {"z"},
     ),
     Architecture(
         "qwen3_next",
@@ -198,6 +201,7 @@ HYBRIDS = (
         attention=("conv", "self_attn"),
         mlp=("feed_forward",),
         engine_args=NO_ROPE_KERNEL,
+        partial=HEADS | {"z"},
     ),
     Architecture(
         "lfm2_moe",
@@ -213,6 +217,7 @@ HYBRIDS = (
         mlp=("feed_forward",),
         engine_args=NO_ROPE_KERNEL,
         routed=True,
+        partial=HEADS | NEURONS | {"z"},
     ),
 )
 """Hybrids."""

@@ -33,7 +33,12 @@ PARALLEL = (
         lacks=HEADS,
     ),
     Architecture(
-        "gptj", "GPTJConfig", {**GPT, "rotary_dim": 16, "tie_word_embeddings": False}, attention=("attn",), **_REFUSED
+        "gptj",
+        "GPTJConfig",
+        {**GPT, "rotary_dim": 16, "tie_word_embeddings": False},
+        attention=("attn",),
+        **_REFUSED,
+        unseen=HEADS,
     ),
     Architecture("phi", "PhiConfig", {**LLAMA, **PARTIAL_ROPE, "qk_layernorm": True}, lacks=HEADS, **_REFUSED),
     Architecture(
@@ -52,6 +57,7 @@ PARALLEL = (
         gpu_args=TRITON_ATTENTION,
         middle=BEFORE_MLP,
         refused=SCALED,  # vLLM's layer adds the biases of its parts
+        unseen=HEADS,
     ),
     Architecture("cohere", "CohereConfig", {**LLAMA, "tie_word_embeddings": True}, everyday=True, **_REFUSED),
     Architecture(

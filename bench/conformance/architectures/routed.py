@@ -8,6 +8,7 @@ from bench.conformance.architectures.architecture import (
     MAX_LENGTH,
     MIXED,
     MOE,
+    NEURONS,
     PARTIAL_ROPE,
     SCALED,
     TRITON_ATTENTION,
@@ -57,6 +58,7 @@ ROUTED = (
         {**LLAMA, **MOE, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 2},
         routed=True,
         everyday=True,
+        partial=NEURONS,
     ),
     Architecture("qwen3_moe", "Qwen3MoeConfig", {**LLAMA, **MOE, "head_dim": 32}, routed=True, everyday=True),
     Architecture("olmoe", "OlmoeConfig", {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2}, routed=True),
@@ -97,6 +99,7 @@ ROUTED = (
         },
         routed=True,
         lacks=HEADS,
+        partial=NEURONS,
     ),
     Architecture(
         "deepseek_v3",
@@ -113,6 +116,7 @@ ROUTED = (
         },
         routed=True,
         lacks=HEADS,
+        partial=NEURONS,
     ),
     Architecture(
         "glm4_moe",
@@ -127,6 +131,7 @@ ROUTED = (
             "num_mtp_layers": 0,
         },
         routed=True,
+        partial=NEURONS,
     ),
     Architecture(
         "gpt_oss",
@@ -157,6 +162,8 @@ ROUTED = (
         },
         mlp=("feed_forward",),
         routed=True,
+        partial=NEURONS,
+        unseen=frozenset({"q", "k"}),  # vLLM orders the elements of a head otherwise
     ),
     Architecture(
         "hunyuan_v1_moe", "HunYuanMoEV1Config", {**LLAMA, "head_dim": 32, "num_experts": 8, "moe_topk": 2}, routed=True
@@ -175,6 +182,7 @@ ROUTED = (
         },
         unchanged=("e_score_correction_bias",),  # on a CPU, vLLM ignores it
         routed=True,
+        partial=NEURONS,
     ),
 )
 """Mixtures of experts."""

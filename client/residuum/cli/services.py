@@ -18,6 +18,10 @@ def info(options: argparse.Namespace, output: Output) -> int:
         del facts["store_reachable"], facts["store_detail"]
     if not output.as_json:
         del facts["attention"]  # a dozen numbers for each layer: for programs
+        every = facts["num_layers"]
+        facts["site_layers"] = {
+            site: layers for site, layers in facts["site_layers"].items() if len(layers) < every
+        } or "all layers have all sites"
     if output.is_terminal:
         facts["limits"] = {
             name: size(limit) if name.endswith("_bytes") else limit for name, limit in facts["limits"].items()

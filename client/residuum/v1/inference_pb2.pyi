@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import placement_pb2 as _placement_pb2
+from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
 from residuum.v1 import tensor_pb2 as _tensor_pb2
@@ -76,6 +77,7 @@ class GetModelInfoResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     SITE_WIDTHS_FIELD_NUMBER: _builtins.int
     STEERING_SITES_FIELD_NUMBER: _builtins.int
+    SITE_LAYERS_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name, which clients may check with `model` in a spec."""
@@ -158,6 +160,12 @@ class GetModelInfoResponse(_message.Message):
         """
 
     @_builtins.property
+    def site_layers(self) -> _containers.RepeatedCompositeFieldContainer[_selection_pb2.LayerList]:
+        """The layers that have each of `sites`, in their order. Empty: all layers have all sites. For example, a model with state
+        spaces in some layers has SITE_Q only in the others.
+        """
+
+    @_builtins.property
     def attention(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttentionLayer]:
         """The attention of each decoder layer. Empty: unknown, or tensor parallel ranks share each layer."""
 
@@ -186,11 +194,12 @@ class GetModelInfoResponse(_message.Message):
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         site_widths: _abc.Iterable[_builtins.int] | None = ...,
         steering_sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
+        site_layers: _abc.Iterable[_selection_pb2.LayerList] | None = ...,
         attention: _abc.Iterable[Global___AttentionLayer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,11 +49,6 @@ class Capture:
             attention and MLP take). The last five have widths of their own. A list of names, or
             names separated by commas; the server must have been started with these sites. `acts[k]` reads the first
             one, and `acts.select(site=...)` selects another.
-        points: Instead of `layers` and `sites`: points, such as ["resid_post.12", "mlp_act.3-5"], or one text with
-            points separated by commas. A point is a site and its layers; without layers, it has all of them. So each
-            site has layers of its own, which `acts.select(site=...).layers` lists; `acts.at("mlp_act.4")` returns the
-            rows of a point. Names of TransformerLens ("blocks.12.hook_resid_post") and interp-engine ("value.3") are
-            accepted where they mean the same rows.
         positions: The positions; see `Positions.of`. By default all positions, of the prompt and of generated tokens.
         encoding: The encoding of the stored rows. By default the server's, which is "raw" unless its operator chose
             another. docs/encodings.md explains what each keeps and costs.
@@ -87,6 +82,11 @@ class Capture:
         flush_interval: After how many captured positions of generated tokens their rows are sent, 1 to 32. With 1,
             `follow` shows each row at once; but every position then takes a chunk of its own, which costs more time and
             space. Rows of the prompt never wait.
+        points: Instead of `layers` and `sites`: points, such as ["resid_post.12", "mlp_act.3-5"], or one text with
+            points separated by commas. A point is a site and its layers; without layers, it has all of them. So each
+            site has layers of its own, which `acts.select(site=...).layers` lists; `acts.at("mlp_act.4")` returns the
+            rows of a point. Names of TransformerLens ("blocks.12.hook_resid_post") and interp-engine ("value.3") are
+            accepted where they mean the same rows.
 
     Example:
         >>> residuum.Capture(layers="all")

@@ -45,6 +45,8 @@ class ModelInfo:
         reductions: The reductions that a capture may request.
         adapters: The LoRA adapters that requests may choose with `model=`.
         site_widths: Elements of a row at each of `sites`, by name.
+        site_layers: The layers that have each of `sites`, by name. Most models have all sites in all layers; one with
+            state spaces in some layers, for example, has "q" only in the others.
         steering_sites: The sites at which rows can be steered. Empty: the server is older than this field, and steers
             only at "resid_post".
         attention: What determines the attention weights of each layer; empty if the server does not say.
@@ -74,6 +76,7 @@ class ModelInfo:
     reductions: tuple[str, ...] = ("none",)
     adapters: tuple[str, ...] = ()
     site_widths: dict[str, int] = field(default_factory=dict)
+    site_layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     steering_sites: tuple[str, ...] = ()
     attention: tuple[AttentionLayer, ...] = ()
     store_reachable: bool | None = None
@@ -96,6 +99,12 @@ class ModelInfo:
                     strict=True,
                 )
             ),
+            site_layers={
+                site_name(site): tuple(
+                    proto.site_layers[index].layers if proto.site_layers else range(proto.num_layers)
+                )
+                for index, site in enumerate(proto.sites)
+            },
             steering_sites=tuple(site_name(site) for site in proto.steering_sites),
             attention=tuple(map(AttentionLayer.from_proto, proto.attention)),
             steering_operations=tuple(proto.steering_operations),
@@ -120,8 +129,8 @@ class ModelInfo:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of the attention; 0 if they are unknown, or differ from layer to layer."""
-        found = {layer.num_heads for layer in self.attention}
+        """Query heads of the layers that have attention; 0 if they are unknown, or differ from layer to layer."""
+        found = {layer.num_heads for layer in self.attention if layer.num_heads}
         return found.pop() if len(found) == 1 else 0
 
     def mask(self, site: str, indices: Iterable[int], factor: float = 0.0) -> Vector:

@@ -166,7 +166,7 @@ def steering_sites(sites: Iterable[Site.ValueType], structure: Structure) -> lis
 def check_widths(
     layers: Mapping[int, nn.Module], structure: Structure, sites: Iterable[Site.ValueType], ranks: int
 ) -> dict[Site.ValueType, int]:
-    """Return the elements of a row at each of the sites that has a width of its own.
+    """Return the elements of a row at each of the sites that has a width of its own. Some layers may lack the site.
 
     Args:
         layers: The decoder layers by index.
@@ -175,16 +175,15 @@ def check_widths(
         ranks: How many ranks share each layer.
 
     Raises:
-        CannotTapError: A site was not found, differs from layer to layer, or is divided among ranks.
+        CannotTapError: A site was found in no layer, differs from layer to layer, or is divided among ranks.
     """
     asked = [site for site in WIDE_SITES if site in set(sites)]
-    missing = {site: sorted(set(layers) - structure.wide[site].keys()) for site in asked}
-    lacking = [site for site in asked if missing[site]]
+    lacking = [site for site in asked if not structure.wide[site]]
     if lacking:
-        first = missing[lacking[0]]
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers.values()}))
         raise CannotTapError(
-            f"{_names(lacking)} cannot be captured: looked in {type(layers[first[0]]).__name__} for modules of the "
-            f"attention or the MLP that take rows of this kind, found none (layers {first}). Leave "
+            f"{_names(lacking)} cannot be captured: looked in {kinds} for modules of the attention or the MLP that "
+            f"take rows of this kind, found none (layers {sorted(layers)}). Leave "
             f"{'these sites' if len(lacking) > 1 else 'the site'} out of --capture-sites."
         )
     if asked and ranks > 1:
@@ -200,6 +199,13 @@ def check_widths(
                 f"{' or '.join(map(str, sorted(found)))} elements. Leave the site out of --capture-sites."
             )
     return {site: found.pop() for site, found in widths.items()}
+
+
+def layers_of_sites(
+    layers: Mapping[int, nn.Module], structure: Structure, sites: Iterable[Site.ValueType]
+) -> list[list[int]]:
+    """Return the layers of this stage that have each of the sites."""
+    return [sorted(structure.wide[site] if site in WIDE_SITES else layers) for site in sites]
 
 
 def _names(sites: Sequence[Site.ValueType]) -> str:
@@ -280,8 +286,7 @@ def _put_inputs(
 ) -> int:
     """Put the ops before modules, and return how many were folded into norms."""
     if site in WIDE_SITES:
-        for index in layers:
-            wide = structure.wide[site][index]  # `check_widths` has found it
+        for index, wide in structure.wide[site].items():
             entry = Entry(wide.module, wide.hidden)
             wide.module.register_forward_pre_hook(_before_module(entry, points.of(site, index)), with_kwargs=True)
         return 0

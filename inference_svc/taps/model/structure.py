@@ -266,8 +266,8 @@ def _after_norm(inside: list[Call], part: Call) -> nn.Module:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm."""
-    return type(module).__name__.lower().endswith("norm")
+    """Return whether a module is a norm. Nemotron's are of the class NemotronLayerNorm1P."""
+    return type(module).__name__.lower().removesuffix("1p").endswith("norm")
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -203,6 +203,7 @@ class _Taps:
         self.eager_runs = EagerRuns(worker, layers)
         structure = self.eager_runs.observe(self._sites)
         widths = insertion.check_widths(layers, structure, self._sites, get_tp_group().world_size)
+        self._site_layers = insertion.layers_of_sites(layers, structure, self._sites)
         points = points_of(min(layers), len(layers), widths)
         self._points = points.groups[0]
         self._widths = [widths.get(site, hidden) for site in self._sites]
@@ -236,6 +237,7 @@ class _Taps:
             "num_layers": self._points.num_layers,
             "sites": list(self._sites),
             "site_widths": self._widths if set(self._widths) != {self._format.hidden} else [],
+            "site_layers": self._site_layers,
             "steering_sites": self._steering_sites,
             "attention": self._attention,
             "folded_norms": self._folded,
