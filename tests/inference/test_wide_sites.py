@@ -159,6 +159,38 @@ def test_layers_without_a_site_are_left_out(monkeypatch):
     assert [place for place in seen if place[0] in (Q, ACT)] == [(Q, 0), (ACT, 0), (Q, 2)]
 
 
+class Gated(Layer):
+    """A layer with a third part after its MLP, as in Gemma 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4))
+
+    def forward(self, hidden):
+        hidden = super().forward(hidden)
+        return hidden + self.gate(hidden)
+
+
+class Unwrapped(nn.Module):
+    """A layer whose MLP has no module of its own, as in OPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.fc1, self.fc2 = Attention(), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, hidden):
+        hidden = hidden + self.attn(hidden)
+        return hidden + self.fc2(self.fc1(hidden).relu())
+
+
+def test_neurons_are_those_of_the_mlp():
+    for layer, projection in ((Gated(), lambda gated: gated.mlp.down), (Unwrapped(), lambda plain: plain.fc2)):
+        _, structure, _ = structure_of(layer)
+        found = structure.wide[ACT][0]
+        assert found.module is projection(layer)
+        assert found.width == 6
+
+
 def test_rows_that_ranks_divide_are_refused():
     numbered, structure, _ = structure_of(Layer())
     assert check_widths(numbered, structure, [POST], ranks=2) == {}

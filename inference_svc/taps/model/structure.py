@@ -170,7 +170,9 @@ def _find_parts(
         rest = [part for part in others if part not in combine] or others
         first = next((part for part in rest if part.entered >= attention.left), rest[0])
         _find_inputs(structure, inside, index, attention, first, call.output[0])
-        for site, part in ((capture_pb2.SITE_Z, attention), (capture_pb2.SITE_MLP_ACT, others[-1])):
+        # After the MLP, a layer may have a third part, such as Gemma 4's gate for its own embeddings.
+        mlp = first if _calls_within(calls, first) else others[-1]
+        for site, part in ((capture_pb2.SITE_Z, attention), (capture_pb2.SITE_MLP_ACT, mlp)):
             if (projected := _before_projection(calls, part)) is not None:
                 structure.wide[site][index] = projected
         for site, taken in zip(_HEADS, _heads(calls, attention, is_attention), strict=False):
@@ -215,6 +217,11 @@ def _before_projection(calls: list[Call], part: Call) -> WideEntry | None:
     if ends and any(rows is tensor for _, tensor in part.tensors()):
         return None  # the module takes what the part takes, so it is the whole part
     return WideEntry(last.module, argument, rows.shape[-1])
+
+
+def _calls_within(calls: list[Call], part: Call) -> bool:
+    """Return whether a part calls modules with parameters, so that it is more than one projection."""
+    return any(_has_parameters(other.module) for other in calls[part.entered + 1 : part.left])
 
 
 def _is_rows(tensor: Tensor) -> bool:
