@@ -37,15 +37,15 @@ class Case:
     architecture: Architecture
     setup: Setup
     repetition: int = 0
-    is_rest: bool = False
-    """Whether sites were left out because the service refused them before."""
+    rest: int = 0
+    """How often sites were left out because the service had refused them."""
 
     @property
     def name(self) -> str:
         """The architecture's name, with what distinguishes the case from its others."""
         layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
         name = self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
-        name += "-rest" if self.is_rest else ""
+        name += "-rest" + (f"{self.rest}" if self.rest > 1 else "") if self.rest else ""
         name += f"-{self.setup.quantization}" if self.setup.quantization else ""
         return f"{name}#{self.repetition + 1}" if self.repetition else name
 
@@ -106,7 +106,7 @@ def rest_of(case: Case, outcome: Outcome) -> Case | None:
     rest = tuple(site for site in case.setup.sites if site not in refused)
     if not rest or rest == case.setup.sites:
         return None
-    return replace(case, setup=replace(case.setup, sites=rest), is_rest=True)
+    return replace(case, setup=replace(case.setup, sites=rest), rest=case.rest + 1)
 
 
 def describe(name: str, outcome: Outcome) -> str:

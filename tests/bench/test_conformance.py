@@ -138,6 +138,8 @@ def test_sites_that_are_refused_by_name_are_left_out_next() -> None:
     told = "CannotTapError: q, k and v cannot be captured: looked in X for modules of the attention, found none."
     rest = rest_of(case, Outcome("gpt2", Verdict.REFUSED, told))
     assert (rest.name, rest.setup.sites) == ("gpt2-rest", ("resid_post", "z"))
+    again = rest_of(rest, Outcome("gpt2", Verdict.REFUSED, "CannotTapError: z cannot be captured: none."))
+    assert (again.name, again.setup.sites) == ("gpt2-rest2", ("resid_post",)), "each has a folder of its own"
     assert rest_of(rest, Outcome("gpt2", Verdict.EXACT)) is None
     for detail in (told, "CannotTapError: T5 cannot be tapped: q and k cannot be captured", "SelfTestError: no rows"):
         assert rest_of(rest, Outcome("gpt2", Verdict.REFUSED, detail)) is None

@@ -99,9 +99,16 @@ class Architecture:
         return [every, others] if others and others != every and not self.refused_stream else [every]
 
     def refusal(self, sites: Iterable[str]) -> str:
-        """Return part of the reason with which the service must refuse these sites; empty if it captures them."""
-        if self.refused_stream or not self.refused_sites.isdisjoint(sites):
+        """Return part of the reason with which the service must refuse these sites; empty if it captures them.
+
+        The reason is that of the first sites that the service checks. Without `PARTS`, it is that of another of
+        `refused_sites`, which this does not know.
+        """
+        first = self.refused_sites & PARTS or self.refused_sites
+        if self.refused_stream or not first.isdisjoint(sites):
             return self.refused
+        if self.refused and not self.refused_sites.isdisjoint(sites):
+            return ""
         return NO_ROWS if not self.lacking.isdisjoint(sites) else ""
 
 

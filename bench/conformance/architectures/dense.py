@@ -88,7 +88,6 @@ DENSE = (
         refused=SCALED,
         refused_sites=PARTS
         | MIDDLE,  # a third part adds the token's own embedding, and a factor scales the layer's output
-        lacks=HEADS | {"z"},  # their widths differ between windowed and full attention
     ),
     Architecture("phi3", "Phi3Config", {**LLAMA, "sliding_window": WINDOW}, gpu_args=TRITON_ATTENTION, everyday=True),
     Architecture("gpt2", "GPT2Config", GPT, attention=("attn",), everyday=True),
@@ -168,7 +167,6 @@ DENSE = (
         {**LLAMA, **_MLA, "num_key_value_heads": 8, "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 128},
         residual_scale="residual_scale",
         refused=SCALED,
-        lacks=HEADS,
     ),
     Architecture("nemotron", "NemotronConfig", {**LLAMA, **PARTIAL_ROPE, **_BIASES, "head_dim": 32}),
     Architecture("arcee", "ArceeConfig", {**LLAMA, **_BIASES, "head_dim": 32}, lacks=HEADS),

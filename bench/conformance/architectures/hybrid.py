@@ -148,6 +148,7 @@ HYBRIDS = (
         mlp=(),
         refused=NO_PARTS,
         refused_sites=INNER,
+        unseen=HEADS | {"z"},
     ),
     Architecture(
         "nemotron_h",

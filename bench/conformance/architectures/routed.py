@@ -65,7 +65,8 @@ ROUTED = (
     Architecture(
         "phimoe",
         "PhimoeConfig",
-        {**LLAMA, **_EXPERTS, "attention_bias": True, "lm_head_bias": True, "sliding_window": WINDOW},
+        # Without a bias of the unembedding: vLLM 0.32 does not add it.
+        {**LLAMA, **_EXPERTS, "attention_bias": True, "lm_head_bias": False, "sliding_window": WINDOW},
         vllm_class="PhiMoEForCausalLM",
         gpu_args=TRITON_ATTENTION,
         routed=True,
