@@ -200,7 +200,7 @@ def _expect(error: grpc.RpcError, code: grpc.StatusCode) -> None:
 Attack = Callable[[int], str]
 ATTACKS: dict[str, Attack] = {
     "200 busy streams": lambda port: busy_streams(port, 200),
-    "slow writers": lambda port: slow_writers(port, 64, 3.0),
+    "slow writers": lambda port: slow_writers(port, 64, 11.0),
     "silent connections": lambda port: silent_connections(port, 400),
     "readers that do not read": lambda port: readers_that_do_not_read(port, 160),
     "append flood": lambda port: append_flood(port, 64),

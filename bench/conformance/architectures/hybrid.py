@@ -104,6 +104,7 @@ HYBRIDS = (
         needs_gpu=True,  # its scan is a CUDA kernel
         refused=NO_PARTS,
         refused_sites=INNER,  # in vLLM, its layers with attention have no module for the attention block
+        partial=HEADS | {"z"},
     ),
     Architecture(
         "falcon_h1",
@@ -143,6 +144,7 @@ HYBRIDS = (
             "chunk_size": 64,
             "use_mem_rope": True,
             "num_mem_blocks": 2,  # one for each hybrid layer
+            "tie_word_embeddings": True,  # vLLM ties them in any case
         },
         attention=(),
         mlp=(),
@@ -177,6 +179,7 @@ HYBRIDS = (
         routed=True,
         needs_gpu=True,
         gpu_args=_TRITON,
+        partial=HEADS | {"z"},
     ),
     Architecture(
         "qwen3_5",
@@ -185,6 +188,7 @@ HYBRIDS = (
         attention=("linear_attn", "self_attn"),
         needs_gpu=True,
         gpu_args=_TRITON,
+        partial=HEADS | {"z"},
     ),
     Architecture(
         "qwen3_5_moe",
@@ -194,6 +198,7 @@ HYBRIDS = (
         routed=True,
         needs_gpu=True,
         gpu_args=_TRITON,
+        partial=HEADS | {"z"},
     ),
     Architecture(
         "lfm2",
