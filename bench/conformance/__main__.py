@@ -10,8 +10,9 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def run_all(
 ) -> list[Outcome]:
     """Run the cases with one store, `jobs` at a time. Print each outcome when it is known, and report all so far."""
     print(_LINE.format(*_HEADS), flush=True)
-    outcomes = []
+    outcomes: list[tuple[int, Outcome]] = []
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch, ThreadPoolExecutor(jobs) as pool:
         folder = keep or Path(scratch)
         with running_store(folder) as store:
@@ -89,15 +90,21 @@ def run_all(
                 return found
 
             try:
-                for found in pool.map(run_with_rest, cases):
-                    for case, outcome in found:
-                        outcomes.append(outcome)
+                running = {pool.submit(run_with_rest, case): place for place, case in enumerate(cases)}
+                for future in as_completed(running):
+                    for case, outcome in future.result():
+                        outcomes.append((running[future], outcome))
                         print(describe(case.name, outcome), flush=True)
-                    report(outcomes)
+                    report(in_order(outcomes))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-    return outcomes
+    return in_order(outcomes)
+
+
+def in_order(outcomes: Sequence[tuple[int, Outcome]]) -> list[Outcome]:
+    """Return the outcomes in the order of their cases; cases end in another order."""
+    return [outcome for _, outcome in sorted(outcomes, key=itemgetter(0))]
 
 
 def rest_of(case: Case, outcome: Outcome) -> Case | None:
