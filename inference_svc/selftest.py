@@ -266,7 +266,8 @@ def _check_steps(rows: Rows, as_prompt: Rows) -> None:
             f"vLLM computes other rows for a token that it generates than for the same token in a prompt: in half of "
             f"the layers they differ by {error:.0%} or more. vLLM 0.32 does this on NVIDIA Hopper GPUs if every layer "
             'has the same sliding window. Set its argument compilation_config to {"cudagraph_mode": "PIECEWISE"}, or '
-            "attention_backend to TRITON_ATTN. If that does not help, please report the model and its configuration."
+            "attention_backend to TRITON_ATTN. If that does not help, leave all sites but resid_post out of "
+            "--capture-sites, and please report the model and its configuration."
         )
 
 

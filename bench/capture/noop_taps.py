@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import torch
+
 from inference_svc.engine import arguments
 from inference_svc.taps import op
 
@@ -24,6 +26,11 @@ class NoopTap:
 
     def tap(self, hidden: Tensor, residual: Tensor | None, point: int) -> None:
         """See `op.Tap`."""
+
+    def tap_copy(self, hidden: Tensor, point: int) -> Tensor:
+        """See `op.Tap`."""
+        del point
+        return hidden.clone(memory_format=torch.contiguous_format)
 
     def tap_norm(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """See `op.Tap`. Never called, because no norm is folded."""

@@ -1,8 +1,11 @@
 """The custom ops in the compiled graph. Each tap point is one call, and its arguments never change.
 
 `tap` changes `hidden` in place. Its schema declares that (`Tensor(a!)`), so the compiler neither drops nor reorders it.
-`tap_norm` replaces a model's own add and RMS norm and returns their results. Everything that changes from step to step
-is data that the ops read, not an argument.
+`tap_norm` replaces a model's own add and RMS norm and returns their results. `tap_copy` returns a copy, with which the
+model continues. Everything that changes from step to step is data that the ops read, not an argument.
+
+`tap_copy` is for rows that may be slices of one tensor, as q, k and v often are. If an op changes such slices in place,
+PyTorch's compiler copies the whole tensor for each of them, and with three of them, PyTorch 2.13 computes wrong values.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ _LIBRARY.define(
     "tap_norm(Tensor hidden, Tensor residual, Tensor weight, float epsilon, bool plus_one, int point)"
     " -> (Tensor, Tensor)"
 )
+_LIBRARY.define("tap_copy(Tensor hidden, int point) -> Tensor")
 
 
 class Tap(Protocol):
@@ -35,6 +39,9 @@ class Tap(Protocol):
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
         """Steer and capture the sum of `hidden` and `residual`; return its RMS norm and the sum. See kernel.py."""
+
+    def tap_copy(self, hidden: Tensor, point: int) -> Tensor:
+        """Capture the rows of `hidden` ([rows, width]) at a point that cannot be steered; return a contiguous copy."""
 
 
 class _Current:
@@ -73,6 +80,12 @@ def call_norm(
     return normed, summed
 
 
+def call_copy(hidden: Tensor, point: int) -> Tensor:
+    """Call the op `tap_copy`. The compiler traces this call into the graph, and keeps it if the copy is used."""
+    copy: Tensor = torch.ops.residuum.tap_copy(hidden, point)
+    return copy
+
+
 def _tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
     tap, own = _at(point)
     tap.tap(hidden, residual, own)
@@ -106,8 +119,20 @@ def _fake_tap_norm(
     return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
 
 
+def _tap_copy(hidden: Tensor, point: int) -> Tensor:
+    tap, own = _at(point)
+    return tap.tap_copy(hidden, own)
+
+
+def _fake_tap_copy(hidden: Tensor, point: int) -> Tensor:
+    del point
+    return hidden.new_empty(hidden.shape)
+
+
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("tap", _tap, _device)
     _LIBRARY.impl("tap_norm", _tap_norm, _device)
+    _LIBRARY.impl("tap_copy", _tap_copy, _device)
 _LIBRARY._register_fake("tap", _fake_tap)  # noqa: SLF001 - the documented way for a Library object
 _LIBRARY._register_fake("tap_norm", _fake_tap_norm)  # noqa: SLF001 - see above
+_LIBRARY._register_fake("tap_copy", _fake_tap_copy)  # noqa: SLF001 - see above

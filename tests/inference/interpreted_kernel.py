@@ -49,6 +49,7 @@ def main() -> None:
     runs = (
         ("tap", tap_differences),
         ("norm", norm_differences),
+        ("tap copy", tap_copy_differences),
         ("copy", copy_differences),
         ("blocks", block_copy_differences),
     )
@@ -89,6 +90,25 @@ def norm_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float
             got = kernel.tap_norm(states, residual, weight, 1e-5, point, gpu, plus_one=plus_one)
             worst[0] = max(worst[0], *(distance(*pair) for pair in zip(got, expected, strict=True)))
         worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
+    return worst
+
+
+def tap_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    """Tap three slices of one tensor, as q, k and v often are."""
+    worst = [0.0, 0.0]
+    for width in (48, 70, 64):
+        cpu, gpu, pools = prepare(rng, width, dtype)
+        for pool in pools:
+            pool.memory.zero_()
+        whole = torch.randn(ROWS, 3 * width).to(dtype)
+        for point, rows in enumerate(whole.split(width, dim=1)):
+            expected = rows.clone()
+            cpu._steering = {}  # it is only for points that cannot be steered
+            for got in (cpu.tap_copy(rows, point), kernel.tap_copy(rows, point, gpu)):
+                assert got.is_contiguous()
+                worst[0] = max(worst[0], distance(got, expected))
+        worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
+        assert pools[0].memory.any()
     return worst
 
 

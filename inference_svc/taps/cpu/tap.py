@@ -88,6 +88,11 @@ class CpuTap:
         scaled = y * (weight.float() + (1.0 if plus_one else 0.0))
         return scaled.to(hidden.dtype), x.to(hidden.dtype)
 
+    def tap_copy(self, hidden: Tensor, point: int) -> Tensor:
+        """See `op.Tap.tap_copy`."""
+        self.tap(hidden, None, point)
+        return hidden.clone(memory_format=torch.contiguous_format)
+
     def _capture(self, hidden: Tensor, residual: Tensor | None, point: int, *, before_steering: bool) -> None:
         for group in self._captures:
             if group.before_steering == before_steering:

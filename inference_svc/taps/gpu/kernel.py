@@ -4,8 +4,9 @@
 A row's program says what is done to it (tables.py). Rows without a program, and padding, stay unchanged. The arithmetic
 is that of operations.py, in float32; only the order in which a projection is summed differs.
 
-There are two kernels. `tap` runs on its own after a layer. `tap_norm` replaces the add and the RMS norm that follow a
+There are three kernels. `tap` runs on its own after a layer. `tap_norm` replaces the add and the RMS norm that follow a
 layer in most models. With it the model runs as many kernels as without taps, so idle taps cost almost nothing.
+`tap_copy` captures rows that cannot be steered, and copies them in the same pass.
 
 A row is loaded as a head and a tail, because Triton's blocks are powers of two (see `_split`). Without a tail (TAIL is
 0), the tail variables are copies of the head and are ignored.
@@ -372,6 +373,31 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _tap_copy_kernel(  # type: ignore[no-untyped-def]
+    hidden,
+    copy,
+    row_table,
+    lines,
+    pool,
+    point,
+    num_points,
+    hidden_stride,
+    width,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    row_line = row_table + row * _ROW_FIELDS
+    h, h_tail = _load(hidden + row.to(tl.int64) * hidden_stride, width, HEAD, TAIL)
+    program = tl.load(row_line)
+    _store(copy + row.to(tl.int64) * width, h, h_tail, width, HEAD, TAIL)
+    if program >= 0:
+        line = lines + (program * num_points + point) * _LINE_FIELDS
+        _keep(tl.load(line + 2), h, h_tail, h, h_tail, width, row_line, pool, HEAD, TAIL)
+        _keep(tl.load(line + 3), h, h_tail, h, h_tail, width, row_line, pool, HEAD, TAIL)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _copy_kernel(source, target, units, unit_elements, unit_stride, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     chunks = tl.cdiv(unit_elements, CHUNK)
     for index in range(tl.program_id(0), units * chunks, tl.num_programs(0)):
@@ -392,6 +418,10 @@ class KernelTables(NamedTuple):
     pool: BlockPool | None
     """The capture blocks; None on a rank that only steers."""
 
+    def destination(self, hidden: Tensor) -> Tensor:
+        """Return the memory of the capture blocks; without them any tensor, which is not written."""
+        return self.pool.memory if self.pool is not None else hidden
+
     def arguments(self, hidden: Tensor, point: int) -> tuple[object, ...]:
         """Return the arguments that both kernels share, in their order."""
         programs, bank = self.programs, self.bank
@@ -401,7 +431,7 @@ class KernelTables(NamedTuple):
             programs.entries,
             bank.vectors,
             bank.inverse_norms,
-            self.pool.memory if self.pool is not None else hidden,
+            self.destination(hidden),
             point,
             programs.lines.shape[1],
             reach(hidden.dtype),
@@ -473,6 +503,30 @@ def tap_norm(
             num_warps=_warps(head),
         )
     return normed, summed
+
+
+def tap_copy(hidden: Tensor, point: int, tables: KernelTables) -> Tensor:
+    """Capture rows, [rows, width], at a point that cannot be steered. Return a contiguous copy of them."""
+    rows, width = hidden.shape
+    copy = hidden.new_empty(hidden.shape)
+    if rows:
+        head, tail = _split(width)
+        lines = tables.programs.lines
+        _tap_copy_kernel[(rows,)](
+            hidden,
+            copy,
+            tables.rows,
+            lines,
+            tables.destination(hidden),
+            point,
+            lines.shape[1],
+            hidden.stride(0),
+            width,
+            HEAD=head,
+            TAIL=tail,
+            num_warps=_warps(head),
+        )
+    return copy
 
 
 class HostPointer:

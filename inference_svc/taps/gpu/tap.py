@@ -93,6 +93,10 @@ class CudaTap:
         """See `op.Tap.tap_norm`."""
         return kernel.tap_norm(hidden, residual, weight, epsilon, point, self._tables, plus_one=plus_one)
 
+    def tap_copy(self, hidden: Tensor, point: int) -> Tensor:
+        """See `op.Tap.tap_copy`."""
+        return kernel.tap_copy(hidden, point, self._tables)
+
 
 class _Armed:
     """The fields of a layout's rows that stay the same while a steady batch goes on."""

@@ -21,6 +21,14 @@ class Argument(NamedTuple):
         """Return the value of the argument in a call."""
         return args[self.key] if isinstance(self.key, int) else kwargs.get(self.key)
 
+    def replaced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], value: object
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with another value of this argument."""
+        if isinstance(self.key, int):
+            return (*args[: self.key], value, *args[self.key + 1 :]), kwargs
+        return args, {**kwargs, self.key: value}
+
 
 def recorded_calls(model: nn.Module, run: Callable[[], object]) -> list[Call]:
     """Run a model, and return the calls of all its modules in the order in which they started."""

@@ -287,8 +287,10 @@ def _put_inputs(
     """Put the ops before modules, and return how many were folded into norms."""
     if site in WIDE_SITES:
         for index, wide in structure.wide[site].items():
-            entry = Entry(wide.module, wide.hidden)
-            wide.module.register_forward_pre_hook(_before_module(entry, points.of(site, index)), with_kwargs=True)
+            point = points.of(site, index)
+            steerable = site in STEERABLE
+            hook = _before_module(Entry(wide.module, wide.hidden), point) if steerable else _copying(wide.hidden, point)
+            wide.module.register_forward_pre_hook(hook, with_kwargs=True)
         return 0
     name, found = {
         capture_pb2.SITE_ATTN_IN: ("attn_in", structure.attention_inputs),
@@ -316,6 +318,17 @@ def _before_module(entry: Entry, point: int) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
         _tap(entry.hidden.of(args, kwargs), entry.residual.of(args, kwargs) if entry.residual else None, point)
+
+    return hook
+
+
+def _copying(hidden: Argument, point: int) -> Any:
+    """Return a hook that replaces an argument by the copy that `op.call_copy` returns."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        del module
+        rows = hidden.of(args, kwargs)
+        return hidden.replaced(args, kwargs, op.call_copy(_rows(rows), point).view(rows.shape))
 
     return hook
 
