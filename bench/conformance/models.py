@@ -64,6 +64,8 @@ def _randomise(model: torch.nn.Module, unchanged: Collection[str]) -> None:
             parameter.normal_(0.0, _GAIN / inputs**0.5)
         elif parameter.ndim == 1 and last in {"weight", "bias"} and not isinstance(module, torch.nn.Conv1d):
             parameter.add_(torch.randn_like(parameter) * (_NORM if last == "weight" else _BIAS))
+            if last == "weight" and type(module).__name__.endswith("1P"):
+                parameter.sub_(1.0)  # Nemotron's norm adds 1; without this, bfloat16 would round large queries and keys
     for name, buffer in model.named_buffers():
         if name.rsplit(".", 1)[-1] in _SHIFTED:
             buffer.add_(torch.randn_like(buffer) * _BIAS)

@@ -17,6 +17,7 @@ from inference_svc.taps.model.insertion import (
     check_parts,
     check_sum,
     find_decoder_layers,
+    is_middle,
     put_taps,
 )
 from inference_svc.taps.model.parts_check import middle_error, sum_error
@@ -188,8 +189,8 @@ def is_attention(module):
     return isinstance(module, Attention)
 
 
-def watch(model):
-    tokens = torch.randn(3, 4)
+def watch(model, dtype=torch.float32):
+    tokens = torch.randn(3, 4, dtype=dtype)
 
     def run():
         with torch.no_grad():
@@ -511,6 +512,22 @@ def test_parallel_layers_have_no_middle():
     with pytest.raises(CannotTapError, match=r"resid_mid cannot be captured.* in OneNormLayer .* none \(layers"):
         check_middles(numbered, structure)
     assert structure.mlp_inputs.keys() == structure.attention_inputs.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("make", [LlamaLayer, ParallelLayer])
+def test_the_checks_hold_in_deep_models_that_round(make):
+    """The checks give each layer numbers to add, so that in 100 layers the stream becomes 100 times as long."""
+    layers = [make() for _ in range(100)]
+    model = (LlamaModel(layers) if make is LlamaLayer else nn.Sequential(*layers)).to(torch.bfloat16)
+    structure, numbered, run = watch(model, torch.bfloat16)
+    check_sum(sum_error(model, numbered, is_attention, structure, run))
+    errors = [middle_error(model, numbered, is_attention, structure, run, changed=changed) for changed in (False, True)]
+    if make is LlamaLayer:
+        check_middle(errors[0])
+        assert is_middle(errors[1])
+    else:
+        with pytest.raises(CannotTapError, match="no tensor is both"):
+            check_middle(errors[0])
 
 
 def test_modules_that_two_layers_share_have_no_inputs():

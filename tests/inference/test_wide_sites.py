@@ -83,6 +83,19 @@ def structure_of(*layers):
     return numbered, observe(model, numbered, lambda module: isinstance(module, Heads), run), run
 
 
+def tap_calling(see):
+    """Return a tap that calls a function with the rows and the point, and changes nothing."""
+
+    def tap(hidden, residual, point):
+        see(hidden, point)
+
+    def tap_copy(hidden, point):
+        see(hidden, point)
+        return hidden.clone()
+
+    return SimpleNamespace(tap=tap, tap_copy=tap_copy)
+
+
 def test_heads_and_neurons_are_found_and_tapped(monkeypatch):
     monkeypatch.setattr(op._Current, "taps", (), raising=False)
     monkeypatch.setattr(op._Current, "firsts", (), raising=False)
@@ -90,7 +103,7 @@ def test_heads_and_neurons_are_found_and_tapped(monkeypatch):
     assert check_widths(numbered, structure, [POST, *WIDE_SITES], ranks=1) == WIDTHS
     points, seen = points_of(0, 3, WIDTHS), {}
     groups = [
-        SimpleNamespace(tap=lambda hidden, _, point, group=group: seen.update({(group, point): hidden.clone()}))
+        tap_calling(lambda hidden, point, group=group: seen.update({(group, point): hidden.clone()}))
         for group in range(len(points.groups))
     ]
     op.install(groups, points.firsts)
@@ -137,6 +150,21 @@ def test_what_a_model_lacks_is_refused_by_name(monkeypatch, layers, sites, told)
         check_widths(numbered, structure, sites, ranks=1)
 
 
+def test_the_attention_takes_the_copies_of_heads(monkeypatch):
+    """Otherwise the compiler would drop the op."""
+    monkeypatch.setattr(op._Current, "taps", (), raising=False)
+    monkeypatch.setattr(op._Current, "firsts", (), raising=False)
+    numbered, structure, run = structure_of(Layer())
+    plain, points = run(), points_of(0, 1, {V: WIDTHS[V]})
+    taps = [SimpleNamespace(tap=lambda *_: None, tap_copy=lambda hidden, point: hidden + scale) for _ in points.groups]
+    op.install(taps, points.firsts)
+    put_taps(numbered, points, structure, [V], lambda norm, point: False)
+    scale = 0.0
+    assert torch.equal(run(), plain)
+    scale = 1.0
+    assert not torch.equal(run(), plain)
+
+
 def test_layers_without_a_site_are_left_out(monkeypatch):
     """As in a model with state spaces in some layers, or experts in place of the MLP in some."""
     monkeypatch.setattr(op._Current, "taps", (), raising=False)
@@ -149,10 +177,7 @@ def test_layers_without_a_site_are_left_out(monkeypatch):
     assert check_widths(numbered, structure, sites, ranks=1) == {Q: WIDTHS[Q], ACT: WIDTHS[ACT]}
     assert layers_of_sites(numbered, structure, sites) == [[0, 1, 2], [0, 2], [0]]
     points, seen = points_of(0, 3, {Q: WIDTHS[Q], ACT: WIDTHS[ACT]}), []
-    taps = [
-        SimpleNamespace(tap=lambda hidden, _, point, group=group: seen.extend(group.sites(point)))
-        for group in points.groups
-    ]
+    taps = [tap_calling(lambda hidden, point, group=group: seen.extend(group.sites(point))) for group in points.groups]
     op.install(taps, points.firsts)
     put_taps(numbered, points, structure, sites, lambda norm, point: False)
     run()

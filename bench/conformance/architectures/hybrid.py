@@ -79,6 +79,7 @@ HYBRIDS = (
             "num_local_experts": 0,
             "shared_intermediate_size": 320,
             "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
         },
         attention=("mamba", "self_attn"),
         mlp=("shared_mlp",),

@@ -83,7 +83,8 @@ def middle_error(
         changed: Change the stream between them, as steering does. Then the stream after the layer must have the change.
 
     Returns:
-        For each layer |middle - after| / |after - before|, for the row with the largest error.
+        For each layer |middle - after| / (|after - before| + |after| / 10), for the row with the largest error. The
+        term |after| / 10 allows for rounding, as in `sum_error`: each layer makes the stream longer.
     """
     assert structure.inputs is not None  # noqa: S101 - `check_middles` checked it
     seen: dict[int, list[Tensor]] = {index: [] for index in layers}
@@ -106,7 +107,8 @@ def middle_error(
 
 
 def _middle_error(before: Tensor, middle: Tensor, after: Tensor) -> float:
-    return float(((middle - after).norm(dim=-1) / (after - before).norm(dim=-1).clamp_min(TINY)).max())
+    allowed = (after - before).norm(dim=-1) + after.norm(dim=-1) / 10
+    return float(((middle - after).norm(dim=-1) / allowed.clamp_min(TINY)).max())
 
 
 def _sum_error(before: Tensor, one: Tensor, other: Tensor, after: Tensor) -> float:
