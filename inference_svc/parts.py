@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from inference_svc.engine.unembedding import Unembedding
 from inference_svc.request_parts import RequestParts
 from inference_svc.requests.concurrency import Places
 from inference_svc.requests.registry import RequestRegistry
@@ -35,6 +36,7 @@ class Parts:
     admission: Admission
     places: Places
     runner: RequestRunner
+    unembedding: Unembedding
     stores: Stores | None
     settings: InferenceSettings
     limits_of: Callable[[str], Limits]
@@ -75,6 +77,7 @@ class Parts:
             parts.admission,
             places,
             runner,
+            Unembedding(engine),
             stores,
             settings,
             limits_of,

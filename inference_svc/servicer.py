@@ -157,6 +157,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._parts.registry.abort(request.request_id, tenant)
         return inference_pb2.AbortResponse()
 
+    async def Unembed(self, request: inference_pb2.UnembedRequest, context: Context) -> inference_pb2.UnembedResponse:
+        """See inference.proto."""
+        del context
+        parts = self._require()
+        with parts.places.taken(current_caller().own_tenant):
+            return await parts.unembedding.answer(request)
+
     def _require(self) -> Parts:
         if self._parts is None or not self._serving:
             raise _not_serving()

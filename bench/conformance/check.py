@@ -86,6 +86,7 @@ def check(
             max_error=comparison.max_error,
             least_layer_distance=comparison.least_layer_distance,
             logprob_error=comparison.logprob_error,
+            lens_error=comparison.lens_error,
             attention_layers=comparison.attention_layers,
             attention_error=comparison.attention_error,
             other_experts=comparison.explained.rows,

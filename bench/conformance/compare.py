@@ -61,6 +61,8 @@ class _Answer:
     """The reply, as the manifest has it."""
     logprobs: Rows
     """The log-probability that vLLM gave each token of the reply, [tokens]."""
+    lens: Rows
+    """The one that the service's logit lens of the last layer gives it, [tokens]; empty without rows of that layer."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -98,7 +100,15 @@ def _ask(client: residuum.Client, setup: Setup, request: Request, temperature: f
     )
     acts = client.activations(reply.request_id, allow_partial=True)
     generated = acts.manifest.sequences[0].generated_token_ids if acts.manifest.sequences else ()
-    return _Answer(request, acts, tuple(generated), _logprobs(reply))
+    return _Answer(request, acts, tuple(generated), _logprobs(reply), _lens(client, acts, len(request.prompt)))
+
+
+def _lens(client: residuum.Client, acts: residuum.Activations, prompt_tokens: int) -> Rows:
+    stream = acts.select(site="resid_post") if "resid_post" in acts.sites else None
+    if stream is None or not stream.present[-1].all():
+        return np.zeros(0, np.float32)
+    last = slice(prompt_tokens - 1, None)  # the row before the reply predicts its first token
+    return client.unembed(stream.stack()[-1, last], top_k=1, tokens=stream.next_token_ids[last]).tokens
 
 
 def _logprobs(reply: residuum.Reply) -> Rows:
@@ -136,6 +146,8 @@ def _add(
     answer: _Answer, expected: Mapping[str, Rows], setup: Setup, architecture: Architecture, comparison: Comparison
 ) -> None:
     comparison.states[answer.acts.manifest.state] += 1
+    if len(answer.lens):
+        comparison.see_lens(answer.lens, answer.logprobs)
     comparison.see_layers(expected["resid_post"])
     of_stream = setup.bounds(architecture).of_stream
     for site in setup.sites:

@@ -107,6 +107,8 @@ class Comparison:
     logprob_error: float = 0.0
     """The largest difference between the log-probability that vLLM gave a token of a reply, and the one that follows
     from the captured rows after the last layer."""
+    lens_error: float = 0.0
+    """The same, if the service's logit lens computes the latter."""
     attention_layers: int = 0
     """Attention weights that were compared, counted once for each request and layer."""
     attention_error: float = 0.0
@@ -173,6 +175,10 @@ class Comparison:
         """Update `logprob_error` with the tokens of a reply, [tokens]."""
         self.logprob_error = float(np.maximum(self.logprob_error, np.abs(predicted - reported).max(initial=0.0)))
 
+    def see_lens(self, predicted: Rows, reported: Rows) -> None:
+        """Update `lens_error` with the tokens of a reply, [tokens]."""
+        self.lens_error = float(np.maximum(self.lens_error, np.abs(predicted - reported).max(initial=0.0)))
+
     def see_attention(self, got: Rows, expected: Rows) -> None:
         """Compare the attention weights of a request in a layer, [heads, queries, keys]."""
         self.attention_layers += 1
@@ -208,6 +214,8 @@ class Comparison:
             f"{self.other_replies} replies are not those of stock vLLM": self.other_replies > 0,
             f"vLLM gave tokens other log-probabilities than follow from the captured rows: they differ by "
             f"{self.logprob_error:.2g}": not self.logprob_error <= bounds.logprob_error,
+            f"the logit lens of the last layer differs from vLLM's log-probabilities by {self.lens_error:.2g}":
+                not self.lens_error <= bounds.logprob_error,
             f"attention weights from captured queries and keys differ by {self.attention_error:.2g}":
                 not self.attention_error <= bounds.logprob_error,
             f"the model's layers differ by only {self.least_layer_distance:.2g}, too little to tell them apart":
@@ -245,6 +253,8 @@ class Outcome:
     max_error: float = 0.0
     least_layer_distance: float = 0.0
     logprob_error: float = 0.0
+    """See `Comparison`."""
+    lens_error: float = 0.0
     """See `Comparison`."""
     attention_layers: int = 0
     """See `Comparison`."""

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         Unreachable,
     )
     from residuum.exports.job import Export
+    from residuum.protocol.lens import LogitLens, Unembedding
     from residuum.protocol.patching import PatchSweep
     from residuum.protocol.reading import Piece
     from residuum.protocol.sampling import Sampling
@@ -113,6 +114,8 @@ if TYPE_CHECKING:
     from residuum.xargs import vllm_xargs
 
 _MODULES = {
+    "LogitLens": "residuum.protocol.lens",
+    "Unembedding": "residuum.protocol.lens",
     "PatchSweep": "residuum.protocol.patching",
     "Piece": "residuum.protocol.reading",
     "Sampling": "residuum.protocol.sampling",
@@ -198,6 +201,7 @@ __all__ = [
     "InvalidRequest",
     "LeftOutWarning",
     "LimitReached",
+    "LogitLens",
     "Logprobs",
     "Manifest",
     "MessageSpan",
@@ -244,6 +248,7 @@ __all__ = [
     "TokenDelta",
     "Unauthenticated",
     "Unavailable",
+    "Unembedding",
     "UnknownCapture",
     "UnknownLayer",
     "UnknownModel",

@@ -21,6 +21,7 @@ from inference_svc.engine.ranks import check_answers, check_replicas
 from inference_svc.engine.replicas import Replicas
 from inference_svc.engine.sampling import asked_of_vllm, check_with_vllm
 from inference_svc.engine.streams import Delta, engine_dead_failure, stream
+from inference_svc.engine.unembedding import Predicted
 from inference_svc.model_facts import ModelFacts
 from inference_svc.requests.prompts import PromptReader
 from inference_svc.requests.replies import ReplyReader
@@ -31,6 +32,8 @@ from residuum.rpc.errors import Failure
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest
 
@@ -229,6 +232,20 @@ class Engine:
         """
         ranks = await self._call("residuum_explain_logits", rows, list(tokens))
         return [tuple(rank) for rank in ranks if rank is not None]
+
+    async def unembed(self, rows: npt.NDArray[np.float32], num_top: int, tokens: Sequence[int]) -> Predicted:
+        """Return the tokens that rows of the residual stream predict; see `TappedWorker.residuum_unembed`.
+
+        The engine runs no step meanwhile, so the rows of one call should be few.
+
+        Args:
+            rows: [rows, hidden].
+            num_top: How many of the most likely tokens to return for each row.
+            tokens: A token for each row, or none.
+        """
+        replica = self.replicas()[0]  # all have the same weights
+        ranks = await replica._call("residuum_unembed", rows.tobytes(), num_top, list(tokens))  # noqa: SLF001 - of this class
+        return Predicted.from_bytes(next(rank for rank in ranks if rank is not None), num_top)
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until the stores have acknowledged every captured row, and return whether they have.

@@ -38,6 +38,17 @@ class ReplyReader:
         """Return the text of each token of a reply."""
         return await self._thread.do(self._token_texts, prompt_token_ids, token_ids)
 
+    async def vocabulary_texts(self, token_ids: Sequence[int]) -> dict[int, str]:
+        """Return the text of each token as it stands within a text; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return {}
+        return await self._thread.do(self._vocabulary_texts, token_ids)
+
+    def _vocabulary_texts(self, token_ids: Sequence[int]) -> dict[int, str]:
+        # Some tokenizers drop the space of the first token, so each token is decoded after itself.
+        decode = self._tokenizer.decode
+        return {token_id: decode([token_id] * 2)[len(decode([token_id])) :] for token_id in token_ids}
+
     def new_texts(self, before: Sequence[int] = ()) -> TokenTexts | None:
         """Return a new collection of the texts of tokens that follow `before`; None without a tokenizer."""
         return None if self._tokenizer is None else TokenTexts(self._tokenizer, before)

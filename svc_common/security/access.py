@@ -24,6 +24,7 @@ RIGHTS: dict[str, Right | None] = {
     _INFERENCE + "Generate": Right.GENERATE,
     _INFERENCE + "UpdateSteering": Right.GENERATE,
     _INFERENCE + "Abort": Right.GENERATE,
+    _INFERENCE + "Unembed": Right.GENERATE,
     _STORE + "OpenCapture": Right.WRITE,
     _STORE + "AppendChunks": Right.WRITE,
     _STORE + "SealCapture": Right.WRITE,

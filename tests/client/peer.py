@@ -221,6 +221,24 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             raise Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, "No such request.", request_id=request.request_id)
         return inference_pb2.AbortResponse()
 
+    def Unembed(self, request, context):
+        """Predicts token i + 1 after a row whose first element is i, and then the tokens after it."""
+        self._begin("Unembed", request)
+        first = np.frombuffer(request.rows, "<f4").reshape(-1, HIDDEN)[:, 0].astype(int)
+        k = request.num_top
+        top_ids = first[:, None] + 1 + np.arange(k)
+        own = np.array(request.token_ids, int)
+        return inference_pb2.UnembedResponse(
+            logprobs=inference_pb2.Logprobs(
+                tokens=-0.5 * own, num_top=k, top_token_ids=top_ids.ravel(),
+                top=np.tile(-0.25 * np.arange(k), len(first)),
+            ),
+            ranks=np.abs(own - first),
+            texts=[
+                inference_pb2.TokenText(token_id=token, text=f"<{token}>") for token in np.unique(top_ids).tolist()
+            ],
+        )  # fmt: skip
+
     def UpdateSteering(self, request, context):
         self._begin("UpdateSteering", request)
         if self.script.drop_vectors:

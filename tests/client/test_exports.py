@@ -28,13 +28,13 @@ NAMES = """
     BadCredentials BadVector BatchCancelled BatchFailed BatchInterrupted
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
     ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
-    IncompleteCapture InvalidRequest LeftOutWarning LimitReached Logprobs Manifest MessageSpan MissingVectors ModelInfo
-    Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PatchSweep
-    PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
+    IncompleteCapture InvalidRequest LeftOutWarning LimitReached LogitLens Logprobs Manifest MessageSpan MissingVectors
+    ModelInfo Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning
+    PatchSweep PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
     SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
-    StoreStats StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable UnknownCapture UnknownLayer
-    UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__
+    StoreStats StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable Unembedding UnknownCapture
+    UnknownLayer UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__
     attention_weights directions load_vectors serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 

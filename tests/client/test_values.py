@@ -319,6 +319,7 @@ def test_points_of_the_same_layers_are_sites_and_layers():
         ("value.7", "v.7"),
         ("attn_out_post.7", "attn_out.7"),
         (" resid_mid.7 ", "resid_mid.7"),
+        ("embeddings", "resid_pre.0"),
     ],
 )
 def test_names_of_others_mean_the_same_rows(name, point):

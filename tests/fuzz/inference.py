@@ -204,4 +204,8 @@ def _seeds(method: str) -> list[Message]:
         ],
         "UpdateSteering": [inference_pb2.UpdateSteeringRequest(request_id="a", steering=full.steering)],
         "Abort": [inference_pb2.AbortRequest(request_id=name) for name in _IDS],
+        "Unembed": [
+            inference_pb2.UnembedRequest(rows=bytes(32), num_top=2, token_ids=[1, 2]),
+            inference_pb2.UnembedRequest(rows=bytes(16)),
+        ],
     }[method]

@@ -100,6 +100,17 @@ async def abuse(stub: Stub, count: int) -> str:
     return f"{resets} resets and {pings} pings before the service disconnected"
 
 
+async def rows_to_unembed(stub: Stub, count: int) -> str:
+    """Large calls of Unembed, all at once."""
+    request = inference_pb2.UnembedRequest(rows=bytes(2 * MIB), num_top=0)
+    calls = [stub.Unembed(request, timeout=60) for _ in range(count)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
+    assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}, results
+    assert len(refused) < count
+    return f"{count} calls of 2 MiB, {len(refused)} of them refused"
+
+
 async def _until_refused(call: Callable[[int], Awaitable[object]], count: int, what: str) -> str:
     accepted = 0
     for at in range(count):
@@ -125,6 +136,7 @@ ATTACKS: dict[str, Callable[[Stub], Awaitable[str]]] = {
     "registrations": lambda stub: registrations(stub, 3000),
     "vectors": lambda stub: vectors(stub, 5),
     "long texts": lambda stub: long_texts(stub, 20),
+    "rows to unembed": lambda stub: rows_to_unembed(stub, 200),
     "silent calls": lambda stub: silent_calls(stub, 64),
     "HTTP/2 abuse": lambda stub: abuse(stub, 5000),
 }

@@ -18,6 +18,7 @@ import transformers
 
 from inference_svc.captures.stores import Stores
 from inference_svc.engine.streams import Delta
+from inference_svc.engine.unembedding import Predicted
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.model_facts import ModelFacts
 from inference_svc.parts import Parts
@@ -160,6 +161,8 @@ class FakeEngine:
         self.answers.set()
         self.change_error = None
         self.forgotten = []
+        self.unembedded = []
+        """How many rows each call of `unembed` had."""
         self.changed = asyncio.Condition()
 
     async def tokenize(self, request):
@@ -182,6 +185,18 @@ class FakeEngine:
                 yield delta
         finally:
             await self.note(self.closed, engine_id)
+
+    async def unembed(self, rows, num_top, tokens):
+        """Each row's logits are its elements, then very small ones."""
+        await self.note(self.unembedded, len(rows))
+        logits = np.full((len(rows), self.facts.vocab_size), -100.0, np.float32)
+        logits[:, :HIDDEN] = rows
+        logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        order = np.argsort(-logprobs, axis=-1, kind="stable")
+        own = np.take_along_axis(logprobs[: len(tokens)], np.array(tokens, np.int64).reshape(-1, 1), axis=-1)
+        ranks = (logprobs[: len(tokens)] > own).sum(axis=-1) + 1
+        top_ids = order[:, :num_top]
+        return Predicted(top_ids, np.take_along_axis(logprobs, top_ids, axis=-1), own[:, 0], ranks)
 
     async def keep_signs(self, projections):
         await self.note(self.signs, list(projections))

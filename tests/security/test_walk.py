@@ -33,6 +33,7 @@ EXPECTED = {
     f"/{INFERENCE}/Generate": "generate",
     f"/{INFERENCE}/UpdateSteering": "generate",
     f"/{INFERENCE}/Abort": "generate",
+    f"/{INFERENCE}/Unembed": "generate",
     f"/{STORE}/OpenCapture": "write",
     f"/{STORE}/AppendChunks": "write",
     f"/{STORE}/SealCapture": "write",

@@ -13,6 +13,7 @@ from residuum._async.streams import AsyncStream, make_stream
 from residuum._async.tokens import accept
 from residuum.protocol import vector_upload
 from residuum.protocol.events import ReplyBuilder
+from residuum.protocol.lens import LensPlan, LogitLens, Transform, Unembedding, UnembedPlan, stream_of
 from residuum.protocol.patching import Metric, PatchSweep, SweepPlan
 from residuum.protocol.requests import (
     GenerationPlan,
@@ -28,6 +29,7 @@ from residuum.rpc import tracing
 from residuum.transport import health
 from residuum.transport.batches import BatchPlan, BatchResults, Outage, Steering
 from residuum.v1 import inference_pb2, steering_pb2
+from residuum.values.activations import Activations
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
 from residuum.values.replies import Health, PutResult, Registration, Reply
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import grpc.aio
+    import numpy.typing as npt
     from typing_extensions import Self, Unpack
 
     from residuum.protocol.requests import IfExists
@@ -401,6 +404,69 @@ class AsyncClient(AsyncCaptureClient):
             max_tokens=0, prompt_logprobs=0,
         )  # fmt: skip
         return plan.result(scored)
+
+    async def logit_lens(
+        self,
+        capture: RequestLike | Activations,
+        *,
+        top_k: int = 10,
+        transform: Transform | None = None,
+        timeout: float | None = None,
+    ) -> LogitLens:
+        """Find out what each layer of a model predicts: captured rows go through its final norm and unembedding.
+
+        The server applies both, as it does to the last layer's rows when it generates. So the last layer predicts what
+        the model predicted.
+
+        Args:
+            capture: The capture whose rows to use: a request, its reply or stream. Its rows of resid_post are used, if
+                it has them. Or activations, if you have them or want only some: `acts.select(site="resid_mid")`.
+            top_k: How many of the most likely tokens to return for each row.
+            transform: Changes rows before they are sent: it takes a layer and its rows, float32 [positions,
+                hidden_size], and returns as many. The translators of a tuned lens are such functions.
+            timeout: Seconds that reading the capture may take.
+
+        Raises:
+            InvalidRequest: The rows are not those of the residual stream.
+            UnknownCapture: The capture does not exist.
+            NoCapture: The request captured nothing.
+
+        Example:
+            >>> reply = await client.generate("The capital of France is", max_tokens=1, capture=residuum.Capture())
+            >>> lens = await client.logit_lens(reply)
+            >>> lens.top_texts[-1][-1], lens.ranks[-1, -1]
+            (' Paris', 1)
+        """
+        if not isinstance(capture, Activations):
+            capture = stream_of(await self.activations(capture, timeout=timeout))
+        plan = LensPlan(capture, transform)
+        return plan.result(await self.unembed(plan.rows, top_k=top_k, tokens=plan.tokens))
+
+    async def unembed(
+        self, rows: npt.ArrayLike, *, top_k: int = 10, tokens: npt.ArrayLike | None = None
+    ) -> Unembedding:
+        """Apply the model's final norm and unembedding to rows, and return the tokens that they predict.
+
+        The rows may come from captures, or be anything else of the stream's width, such as a steering vector or the
+        direction of a feature: then the tokens are those that it promotes.
+
+        Args:
+            rows: [..., hidden_size]. They are sent as float32, in as many calls as they need.
+            top_k: How many of the most likely tokens to return for each row.
+            tokens: A token ID for each row, [...], whose log-probability and rank to return; -1 is none.
+
+        Raises:
+            InvalidRequest: The rows have another width than the stream or are not finite, a token is not in the
+                vocabulary, or the shapes of rows and tokens differ.
+
+        Example:
+            >>> found = await client.unembed(joy.values, top_k=3)
+            >>> [found.text(token) for token in found.top_ids]
+            [' joy', ' happy', ' celebrate']
+        """
+        plan = UnembedPlan(rows, top_k, tokens)
+        answers = [await self._call(self.endpoint, self._inference.Unembed, request) for request in plan.requests()]
+        return plan.result(answers)
 
     async def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
         """Send vectors, or those of Directions, that the server lacks. Calls that steer also do this.

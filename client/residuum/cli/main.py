@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import captures, doctor, generate, health, labels, patch, serve, services, token, vectors
+from residuum.cli import captures, doctor, generate, health, labels, lens, patch, serve, services, token, vectors
 from residuum.cli.output import Output
 from residuum.cli.parser import Command, Parser, add_command, add_service_command
 from residuum.exceptions import ResiduumError
@@ -82,6 +82,15 @@ def make_parser() -> argparse.ArgumentParser:
         arguments=patch.add_arguments,
         timeout=None,
         examples=patch.EXAMPLES,
+    )
+    add_command(
+        commands,
+        "lens",
+        lens.run,
+        "show which tokens each layer predicts (logit lens)",
+        arguments=lens.add_arguments,
+        timeout=None,
+        examples=lens.EXAMPLES,
     )
     add_command(commands, "info", services.info, "show the served model and the limits")
     add_command(commands, "stats", services.stats, "show what the stores hold, and how long they keep it")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, NoTokenTexts
+from residuum.protocol.grid_picture import Cell, grid_picture
 from residuum.values.activations import Activations
 from residuum.values.replies import Reply
 from residuum.values.steering import Set
@@ -62,7 +62,10 @@ class PatchSweep:
 
     def svg(self) -> str:
         """Return a picture of `recovered` as SVG: layers from bottom to top, positions from left to right."""
-        return "\n".join(_picture(self))
+        title = f"share of the answer that a row of {self.site} brings back"
+        tokens = zip(self.corrupted_tokens, self.clean_tokens, strict=True)
+        columns = [[before.strip()] + [f"← {after.strip()}"] * (before != after) for before, after in tokens]
+        return grid_picture(title, self.layers, _cells(self), columns)
 
     def _repr_svg_(self) -> str:
         return self.svg()
@@ -176,39 +179,11 @@ class SweepPlan:
         return [self.answer] if self.other is None else [self.answer, self.other]
 
 
-_CELL, _LEFT, _TOP, _WHITE, _RED = (56, 14), 64, 26, 255, (178, 24, 43)
-_NARROWEST = 344
-"""The least width, which leaves room for the title."""
-_LABELLED = 5
-"""Every fifth layer has a label."""
-
-
-def _picture(sweep: PatchSweep) -> Iterator[str]:
-    shares, (across, down) = sweep.recovered, _CELL
-    layers, positions = shares.shape
-    width, bottom = max(_LEFT + across * positions + 12, _NARROWEST), _TOP + down * layers
-    yield (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 40}" font-family="sans-serif">')
-    yield "<style>text { font-size: 10px }</style>"
-    yield '<rect width="100%" height="100%" fill="white"/>'
-    yield f'<text x="{_LEFT}" y="14">share of the answer that a row of {escape(sweep.site)} brings back</text>'
-    for index, layer in enumerate(sweep.layers):
-        y = _TOP + down * (layers - 1 - index)
-        if index % _LABELLED == 0 or index == layers - 1:
-            yield f'<text x="{_LEFT - 6}" y="{y + 11}" text-anchor="end">layer {layer}</text>'
-        for place in range(positions):
-            share = float(np.clip(np.nan_to_num(shares[index, place]), 0, 1))
-            colour = tuple(round(_WHITE - share * (_WHITE - end)) for end in _RED)
-            yield (
-                f'<rect x="{_LEFT + across * place}" y="{y}" width="{across}" height="{down}" fill="rgb{colour}" '
-                f'stroke="#ddd" stroke-width="0.5"><title>layer {layer}, position {sweep.positions[place]}: '
-                f"{shares[index, place]:.2f}</title></rect>"
-            )
-    for place, (before, after) in enumerate(zip(sweep.corrupted_tokens, sweep.clean_tokens, strict=True)):
-        x = _LEFT + across * place + across // 2
-        yield f'<text x="{x}" y="{bottom + 14}" text-anchor="middle">{escape(before.strip())}</text>'
-        if before != after:
-            yield f'<text x="{x}" y="{bottom + 26}" text-anchor="middle">← {escape(after.strip())}</text>'
-    yield "</svg>\n"
+def _cells(sweep: PatchSweep) -> list[list[Cell]]:
+    return [
+        [Cell(share, f"position {at}: {share:.2f}") for share, at in zip(row, sweep.positions, strict=True)]
+        for row in sweep.recovered.tolist()
+    ]
 
 
 def _tokens(acts: Activations) -> tuple[str, ...]:

@@ -979,6 +979,102 @@ class Logprobs(_message.Message):
 Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
+class UnembedRequest(_message.Message):
+    """Rows whose tokens are asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.bytes
+    """Little-endian float32 [rows][hidden_size]."""
+    num_top: _builtins.int
+    """How many of the most likely tokens to return for each row: k. rows * (k + 1) may be at most 131072."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A token for each row, whose log-probability and rank to return; or none."""
+
+    def __init__(
+        self,
+        *,
+        rows: _builtins.bytes = ...,
+        num_top: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_top", b"num_top", "rows", b"rows", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnembedRequest: _TypeAlias = UnembedRequest  # noqa: Y015
+
+@_typing.final
+class UnembedResponse(_message.Message):
+    """The tokens that rows predict."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """The log-probabilities of the request's tokens, and of the most likely ones. Without tokens in the request, `tokens`
+        is empty, and top_token_ids and top still have an entry for each row.
+        """
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The rank of each of the request's tokens among all tokens; 1 is the most likely."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]:
+        """The text of each of the tokens in top_token_ids, each token once. Empty if the server has no tokenizer."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: Global___Logprobs | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[Global___TokenText] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "ranks", b"ranks", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnembedResponse: _TypeAlias = UnembedResponse  # noqa: Y015
+
+@_typing.final
+class TokenText(_message.Message):
+    """The text of a token of the vocabulary, as it stands within a longer text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token's ID."""
+    text: _builtins.str
+    """Its text, with the space before it, if it has one. Part of a character is U+FFFD."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenText: _TypeAlias = TokenText  # noqa: Y015
+
+@_typing.final
 class GenerateResponse(_message.Message):
     """One event of a generation."""
 

@@ -78,6 +78,11 @@ class InferenceServiceStub:
                 request_serializer=residuum_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Unembed = channel.unary_unary(
+                '/residuum.v1.InferenceService/Unembed',
+                request_serializer=residuum_dot_v1_dot_inference__pb2.UnembedRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_inference__pb2.UnembedResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -213,6 +218,22 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Unembed(self, request, context):
+        """Applies the model's final norm and unembedding to rows of the residual stream, and returns the tokens that they
+        predict (the logit lens). The rows may come from any layer of any capture, or from elsewhere.
+
+        Rows of the last layer predict the tokens that the model itself predicts. LoRA adapters change neither the norm nor
+        the unembedding.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: the rows are not whole rows of hidden_size elements or are not finite, a token
+        is not in the vocabulary, there is not one token for each row, or the answer would be too long.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED, QUOTA_EXCEEDED: too many requests run or wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -250,6 +271,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=residuum_dot_v1_dot_inference__pb2.AbortRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'Unembed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unembed,
+                    request_deserializer=residuum_dot_v1_dot_inference__pb2.UnembedRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_inference__pb2.UnembedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -450,6 +476,33 @@ class InferenceService:
             '/residuum.v1.InferenceService/Abort',
             residuum_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
             residuum_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unembed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/residuum.v1.InferenceService/Unembed',
+            residuum_dot_v1_dot_inference__pb2.UnembedRequest.SerializeToString,
+            residuum_dot_v1_dot_inference__pb2.UnembedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -135,6 +135,18 @@ class InferenceServiceStub:
     Errors:
     * NOT_FOUND, UNKNOWN_REQUEST: the request or registration does not exist.
     """
+    Unembed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UnembedRequest, _inference_pb2.UnembedResponse]
+    """Applies the model's final norm and unembedding to rows of the residual stream, and returns the tokens that they
+    predict (the logit lens). The rows may come from any layer of any capture, or from elsewhere.
+
+    Rows of the last layer predict the tokens that the model itself predicts. LoRA adapters change neither the norm nor
+    the unembedding.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: the rows are not whole rows of hidden_size elements or are not finite, a token
+      is not in the vocabulary, there is not one token for each row, or the answer would be too long.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED, QUOTA_EXCEEDED: too many requests run or wait.
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -242,6 +254,18 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     Errors:
     * NOT_FOUND, UNKNOWN_REQUEST: the request or registration does not exist.
+    """
+    Unembed: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnembedRequest, _inference_pb2.UnembedResponse]  # type: ignore[assignment]
+    """Applies the model's final norm and unembedding to rows of the residual stream, and returns the tokens that they
+    predict (the logit lens). The rows may come from any layer of any capture, or from elsewhere.
+
+    Rows of the last layer predict the tokens that the model itself predicts. LoRA adapters change neither the norm nor
+    the unembedding.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: the rows are not whole rows of hidden_size elements or are not finite, a token
+      is not in the vocabulary, there is not one token for each row, or the answer would be too long.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED, QUOTA_EXCEEDED: too many requests run or wait.
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -389,6 +413,24 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * NOT_FOUND, UNKNOWN_REQUEST: the request or registration does not exist.
+        """
+
+    @_abc_1.abstractmethod
+    def Unembed(
+        self,
+        request: _inference_pb2.UnembedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.UnembedResponse, _abc.Awaitable[_inference_pb2.UnembedResponse]]:
+        """Applies the model's final norm and unembedding to rows of the residual stream, and returns the tokens that they
+        predict (the logit lens). The rows may come from any layer of any capture, or from elsewhere.
+
+        Rows of the last layer predict the tokens that the model itself predicts. LoRA adapters change neither the norm nor
+        the unembedding.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: the rows are not whole rows of hidden_size elements or are not finite, a token
+          is not in the vocabulary, there is not one token for each row, or the answer would be too long.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED, QUOTA_EXCEEDED: too many requests run or wait.
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

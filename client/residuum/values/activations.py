@@ -101,6 +101,13 @@ class Activations(Mapping[int, FloatArray]):
         return np.where(known, tokens[np.where(known, positions, 0)] if len(tokens) else -1, -1)
 
     @property
+    def next_token_ids(self) -> npt.NDArray[np.int64]:
+        """The ID of the token that came after each position; int64 [positions]. It is -1 where none came."""
+        tokens = np.array([*self._all_tokens(), -1], dtype=np.int64)
+        following: npt.NDArray[np.int64] = tokens[np.minimum(self.positions + 1, len(tokens) - 1)]
+        return following
+
+    @property
     def tokens(self) -> tuple[str, ...]:
         """The text of the token at each position; empty where a partial capture does not know the token.
 

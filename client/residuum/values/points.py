@@ -69,6 +69,9 @@ _OTHERS = {
 }
 """Names of TransformerLens whose rows no site has, and what they are."""
 
+EMBEDDINGS = "embeddings"
+"""Another name of resid_pre.0: what enters the first layer, with embeddings of positions if the model adds them."""
+
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
@@ -139,11 +142,14 @@ def parse_point(name: str) -> Point:
     block = _BLOCK.fullmatch(text)
     if block:
         return _of_block(text, *block.groups())
+    if text == EMBEDDINGS:
+        return "resid_pre", (0,)
     site, dot, layers = text.partition(".")
     site = _OF_INTERP_ENGINE.get(site, site)
     if site not in SITES:
         raise UnknownSite(
-            f"{name!r} is not a point: it does not begin with a site. The sites are {', '.join(SITES)}.",
+            f"{name!r} is not a point: it does not begin with a site. The sites are {', '.join(SITES)}. Another "
+            f"name of resid_pre.0 is {EMBEDDINGS!r}.",
             reason="UNKNOWN_SITE",
         )
     if not dot or layers == "all":

@@ -44,6 +44,9 @@ MAX_STEERING_CHANGES = 256
 MAX_STEERING_CHANGES_BYTES = 256 << 10
 """Bytes of all steering changes of one request, which are part of its manifest."""
 
+MAX_UNEMBEDDED = 1 << 17
+"""Log-probabilities in one answer of Unembed, which take a megabyte."""
+
 MAX_DIGESTS_PER_CALL = 1024
 """Digests in one FindMissingVectors."""
 

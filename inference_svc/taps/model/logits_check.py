@@ -1,10 +1,13 @@
-"""The logits check: do captured rows explain the model's own logits? The startup self-test uses it.
+"""The rest of a model after its last layer, run on given rows: for the logit lens, and for the startup self-test.
+
+The self-test asks whether captured rows explain the model's own logits.
 
 The rest of the model (the final norm and the unembedding) sees nothing of the layers except the last layer's
-`resid_post`. So the check runs the model once more, uncompiled and without its layers: each layer returns what it
-returned in an earlier run, and the last one returns captured rows.
-The final hidden states must equal those of the served request, and the served token must have the largest logit. Rows
-that are not the residual stream fail this check, for whatever reason.
+`resid_post`. So the model runs once more, uncompiled and without its layers: each layer returns what it returned in an
+earlier run, and the last one returns the rows.
+
+In the self-test, the final hidden states must equal those of the served request, and the served token must have the
+largest logit. Rows that are not the residual stream fail this check, for whatever reason.
 """
 
 from __future__ import annotations
@@ -124,11 +127,26 @@ class LogitsCheck:
                 f"{type(self._model).__name__} computed logits for {len(served)} of {len(tokens)} tokens by "
                 f"{' or '.join(_UNEMBEDDINGS)}, so captured rows cannot be checked. Please report the model."
             )
-        final = self._run_rest(rows, run)[: len(tokens)]
+        final = self._run_rest(rows, run)
         errors = [relative_error(row[None].float(), own[:1].float()) for row, own in zip(final, served, strict=False)]
         logits = self._model.compute_logits(final)
         gaps = [] if logits is None else [_gap(row.float(), token) for row, token in zip(logits, tokens, strict=True)]
         return Explanation(_largest(errors), _largest(gaps))
+
+    def logits(self, rows: Tensor, run: Callable[[Callable[[], object]], None]) -> Tensor | None:
+        """Return the logits of rows of the residual stream after the last layer; None on ranks without them.
+
+        Args:
+            rows: [rows, hidden].
+            run: As for `explain`.
+
+        Returns:
+            Float32 [rows, vocabulary].
+        """
+        if self._call is None:
+            raise LookupError(f"{type(self._model).__name__} was not run yet.")
+        logits = self._model.compute_logits(self._run_rest(rows, run))
+        return None if logits is None else logits.float()
 
     def _listen(self, name: str) -> None:
         compute = getattr(self._model, name)
@@ -141,7 +159,7 @@ class LogitsCheck:
         setattr(self._model, name, listening)
 
     def _run_rest(self, rows: Tensor, run: Callable[[Callable[[], object]], None]) -> Tensor:
-        """Return the final hidden states of rows, [tokens of the remembered call, hidden].
+        """Return the final hidden states of rows, [rows, hidden].
 
         No layer computes anything. Experts would wait for the other replicas, which do not take part in this run.
         """
@@ -161,15 +179,23 @@ class LogitsCheck:
         return final[0]
 
 
+def most_likely(logits: Tensor, num_top: int, tokens: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return what `TappedWorker.residuum_unembed` returns, as tensors, from logits, float32 [rows, vocabulary]."""
+    norms = logits.logsumexp(dim=-1, keepdim=True)
+    top = logits.topk(num_top, dim=-1)
+    asked = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
+    own = logits[: len(tokens)].gather(1, asked)
+    ranks = (logits[: len(tokens)] > own).sum(dim=-1) + 1
+    return top.indices, top.values - norms, (own - norms[: len(tokens)])[:, 0], ranks
+
+
 def _with_rows(output: Any, rows: Tensor) -> Any:
-    """Return a layer's output with rows in place of its first ones. Their residual is zero if it is separate."""
+    """Return a layer's output with other rows, of any number. Their residual is zero if it is separate."""
     hidden = output if isinstance(output, Tensor) else output[0]
-    stream = hidden.reshape(-1, hidden.shape[-1]).clone()
-    stream[: len(rows)] = rows.to(stream.dtype)
-    stream = stream.view(hidden.shape)
+    stream = rows.to(hidden.dtype).view(*hidden.shape[:-2], -1, hidden.shape[-1])
     if isinstance(output, Tensor):
         return stream
-    return (stream, torch.zeros_like(output[1])) if is_pair(output) else (stream, *output[1:])
+    return (stream, torch.zeros_like(stream)) if is_pair(output) else (stream, *output[1:])
 
 
 def _returning(output: Any) -> Callable[..., Any]:

@@ -73,15 +73,22 @@ class EagerRuns:
         if self._logits is None:
             return None
 
-        def run(call_model: Callable[[], object]) -> None:
-            # Otherwise vLLM asks the other replicas for their numbers of tokens, which do not take part in this run.
-            replicas = self._worker.vllm_config.parallel_config.data_parallel_size
-            tokens = torch.full((replicas,), TOKENS, dtype=torch.int32)
-            with set_forward_context(None, self._worker.vllm_config, num_tokens=TOKENS, num_tokens_across_dp=tokens):
-                call_model()
-
         with self._uncompiled():
-            return self._logits.explain(rows, tokens, run)
+            return self._logits.explain(rows, tokens, self._run)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits of rows; see `LogitsCheck.logits`."""
+        if self._logits is None:
+            return None
+        with self._uncompiled():
+            return self._logits.logits(rows, self._run)
+
+    def _run(self, call_model: Callable[[], object]) -> None:
+        # Otherwise vLLM asks the other replicas for their numbers of tokens, which do not take part in this run.
+        replicas = self._worker.vllm_config.parallel_config.data_parallel_size
+        tokens = torch.full((replicas,), TOKENS, dtype=torch.int32)
+        with set_forward_context(None, self._worker.vllm_config, num_tokens=TOKENS, num_tokens_across_dp=tokens):
+            call_model()
 
     @contextmanager
     def _uncompiled(self) -> Iterator[None]:

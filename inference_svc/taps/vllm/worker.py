@@ -21,6 +21,7 @@ from inference_svc.taps import op
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
+from inference_svc.taps.model.logits_check import most_likely
 from inference_svc.taps.plan import Operation
 from inference_svc.taps.ring_writer import ModelRows
 from inference_svc.taps.steps.runtimes import TapRuntimes
@@ -172,6 +173,21 @@ class TappedWorker:
         return self._residuum.explain_logits(rows, tokens)
 
     @_answered
+    def residuum_unembed(self, rows: bytes, num_top: int, tokens: Sequence[int]) -> tuple[bytes, ...] | None:
+        """Return the tokens that rows of the residual stream predict; None on ranks that compute no logits.
+
+        Args:
+            rows: The bytes of float32 [rows, hidden].
+            num_top: How many of the most likely tokens to return: k.
+            tokens: A token for each row, or none.
+
+        Returns:
+            The bytes of: the most likely tokens, int64 [rows, k]; their log-probabilities, float32 [rows, k]; those of
+            `tokens`, float32 [tokens]; and the ranks of these, int64 [tokens].
+        """
+        return self._residuum.unembed(rows, num_top, tokens)
+
+    @_answered
     def residuum_drain(self, timeout_seconds: float) -> bool:
         """Wait until the stores have acknowledged every captured row, and return whether they have.
 
@@ -266,6 +282,15 @@ class _Taps:
         self.runtime.pass_through()
         values = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(len(tokens), -1)
         return self.eager_runs.explain(values.to(self._device), tokens)
+
+    def unembed(self, rows: bytes, num_top: int, tokens: Sequence[int]) -> tuple[bytes, ...] | None:
+        """See `TappedWorker.residuum_unembed`."""
+        self.runtime.pass_through()
+        values = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(-1, self._format.hidden)
+        logits = self.eager_runs.logits(values.to(self._device))
+        if logits is None:
+            return None
+        return tuple(part.cpu().numpy().tobytes() for part in most_likely(logits, num_top, tokens))
 
 
 def _fold(norm: nn.Module, point: int, dtype: torch.dtype) -> bool:

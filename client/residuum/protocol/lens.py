@@ -1,0 +1,240 @@
+"""The logit lens: the tokens that rows of the residual stream predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.exceptions import InvalidRequest, NoTokenTexts
+from residuum.protocol.grid_picture import Cell, grid_picture
+from residuum.v1 import inference_pb2
+from residuum.values.activations import Activations
+from residuum.wire.limits import MAX_MESSAGE_BYTES, MAX_UNEMBEDDED
+
+Rows = npt.NDArray[np.float32]
+Transform = Callable[[int, Rows], npt.ArrayLike]
+"""Takes a layer and its rows, float32 [positions, hidden_size], and returns as many rows."""
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+_ROOM = 64 << 10
+"""Bytes of a message that are left for everything but rows and tokens."""
+_TOKEN_BYTES = 5
+"""The most bytes that a token ID takes in a message."""
+_SHOWN = 3
+"""How many tokens the mouse pointer shows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unembedding:
+    """The tokens that rows of the residual stream predict. `...` is the shape of the rows without their last dimension.
+
+    Attributes:
+        top_ids: int64 [..., k]: the IDs of the most likely tokens, the most likely first.
+        top: float32 [..., k]: their log-probabilities, natural logarithms.
+        tokens: float32 [...]: the log-probability of the given token. NaN if none was given.
+        ranks: int64 [...]: its rank among all tokens; 1 is the most likely. 0 if none was given.
+        texts: The texts of the tokens in `top_ids` by ID; empty if the server has no tokenizer.
+    """
+
+    top_ids: npt.NDArray[np.int64]
+    top: npt.NDArray[np.float32]
+    tokens: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int64]
+    texts: Mapping[int, str]
+
+    def text(self, token_id: int) -> str:
+        """Return the text of one of `top_ids`; its ID if the text is not known."""
+        return self.texts.get(int(token_id), str(token_id))
+
+
+@dataclass(frozen=True, eq=False)
+class LogitLens:
+    """What each layer of a model predicts at each position. In Jupyter, it shows as a picture.
+
+    Attributes:
+        site: The site of the rows.
+        layers: The layers.
+        positions: The positions.
+        tokens: The text of the token at each position; its ID if the text is not known.
+        next_tokens: The token ID that came after each position, int64 [positions]; -1 if none came.
+        predicted: The tokens that the rows predict; its arrays are [layers, positions] and [layers, positions, k]. The
+            given token is that of `next_tokens`.
+    """
+
+    site: str
+    layers: tuple[int, ...]
+    positions: tuple[int, ...]
+    tokens: tuple[str, ...]
+    next_tokens: npt.NDArray[np.int64]
+    predicted: Unembedding
+
+    @property
+    def top_texts(self) -> list[list[str]]:
+        """The text of the most likely token, [layers][positions]."""
+        return [[self.predicted.text(token) for token in row] for row in self.predicted.top_ids[..., 0].tolist()]
+
+    @property
+    def ranks(self) -> npt.NDArray[np.int64]:
+        """The rank of the token that came, int64 [layers, positions]; 1 is the most likely. 0 where none came."""
+        return self.predicted.ranks
+
+    def svg(self) -> str:
+        """Return a picture as SVG: the most likely token of each layer and position. Red is certain."""
+        title = f"what the model predicts from {self.site}, by layer and position"
+        columns = [(f"{at}", visible(token)) for at, token in zip(self.positions, self.tokens, strict=True)]
+        return grid_picture(title, self.layers, list(self._cells()), columns, across=72)
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def _cells(self) -> Iterator[list[Cell]]:
+        found, texts = self.predicted, self.top_texts
+        for layer in range(len(self.layers)):
+            chances = np.exp(found.top[layer])
+            yield [
+                Cell(float(chances[place, 0]), self._details(layer, place), visible(texts[layer][place]))
+                for place in range(len(self.positions))
+            ]
+
+    def _details(self, layer: int, place: int) -> str:
+        found = self.predicted
+        likely = zip(found.top_ids[layer, place, :_SHOWN].tolist(), np.exp(found.top[layer, place]), strict=False)
+        shown = ", ".join(f"{found.text(token)!r} {chance:.0%}" for token, chance in likely)
+        rank = int(found.ranks[layer, place])
+        return f"position {self.positions[place]}: {shown}" + (f"; rank of the next token: {rank}" if rank else "")
+
+
+def visible(text: str) -> str:
+    """Return the text of a token without the spaces around it; a token of white space alone as its escapes."""
+    return text.strip() or repr(text)[1:-1].replace(" ", "␣")
+
+
+def stream_of(acts: Activations) -> Activations:
+    """Return the activations at resid_post, if they have this site; otherwise as they are."""
+    return acts.select(site="resid_post") if "resid_post" in acts.sites else acts
+
+
+class UnembedPlan:
+    """The messages that ask for the tokens of rows."""
+
+    def __init__(self, rows: npt.ArrayLike, top_k: int, tokens: npt.ArrayLike | None) -> None:
+        """Plan to send rows.
+
+        Args:
+            rows: [..., hidden_size].
+            top_k: How many tokens to return for each row.
+            tokens: A token for each row, [...]; -1 is none. None: none.
+
+        Raises:
+            InvalidRequest: The rows are a number or empty, `top_k` is negative or too large, or the shapes differ.
+        """
+        array = np.asarray(rows, dtype=np.float32)
+        if array.ndim == 0 or not array.size:
+            raise _invalid("rows= takes an array [..., hidden_size] that is not empty.")
+        if not 0 <= top_k < MAX_UNEMBEDDED:
+            raise _invalid(f"top_k={top_k} must be from 0 to {MAX_UNEMBEDDED - 1}.")
+        self._shape = array.shape[:-1]
+        self._rows = np.ascontiguousarray(array.reshape(-1, array.shape[-1]), dtype="<f4")
+        self._top_k = top_k
+        self._tokens = np.full(len(self._rows), -1, np.int64)
+        if tokens is not None:
+            given = np.asarray(tokens, dtype=np.int64)
+            if given.shape != self._shape:
+                raise _invalid(
+                    f"tokens= has the shape {given.shape}; it must have one token for each row {self._shape}."
+                )
+            self._tokens = given.reshape(-1)
+
+    def requests(self) -> Iterator[inference_pb2.UnembedRequest]:
+        """Return the messages, each of as many rows as fit."""
+        row_bytes = self._rows.shape[1] * 4 + _TOKEN_BYTES
+        step = max(1, min((MAX_MESSAGE_BYTES - _ROOM) // row_bytes, MAX_UNEMBEDDED // (self._top_k + 1)))
+        for first in range(0, len(self._rows), step):
+            part = slice(first, first + step)
+            yield inference_pb2.UnembedRequest(
+                rows=self._rows[part].tobytes(),
+                num_top=self._top_k,
+                token_ids=np.maximum(self._tokens[part], 0).tolist() if self._has_tokens else [],
+            )
+
+    @cached_property
+    def _has_tokens(self) -> bool:
+        return bool((self._tokens >= 0).any())
+
+    def result(self, answers: Sequence[inference_pb2.UnembedResponse]) -> Unembedding:
+        """Return the result from the answers to `requests`."""
+        given, count = self._tokens >= 0, len(self._rows)
+        tokens, ranks = np.full(count, np.nan, np.float32), np.zeros(count, np.int64)
+        if self._has_tokens:
+            tokens[given] = _joined(answers, lambda answer: answer.logprobs.tokens, np.float32)[given]
+            ranks[given] = _joined(answers, lambda answer: answer.ranks, np.int64)[given]
+        top_ids = _joined(answers, lambda answer: answer.logprobs.top_token_ids, np.int64)
+        top = _joined(answers, lambda answer: answer.logprobs.top, np.float32)
+        return Unembedding(
+            top_ids.reshape(*self._shape, self._top_k),
+            top.reshape(*self._shape, self._top_k),
+            tokens.reshape(self._shape),
+            ranks.reshape(self._shape),
+            {item.token_id: item.text for answer in answers for item in answer.texts},
+        )
+
+
+class LensPlan:
+    """The rows and tokens of a logit lens."""
+
+    def __init__(self, acts: Activations, transform: Transform | None) -> None:
+        """Take the selected rows of activations.
+
+        Args:
+            acts: The activations. Their site must be as wide as the residual stream.
+            transform: Changes the rows of each layer before they are sent.
+
+        Raises:
+            InvalidRequest: The rows have another width, or `transform` returns rows of another shape.
+        """
+        if acts.width != acts.hidden_size:
+            raise InvalidRequest(
+                f"logit_lens: rows at {acts.site} have {acts.width} elements, and the residual stream has "
+                f"{acts.hidden_size}. Select a site of the stream, such as acts.select(site='resid_post'), and capture "
+                "it with an encoding that keeps whole rows.",
+                reason="INVALID_FIELD",
+            )
+        self._acts = acts
+        self.rows = acts.stack()
+        if transform is not None:
+            changed = [transform(layer, rows) for layer, rows in zip(acts.layers, self.rows, strict=True)]
+            self.rows = np.asarray(changed, dtype=np.float32)
+            if self.rows.shape != (len(acts.layers), len(acts.positions), acts.hidden_size):
+                raise _invalid("transform= must return as many rows as it gets, of the same width.")
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """The token that came after each row, int64 [layers, positions]; -1 if none came."""
+        following = self._acts.next_token_ids
+        return np.broadcast_to(following, (len(self._acts.layers), len(following)))
+
+    def result(self, predicted: Unembedding) -> LogitLens:
+        """Return the result from the tokens that the rows predict."""
+        acts = self._acts
+        try:
+            tokens = acts.tokens
+        except NoTokenTexts:
+            tokens = tuple(map(str, acts.token_ids))
+        positions = tuple(acts.positions.tolist())
+        return LogitLens(acts.site, acts.layers, positions, tokens, acts.next_token_ids, predicted)
+
+
+def _joined(
+    answers: Sequence[inference_pb2.UnembedResponse], field: Callable[..., Sequence[float]], dtype: type[_Number]
+) -> npt.NDArray[_Number]:
+    return np.concatenate([np.array(field(answer), dtype) for answer in answers])
+
+
+def _invalid(problem: str) -> InvalidRequest:
+    return InvalidRequest(problem, reason="INVALID_FIELD")
