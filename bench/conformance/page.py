@@ -66,8 +66,25 @@ def tables(results: Sequence[Result]) -> str:
         markdown_table(("architecture", *(served.label for served in columns)), matrix),
         "What each column compared:",
         markdown_table(heads, details),
+        "Sites of each architecture, from all columns:",
+        _sites_table(
+            {name: [row for rows in columns.values() for row in rows if row["name"] == name] for name in names}
+        ),
     ]
     return "\n\n".join([*texts, *quantized])
+
+
+def _sites_table(outcomes: Mapping[str, Sequence[Result]]) -> str:
+    """Return which sites were captured and right, by architecture; without architectures that were never served."""
+    rows = []
+    for name, of_name in outcomes.items():
+        exact = [outcome for outcome in of_name if outcome["verdict"] == "exact"]
+        found = {site for outcome in exact for site in outcome["sites"]}
+        partial = {site for outcome in exact for site in outcome.get("site_layers", ())}
+        marks = ["" if site not in found else "some layers" if site in partial else "yes" for site in SITES]
+        if exact:
+            rows.append((f"`{name}`", *marks))
+    return markdown_table(("architecture", *(f"`{site}`" for site in SITES)), rows)
 
 
 def _plain(result: Result) -> list[Result]:

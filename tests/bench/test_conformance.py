@@ -257,3 +257,40 @@ def test_only_the_sites_that_a_model_lacks_are_refused() -> None:
     assert gemma3n.refusal(["resid_post"]) == gemma3n.refused
     for architecture in ARCHITECTURES.values():
         assert architecture.refused or (architecture.attention and architecture.mlp), architecture.name
+
+
+def test_the_page_lists_the_sites_of_each_architecture():
+    def outcome(name, verdict, sites, **more):
+        return {"name": name, "verdict": verdict, "sites": sites, "detail": "", "rows": 1, "missing": 0, **more}
+
+    def result(*outcomes):
+        shared = {"layout": (1, 1), "max_error": 0.0}
+        return {
+            "machine": {"gpu": ""},
+            "versions": {"vllm": "0.32.0"},
+            "revision": {"commit": "a" * 40, "changed": []},
+            "setup": {"dtype": "float32", "eager": True, "sites": []},
+            "architectures": [{**shared, **outcome} for outcome in outcomes],
+        }
+
+    page = tables(
+        [
+            result(
+                outcome("llama", "exact", ["resid_post", "q"]),
+                outcome("qwen2", "refused", ["resid_post", "q"]),
+                outcome("qwen2", "exact", ["resid_post"]),
+                outcome("gemma3n", "refused", ["resid_post"]),
+            ),
+            result(outcome("lfm2", "exact", ["z"], site_layers={"z": [1]}), outcome("opt", "WRONG", ["z"])),
+        ]
+    )
+    lines = page.split("Sites of each architecture")[1].splitlines()
+    heads = [cell.strip(" `") for cell in lines[2].split("|")]
+    found = {}
+    for line in lines[4:]:
+        cells = [cell.strip(" `") for cell in line.split("|")]
+        if len(cells) == len(heads):
+            found[cells[1]] = {head: cell for head, cell in zip(heads[2:], cells[2:], strict=True) if cell}
+    assert found == {
+        "llama": {"resid_post": "yes", "q": "yes"}, "qwen2": {"resid_post": "yes"}, "lfm2": {"z": "some layers"}
+    }  # fmt: skip
