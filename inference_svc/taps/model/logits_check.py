@@ -97,7 +97,9 @@ class LogitsCheck:
         """Run the model with a few tokens, and keep its call and the outputs of its layers, for `explain` to repeat."""
 
         def keep_call(call: ModelCall) -> None:
-            self._call = call
+            # Copies: vLLM's tensors are parts of its buffers, in which later steps may leave tokens that do not exist.
+            kwargs = {name: _copied(value) for name, value in call.kwargs.items()}
+            self._call = ModelCall(tuple(map(_copied, call.args)), kwargs)
 
         def keep_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             del args
@@ -177,6 +179,10 @@ class LogitsCheck:
                 layers.enter_context(_calling(layer, _returning(output)))
             run(call_model)
         return final[0]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def most_likely(logits: Tensor, num_top: int, tokens: Sequence[int]) -> tuple[Tensor, ...]:
