@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _PROMPT_TOKENS = 5
 _NEW_TOKENS = 4
-"""No more than `eager_runs.TOKENS`, so that one run can explain the logits of all of them."""
 _POSITIONS = _PROMPT_TOKENS + _NEW_TOKENS - 1
 """The last token is never fed to the model."""
 _BANK_ROW = 0

@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A layer, a norm and an unembedding, called as vLLM calls its models."""
+    """A layer, a norm and an unembedding, called as vLLM calls its models. It reshapes as gpt_bigcode does."""
 
     def __init__(self, *, pair):
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
     def forward(self, hidden):
         output = self.layer(hidden)
-        return self.norm(sum(output) if self.layer.pair else output)
+        return self.norm((sum(output) if self.layer.pair else output).view(hidden.shape))
 
     def compute_logits(self, hidden_states):
         return self.head(hidden_states)
@@ -64,6 +64,14 @@ def test_the_stream_explains_its_tokens(served):
     explanation = check.explain(rows, tokens, run)
     assert explanation.hidden_error < 1e-5
     assert explanation.token_gap < 1e-5
+
+
+@pytest.mark.parametrize("count", [1, TOKENS - 1, TOKENS, TOKENS + 1, 5 * TOKENS - 1])
+def test_any_number_of_rows_is_unembedded(served, count):
+    check, _, _ = served
+    rows = torch.randn(count, WIDTH)
+    model = check._model
+    torch.testing.assert_close(check.logits(rows, run), model.head(model.norm(rows)))
 
 
 def test_no_layer_computes_anything(served):

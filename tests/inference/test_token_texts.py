@@ -54,6 +54,12 @@ def texts_of(tokenizer, token_ids, before=()):
     return collected.texts
 
 
+def check_joined(joined, whole):
+    """The texts of tokens are their whole text, except that tokens of a character that is never completed have none."""
+    assert whole.startswith(joined)
+    assert whole == joined or whole.endswith("\ufffd")
+
+
 def slow(tokenizer):
     """The same tokenizer for whom knows only its `decode`."""
     return SimpleNamespace(decode=tokenizer.decode)
@@ -61,11 +67,14 @@ def slow(tokenizer):
 
 @given(text=st.text(max_size=40))
 @example(text=HELLO)
+@example(
+    text="\x88\U00052000"
+)  # SmolLM2's vocabulary lacks a byte of the second character, so the first stays incomplete
 @settings(deadline=None, max_examples=200)
 def test_the_texts_of_a_prompt_are_the_prompt(smol, text):
     token_ids = smol.encode(text)
     texts = texts_of(smol, token_ids)
-    assert "".join(texts) == smol.decode(token_ids).rstrip("\ufffd")
+    check_joined("".join(texts), smol.decode(token_ids))
     assert text != HELLO or "".join(texts) == HELLO
     assert len(texts) == len(token_ids)
     assert texts_of(slow(smol), token_ids) == texts
@@ -79,11 +88,7 @@ def test_the_texts_of_any_tokens_are_their_text(smol, data):
     token_ids = data.draw(st.lists(known, max_size=24))
     split = data.draw(st.integers(0, len(token_ids)))
     prompt, reply = token_ids[:split], token_ids[split:]
-    whole = smol.decode(token_ids)
-    joined = "".join(texts_of(smol, token_ids))
-    assert whole.startswith(joined)
-    rest = whole[len(joined) :]
-    assert not rest or rest.endswith("\ufffd"), "only a token of a character that is never completed has no text"
+    check_joined("".join(texts_of(smol, token_ids)), smol.decode(token_ids))
     assert texts_of(smol, prompt) + texts_of(smol, reply, prompt) == texts_of(smol, token_ids)
 
 

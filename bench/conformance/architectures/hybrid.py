@@ -105,7 +105,8 @@ HYBRIDS = (
         needs_gpu=True,  # its scan is a CUDA kernel
         refused=NO_PARTS,
         refused_sites=INNER,  # in vLLM, its layers with attention have no module for the attention block
-        partial=HEADS | {"z"},
+        lacks=HEADS | {"z"},
+        partial=NEURONS,  # every other MLP is a mixture of experts
     ),
     Architecture(
         "falcon_h1",

@@ -163,9 +163,20 @@ class LogitsCheck:
     def _run_rest(self, rows: Tensor, run: Callable[[Callable[[], object]], None]) -> Tensor:
         """Return the final hidden states of rows, [rows, hidden].
 
+        Each run takes as many rows as the remembered call has tokens: some models cut or reshape what their layers
+        return to the shape of their inputs.
+        """
+        count = _hidden_of(self._outputs[self._layers[-1]]).shape[-2]
+        missing = -len(rows) % count
+        filled = torch.cat([rows, rows[-1:].expand(missing, -1)])
+        return torch.cat([self._run_once(part, run) for part in filled.split(count)])[: len(rows)]
+
+    def _run_once(self, rows: Tensor, run: Callable[[Callable[[], object]], None]) -> Tensor:
+        """Run the model without its layers.
+
         No layer computes anything. Experts would wait for the other replicas, which do not take part in this run.
         """
-        assert self._call is not None  # noqa: S101 - `explain` checked it
+        assert self._call is not None  # noqa: S101 - `explain` and `logits` checked it
         call = self._call
         final: list[Tensor] = []
         outputs = {**self._outputs, self._layers[-1]: _with_rows(self._outputs[self._layers[-1]], rows)}
@@ -195,10 +206,15 @@ def most_likely(logits: Tensor, num_top: int, tokens: Sequence[int]) -> tuple[Te
     return top.indices, top.values - norms, (own - norms[: len(tokens)])[:, 0], ranks
 
 
+def _hidden_of(output: Any) -> Tensor:
+    """Return the first tensor of a layer's output, [..., tokens, hidden]."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
 def _with_rows(output: Any, rows: Tensor) -> Any:
-    """Return a layer's output with other rows, of any number. Their residual is zero if it is separate."""
-    hidden = output if isinstance(output, Tensor) else output[0]
-    stream = rows.to(hidden.dtype).view(*hidden.shape[:-2], -1, hidden.shape[-1])
+    """Return a layer's output with other rows, as many as it has. Their residual is zero if it is separate."""
+    hidden = _hidden_of(output)
+    stream = rows.to(hidden.dtype).view(hidden.shape)
     if isinstance(output, Tensor):
         return stream
     return (stream, torch.zeros_like(stream)) if is_pair(output) else (stream, *output[1:])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-TOKENS = 4
-"""How many tokens such a run computes."""
+_TOKENS = 16
+"""How many tokens such a run computes, if the engine computes as many in a step."""
 
 
 class EagerRuns:
@@ -34,6 +34,7 @@ class EagerRuns:
         self._worker = worker
         self._model: nn.Module = worker.model_runner.get_model()
         self._layers = layers
+        self._num_tokens = min(_TOKENS, worker.vllm_config.scheduler_config.max_num_batched_tokens)
         self._logits: LogitsCheck | None = None
         if get_pp_group().is_last_rank:
             self._logits = LogitsCheck(self._model, [layers[index] for index in sorted(layers)])
@@ -47,7 +48,7 @@ class EagerRuns:
         options = {"skip_attn": True} if self._worker.use_v2_model_runner else {}
 
         def run() -> None:
-            self._worker.model_runner._dummy_run(TOKENS, is_profile=True, **options)  # noqa: SLF001 - as the profile run does
+            self._worker.model_runner._dummy_run(self._num_tokens, is_profile=True, **options)  # noqa: SLF001 - as the profile run does
 
         with self._uncompiled():
             if self._logits is not None:
@@ -86,8 +87,9 @@ class EagerRuns:
     def _run(self, call_model: Callable[[], object]) -> None:
         # Otherwise vLLM asks the other replicas for their numbers of tokens, which do not take part in this run.
         replicas = self._worker.vllm_config.parallel_config.data_parallel_size
-        tokens = torch.full((replicas,), TOKENS, dtype=torch.int32)
-        with set_forward_context(None, self._worker.vllm_config, num_tokens=TOKENS, num_tokens_across_dp=tokens):
+        count = self._num_tokens
+        tokens = torch.full((replicas,), count, dtype=torch.int32)
+        with set_forward_context(None, self._worker.vllm_config, num_tokens=count, num_tokens_across_dp=tokens):
             call_model()
 
     @contextmanager
