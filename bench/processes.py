@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ _STOP_SECONDS = 20.0
 _GROUP_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _LOG_LINES = 40
+_LOG_ERRORS = 5
+_ERROR = re.compile(r"\b\w+(Error|Exception): ")
 _TRACKER = b"multiprocessing.resource_tracker"
 """Python's process that removes leaked shared memory."""
 
@@ -222,7 +225,10 @@ def reap(process: subprocess.Popen[Any]) -> None:
 
 
 def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+    """Return the first errors of a log, which name the cause, and its last lines."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = dict.fromkeys(line.strip() for line in lines if _ERROR.search(line))
+    return "\n".join([*list(errors)[:_LOG_ERRORS], "...", *lines[-_LOG_LINES:]])
 
 
 def _wait_for_group(group: int) -> None:

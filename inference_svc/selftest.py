@@ -96,7 +96,7 @@ async def run_self_test(engine: Engine) -> None:
     _check_rows(as_prompt.rows[stream], stream, has_stream)
     _check_steps(captured.rows[stream][has_stream], as_prompt.rows[stream][has_stream])
     plain = _of_prompt(captured)
-    push = _push(plain[stream][layer if layer in has_stream else has_stream[0]], engine.facts.hidden_size)
+    push = _push(engine.facts.hidden_size, plain[stream][layer if layer in has_stream else has_stream[0]])
     await engine.load_vectors([(_BANK_ROW, push.astype("<f4").tobytes())])
     steered = _of_prompt(await _capture(engine, "steered", prompt, (_add(layer),)))
     if _STREAM in plain:
@@ -116,7 +116,9 @@ async def _check_steering_at(
     engine: Engine, site: capture_pb2.Site.ValueType, prompt: Sequence[int], plain: dict[int, Rows], layer: int
 ) -> None:
     """Check that steering at a site inside the layers moves the rows there, and that the model goes on with them."""
-    push = _push(plain[site][layer], engine.facts.width(site))
+    after = _STREAM if _STREAM in plain else site
+    # Also longer than the stream: next to it, the rows of a part may be so short that their change is lost by rounding.
+    push = _push(engine.facts.width(site), plain[site][layer], plain[after][layer])
     await engine.load_vectors([(_BANK_ROW, push.astype("<f4").tobytes())])
     name = capture_pb2.Site.Name(site)
     steered = _of_prompt(await _capture(engine, f"steered-{name.lower()}", prompt, (_add(layer, site),)))
@@ -126,7 +128,6 @@ async def _check_steering_at(
             f"Steering at {name} of layer {layer} moved its rows by the wrong amount: they are off by {miss:.1%} of "
             f"the vector that was added. Leave the site out of --capture-sites. {_REPORT}"
         )
-    after = _STREAM if _STREAM in plain else site
     later = [at for at in engine.facts.layers_at(after) if at >= layer + (after != _STREAM)]
     if (plain[after][later] == steered[after][later]).all(axis=(-2, -1)).any():
         raise SelfTestError(
@@ -198,10 +199,10 @@ def _of_prompt(captured: _Captured) -> dict[int, Rows]:
     return {site: rows[:, :_PROMPT_TOKENS] for site, rows in captured.rows.items()}
 
 
-def _push(rows: Rows, hidden: int) -> Rows:
-    """Return a long steering vector in a fixed pseudo-random direction, float32 [hidden]."""
-    direction = np.random.default_rng(0).standard_normal(size=(hidden,)).astype(np.float32)
-    length = _PUSH * float(np.linalg.norm(rows, axis=-1).max())
+def _push(width: int, *rows: Rows) -> Rows:
+    """Return a steering vector in a fixed pseudo-random direction, far longer than the rows, float32 [width]."""
+    direction = np.random.default_rng(0).standard_normal(size=(width,)).astype(np.float32)
+    length = _PUSH * max(float(np.linalg.norm(some, axis=-1).max()) for some in rows)
     pushed: Rows = direction / np.linalg.norm(direction) * np.float32(length)
     return pushed
 

@@ -64,11 +64,22 @@ def _randomise(model: torch.nn.Module, unchanged: Collection[str]) -> None:
             parameter.normal_(0.0, _GAIN / inputs**0.5)
         elif parameter.ndim == 1 and last in {"weight", "bias"} and not isinstance(module, torch.nn.Conv1d):
             parameter.add_(torch.randn_like(parameter) * (_NORM if last == "weight" else _BIAS))
-            if last == "weight" and type(module).__name__.endswith("1P"):
-                parameter.sub_(1.0)  # Nemotron's norm adds 1; without this, bfloat16 would round large queries and keys
+            if last == "weight":
+                _shorten_scores(model, name, parameter)
     for name, buffer in model.named_buffers():
         if name.rsplit(".", 1)[-1] in _SHIFTED:
             buffer.add_(torch.randn_like(buffer) * _BIAS)
+
+
+def _shorten_scores(model: torch.nn.Module, name: str, norm: torch.nn.Parameter) -> None:
+    """Change norms whose queries and keys would give far larger attention scores than those of trained models have.
+
+    bfloat16 would round such scores so much that attention chose other tokens.
+    """
+    if type(model.get_submodule(name.rpartition(".")[0])).__name__.endswith("1P"):
+        norm.sub_(1.0)  # Nemotron's norm adds 1
+    if model.config.model_type == "gemma4_text" and name.endswith(".q_norm.weight"):
+        norm.mul_(len(norm) ** -0.5)  # Gemma 4 has no other factor for the scores
 
 
 def _tokenizer() -> transformers.PreTrainedTokenizerFast:

@@ -58,6 +58,14 @@ def test_a_failed_child_reports_its_log(tmp_path):
         run_child("told", {}, tmp_path, environment, "a run")
 
 
+def test_a_failed_child_reports_the_first_error_of_a_long_log(tmp_path):
+    environment = module(
+        tmp_path, "def main():\n    print('ValueError: the cause', *range(500), sep='\\n', flush=True)\n    sys.exit(1)"
+    )
+    with pytest.raises(RunFailedError, match=r"(?s)ValueError: the cause\n\.\.\.\n.*499"):
+        run_child("told", {}, tmp_path, environment, "a run")
+
+
 def test_a_child_over_its_timeout_is_killed(tmp_path):
     environment = module(
         tmp_path, "def main():\n    Path(sys.argv[2] + '.pid').write_text(str(os.getpid()))\n    time.sleep(600)"

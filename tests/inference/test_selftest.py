@@ -15,7 +15,7 @@ from residuum.v1 import capture_pb2
 from tests.inference.service_support import FACTS
 
 LAYERS, HIDDEN, POSITIONS, PROMPT = 4, 32, 8, 5
-POST, Q = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q
+POST, MLP_OUT, Q = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT, capture_pb2.SITE_Q
 TOKENS = [7, 9, 8, 6]
 STEERED = 1
 """The layer that the self-test steers: the middle one."""
@@ -95,6 +95,36 @@ async def test_taps_that_work_pass():
     await run_self_test(engine)
     assert len(set(engine.salts)) == 3  # otherwise a request would read another one's prefix cache
     assert not engine.probes
+
+
+class ShortPartsEngine(ProbedEngine):
+    """An engine whose MLPs add far less than bfloat16 can show next to the stream, as with weights that are tiny."""
+
+    facts = dataclasses.replace(ProbedEngine.facts, sites=(POST, MLP_OUT), steering_sites=(POST, MLP_OUT))
+
+    async def generate(self, engine_id, prompt, sampling, plan, cache_salt):
+        async for delta in super().generate(engine_id, prompt, sampling, plan, cache_salt):
+            yield delta
+        operations = plan.operations
+        push = self.bank[operations[0].row] if operations else np.zeros(HIDDEN, np.float32)
+        rows = rows_of(None)
+        parts = rows * np.float32(1e-6)
+        if operations and operations[0].site == MLP_OUT:
+            parts[STEERED] += push
+        rows[STEERED:] += push
+        self.probes[plan.capture.capture_id] = (in_bfloat16(rows), parts)
+
+    async def take_probe(self, capture_id):
+        units = [(site, layer) for site in (POST, MLP_OUT) for layer in range(LAYERS)]
+        return [(units, list(range(POSITIONS)), np.concatenate(self.probes.pop(capture_id)).tobytes())]
+
+
+def in_bfloat16(rows):
+    return (rows.view(np.uint32) + 0x8000 & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+async def test_steering_is_seen_next_to_a_stream_that_is_far_longer():
+    await run_self_test(ShortPartsEngine())
 
 
 class HybridEngine(ProbedEngine):
