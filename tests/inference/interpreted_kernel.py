@@ -13,6 +13,7 @@ import tests.triton_interpreter  # noqa: F401
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.tap import CpuTap
-from inference_svc.taps.gpu import kernel
+from inference_svc.taps.gpu import chunked_kernels, kernel
 from inference_svc.taps.gpu.block_copies import BlockCopies
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
@@ -39,15 +40,22 @@ SITES = (
 )
 CAPACITY = 7
 """Positions of a block: an odd number, and fewer than a real block has."""
+CHUNKED = (1, 3, 6, 8)
+"""Seeds whose steering is checked with the chunked kernel: one row and many, with residual and without."""
+
+
+Tap = Callable[[torch.Tensor, torch.Tensor | None, int, kernel.KernelTables], None]
 
 
 def main() -> None:
     """Print {case: [largest relative difference of the model's values, the same for captured rows]}."""
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
+    chunked_kernels._CHUNK = 32  # so that short rows have several chunks
     dtypes = ("float32", "bfloat16", "float16")
     runs = (
         ("tap", tap_differences),
+        ("chunked tap", chunked_tap_differences),
         ("norm", norm_differences),
         ("tap copy", tap_copy_differences),
         ("copy", copy_differences),
@@ -56,23 +64,32 @@ def main() -> None:
     differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
     for name in dtypes:
         for seed in range(12):
-            check_steering(seed, getattr(torch, name))
-        for has_residual in (False, True):
+            check_steering(seed, getattr(torch, name), chunked_kernels.tap if seed in CHUNKED else kernel.tap)
+        for has_residual, tap in ((False, chunked_kernels.tap), (True, kernel.tap)):
             case = steering.make_case(3, getattr(torch, name), 24, 70, 1, has_residual=has_residual)
-            steering.check_overflow(case, steered)
+            steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
     json.dump(differences, sys.stdout)
 
 
-def tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+def chunked_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    return tap_differences(rng, dtype, chunked_kernels.tap, ((48, True), (70, False)))
+
+
+def tap_differences(
+    rng: np.random.Generator,
+    dtype: torch.dtype,
+    tap: Tap = kernel.tap,
+    widths: Sequence[tuple[int, bool]] = ((48, True), (72, True), (64, False), (112, True)),
+) -> list[float]:
     worst = [0.0, 0.0]
-    for hidden, has_residual in ((48, True), (72, True), (64, False), (112, True)):
+    for hidden, has_residual in widths:
         cpu, gpu, pools = prepare(rng, hidden, dtype)
         for point in range(POINTS.count):
             states = torch.randn(ROWS, hidden).to(dtype)
             residual = torch.randn(ROWS, hidden).to(dtype) if has_residual else None
             expected, got = states.clone(), states.clone()
             cpu.tap(expected, residual, point)
-            kernel.tap(got, residual, point, gpu)
+            tap(got, residual, point, gpu)
             worst[0] = max(worst[0], distance(got, expected))
         worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
     return worst
@@ -104,7 +121,7 @@ def tap_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[f
         for point, rows in enumerate(whole.split(width, dim=1)):
             expected = rows.clone()
             cpu._steering = {}  # it is only for points that cannot be steered
-            for got in (cpu.tap_copy(rows, point), kernel.tap_copy(rows, point, gpu)):
+            for got in (cpu.tap_copy(rows, point), chunked_kernels.tap_copy(rows, point, gpu)):
                 assert got.is_contiguous()
                 worst[0] = max(worst[0], distance(got, expected))
         worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
@@ -144,18 +161,18 @@ def block_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list
     return worst
 
 
-def check_steering(seed: int, dtype: torch.dtype) -> None:
+def check_steering(seed: int, dtype: torch.dtype, tap: Tap) -> None:
     """Check rows of 1 to 8 operations: against float64, next to other rows, and with operations that move nothing."""
     rows, hidden, has_residual = (1, 5, 24)[seed % 3], (2, 48, 70)[seed // 3 % 3], bool(seed % 2)
     case = steering.make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
-    got = steered(case)
+    got = steered(case, tap)
     case.check(got, roundings=2.0 if dtype == torch.bfloat16 else 1.0)  # the interpreter truncates to bfloat16
     mine = seed % rows
     beside = steering.neighbours(case, mine, seed + 1000)
-    assert steering.same_bits(got[mine], steered(beside)[mine]), "a row depends on other rows of the batch"
+    assert steering.same_bits(got[mine], steered(beside, tap)[mine]), "a row depends on other rows of the batch"
     case.hidden = steering.awkward_rows(dtype, rows, hidden, seed)
     case.operations = [steering.idle_operations()[row % 6 :] if row % 4 else [] for row in range(rows)]
-    assert steering.same_bits(steered(case), case.hidden), "an operation that moves nothing changed a row"
+    assert steering.same_bits(steered(case, tap), case.hidden), "an operation that moves nothing changed a row"
     if has_residual:
         check_idle_norm(case)
 
@@ -174,9 +191,9 @@ def check_idle_norm(case: steering.Case) -> None:
         assert steering.same_bits(one, other), "an operation that moves nothing changed a norm"
 
 
-def steered(case: steering.Case) -> torch.Tensor:
+def steered(case: steering.Case, tap: Tap) -> torch.Tensor:
     hidden = case.hidden.clone()
-    kernel.tap(hidden, case.residual, steering.POINT, tables_of(case))
+    tap(hidden, case.residual, steering.POINT, tables_of(case))
     return hidden
 
 

@@ -174,9 +174,9 @@ def neighbours(case: Case, mine: int, seed: int) -> Case:
 def make_tables(
     layout: StepLayout, count: int, bank: VectorBank, pool: BlockPool | None = None, points: TapPoints = POINTS
 ) -> KernelTables:
-    """Return the kernel's tables for a step of `count` rows, on the bank's device."""
-    from inference_svc.taps.gpu.kernel import ROW_FIELDS, KernelTables  # tests of the CPU's tap run without Triton
-    from inference_svc.taps.gpu.tables import ProgramTable
+    """Return the kernels' tables for a step of `count` rows, on the bank's device."""
+    from inference_svc.taps.gpu.kernel import KernelTables  # tests of the CPU's tap run without Triton
+    from inference_svc.taps.gpu.tables import ROW_FIELDS, ProgramTable
 
     device = bank.vectors.device
     table = ProgramTable(128, 1024, points, device)
@@ -185,7 +185,9 @@ def make_tables(
     rows[layout.lines[:, ROW], 0] = torch.from_numpy(numbers[layout.lines[:, PROGRAM]].astype(np.int32))
     rows[layout.lines[:, ROW], 1:3] = torch.from_numpy(layout.lines[:, PLACE:].astype(np.int32))
     rows[layout.lines[:, ROW], 3] = torch.from_numpy(table.is_busy[numbers][layout.lines[:, PROGRAM]])
-    return KernelTables(rows.to(device), table, bank, pool)
+    # Less scratch memory than rows: the chunked kernel takes several rows one after the other.
+    scratch = torch.empty(-(-count // 3), bank.vectors.shape[1], device=device)
+    return KernelTables(rows.to(device), table, bank, pool, scratch)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from tests.inference.encoder_cases import DTYPES, cases
 from tests.inference.taps_support import select
 
 DEVICE = torch.device("cuda")
-WIDTHS = ((70, 7), (576, 512), (2048, 512), (2560, 100))
+WIDTHS = ((70, 7), (576, 512), (2048, 512), (2560, 100), (11008, 128), (28672, 300))
 UNITS, POSITIONS = 3, 70
 
 

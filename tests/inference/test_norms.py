@@ -15,6 +15,7 @@ from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
+from inference_svc.taps.gpu.tables import MAX_RESIDENT
 from inference_svc.taps.vllm.norms import can_fold, fold
 from tests.inference.taps_support import CPU
 
@@ -84,5 +85,8 @@ def test_other_norms_are_not_folded(monkeypatch):
     assert not can_fold(make_norm(RMSNorm, dtype, has_weight=False), dtype)
     assert not can_fold(make_norm(RMSNorm, torch.bfloat16), dtype), "the norm's dtype differs from the model's"
     assert not can_fold(torch.nn.LayerNorm(WIDTH), dtype)
+    wide = make_norm(RMSNorm, dtype)
+    wide.weight = torch.nn.Parameter(torch.ones(MAX_RESIDENT + 1, dtype=dtype))
+    assert not can_fold(wide, dtype), "the kernel has no room for such rows"
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not can_fold(make_norm(RMSNorm, dtype), dtype), "vLLM's batch-invariant mode has its own norm"

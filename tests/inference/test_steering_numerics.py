@@ -85,17 +85,19 @@ CUDA = torch.device("cuda")
 
 
 def steered_on_gpu(case):
-    from inference_svc.taps.gpu import kernel
+    from inference_svc.taps.gpu import chunked_kernels, kernel
+    from inference_svc.taps.gpu.tables import MAX_RESIDENT
 
     hidden = case.hidden.to(CUDA)
     residual = None if case.residual is None else case.residual.to(CUDA)
-    kernel.tap(hidden, residual, POINT, make_tables(case.layout(), len(hidden), case.bank(CUDA)))
+    tap = chunked_kernels.tap if hidden.shape[1] > MAX_RESIDENT else kernel.tap
+    tap(hidden, residual, POINT, make_tables(case.layout(), len(hidden), case.bank(CUDA)))
     return hidden.cpu()
 
 
 @needs_gpu
 @settings(deadline=None, max_examples=200)
-@given(SEEDS, SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 576, 1024]), st.booleans())
+@given(SEEDS, SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 576, 1024, 11008]), st.booleans())
 def test_steering_on_a_gpu_agrees_with_float64_and_depends_on_no_other_row(
     seed, other_seed, dtype, rows, hidden, has_residual
 ):

@@ -23,6 +23,10 @@ _COLUMNS = 128
 _TILE_ROWS, _TILE_VECTORS, _TILE_WIDTH = 32, 16, 64
 """In `inner_products`, how many rows and vectors one Triton program multiplies, and how much of the width at a time."""
 
+_CHUNK = 4096
+"""How many elements of a row one Triton program has in registers at a time. It reads longer rows again in each pass: a
+row of 16384 elements does not fit the registers, and kernels that spill them are unsafe (see `chunked_kernels`)."""
+
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 _ROUNDER = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it rounds a float32 to an integer, ties to even."""
@@ -55,21 +59,29 @@ def _quantized(x, scale, zero, is_finite):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["positions", "capacity"])  # type: ignore[untyped-decorator, unused-ignore]
 def _quantize_rows_kernel(  # type: ignore[no-untyped-def]
-    source, target, positions, capacity, width, factor, BLOCK: tl.constexpr
+    source, target, positions, capacity, width, factor, CHUNK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
-    at = source + ((row // positions) * capacity + row % positions) * width
-    x = tl.load(at + columns, mask=mask, other=0.0).to(tl.float32) * factor
-    low = tl.min(tl.where(mask, x, _LARGEST_FLOAT), axis=0)
-    high = tl.max(tl.where(mask, x, -_LARGEST_FLOAT), axis=0)
-    is_finite = tl.sum((tl.abs(x) <= _LARGEST_FLOAT).to(tl.int32), axis=0) == BLOCK
-    scale, zero, is_finite = _scale_of(low, high, is_finite)
+    source += ((row // positions) * capacity + row % positions) * width
+    chunk = tl.arange(0, CHUNK)
+    lows = tl.full((CHUNK,), _LARGEST_FLOAT, dtype=tl.float32)
+    highs = tl.full((CHUNK,), -_LARGEST_FLOAT, dtype=tl.float32)
+    finite = tl.zeros((CHUNK,), dtype=tl.int32)
+    for first in range(0, width, CHUNK):
+        mask = first + chunk < width
+        x = tl.load(source + first + chunk, mask=mask, other=0.0).to(tl.float32) * factor
+        lows = tl.where(mask, tl.minimum(lows, x), lows)
+        highs = tl.where(mask, tl.maximum(highs, x), highs)
+        finite += (mask & (tl.abs(x) <= _LARGEST_FLOAT)).to(tl.int32)
+    is_finite = tl.sum(finite, axis=0) == width
+    scale, zero, is_finite = _scale_of(tl.min(lows, axis=0), tl.max(highs, axis=0), is_finite)
     encoded = target + row * (8 + width)
     _write(encoded, scale.to(tl.int32, bitcast=True), True, 4)
     _write(encoded + 4, zero.to(tl.int32, bitcast=True), True, 4)
-    tl.store(encoded + 8 + columns, _quantized(x, scale, zero, is_finite).to(tl.uint8), mask=mask)
+    for first in range(0, width, CHUNK):
+        mask = first + chunk < width
+        x = tl.load(source + first + chunk, mask=mask, other=0.0).to(tl.float32) * factor
+        tl.store(encoded + 8 + first + chunk, _quantized(x, scale, zero, is_finite).to(tl.uint8), mask=mask)
 
 
 @triton.jit(do_not_specialize=["positions", "capacity", "unit_bytes"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -96,46 +108,91 @@ def _quantize_columns_kernel(  # type: ignore[no-untyped-def]
         tl.store(encoded + (8 + position) * width + columns, q, mask=mask)
 
 
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _magnitude(bits, columns, width, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the bits of a row's elements, and their magnitudes as integers in the same order; -1 beyond the row."""
+    own = tl.load(bits + columns, mask=columns < width, other=0).to(tl.int32)
+    return own, tl.where(columns < width, own & ((1 << (BITS - 1)) - 1), -1)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _is_kept(magnitude, threshold, room):  # type: ignore[no-untyped-def]
+    """Return which elements of a chunk are kept, and how many more of those that equal the threshold may be kept."""
+    equal = (magnitude == threshold).to(tl.int32)
+    kept = (magnitude > threshold) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= room))
+    return kept, room - tl.sum(equal, axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _range_of_kept(  # type: ignore[no-untyped-def]
+    source, bits, width, threshold, room, count, BITS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Return the smallest and the largest kept element, and whether all are finite."""
+    lows = tl.full((CHUNK,), _LARGEST_FLOAT, dtype=tl.float32)
+    highs = tl.full((CHUNK,), -_LARGEST_FLOAT, dtype=tl.float32)
+    finite = tl.zeros((CHUNK,), dtype=tl.int32)
+    for first in range(0, width, CHUNK):
+        columns = first + tl.arange(0, CHUNK)
+        _, magnitude = _magnitude(bits, columns, width, BITS)
+        kept, room = _is_kept(magnitude, threshold, room)
+        x = tl.load(source + columns, mask=columns < width, other=0.0).to(tl.float32)
+        lows = tl.where(kept, tl.minimum(lows, x), lows)
+        highs = tl.where(kept, tl.maximum(highs, x), highs)
+        finite += (kept & (tl.abs(x) <= _LARGEST_FLOAT)).to(tl.int32)
+    return tl.min(lows, axis=0), tl.max(highs, axis=0), tl.sum(finite, axis=0) == count
+
+
 @triton.jit(do_not_specialize=["positions", "capacity", "count"])  # type: ignore[untyped-decorator, unused-ignore]
 def _keep_largest_kernel(  # type: ignore[no-untyped-def]
     source, bits, target, positions, capacity, width, count, BITS: tl.constexpr, QUANTIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
-    at = ((row // positions) * capacity + row % positions) * width + columns
-    x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
-    own = tl.load(bits + at, mask=mask, other=0).to(tl.int32)
-    magnitude = tl.where(mask, own & ((1 << (BITS - 1)) - 1), -1)
+    at = ((row // positions) * capacity + row % positions) * width
+    source += at
+    bits += at
+    chunk = tl.arange(0, CHUNK)
     # The smallest kept magnitude: the largest threshold that at least `count` elements reach. It is built bit by bit.
     threshold = tl.zeros((), dtype=tl.int32)
     for index in range(BITS - 1):
         candidate = threshold | (1 << (BITS - 2 - index))
-        reached = tl.sum((magnitude >= candidate).to(tl.int32), axis=0)
-        threshold = tl.where(reached >= count, candidate, threshold)
-    above = magnitude > threshold
-    equal = magnitude == threshold
-    room = count - tl.sum(above.to(tl.int32), axis=0)
-    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))
+        reached = tl.zeros((CHUNK,), dtype=tl.int32)
+        for first in range(0, width, CHUNK):
+            _, magnitude = _magnitude(bits, first + chunk, width, BITS)
+            reached += (magnitude >= candidate).to(tl.int32)
+        threshold = tl.where(tl.sum(reached, axis=0) >= count, candidate, threshold)
+    above = tl.zeros((CHUNK,), dtype=tl.int32)
+    for first in range(0, width, CHUNK):
+        _, magnitude = _magnitude(bits, first + chunk, width, BITS)
+        above += (magnitude > threshold).to(tl.int32)
+    room = count - tl.sum(above, axis=0)
+
     if QUANTIZE:
-        low = tl.min(tl.where(kept, x, _LARGEST_FLOAT), axis=0)
-        high = tl.max(tl.where(kept, x, -_LARGEST_FLOAT), axis=0)
-        is_finite = tl.sum((kept & (tl.abs(x) <= _LARGEST_FLOAT)).to(tl.int32), axis=0) == count
+        low, high, is_finite = _range_of_kept(source, bits, width, threshold, room, count, BITS, CHUNK)
         scale, zero, is_finite = _scale_of(low, high, is_finite)
-        kept = tl.where(is_finite, kept, columns < count)
         encoded = target + row * (8 + 3 * count)
         _write(encoded, scale.to(tl.int32, bitcast=True), True, 4)
         _write(encoded + 4, zero.to(tl.int32, bitcast=True), True, 4)
-        place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        _write(encoded + 8 + 2 * place, columns, kept, 2)
-        q = _quantized(x, scale, zero, is_finite).to(tl.uint8)
-        tl.store(encoded + 8 + 2 * count + place, q, mask=kept)
+        indices, values = encoded + 8, encoded + 8 + 2 * count
     else:
-        encoded = target + row * (2 + BITS // 8) * count
-        place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        _write(encoded + 2 * place, columns, kept, 2)
-        _write(encoded + 2 * count + (BITS // 8) * place, own, kept, BITS // 8)
+        indices = target + row * (2 + BITS // 8) * count
+        values = indices + 2 * count
+    placed = tl.zeros((), dtype=tl.int32)
+    for first in range(0, width, CHUNK):
+        columns = first + chunk
+        own, magnitude = _magnitude(bits, columns, width, BITS)
+        kept, room = _is_kept(magnitude, threshold, room)
+        if QUANTIZE:
+            kept = tl.where(is_finite, kept, columns < count)
+        number = kept.to(tl.int32)
+        place = placed + tl.cumsum(number, axis=0) - 1
+        placed += tl.sum(number, axis=0)
+        _write(indices + 2 * place, columns, kept, 2)
+        if QUANTIZE:
+            x = tl.load(source + columns, mask=columns < width, other=0.0).to(tl.float32)
+            tl.store(values + place, _quantized(x, scale, zero, is_finite).to(tl.uint8), mask=kept)
+        else:
+            _write(values + (BITS // 8) * place, own, kept, BITS // 8)
 
 
 @triton.jit(do_not_specialize=["rows", "positions", "capacity", "count"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -167,9 +224,9 @@ def quantize_rows(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
         factor: Multiplies every element.
     """
     units, positions, width = rows.shape
-    block = triton.next_power_of_2(width)
+    chunk = min(triton.next_power_of_2(width), _CHUNK)
     _quantize_rows_kernel[(units * positions,)](
-        rows, out, positions, _capacity(rows), width, factor, BLOCK=block, num_warps=_warps(block)
+        rows, out, positions, _capacity(rows), width, factor, CHUNK=chunk, num_warps=_warps(chunk)
     )
 
 
@@ -186,11 +243,11 @@ def quantize_columns(rows: Tensor, out: Tensor) -> None:
 def keep_largest(rows: Tensor, out: Tensor, count: int, *, quantize: bool) -> None:
     """Write the `count` elements of largest magnitude of each row, as TOPK8 (`quantize`) or TOPK."""
     units, positions, width = rows.shape
-    block = triton.next_power_of_2(width)
+    chunk = min(triton.next_power_of_2(width), _CHUNK)
     integers = rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)  # noqa: PLR2004 - bytes
     _keep_largest_kernel[(units * positions,)](
         rows, integers, out, positions, _capacity(rows), width, count, BITS=8 * rows.dtype.itemsize, QUANTIZE=quantize,
-        BLOCK=block, num_warps=_warps(block),
+        CHUNK=chunk, num_warps=_warps(chunk),
     )  # fmt: skip
 
 
@@ -215,5 +272,5 @@ def _capacity(rows: Tensor) -> int:
     return int(rows.stride(0) // rows.shape[2])
 
 
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 512))
+def _warps(chunk: int) -> int:
+    return max(1, min(8, chunk // 512))

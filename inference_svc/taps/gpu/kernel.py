@@ -4,9 +4,9 @@
 A row's program says what is done to it (tables.py). Rows without a program, and padding, stay unchanged. The arithmetic
 is that of operations.py, in float32; only the order in which a projection is summed differs.
 
-There are three kernels. `tap` runs on its own after a layer. `tap_norm` replaces the add and the RMS norm that follow a
-layer in most models. With it the model runs as many kernels as without taps, so idle taps cost almost nothing.
-`tap_copy` captures rows that cannot be steered, and copies them in the same pass.
+There are two kernels. `tap` runs on its own after a layer. `tap_norm` replaces the add and the RMS norm that follow a
+layer in most models. With it the model runs as many kernels as without taps, so idle taps cost almost nothing. Both
+hold a whole row in registers; chunked_kernels.py has those for wider rows, and one that only captures.
 
 A row is loaded as a head and a tail, because Triton's blocks are powers of two (see `_split`). Without a tail (TAIL is
 0), the tail variables are copies of the head and are ignored.
@@ -20,9 +20,24 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.tables import ENTRY_FIELDS, KEEP_NORM, KIND_SHIFT, LINE_FIELDS, MAX_BANK_ROWS
+from inference_svc.taps.gpu.kernel_parts import (
+    ADD,
+    ENTRY_FIELDS,
+    KEEP_NORM,
+    KIND_SHIFT,
+    LINE_FIELDS,
+    ROW_FIELDS,
+    VECTOR,
+    bounded,
+    factor_of,
+    is_direct,
+    is_far_moved,
+    moved_by,
+    number,
+    place_of,
+    rescaling,
+)
 from inference_svc.taps.operations import reach
-from inference_svc.taps.plan import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -32,27 +47,11 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.gpu.tables import ProgramTable
 
-_ADD = tl.constexpr(int(Kind.ADD))
-_ABLATE = tl.constexpr(int(Kind.ABLATE))
-_SET = tl.constexpr(int(Kind.SET))
-_MULTIPLY = tl.constexpr(int(Kind.MULTIPLY))
-
-_LINE_FIELDS = tl.constexpr(LINE_FIELDS)
-_ENTRY_FIELDS = tl.constexpr(ENTRY_FIELDS)
-_KIND_SHIFT = tl.constexpr(KIND_SHIFT)
-_KEEP_NORM = tl.constexpr(KEEP_NORM)
-_VECTOR = tl.constexpr(MAX_BANK_ROWS - 1)
-
-ROW_FIELDS = 4
-"""Numbers in a line of the row table: program, place, stride, and whether the program is busy (see `ProgramTable`)."""
-
 COPY_PROGRAMS = 4
 """Programs of the kernels that copy to the host, see `copy_out`."""
 COPY_WARPS = 4
 _COPY_CHUNK = 4096
 """How many elements one Triton program of the copying kernel moves at once."""
-
-_ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -101,30 +100,21 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 def _apply(x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Apply one operation along v to a row, in float32.
 
-    Returns the row (head and tail), whether the operation moved it, and whether it moved it by more than a thousandth
-    of `max_abs`. In that case `_steer` must limit the row's elements.
+    Returns the row (head and tail), whether the operation moved it, and whether it moved it far. In that case `_steer`
+    must limit the row's elements.
     """
-    kind = code >> _KIND_SHIFT
-    is_direct = (kind == _SET) | (kind == _MULTIPLY)  # without a factor: such a row counts as moved
-    factor = tl.where(is_direct, 1.0, scale)
-    if (kind != _ADD) & (is_direct == 0):
-        projection = _dot(x, x_tail, v, v_tail, TAIL) * inverse
-        # Not clamp(projection) - projection: the compiler may fuse the multiplication above into the subtraction. Then
-        # the difference is not exactly zero where nothing is clamped.
-        over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
-        along = tl.where(kind == _ABLATE, -scale * projection, over)
-        factor = along * inverse
-    moved = tl.where(kind == _SET, v, tl.where(kind == _MULTIPLY, x * v, x + factor * v))
-    moved_tail = tl.where(kind == _SET, v_tail, tl.where(kind == _MULTIPLY, x_tail * v_tail, x_tail + factor * v_tail))
-    if code & _KEEP_NORM:
+    kind = code >> KIND_SHIFT
+    factor = tl.where(is_direct(kind), 1.0, scale)
+    if (kind != ADD) & (is_direct(kind) == 0):
+        factor = factor_of(kind, _dot(x, x_tail, v, v_tail, TAIL) * inverse, scale, low, high, inverse)
+    moved, moved_tail = moved_by(kind, x, v, factor), moved_by(kind, x_tail, v_tail, factor)
+    if code & KEEP_NORM:
         before = _dot(x, x_tail, x, x_tail, TAIL)
         after = _dot(moved, moved_tail, moved, moved_tail, TAIL)
-        # A row that became zero stays zero, and a row that was not moved keeps its bits.
-        rescaled = tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
+        rescaled = rescaling(before, after, factor)
         moved *= rescaled
         moved_tail *= rescaled
-    is_near = tl.abs(factor) <= max_abs * 1e-3 * inverse  # false if factor is NaN, so such a row counts as moved far
-    return moved, moved_tail, factor != 0.0, (is_near == 0) | (kind == _MULTIPLY)
+    return moved, moved_tail, factor != 0.0, is_far_moved(kind, factor, inverse, max_abs)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -145,24 +135,16 @@ def _apply_rest(  # type: ignore[no-untyped-def]
 ):
     """Apply the second and all later of `count` operations from entry `first` on; return as `_apply` does."""
     for index in range(first + 1, first + count):
-        entry = entries + index * _ENTRY_FIELDS
+        entry = entries + index * ENTRY_FIELDS
         code = tl.load(entry)
-        vector = code & _VECTOR
-        scale, low, high = _number(entry + 1), _number(entry + 2), _number(entry + 3)
+        vector = code & VECTOR
+        scale, low, high = number(entry + 1), number(entry + 2), number(entry + 3)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
         x, x_tail, moves, strays = _apply(x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL)
         is_moved = is_moved | moves
         is_far = is_far | strays
     return x, x_tail, is_moved, is_far
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _bounded(steered, x, max_abs):  # type: ignore[no-untyped-def]
-    """Limit the magnitude of steered elements; see `operations.bounded`."""
-    bounds = tl.maximum(tl.abs(x), max_abs)
-    is_number = steered == steered  # noqa: PLR0124 - NaN is not
-    return tl.where(is_number, tl.minimum(tl.maximum(steered, -bounds), bounds), x)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -206,15 +188,9 @@ def _steer(  # type: ignore[no-untyped-def]
         TAIL,
     )
     if is_far:
-        steered = _bounded(steered, x, max_abs)
-        steered_tail = _bounded(steered_tail, x_tail, max_abs)
+        steered = bounded(steered, x, max_abs)
+        steered_tail = bounded(steered_tail, x_tail, max_abs)
     return steered, steered_tail, is_moved
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _number(pointer):  # type: ignore[no-untyped-def]
-    """Load a float32 whose bits are stored as an int32."""
-    return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -223,9 +199,7 @@ def _keep(  # type: ignore[no-untyped-def]
 ):
     """Store a row into its block, as it was before or after steering, if the destination is not NOT_KEPT."""
     if destination >= 0:
-        place = tl.load(row_line + 1).to(tl.int64)
-        stride = tl.load(row_line + 2).to(tl.int64)
-        target = pool + (place + (destination >> 1).to(tl.int64) * stride) * width
+        target = place_of(destination, width, row_line, pool)
         if destination & 1:
             _store(target, before, before_tail, width, HEAD, TAIL)
         else:
@@ -253,7 +227,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     TAIL: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_line = row_table + row * _ROW_FIELDS
+    row_line = row_table + row * ROW_FIELDS
     program = tl.load(row_line)
     if program < 0:
         return
@@ -266,7 +240,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     r, r_tail = h, h_tail
     if HAS_RESIDUAL:
         r, r_tail = _load(r_at, ahead, HEAD, TAIL)
-    line = lines + (program * num_points + point) * _LINE_FIELDS
+    line = lines + (program * num_points + point) * LINE_FIELDS
     first = tl.load(line)
     count = tl.load(line + 1)
     first_destination = tl.load(line + 2)
@@ -274,8 +248,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     code = tl.load(line + 4)
     if (count == 0) & (first_destination < 0) & (second_destination < 0):
         return
-    scale, low, high = _number(line + 5), _number(line + 6), _number(line + 7)
-    vector = code & _VECTOR
+    scale, low, high = number(line + 5), number(line + 6), number(line + 7)
+    vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
     h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
@@ -328,14 +302,14 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     TAIL: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_line = row_table + row * _ROW_FIELDS
+    row_line = row_table + row * ROW_FIELDS
     program = tl.load(row_line)
     h, h_tail = _load(hidden + row.to(tl.int64) * hidden_stride, width, HEAD, TAIL)
     r, r_tail = _load(residual + row.to(tl.int64) * residual_stride, width, HEAD, TAIL)
     w, w_tail = _load(weight, width, HEAD, TAIL)
     # No branches: all loads that a row with one operation needs are issued before the row itself is used.
     is_tapped = program >= 0
-    line = lines + (tl.maximum(program, 0) * num_points + point) * _LINE_FIELDS
+    line = lines + (tl.maximum(program, 0) * num_points + point) * LINE_FIELDS
     first = tl.load(line, mask=is_tapped, other=0)
     count = tl.load(line + 1, mask=is_tapped, other=0)
     first_destination = tl.load(line + 2, mask=is_tapped, other=-1)
@@ -345,7 +319,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     scale = tl.load(line + 5, mask=is_steered, other=0).to(tl.float32, bitcast=True)
     low = tl.load(line + 6, mask=is_steered, other=0).to(tl.float32, bitcast=True)
     high = tl.load(line + 7, mask=is_steered, other=0).to(tl.float32, bitcast=True)
-    vector = code & _VECTOR
+    vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
     x = h.to(tl.float32) + r.to(tl.float32)
@@ -373,31 +347,6 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _tap_copy_kernel(  # type: ignore[no-untyped-def]
-    hidden,
-    copy,
-    row_table,
-    lines,
-    pool,
-    point,
-    num_points,
-    hidden_stride,
-    width,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    row = tl.program_id(0)
-    row_line = row_table + row * _ROW_FIELDS
-    h, h_tail = _load(hidden + row.to(tl.int64) * hidden_stride, width, HEAD, TAIL)
-    program = tl.load(row_line)
-    _store(copy + row.to(tl.int64) * width, h, h_tail, width, HEAD, TAIL)
-    if program >= 0:
-        line = lines + (program * num_points + point) * _LINE_FIELDS
-        _keep(tl.load(line + 2), h, h_tail, h, h_tail, width, row_line, pool, HEAD, TAIL)
-        _keep(tl.load(line + 3), h, h_tail, h, h_tail, width, row_line, pool, HEAD, TAIL)
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _copy_kernel(source, target, units, unit_elements, unit_stride, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     chunks = tl.cdiv(unit_elements, CHUNK)
     for index in range(tl.program_id(0), units * chunks, tl.num_programs(0)):
@@ -412,11 +361,13 @@ class KernelTables(NamedTuple):
     """The tables that the kernels read, all at fixed addresses."""
 
     rows: Tensor
-    """Program (-1: none), place, stride and busy flag of each row, int32 [at least rows, ROW_FIELDS]."""
+    """Program (-1: none), place, stride and busy flag of each row, int32 [at least rows, `tables.ROW_FIELDS`]."""
     programs: ProgramTable
     bank: VectorBank
     pool: BlockPool | None
     """The capture blocks; None on a rank that only steers."""
+    scratch: Tensor | None = None
+    """Memory for `chunked_kernels.tap`, float32 [programs, width]; None if rows fit the registers."""
 
     def destination(self, hidden: Tensor) -> Tensor:
         """Return the memory of the capture blocks; without them any tensor, which is not written."""
@@ -503,30 +454,6 @@ def tap_norm(
             num_warps=_warps(head),
         )
     return normed, summed
-
-
-def tap_copy(hidden: Tensor, point: int, tables: KernelTables) -> Tensor:
-    """Capture rows, [rows, width], at a point that cannot be steered. Return a contiguous copy of them."""
-    rows, width = hidden.shape
-    copy = hidden.new_empty(hidden.shape)
-    if rows:
-        head, tail = _split(width)
-        lines = tables.programs.lines
-        _tap_copy_kernel[(rows,)](
-            hidden,
-            copy,
-            tables.rows,
-            lines,
-            tables.destination(hidden),
-            point,
-            lines.shape[1],
-            hidden.stride(0),
-            width,
-            HEAD=head,
-            TAIL=tail,
-            num_warps=_warps(head),
-        )
-    return copy
 
 
 class HostPointer:

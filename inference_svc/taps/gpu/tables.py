@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 NOT_KEPT = -1
 """The destination of a row that is not captured at a point."""
 
+MAX_RESIDENT = 8192
+"""The largest width of rows that a kernel steers in registers. Wider ones are steered in chunks."""
+
+ROW_FIELDS = 4
+"""Numbers in a line of the row table: program, place, stride, and whether the program is busy (see `ProgramTable`)."""
 
 LINE_FIELDS = 8
 """Numbers in a line of the program table."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from inference_svc.taps.gpu import kernel
-from inference_svc.taps.gpu.tables import ProgramTable
+from inference_svc.taps.gpu import chunked_kernels, kernel
+from inference_svc.taps.gpu.tables import ROW_FIELDS, ProgramTable
 from inference_svc.taps.steps.demand import MAX_ENTRIES
 from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, as_slice
 
@@ -52,8 +52,10 @@ class CudaTap:
         # several times may need more.
         programs = max_rows + _SPARE_PROGRAMS
         self._programs = ProgramTable(programs, MAX_ENTRIES * max_requests, points, device)
-        rows = torch.full((max_rows, kernel.ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
-        self._tables = kernel.KernelTables(rows, self._programs, bank, pool)
+        rows = torch.full((max_rows, ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
+        scratch = chunked_kernels.scratch_for(bank.vectors.shape[1], device)
+        self._tables = kernel.KernelTables(rows, self._programs, bank, pool, scratch)
+        self._tap = kernel.tap if scratch is None else chunked_kernels.tap
         self._stages = _Stages(rows)
         self._armed_rows = 0
         self._armed: _Armed | None = None
@@ -61,7 +63,8 @@ class CudaTap:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables on the device."""
-        return self._programs.nbytes + int(self._tables.rows.nbytes)
+        scratch = self._tables.scratch
+        return self._programs.nbytes + int(self._tables.rows.nbytes) + (0 if scratch is None else scratch.nbytes)
 
     def arm(self, layout: StepLayout) -> None:
         """See `DeviceTap.arm`."""
@@ -85,7 +88,7 @@ class CudaTap:
 
     def tap(self, hidden: Tensor, residual: Tensor | None, point: int) -> None:
         """See `op.Tap.tap`."""
-        kernel.tap(hidden, residual, point, self._tables)
+        self._tap(hidden, residual, point, self._tables)
 
     def tap_norm(
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
@@ -95,7 +98,7 @@ class CudaTap:
 
     def tap_copy(self, hidden: Tensor, point: int) -> Tensor:
         """See `op.Tap.tap_copy`."""
-        return kernel.tap_copy(hidden, point, self._tables)
+        return chunked_kernels.tap_copy(hidden, point, self._tables)
 
 
 class _Armed:
@@ -113,7 +116,7 @@ class _Armed:
         rows, programs = layout.lines[:, ROW], layout.lines[:, PROGRAM]
         self.rows = as_slice(rows)
         """The rows of the lines, as an index of numpy."""
-        self.fields = np.zeros((1 + int(rows.max()), kernel.ROW_FIELDS), dtype=np.int32)
+        self.fields = np.zeros((1 + int(rows.max()), ROW_FIELDS), dtype=np.int32)
         """The fields, int32 [rows, ROW_FIELDS]. Place and stride are missing. Rows without a line have no program."""
         self.fields[:, 0] = _NO_PROGRAM
         self.fields[self.rows, 0] = numbers[programs]

@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from inference_svc.taps import op
+from inference_svc.taps.gpu.tables import MAX_RESIDENT
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,7 +57,9 @@ def can_fold(norm: nn.Module, dtype: torch.dtype) -> bool:
     if type(norm) not in _TAPPED or envs.VLLM_BATCH_INVARIANT:
         return False
     is_partial = getattr(norm, "variance_size_override", None) is not None  # the variance of a part of the row
-    return bool(getattr(norm, "has_weight", True)) and not is_partial and norm.weight.dtype == dtype
+    if is_partial or not getattr(norm, "has_weight", True):
+        return False
+    return bool(norm.weight.dtype == dtype and len(norm.weight) <= MAX_RESIDENT)
 
 
 def fold(norm: nn.Module, point: int) -> None:

@@ -1,0 +1,79 @@
+# ruff: noqa: ANN001, ANN201 - Triton functions are written without annotations
+"""What the kernels of the tap share: the tables' format, and the arithmetic of steering (operations.py)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inference_svc.taps.gpu import tables
+from inference_svc.taps.plan import Kind
+
+ADD = tl.constexpr(int(Kind.ADD))
+ABLATE = tl.constexpr(int(Kind.ABLATE))
+SET = tl.constexpr(int(Kind.SET))
+MULTIPLY = tl.constexpr(int(Kind.MULTIPLY))
+
+LINE_FIELDS = tl.constexpr(tables.LINE_FIELDS)
+ENTRY_FIELDS = tl.constexpr(tables.ENTRY_FIELDS)
+KIND_SHIFT = tl.constexpr(tables.KIND_SHIFT)
+KEEP_NORM = tl.constexpr(tables.KEEP_NORM)
+VECTOR = tl.constexpr(tables.MAX_BANK_ROWS - 1)
+ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def number(pointer):  # type: ignore[no-untyped-def]
+    """Load a float32 whose bits are stored as an int32."""
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def is_direct(kind):  # type: ignore[no-untyped-def]
+    """Return whether an operation has no factor. A row counts as moved by it."""
+    return (kind == SET) | (kind == MULTIPLY)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def factor_of(kind, projection, scale, low, high, inverse):  # type: ignore[no-untyped-def]
+    """Return the factor by which ABLATE or CAP adds its vector to a row with this projection."""
+    # Not clamp(projection) - projection: the compiler may fuse the multiplication that gave the projection into the
+    # subtraction. Then the difference is not exactly zero where nothing is clamped.
+    over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
+    return tl.where(kind == ABLATE, -scale * projection, over) * inverse
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def moved_by(kind, x, v, factor):  # type: ignore[no-untyped-def]
+    """Return elements of a row after one operation."""
+    return tl.where(kind == SET, v, tl.where(kind == MULTIPLY, x * v, x + factor * v))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def rescaling(before, after, factor):  # type: ignore[no-untyped-def]
+    """Return what restores the norm of a row, from the sums of squares before and after an operation."""
+    # A row that became zero stays zero, and a row that was not moved keeps its bits.
+    return tl.where((after > 0.0) & (factor != 0.0), tl.sqrt(before / after), 1.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def is_far_moved(kind, factor, inverse, max_abs):  # type: ignore[no-untyped-def]
+    """Return whether an operation may have moved a row by more than a thousandth of `max_abs`."""
+    is_near = tl.abs(factor) <= max_abs * 1e-3 * inverse  # false if factor is NaN, so such a row counts as moved far
+    return (is_near == 0) | (kind == MULTIPLY)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def bounded(steered, x, max_abs):  # type: ignore[no-untyped-def]
+    """Limit the magnitude of steered elements; see `operations.bounded`."""
+    bounds = tl.maximum(tl.abs(x), max_abs)
+    is_number = steered == steered  # noqa: PLR0124 - NaN is not
+    return tl.where(is_number, tl.minimum(tl.maximum(steered, -bounds), bounds), x)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def place_of(destination, width, row_line, pool):  # type: ignore[no-untyped-def]
+    """Return the address of a captured row in its block."""
+    place = tl.load(row_line + 1).to(tl.int64)
+    stride = tl.load(row_line + 2).to(tl.int64)
+    return pool + (place + (destination >> 1).to(tl.int64) * stride) * width
