@@ -1,7 +1,7 @@
 """Starts inference services as forks of one process that has imported vLLM already.
 
 An import of vLLM takes 9 s of processor time, and a service needs two: its own, and that of the engine that vLLM
-spawns. In tests of what a service does, and not of how it starts or stops, both are forks:
+spawns. Except where a real start or end is tested, both are forks:
 
     this process ── starts ─▶ fork server, with vLLM ── forks ─▶ service ── forks ─▶ fork server ── forks ─▶ engine
 

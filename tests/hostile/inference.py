@@ -135,10 +135,10 @@ def _endpoint(stub: Stub) -> str:
 ATTACKS: dict[str, Callable[[Stub], Awaitable[str]]] = {
     "1000 idle streams": lambda stub: idle_streams(stub, 1000),
     "200 busy streams": lambda stub: busy_streams(stub, 200),
-    "registrations": lambda stub: registrations(stub, 3000),
+    "registrations": lambda stub: registrations(stub, 1000),
     "vectors": lambda stub: vectors(stub, 5),
     "long texts": lambda stub: long_texts(stub, 20),
-    "rows to unembed": lambda stub: rows_to_unembed(stub, 64),
+    "rows to unembed": lambda stub: rows_to_unembed(stub, 32),
     "silent calls": lambda stub: silent_calls(stub, 64),
     "HTTP/2 abuse": lambda stub: abuse(stub, 5000),
 }

@@ -14,6 +14,7 @@ import tests.triton_interpreter  # noqa: F401
 import json
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -40,9 +41,6 @@ SITES = (
 )
 CAPACITY = 7
 """Positions of a block: an odd number, and fewer than a real block has."""
-CHUNKED = (1, 3, 6, 8)
-"""Seeds whose steering is checked with the chunked kernel: one row and many, with residual and without."""
-
 
 Tap = Callable[[torch.Tensor, torch.Tensor | None, int, kernel.KernelTables], None]
 
@@ -62,9 +60,13 @@ def main() -> None:
         ("blocks", block_copy_differences),
     )
     differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
+    for seed, (name, has_residual, hidden) in enumerate(product(dtypes, (False, True), (2, 48, 70))):
+        tap = chunked_kernels.tap if (seed + seed // 6) % 2 else kernel.tap
+        rows = (1, 5, 24)[(seed + seed // 3) % 3]
+        check_steering(
+            steering.make_case(seed, getattr(torch, name), rows, hidden, 8, has_residual=has_residual), seed, tap
+        )
     for name in dtypes:
-        for seed in range(12):
-            check_steering(seed, getattr(torch, name), chunked_kernels.tap if seed in CHUNKED else kernel.tap)
         for has_residual, tap in ((False, chunked_kernels.tap), (True, kernel.tap)):
             case = steering.make_case(3, getattr(torch, name), 24, 70, 1, has_residual=has_residual)
             steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
@@ -161,10 +163,9 @@ def block_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list
     return worst
 
 
-def check_steering(seed: int, dtype: torch.dtype, tap: Tap) -> None:
+def check_steering(case: steering.Case, seed: int, tap: Tap) -> None:
     """Check rows of 1 to 8 operations: against float64, next to other rows, and with operations that move nothing."""
-    rows, hidden, has_residual = (1, 5, 24)[seed % 3], (2, 48, 70)[seed // 3 % 3], bool(seed % 2)
-    case = steering.make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
+    (rows, hidden), dtype = case.hidden.shape, case.hidden.dtype
     got = steered(case, tap)
     case.check(got, roundings=2.0 if dtype == torch.bfloat16 else 1.0)  # the interpreter truncates to bfloat16
     mine = seed % rows
@@ -173,7 +174,7 @@ def check_steering(seed: int, dtype: torch.dtype, tap: Tap) -> None:
     case.hidden = steering.awkward_rows(dtype, rows, hidden, seed)
     case.operations = [steering.idle_operations()[row % 6 :] if row % 4 else [] for row in range(rows)]
     assert steering.same_bits(steered(case, tap), case.hidden), "an operation that moves nothing changed a row"
-    if has_residual:
+    if case.residual is not None:
         check_idle_norm(case)
 
 

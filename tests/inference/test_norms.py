@@ -11,11 +11,11 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from inference_svc.taps import op
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu.tap import CpuTap
+from inference_svc.taps.gpu.tables import MAX_RESIDENT
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
-from inference_svc.taps.gpu.tables import MAX_RESIDENT
 from inference_svc.taps.vllm.norms import can_fold, fold
 from tests.inference.taps_support import CPU
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import residuum
-from svc_common.launcher import OWN_GROUP, ROOT, Service, start_inference, start_store
+from svc_common.launcher import OWN_GROUP, ROOT, Service, start_store
 from tests import one_process, warm_start
 
 if TYPE_CHECKING:
@@ -131,15 +131,15 @@ def test_sigterm_drains_requests_and_leaves_no_processes(
     store = run(start_store(tmp_path))
     store.wait_until_serving(30)
     arguments = [*EAGER, "--grace-seconds", "120"]  # a busy machine may need more than the default
-    inference = run(start_inference(tmp_path, str(tiny_llama), store.endpoint, arguments))
+    inference = run(warm_start.start_inference(tmp_path, str(tiny_llama), store.endpoint, arguments))
     inference.wait_until_serving(START_SECONDS)
     with residuum.Client(inference.endpoint, store=store.endpoint) as client:
         family = children_of(inference.process.pid)
         assert len(family) >= 3, "the engine, its worker and a shipper"
 
         def generate() -> str:
-            """Start requests that take seconds. Most of them wait in the queue."""
-            reply = client.generate([5, 6, 7], max_tokens=80, ignore_eos=True, capture=ALL, n=24, request_id="drained")
+            """Start requests that take seconds. Some of them wait in the queue."""
+            reply = client.generate([5, 6, 7], max_tokens=80, ignore_eos=True, capture=ALL, n=12, request_id="drained")
             return reply.request_id
 
         with ThreadPoolExecutor(1) as pool:
@@ -155,7 +155,7 @@ def test_sigterm_drains_requests_and_leaves_no_processes(
         assert inference.process.wait(60) == 0
         wait_until(lambda: not any(alive(pid) for pid in family))
         acts = client.activations("drained")
-        for sequence in range(24):
+        for sequence in range(12):
             assert len(acts.select(sequence=sequence).positions) == 3 + 80 - 1
     store.process.send_signal(signal.SIGTERM)
     assert store.process.wait(30) == 0
