@@ -1,0 +1,88 @@
+"""The kernels compile to machine code for a GPU, which fits its registers. This needs no GPU and runs nothing on one.
+
+ptxas has computed wrong addresses in a kernel that spilled registers (see `chunked_kernels`).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from inference_svc.taps.gpu import chunked_kernels, encoding_kernels, kernel  # noqa: E402
+
+CAPABILITY = 90
+CHUNKS = {"CHUNK": encoding_kernels._CHUNK}
+BYTES = {"target": "*u8"}
+TYPES = {
+    **dict.fromkeys(("hidden", "residual", "pool", "copy", "source"), "*bf16"),
+    **dict.fromkeys(("row_table", "lines", "entries"), "*i32"),
+    **dict.fromkeys(("bank", "inverse_norms", "scratch", "vectors"), "*fp32"),
+    **dict.fromkeys(("max_abs", "factor"), "fp32"),
+    "bits": "*i16",
+}
+# Each kernel, the types of its arguments beyond TYPES, and its constants.
+KERNELS = {
+    "tap, row in registers": (kernel._tap_kernel, {}, {"HAS_RESIDUAL": True, "HEAD": 8192, "TAIL": 0}),
+    "tap, row in chunks": (
+        chunked_kernels._tap_kernel,
+        {},
+        {"HAS_RESIDUAL": True, "CHUNK": chunked_kernels._CHUNK},
+    ),
+    "tap a copy": (chunked_kernels._tap_copy_kernel, {}, {"CHUNK": chunked_kernels._CHUNK}),
+    "quantised rows": (encoding_kernels._quantize_rows_kernel, BYTES, CHUNKS),
+    "quantised columns": (encoding_kernels._quantize_columns_kernel, BYTES, {"COLUMNS": 128}),
+    "largest, quantised": (encoding_kernels._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": True, **CHUNKS}),
+    "largest": (encoding_kernels._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": False, **CHUNKS}),
+    "inner products": (
+        encoding_kernels._inner_products_kernel,
+        {"target": "*fp32"},
+        {"ROWS": 32, "VECTORS": 16, "WIDTH": 64},
+    ),
+    "casts to float32": (kernel._copy_kernel, {"target": "*fp32"}, CHUNKS),
+    "casts to float16": (kernel._copy_kernel, {"target": "*fp16"}, CHUNKS),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+def compiled(name):
+    function, types, constants = KERNELS[name]
+    types = TYPES | types
+    signature = {
+        argument: "constexpr" if argument in constants else types.get(argument, "i32")
+        for argument in function.arg_names
+    }
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options={"num_warps": 8}).asm
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_and_spills_no_registers(name, tmp_path):
+    code = tmp_path / "kernel.ptx"
+    code.write_text(compiled(name)["ptx"])
+    done = subprocess.run(
+        [get_ptxas(CAPABILITY).path, "-v", f"--gpu-name=sm_{CAPABILITY}a", code, "-o", tmp_path / "kernel.cubin"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    spilled = re.findall(r"(\d+) bytes spill", done.stderr)
+    assert spilled, done.stderr
+    assert not any(map(int, spilled)), done.stderr
+
+
+def test_quantised_numbers_are_divided_and_rounded_exactly():
+    """No approximate division, and subnormal numbers are not flushed to zero: the reference in numpy does neither."""
+    ptx = compiled("quantised rows")["ptx"]
+    assert "div.rn.f32" in ptx
+    assert ".ftz" not in ptx
+    assert ".approx" not in ptx
+    assert "div.full" not in ptx
