@@ -54,7 +54,7 @@ def facts_of(
         site_widths=tuple(ranks[0]["site_widths"]),
         site_layers=_site_layers(ranks, model.get_total_num_hidden_layers()),
         steering_sites=_steering_sites(ranks),
-        attention=_attention(ranks, parallel.tensor_parallel_size),
+        attention=_attention(ranks),
         pool_bytes=sum(rank["pool_bytes"] for rank in ranks),
         table_bytes=sum(rank["table_bytes"] for rank in ranks),
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
@@ -81,10 +81,8 @@ def _steering_sites(ranks: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
     return tuple(sorted(set.intersection(*(set(rank["steering_sites"]) for rank in ranks))))
 
 
-def _attention(ranks: Sequence[dict[str, Any]], tensor_parallel_size: int) -> tuple[dict[str, Any], ...]:
-    """Return the attention of each layer; empty if ranks share a layer, because each knows only its own heads."""
-    if tensor_parallel_size > 1:
-        return ()
+def _attention(ranks: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the attention of each layer."""
     stages = {rank["first_layer"]: rank["attention"] for rank in ranks}
     return tuple(layer for first in sorted(stages) for layer in stages[first])
 

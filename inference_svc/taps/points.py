@@ -6,7 +6,7 @@ Between two layers, one point sees two sites: `resid_post` of a layer is `resid_
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from residuum.v1 import capture_pb2
 
@@ -53,11 +53,32 @@ at attn_in and mlp_in may be one tensor, so a change of one would change the oth
 """
 
 
+class RowShape(NamedTuple):
+    """The elements of a row, and how the ranks of a tensor-parallel group share them."""
+
+    width: int
+    """The elements that this rank has."""
+    ranks: int = 1
+    """How many ranks have a part of each row, in the order of their elements. 1: every rank has whole rows."""
+    copies: int = 1
+    """How many neighbouring ranks have the same part: a model can have fewer heads than there are ranks."""
+
+    @property
+    def whole(self) -> int:
+        """The elements of a whole row."""
+        return self.width * self.ranks // self.copies
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank has only a part of each row."""
+        return self.ranks > 1
+
+
 @dataclass(frozen=True)
 class TapPoints:
     """The points of one pipeline stage: the entry, one after each layer, then one in each layer for each inner site.
 
-    The rows at all of them have the same width. Points of another width than the stream's also number the entry and the
+    The rows at all of them have the same shape. Points of another shape than the stream's also number the entry and the
     places after layers, but have no op there.
     """
 
@@ -65,6 +86,8 @@ class TapPoints:
     num_layers: int
     inner: tuple[Site.ValueType, ...] = INNER_SITES
     """The sites inside a layer."""
+    is_divided: bool = False
+    """Whether this rank has only a part of each row. Such rows cannot be steered."""
 
     @property
     def has_stream(self) -> bool:
@@ -74,7 +97,7 @@ class TapPoints:
     @property
     def can_steer(self) -> bool:
         """Whether rows can be steered at some of the points."""
-        return self.has_stream or not STEERABLE.isdisjoint(self.inner)
+        return self.has_stream or not (self.is_divided or STEERABLE.isdisjoint(self.inner))
 
     def sees(self, site: Site.ValueType) -> bool:
         """Return whether a point sees this site."""
@@ -117,10 +140,10 @@ class TapPoints:
 
 @dataclass(frozen=True)
 class AllPoints:
-    """The points of all widths of a stage. They are numbered one width after the other."""
+    """The points of all shapes of rows in a stage. They are numbered one shape after the other."""
 
     groups: tuple[TapPoints, ...]
-    """The points of each width; the first ones see the residual stream."""
+    """The points of each shape; the first ones see the residual stream."""
     firsts: tuple[int, ...] = field(init=False)
     """The number of the first point of each group."""
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
+SITES = ("resid_post", "q", "k", "v", "z", "mlp_act")
+"""At the last five, each rank has a part of every row."""
+
+
 @pytest.fixture
 def store_endpoint(tmp_path: Path) -> Iterator[str]:
     store = start_store(tmp_path)
@@ -50,7 +54,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path) -> None:
     outcome = check(
         ARCHITECTURES["llama"],
-        Setup(tensor_parallel_size=2),
+        Setup(tensor_parallel_size=2, sites=SITES),
         store_endpoint,
         tmp_path / "two-ranks",
         warm_start.launch,
@@ -58,7 +62,9 @@ def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path) ->
     assert outcome.verdict is Verdict.EXACT, outcome.detail
     assert outcome.layout == (2, 1)
     assert outcome.capturing_ranks == 1
-    assert outcome.rows == LAYERS * sum(len(request.prompt) + NEW_TOKENS - 1 for request in make_requests())
+    assert outcome.rows == len(SITES) * LAYERS * sum(
+        len(request.prompt) + NEW_TOKENS - 1 for request in make_requests()
+    )
 
 
 @pytest.mark.usefixtures("two_cores")

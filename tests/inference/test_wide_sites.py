@@ -10,10 +10,10 @@ from torch import nn
 
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError
-from inference_svc.taps.model.insertion import check_widths, layers_of_sites, put_taps
+from inference_svc.taps.model.insertion import layers_of_sites, put_taps, row_shapes, steering_sites
 from inference_svc.taps.model.structure import observe
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
-from inference_svc.taps.points import INNER_SITES, WIDE_SITES, TapPoints
+from inference_svc.taps.points import INNER_SITES, WIDE_SITES, RowShape, TapPoints
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtimes import TapRuntimes
 from inference_svc.taps.vllm.capture_path import CapturePath, points_of
@@ -23,6 +23,7 @@ from tests.inference.taps_support import CPU, select
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
 Q, K, V, Z, ACT = WIDE_SITES
 WIDTHS = {Q: 8, K: 4, V: 4, Z: 8, ACT: 6}
+SHAPES = {site: RowShape(width) for site, width in WIDTHS.items()}
 
 
 class Heads(nn.Module):
@@ -83,6 +84,10 @@ def structure_of(*layers):
     return numbered, observe(model, numbered, lambda module: isinstance(module, Heads), run), run
 
 
+def shapes(layers, structure, sites):
+    return row_shapes(layers, structure, sites, lambda _, entry: RowShape(entry.width))
+
+
 def tap_calling(see):
     """Return a tap that calls a function with the rows and the point, and changes nothing."""
 
@@ -100,8 +105,8 @@ def test_heads_and_neurons_are_found_and_tapped(monkeypatch):
     monkeypatch.setattr(op._Current, "taps", (), raising=False)
     monkeypatch.setattr(op._Current, "firsts", (), raising=False)
     numbered, structure, run = structure_of(Layer(), Layer(), Layer())
-    assert check_widths(numbered, structure, [POST, *WIDE_SITES], ranks=1) == WIDTHS
-    points, seen = points_of(0, 3, WIDTHS), {}
+    assert shapes(numbered, structure, [POST, *WIDE_SITES]) == SHAPES
+    points, seen = points_of(0, 3, SHAPES), {}
     groups = [
         tap_calling(lambda hidden, point, group=group: seen.update({(group, point): hidden.clone()}))
         for group in range(len(points.groups))
@@ -147,7 +152,7 @@ def test_what_a_model_lacks_is_refused_by_name(monkeypatch, layers, sites, told)
     monkeypatch.setattr(Heads, "forward", combine)
     numbered, structure, _ = structure_of(*layers)
     with pytest.raises(CannotTapError, match=told):
-        check_widths(numbered, structure, sites, ranks=1)
+        shapes(numbered, structure, sites)
 
 
 def test_the_attention_takes_the_copies_of_heads(monkeypatch):
@@ -155,7 +160,7 @@ def test_the_attention_takes_the_copies_of_heads(monkeypatch):
     monkeypatch.setattr(op._Current, "taps", (), raising=False)
     monkeypatch.setattr(op._Current, "firsts", (), raising=False)
     numbered, structure, run = structure_of(Layer())
-    plain, points = run(), points_of(0, 1, {V: WIDTHS[V]})
+    plain, points = run(), points_of(0, 1, {V: SHAPES[V]})
     taps = [SimpleNamespace(tap=lambda *_: None, tap_copy=lambda hidden, point: hidden + scale) for _ in points.groups]
     op.install(taps, points.firsts)
     put_taps(numbered, points, structure, [V], lambda norm, point: False)
@@ -174,9 +179,9 @@ def test_layers_without_a_site_are_left_out(monkeypatch):
     )
     numbered, structure, run = structure_of(Layer(), Layer(Attention(6, 4, 4), Experts()), Layer(mlp=Experts()))
     sites = [POST, Q, ACT]
-    assert check_widths(numbered, structure, sites, ranks=1) == {Q: WIDTHS[Q], ACT: WIDTHS[ACT]}
+    assert shapes(numbered, structure, sites) == {Q: SHAPES[Q], ACT: SHAPES[ACT]}
     assert layers_of_sites(numbered, structure, sites) == [[0, 1, 2], [0, 2], [0]]
-    points, seen = points_of(0, 3, {Q: WIDTHS[Q], ACT: WIDTHS[ACT]}), []
+    points, seen = points_of(0, 3, {Q: SHAPES[Q], ACT: SHAPES[ACT]}), []
     taps = [tap_calling(lambda hidden, point, group=group: seen.extend(group.sites(point))) for group in points.groups]
     op.install(taps, points.firsts)
     put_taps(numbered, points, structure, sites, lambda norm, point: False)
@@ -216,15 +221,27 @@ def test_neurons_are_those_of_the_mlp():
         assert found.width == 6
 
 
-def test_rows_that_ranks_divide_are_refused():
+def test_rows_that_ranks_divide_are_not_steered_and_refused_if_it_is_not_known_how():
     numbered, structure, _ = structure_of(Layer())
-    assert check_widths(numbered, structure, [POST], ranks=2) == {}
-    with pytest.raises(CannotTapError, match=r"^q and z cannot be captured with tensor parallelism"):
-        check_widths(numbered, structure, [Z, POST, Q], ranks=2)
+    halves = {Q: RowShape(8, 2), Z: RowShape(8, 2), K: RowShape(4), ACT: RowShape(6)}
+    found = row_shapes(numbered, structure, [POST, Q, Z, K, ACT], lambda site, _: halves[site])
+    assert found == halves
+    assert {site: shape.whole for site, shape in found.items()} == {Q: 16, Z: 16, K: 4, ACT: 6}
+    assert steering_sites([POST, Q, Z, ACT], structure, found) == [POST, ACT]
+    points = points_of(0, 1, found)
+    assert [(group.inner, group.can_steer) for group in points.groups[1:]] == [
+        ((K,), False),
+        ((ACT,), True),
+        ((Q, Z), False),
+    ]
+    with pytest.raises(
+        CannotTapError, match=r"^z cannot be captured with tensor parallelism: .* found only that Linear"
+    ):
+        row_shapes(numbered, structure, [Z, POST, Q], lambda site, _: halves[site] if site == Q else None)
 
 
 def test_every_place_has_a_number_of_its_own():
-    points = points_of(2, 3, WIDTHS)
+    points = points_of(2, 3, SHAPES)
     assert [group.inner for group in points.groups] == [INNER_SITES, (K, V), (ACT,), (Q, Z)]
     numbers = [points.of(site, layer) for site in (POST, *INNER_SITES, *WIDE_SITES) for layer in (2, 3, 4)]
     assert len(set(numbers)) == len(numbers)
@@ -236,7 +253,7 @@ def test_every_place_has_a_number_of_its_own():
 
 
 def test_a_plan_is_divided_by_the_widths_of_its_sites():
-    stream, keys, neurons, _ = points_of(0, 2, WIDTHS).groups
+    stream, keys, neurons, _ = points_of(0, 2, SHAPES).groups
     operation, wide = Operation(Kind.ADD, 0, (0,), select()), Operation(Kind.SET, 1, (1,), select(), site=ACT)
     plan = RequestPlan(5, Capture("r", 0, (0, 1), select(), (POST, K)), (operation, wide), name="r#0")
     assert plan.for_points(stream, captures=True).capture.sites == (POST,)
@@ -248,7 +265,7 @@ def test_a_plan_is_divided_by_the_widths_of_its_sites():
 
 
 def test_points_without_work_get_no_plan_unless_its_steering_may_change():
-    stream, keys, neurons, heads = points_of(0, 2, WIDTHS).groups
+    stream, keys, neurons, heads = points_of(0, 2, SHAPES).groups
     plan = RequestPlan(5, Capture("r", 0, (0, 1), select(), (K,)))
     assert [plan.for_points(group, captures=True) is None for group in (stream, neurons, heads)] == [True] * 3
     named = RequestPlan(5, plan.capture, name="r#0")
@@ -264,12 +281,12 @@ def path(tmp_path, monkeypatch):
         model_config=SimpleNamespace(dtype=torch.float32),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
     )
-    points = points_of(0, 2, {K: 4, ACT: 6})
-    made = CapturePath(config, CPU, points, [8, 4, 6], [POST, K, ACT], 4)
+    points = points_of(0, 2, {K: RowShape(4), ACT: RowShape(6)})
+    made = CapturePath(config, CPU, points, [RowShape(8), RowShape(4), RowShape(6)], [POST, K, ACT], 4)
     made.make_ring(str(tmp_path / "ring"), 1 << 20, [""])
     taps, _ = made.make_taps()
     op.install(taps, points.firsts)
-    made.runtime, made.points, made.bank = TapRuntimes(made.runtimes(taps)), points, made._banks[0]
+    made.runtime, made.points, made.bank = TapRuntimes(made.runtimes(taps, None)), points, made._all[0].bank
     yield made
     made.producer.close()
 

@@ -167,7 +167,7 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def attention(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttentionLayer]:
-        """The attention of each decoder layer. Empty: unknown, or tensor parallel ranks share each layer."""
+        """The attention of each decoder layer, with the heads of all ranks that share it. Empty: unknown."""
 
     def __init__(
         self,

@@ -14,11 +14,11 @@ from inference_svc.taps.points import ENTRY, STEERABLE, WIDE_SITES
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from inference_svc.taps.model.calls import Argument
-    from inference_svc.taps.model.structure import Structure
-    from inference_svc.taps.points import AllPoints, Site
+    from inference_svc.taps.model.structure import Structure, WideEntry
+    from inference_svc.taps.points import AllPoints, RowShape, Site
 
 
 PARTS = (capture_pb2.SITE_ATTN_OUT, capture_pb2.SITE_MLP_OUT)
@@ -150,32 +150,40 @@ def _is_small(error: float) -> bool:
     return error < _SUM_TOLERANCE
 
 
-def steering_sites(sites: Iterable[Site.ValueType], structure: Structure) -> list[int]:
+def steering_sites(
+    sites: Iterable[Site.ValueType], structure: Structure, shapes: Mapping[Site.ValueType, RowShape]
+) -> list[int]:
     """Return the sites at which rows can be steered: after the layers, and those of `sites` where the model allows it.
 
     Args:
         sites: The sites that requests can capture.
         structure: The model's structure, with the result of `parts_check.middle_error`.
+        shapes: The result of `row_shapes`. Rows that ranks divide cannot be steered.
     """
-    found = {capture_pb2.SITE_RESID_POST, *STEERABLE.intersection(sites)}
+    divided = {site for site, shape in shapes.items() if shape.is_divided}
+    found = {capture_pb2.SITE_RESID_POST, *STEERABLE.intersection(sites) - divided}
     if not structure.middle_moves:
         found.discard(capture_pb2.SITE_RESID_MID)
     return sorted(found)
 
 
-def check_widths(
-    layers: Mapping[int, nn.Module], structure: Structure, sites: Iterable[Site.ValueType], ranks: int
-) -> dict[Site.ValueType, int]:
-    """Return the elements of a row at each of the sites that has a width of its own. Some layers may lack the site.
+def row_shapes(
+    layers: Mapping[int, nn.Module],
+    structure: Structure,
+    sites: Iterable[Site.ValueType],
+    shape_of: Callable[[Site.ValueType, WideEntry], RowShape | None],
+) -> dict[Site.ValueType, RowShape]:
+    """Return the shape of a row at each of the sites that has a width of its own. Some layers may lack the site.
 
     Args:
         layers: The decoder layers by index.
         structure: The model's structure.
         sites: The sites that requests can capture.
-        ranks: How many ranks share each layer.
+        shape_of: Returns the shape of the rows at a place, or None if it does not know how ranks share them.
 
     Raises:
-        CannotTapError: A site was found in no layer, differs from layer to layer, or is divided among ranks.
+        CannotTapError: A site was found in no layer, differs from layer to layer, or is shared by ranks in a way that
+            is not known.
     """
     asked = [site for site in WIDE_SITES if site in set(sites)]
     lacking = [site for site in asked if not structure.wide[site]]
@@ -186,19 +194,25 @@ def check_widths(
             f"take rows of this kind, found none (layers {sorted(layers)}). Leave "
             f"{'these sites' if len(lacking) > 1 else 'the site'} out of --capture-sites."
         )
-    if asked and ranks > 1:
+    shapes = {site: {shape_of(site, entry) for entry in structure.wide[site].values()} for site in asked}
+    return {site: _only_shape(site, found, structure.wide[site].values()) for site, found in shapes.items()}
+
+
+def _only_shape(site: Site.ValueType, found: Collection[RowShape | None], entries: Iterable[WideEntry]) -> RowShape:
+    known = [shape for shape in found if shape is not None]
+    if len(known) < len(found):
+        kinds = ", ".join(sorted({type(entry.module).__name__ for entry in entries}))
         raise CannotTapError(
-            f"{_names(asked)} cannot be captured with tensor parallelism: each of the {ranks} ranks has a part of "
-            "every row. Use one rank, or leave these sites out of --capture-sites."
+            f"{_names([site])} cannot be captured with tensor parallelism: looked for how the ranks share its rows, "
+            f"found only that {kinds} takes them. Use one rank, or leave the site out of --capture-sites."
         )
-    widths = {site: {entry.width for entry in structure.wide[site].values()} for site in asked}
-    for site, found in widths.items():
-        if len(found) > 1:
-            raise CannotTapError(
-                f"{_names([site])} cannot be captured: its rows must have the same width in all layers, and have "
-                f"{' or '.join(map(str, sorted(found)))} elements. Leave the site out of --capture-sites."
-            )
-    return {site: found.pop() for site, found in widths.items()}
+    if len(known) > 1:
+        widths = sorted({shape.whole for shape in known})
+        raise CannotTapError(
+            f"{_names([site])} cannot be captured: its rows must have the same width in all layers, and have "
+            f"{' or '.join(map(str, widths))} elements. Leave the site out of --capture-sites."
+        )
+    return known[0]
 
 
 def layers_of_sites(

@@ -14,13 +14,12 @@ from residuum.v1 import capture_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-    from inference_svc.taps.blocks import BlockPool
-    from inference_svc.taps.plan import Operation
+    from inference_svc.taps.blocks import Block, BlockPool
+    from inference_svc.taps.plan import Capture, Operation
     from inference_svc.taps.points import TapPoints
-    from inference_svc.taps.sink import BlockSink
     from inference_svc.taps.steps.layout import StepLayout
 
 _REMEMBERED_NAMES = 10_000
@@ -40,10 +39,32 @@ class DeviceTap(Protocol):
         """Make the taps do nothing from the next run of the model on. Called once, when a step has no work for them."""
 
 
+class RowSink(Protocol):
+    """The part of a sink that the runtime calls; see `BlockSink`."""
+
+    def begin(self, plan: RequestPlan) -> None:
+        """Prepare for the blocks of a request whose capture is followed (`Capture.is_followed`), until `end`."""
+
+    def send(self, blocks: Sequence[Block]) -> None:
+        """Take over blocks, and give them back to their pool when their rows have left."""
+
+    def end(self, capture: Capture) -> None:
+        """Send the last rows of a followed capture, after its last block was sent, and forget it."""
+
+    def lose(
+        self,
+        capture: Capture,
+        positions: Sequence[int],
+        reason: capture_pb2.IncompleteReason.ValueType,
+        detail: str,
+    ) -> None:
+        """Report rows of a capture that will never arrive."""
+
+
 class TapRuntime:
     """Keeps the requests that the taps capture or steer, and drives the taps through each step of the engine."""
 
-    def __init__(self, points: TapPoints, tap: DeviceTap, pool: BlockPool | None, sink: BlockSink | None) -> None:
+    def __init__(self, points: TapPoints, tap: DeviceTap, pool: BlockPool | None, sink: RowSink | None) -> None:
         """Make the runtime of one rank. Without a pool and a sink, the rank only steers."""
         self._points = points
         self._tap = tap
@@ -75,7 +96,7 @@ class TapRuntime:
             finished: IDs of requests that ended or were stopped since the last step.
             admitted: IDs and `extra_args` of requests that are scheduled for the first time.
         """
-        for request_id in finished:
+        for request_id in sorted(finished):  # the same order on every rank: see `JoiningSink`
             self._retire(request_id)
         for request_id, extra_args in admitted:
             whole = RequestPlan.from_extra_args(extra_args)

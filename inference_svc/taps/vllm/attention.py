@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
+
+from inference_svc.taps.vllm.tensor_parallel import copies_of_keys, join_numbers, num_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,11 +18,18 @@ _NAMES = ("scale", "logits_soft_cap", "sinks", "alibi_slopes", "kv_sharing_targe
 """What the implementation of an attention must have. Some of vLLM's backends lack one of these."""
 
 
-def attention_of(layer: nn.Module) -> dict[str, Any]:
+def attention_of(layer: nn.Module, config: Any) -> dict[str, Any]:
     """Return the fields of the contract's `AttentionLayer` for a decoder layer, as plain data.
 
-    Empty if the layer has no attention, several, or one of a kind whose weights do not follow from these fields: latent
-    attention, attention in chunks, or a layer that takes the keys of another one.
+    They describe the heads of all ranks that share the layer. Every rank must call this.
+
+    Args:
+        layer: The decoder layer.
+        config: vLLM's `VllmConfig`.
+
+    Returns:
+        Empty if the layer has no attention, several, or one of a kind whose weights do not follow from these fields:
+        latent attention, attention in chunks, or a layer that takes the keys of another one.
     """
     found = [module for module in layer.modules() if isinstance(module, Attention)]
     if len(found) != 1 or type(found[0]) is not Attention:
@@ -32,9 +42,12 @@ def attention_of(layer: nn.Module) -> dict[str, Any]:
         or impl.kv_sharing_target_layer_name is not None
     ):
         return {}
+    copies = copies_of_keys(config, module)
+    if copies is None:
+        return {}
     return {
-        "num_heads": module.num_heads,
-        "num_kv_heads": module.num_kv_heads,
+        "num_heads": module.num_heads * num_ranks(),
+        "num_kv_heads": module.num_kv_heads * num_ranks() // copies,
         "scale": impl.scale,
         "sliding_window": module.sliding_window or 0,
         "logits_soft_cap": impl.logits_soft_cap or 0.0,
@@ -44,7 +57,8 @@ def attention_of(layer: nn.Module) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Return one number for each head; empty for None."""
+    """Return one number for each head of all ranks; empty for None."""
     if values is None:
         return []
-    return [float(value) for value in (values.flatten().tolist() if hasattr(values, "flatten") else values)]
+    numbers = torch.as_tensor(values, dtype=torch.float32).flatten()
+    return [float(value) for value in join_numbers(numbers).tolist()]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import vllm
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_pp_group
 
 from inference_svc.logs import configure_worker_logs
 from inference_svc.taps import op
@@ -23,9 +23,10 @@ from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.logits_check import most_likely
 from inference_svc.taps.plan import Operation
+from inference_svc.taps.points import RowShape
 from inference_svc.taps.ring_writer import ModelRows
 from inference_svc.taps.steps.runtimes import TapRuntimes
-from inference_svc.taps.vllm import norms, runner_v1, runner_v2
+from inference_svc.taps.vllm import norms, runner_v1, runner_v2, tensor_parallel
 from inference_svc.taps.vllm.attention import attention_of
 from inference_svc.taps.vllm.capture_path import CapturePath, points_of
 from inference_svc.taps.vllm.eager_runs import EagerRuns
@@ -218,23 +219,24 @@ class _Taps:
         self._pipeline_rank = get_pp_group().rank_in_group
         self.eager_runs = EagerRuns(worker, layers)
         structure = self.eager_runs.observe(self._sites)
-        widths = insertion.check_widths(layers, structure, self._sites, get_tp_group().world_size)
+        shape_of = functools.partial(tensor_parallel.shape_of, config)
+        shapes = insertion.row_shapes(layers, structure, self._sites, shape_of)
         self._site_layers = insertion.layers_of_sites(layers, structure, self._sites)
-        points = points_of(min(layers), len(layers), widths)
+        points = points_of(min(layers), len(layers), shapes)
         self._points = points.groups[0]
-        self._widths = [widths.get(site, hidden) for site in self._sites]
-        self._steering_sites = insertion.steering_sites(self._sites, structure)
-        self._attention = [attention_of(layers[index]) for index in sorted(layers)]
+        self._widths = [shapes[site].whole if site in shapes else hidden for site in self._sites]
+        self._steering_sites = insertion.steering_sites(self._sites, structure, shapes)
+        self._attention = [attention_of(layers[index], config) for index in sorted(layers)]
         self._format = ModelRows(hidden, WIRE_TYPES[dtype])
-        group_widths = [hidden, *(widths[group.inner[0]] for group in points.groups[1:])]
-        self.path = CapturePath(config, worker.device, points, group_widths, self._sites, settings["bank_rows"])
-        if get_tp_group().rank_in_group == 0:
+        group_shapes = [RowShape(hidden), *(shapes[group.inner[0]] for group in points.groups[1:])]
+        self.path = CapturePath(config, worker.device, points, group_shapes, self._sites, settings["bank_rows"])
+        if tensor_parallel.is_first_rank():
             replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
             self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
             # Without a store, only the self-test captures, and its rows stay here.
             self.path.make_ring(self._control_path, settings["ring_bytes"], settings["stores"] or [""])
         taps, self._table_bytes = self.path.make_taps()
-        self.runtime = TapRuntimes(self.path.runtimes(taps))
+        self.runtime = TapRuntimes(self.path.runtimes(taps, tensor_parallel.join))
         op.install(taps, points.firsts)
         folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
         self._folded = insertion.put_taps(

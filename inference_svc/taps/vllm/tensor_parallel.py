@@ -1,0 +1,98 @@
+"""Tensor parallelism: how vLLM's ranks share the rows inside a layer, and how whole rows are made of their parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+
+from inference_svc.taps.points import RowShape
+from residuum.v1 import capture_pb2
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from inference_svc.taps.model.structure import WideEntry
+    from inference_svc.taps.points import Site
+
+
+def num_ranks() -> int:
+    """Return how many ranks share each layer."""
+    return int(get_tp_group().world_size)
+
+
+def is_first_rank() -> bool:
+    """Return whether this is the rank of its tensor-parallel group that captures."""
+    return bool(get_tp_group().rank_in_group == 0)
+
+
+def shape_of(config: Any, site: Site.ValueType, entry: WideEntry) -> RowShape | None:
+    """Return the shape of the rows that a module takes at a site; None if it is not known how ranks share them.
+
+    Args:
+        config: vLLM's `VllmConfig`.
+        site: A site whose rows have a width of their own.
+        entry: The place before the module.
+    """
+    if num_ranks() == 1:
+        return RowShape(entry.width)
+    if isinstance(entry.module, Attention):
+        copies = copies_of_keys(config, entry.module)
+        return None if copies is None else _divided(entry.width, 1 if site == capture_pb2.SITE_Q else copies)
+    return _shape_of_input(entry.module, entry.width)
+
+
+def copies_of_keys(config: Any, attention: Attention) -> int | None:
+    """Return how many neighbouring ranks have the same keys and values. The queries are divided among all ranks.
+
+    Args:
+        config: vLLM's `VllmConfig`.
+        attention: The attention of a layer.
+
+    Returns:
+        None if it is not known, because the layer has other heads than the model's configuration says.
+    """
+    if num_ranks() == 1:
+        return 1
+    model, parallel = config.model_config, config.parallel_config
+    expected = (model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel))
+    if (attention.num_heads, attention.num_kv_heads) != expected:
+        return None
+    return max(num_ranks() // int(model.get_total_num_kv_heads()), 1)
+
+
+def _divided(width: int, copies: int) -> RowShape:
+    return RowShape(width) if copies == num_ranks() else RowShape(width, num_ranks(), copies)
+
+
+def _shape_of_input(module: nn.Module, width: int) -> RowShape | None:
+    if not isinstance(module, LinearBase):
+        return None
+    if isinstance(module, RowParallelLinear) and module.tp_size > 1 and module.input_is_parallel:
+        return RowShape(width, module.tp_size)
+    return RowShape(width)  # each rank takes whole rows
+
+
+def join(parts: Tensor, shape: RowShape) -> Tensor:
+    """Return whole rows, [units, positions, whole width]. Every rank must call this, in the same order.
+
+    Args:
+        parts: This rank's part of the rows, [units, positions, width].
+        shape: The shape of a row.
+    """
+    # Only the first rank needs them, but vLLM 0.32's `gather` to one rank waits forever on CPUs.
+    joined: Tensor = get_tp_group().all_gather(parts.contiguous(), dim=-1)
+    if shape.copies == 1:
+        return joined
+    units, positions, width = parts.shape
+    different = joined.view(units, positions, -1, shape.copies, width)[:, :, :, 0]
+    return different.reshape(units, positions, shape.whole)
+
+
+def join_numbers(numbers: Tensor) -> Tensor:
+    """Return the numbers of all ranks, one after the other, on every rank. Every rank must call this."""
+    group = get_tp_group()
+    joined: Tensor = group.all_gather(numbers.to(group.device), dim=0)
+    return joined
