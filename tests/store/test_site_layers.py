@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,7 +180,8 @@ def test_other_formats_have_the_same_rows(reader: residuum.Client, tmp_path: Pat
 
 
 def test_a_dataset_reads_its_rows(stored: Client) -> None:
-    torch = pytest.importorskip("residuum.torch")
+    pytest.importorskip("torch")
+    torch = importlib.import_module("residuum.torch")
     options = {"store": stored.target, "batch_size": 64, "shuffle_buffer": 0, "sites": ["resid_post", "resid_mid"]}
     (batch,) = torch.ActivationDataset("", ["a"], **options)
     assert len(batch.activations) == 3 * len(POSITIONS)

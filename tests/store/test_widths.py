@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +86,8 @@ def test_a_table_has_one_width(reader: residuum.Client, tmp_path: Path) -> None:
 
 
 def test_a_dataset_has_one_width(reader: residuum.Client, client: Client) -> None:
-    torch = pytest.importorskip("residuum.torch")
+    pytest.importorskip("torch")
+    torch = importlib.import_module("residuum.torch")
     dataset = torch.ActivationDataset("127.0.0.1:1", ["a"], store=client.target, sites="mlp_act", batch_size=4)
     assert dataset.width == 20
     assert sum(len(batch.activations) for batch in dataset) == len(LAYERS) * len(POSITIONS)
