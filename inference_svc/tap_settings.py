@@ -16,20 +16,7 @@ from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
 from residuum.wire.placement import StoreAddress, parse_stores
 from svc_common.settings import ServiceSettings
 
-SITES = {
-    "resid_post": capture_pb2.SITE_RESID_POST,
-    "resid_pre": capture_pb2.SITE_RESID_PRE,
-    "attn_out": capture_pb2.SITE_ATTN_OUT,
-    "mlp_out": capture_pb2.SITE_MLP_OUT,
-    "attn_in": capture_pb2.SITE_ATTN_IN,
-    "resid_mid": capture_pb2.SITE_RESID_MID,
-    "mlp_in": capture_pb2.SITE_MLP_IN,
-    "q": capture_pb2.SITE_Q,
-    "k": capture_pb2.SITE_K,
-    "v": capture_pb2.SITE_V,
-    "z": capture_pb2.SITE_Z,
-    "mlp_act": capture_pb2.SITE_MLP_ACT,
-}
+SITES = {name.removeprefix("SITE_").lower(): site for name, site in capture_pb2.Site.items() if site}
 """The sites that --capture-sites accepts, by name."""
 
 
@@ -87,9 +74,9 @@ class TapSettings(ServiceSettings):
         "resid_post",
     )
     """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out, attn_in,
-    resid_mid, mlp_in, q, k, v, z, mlp_act. The last five need tensor-parallel-size 1. Each site adds memory for capture
-    blocks; see max-num-seqs. All but resid_post and resid_pre add one kernel per layer to each step, even if no request
-    captures them; resid_mid adds none where its tap folds into a norm."""
+    resid_mid, mlp_in, q, k, v, z, mlp_act, router_logits. Each site adds memory for capture blocks; see max-num-seqs.
+    All but resid_post and resid_pre add one kernel per layer to each step, even if no request captures them; resid_mid
+    adds none where its tap folds into a norm."""
     fold_norms: bool | None = None
     """Fold taps into the norms that follow them, so that idle taps cost almost nothing. Default: only on a GPU."""
 

@@ -19,7 +19,7 @@ from typing import Any
 from bench.conformance.architectures import ARCHITECTURES, Architecture
 from bench.conformance.check import check, to_json
 from bench.conformance.quantized import QUANTIZATIONS
-from bench.conformance.reference import SITES
+from bench.conformance.reference import ALL_SITES
 from bench.conformance.results import Outcome, Verdict, sites_refused
 from bench.conformance.setup import Setup
 from bench.machine import describe as describe_origin
@@ -155,7 +155,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "VLLM_CPU_OMP_THREADS_BIND, such as '0|1' (default: 1x1)",
     )  # fmt: skip
     parser.add_argument(
-        "--sites", type=words(SITES), default=defaults.sites, help=f"separated by commas: {', '.join(SITES)}"
+        "--sites", type=words(ALL_SITES), default=defaults.sites, help=f"separated by commas: {', '.join(ALL_SITES)}"
     )
     parser.add_argument(
         "--quantization", type=words(QUANTIZATIONS), default=[""], help="formats of the weights, separated by commas: "
@@ -198,7 +198,7 @@ def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
                 setup,
                 tensor_parallel_size=tensor,
                 pipeline_parallel_size=pipeline,
-                sites=tuple(site for site in setup.sites if site not in architecture.unseen),
+                sites=architecture.compared(setup.sites),
                 quantization=quantization,
             ),
             time,

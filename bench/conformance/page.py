@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.conformance.architectures import ARCHITECTURES
-from bench.conformance.reference import SITES
+from bench.conformance.reference import ALL_SITES
 from bench.output import markdown_table, short_revision, vllm_version
 
 Result = Mapping[str, Any]
@@ -81,10 +81,10 @@ def _sites_table(outcomes: Mapping[str, Sequence[Result]]) -> str:
         exact = [outcome for outcome in of_name if outcome["verdict"] == "exact"]
         found = {site for outcome in exact for site in outcome["sites"]}
         partial = {site for outcome in exact for site in outcome.get("site_layers", ())}
-        marks = ["" if site not in found else "some layers" if site in partial else "yes" for site in SITES]
+        marks = ["" if site not in found else "some layers" if site in partial else "yes" for site in ALL_SITES]
         if exact:
             rows.append((f"`{name}`", *marks))
-    return markdown_table(("architecture", *(f"`{site}`" for site in SITES)), rows)
+    return markdown_table(("architecture", *(f"`{site}`" for site in ALL_SITES)), rows)
 
 
 def _plain(result: Result) -> list[Result]:
@@ -153,7 +153,7 @@ def _cell(outcomes: Sequence[Result]) -> str:
 
 
 def _listed(sites: Iterable[str]) -> str:
-    return ", ".join(f"`{site}`" for site in SITES if site in sites)
+    return ", ".join(f"`{site}`" for site in ALL_SITES if site in sites)
 
 
 def _details(served: Served, outcomes: Sequence[Result], revisions: Sequence[str]) -> tuple[str, ...]:

@@ -25,12 +25,14 @@ Changes = Mapping[Any, Change]
 """Changes by layer, of the layer's output; or by site and layer, of the rows at a site."""
 
 
-WIDE_SITES = ("q", "k", "v", "z", "mlp_act")
-"""The sites whose rows have a width of their own: queries, keys, values, and what the output projections of attention
-and MLP take."""
-SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *WIDE_SITES)
+WIDE_SITES = ("q", "k", "v", "z", "mlp_act", "router_logits")
+"""The sites whose rows have a width of their own: queries, keys, values, what the output projections of attention and
+MLP take, and the logits of a router of experts."""
+SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *WIDE_SITES[:-1])
 """The sites of a layer: the residual stream that enters it, what the attention block takes and adds, the stream after
 that, what the MLP takes and adds, the stream that leaves the layer, and those with a width of their own."""
+ALL_SITES = (*SITES, "router_logits")
+"""With the site that only a mixture of experts has."""
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer", "mamba", "conv")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "fc1")
@@ -40,6 +42,8 @@ _PROJECTIONS = {
     "mlp_act": ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "fc_out", "proj_out", "w2", "output_linear"),
 }
 """The names of the output projections within these modules."""
+_ROUTERS = ("gate", "router", "gate.wg", "router.layer")
+"""The names of the routers within the MLP. A router has a weight for each expert, and may have a bias."""
 
 _LAYER_LISTS = ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers", "backbone.layers")
 """The paths of the list of decoder layers in transformers' models."""
@@ -141,13 +145,18 @@ class Reference:
             for part in _first(layer, parts):
                 for projection in _first(layer if part is getattr(layer, "fc1", None) else part, _PROJECTIONS[site]):
                     projection.register_forward_pre_hook(self._before(site, index), with_kwargs=True)
-        for part in _first(layer, architecture.middle):
-            part.register_forward_pre_hook(self._before("resid_mid", index), with_kwargs=True)
+        self._hook_inputs(architecture, index, layer)
         for site, names in {"attn_out": architecture.attention, "mlp_out": architecture.mlp}.items():
             for part in _first(layer, names):
                 has_middle = bool(_first(layer, architecture.middle))
                 part.register_forward_hook(self._part(site, index, scale, has_middle=has_middle))
         layer.register_forward_hook(self._leave(index))
+
+    def _hook_inputs(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
+        for router in _routers(_first(layer, architecture.mlp_in or _MLP)):
+            router.register_forward_pre_hook(self._route(index), with_kwargs=True)
+        for part in _first(layer, architecture.middle):
+            part.register_forward_pre_hook(self._before("resid_mid", index), with_kwargs=True)
 
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -164,6 +173,15 @@ class Reference:
             taken = arguments[0] if arguments else options["hidden_states"]
             self._change(site, index, taken)
             self._keep(site, index, taken)
+
+        return hook
+
+    def _route(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            taken = arguments[0] if arguments else options["hidden_states"]
+            bias = getattr(module, "bias", None)
+            logits = nn.functional.linear(taken, module.weight.to(taken.dtype), bias)
+            self._keep("router_logits", index, logits)
 
         return hook
 
@@ -225,7 +243,7 @@ class Reference:
         return [row if row is None or width in {None, row.shape[-1]} else None for row in rows]
 
     def _nothing(self) -> dict[str, list[Tensor | None]]:
-        return {site: [None] * len(self._layers) for site in SITES}
+        return {site: [None] * len(self._layers) for site in ALL_SITES}
 
     def _keep(self, site: str, index: int, rows: Tensor) -> None:
         self._kept[site][index] = rows.reshape(-1, rows.shape[-1]).clone()  # some parts have no batch dimension
@@ -248,6 +266,15 @@ def _first(layer: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
     """Return the first of some submodules that a layer has; empty if it has none."""
     modules = dict(layer.named_modules())
     return [modules[path] for path in paths if path in modules][:1]
+
+
+def _routers(parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the routers of MLPs: modules of such a name that have a weight for each expert."""
+    named = [module for part in parts for path in _ROUTERS for module in _first(part, [path])]
+    weights = [getattr(module, "weight", None) for module in named]
+    return [
+        module for module, weight in zip(named, weights, strict=True) if isinstance(weight, Tensor) and weight.ndim > 1
+    ]
 
 
 def adding(push: Rows) -> Change:

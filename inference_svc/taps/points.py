@@ -33,6 +33,7 @@ WIDE_SITES = (
     capture_pb2.SITE_V,
     capture_pb2.SITE_Z,
     capture_pb2.SITE_MLP_ACT,
+    capture_pb2.SITE_ROUTER_LOGITS,
 )
 """The sites inside a layer whose rows have a width of their own."""
 

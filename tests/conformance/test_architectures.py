@@ -13,7 +13,7 @@ import pytest
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
 from bench.conformance.architectures.architecture import HEADS
 from bench.conformance.check import check
-from bench.conformance.reference import SITES
+from bench.conformance.reference import ALL_SITES, SITES
 from bench.conformance.results import Outcome, Verdict
 from bench.conformance.setup import Setup
 from bench.conformance.workload import NEW_TOKENS, make_requests
@@ -35,7 +35,7 @@ _REFUSED = [name for name in NAMES if ARCHITECTURES[name].refused]
 _VLLM, _TRANSFORMERS = "vllm", "transformers"
 """Whose code runs the model: vLLM's own, or that of transformers (vLLM's `--model-impl`)."""
 CASES = [
-    *((name, ARCHITECTURES[name].site_sets(SITES)[-1], _VLLM) for name in NAMES),
+    *((name, ARCHITECTURES[name].site_sets(ALL_SITES)[-1], _VLLM) for name in NAMES),
     ("gemma2", tuple(site for site in SITES if site not in HEADS), _TRANSFORMERS),
 ]
 REFUSED = [(name, SITES, _VLLM) for name in _REFUSED]

@@ -9,19 +9,24 @@ import torch
 from torch import nn
 
 from inference_svc.taps import op
+from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.insertion import layers_of_sites, put_taps, row_shapes, steering_sites
 from inference_svc.taps.model.structure import observe
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
 from inference_svc.taps.points import INNER_SITES, WIDE_SITES, RowShape, TapPoints
 from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.steps.runtimes import TapRuntimes
 from inference_svc.taps.vllm.capture_path import CapturePath, points_of
 from residuum.v1 import capture_pb2
 from tests.inference.taps_support import CPU, select
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
-Q, K, V, Z, ACT = WIDE_SITES
+*OF_ALL, ROUTER = WIDE_SITES
+Q, K, V, Z, ACT = OF_ALL
 WIDTHS = {Q: 8, K: 4, V: 4, Z: 8, ACT: 6}
 SHAPES = {site: RowShape(width) for site, width in WIDTHS.items()}
 
@@ -63,6 +68,18 @@ class Experts(nn.Module):
         return self.experts(hidden)
 
 
+class Mixture(nn.Module):
+    """A router, and experts beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), nn.Linear(4, 3 * 4)
+
+    def forward(self, hidden):
+        weights = self.gate(hidden).softmax(-1)
+        return (weights[:, :, None] * self.experts(hidden).view(-1, 3, 4)).sum(1)
+
+
 class Layer(nn.Module):
     def __init__(self, attention=None, mlp=None):
         super().__init__()
@@ -73,7 +90,7 @@ class Layer(nn.Module):
         return hidden + self.mlp(hidden)
 
 
-def structure_of(*layers):
+def structure_of(*layers, num_experts=0):
     model, tokens = nn.Sequential(*layers), torch.randn(3, 4)
 
     def run():
@@ -81,7 +98,7 @@ def structure_of(*layers):
             return model(tokens.clone())
 
     numbered = dict(enumerate(layers))
-    return numbered, observe(model, numbered, lambda module: isinstance(module, Heads), run), run
+    return numbered, observe(model, numbered, lambda module: isinstance(module, Heads), run, num_experts), run
 
 
 def shapes(layers, structure, sites):
@@ -105,26 +122,26 @@ def test_heads_and_neurons_are_found_and_tapped(monkeypatch):
     monkeypatch.setattr(op._Current, "taps", (), raising=False)
     monkeypatch.setattr(op._Current, "firsts", (), raising=False)
     numbered, structure, run = structure_of(Layer(), Layer(), Layer())
-    assert shapes(numbered, structure, [POST, *WIDE_SITES]) == SHAPES
+    assert shapes(numbered, structure, [POST, *OF_ALL]) == SHAPES
     points, seen = points_of(0, 3, SHAPES), {}
     groups = [
         tap_calling(lambda hidden, point, group=group: seen.update({(group, point): hidden.clone()}))
         for group in range(len(points.groups))
     ]
     op.install(groups, points.firsts)
-    put_taps(numbered, points, structure, [POST, *WIDE_SITES], lambda norm, point: False)
+    put_taps(numbered, points, structure, [POST, *OF_ALL], lambda norm, point: False)
     run()
     rows = {
         (site, layer): seen[group, own.of(site, layer)]
         for group, own in enumerate(points.groups)
-        for site in WIDE_SITES
+        for site in OF_ALL
         if own.sees(site)
         for layer in numbered
     }
     with torch.no_grad():
         for index, layer in numbered.items():
-            query, key, value, z, act = (rows[site, index] for site in WIDE_SITES)
-            assert all(rows[site, index].shape == (3, WIDTHS[site]) for site in WIDE_SITES)
+            query, key, value, z, act = (rows[site, index] for site in OF_ALL)
+            assert all(rows[site, index].shape == (3, WIDTHS[site]) for site in OF_ALL)
             torch.testing.assert_close(z, layer.attn.heads(query, key, value))
             before = seen[0, points.groups[0].after(index - 1)] if index else None
             after = seen[0, points.groups[0].after(index)]
@@ -221,6 +238,43 @@ def test_neurons_are_those_of_the_mlp():
         assert found.width == 6
 
 
+def test_the_router_of_a_mixture_of_experts_is_found_in_the_layers_that_have_one(monkeypatch):
+    monkeypatch.setattr(op._Current, "taps", (), raising=False)
+    monkeypatch.setattr(op._Current, "firsts", (), raising=False)
+    numbered, structure, run = structure_of(Layer(), Layer(mlp=Mixture()), num_experts=3)
+    found, sites = shapes(numbered, structure, [POST, ROUTER]), [POST, ROUTER]
+    assert (found, layers_of_sites(numbered, structure, sites)) == ({ROUTER: RowShape(3)}, [[0, 1], [1]])
+    points, seen = points_of(0, 2, found), {}
+    groups = [
+        tap_calling(lambda hidden, point, group=group: seen.update({(group, point): hidden.clone()}))
+        for group in range(len(points.groups))
+    ]
+    op.install(groups, points.firsts)
+    taken = []
+    numbered[1].mlp.register_forward_pre_hook(lambda module, arguments: taken.append(arguments[0].clone()))
+    put_taps(numbered, points, structure, sites, lambda norm, point: False)
+    run()
+    logits = seen[1, points.groups[1].of(ROUTER, 1)]
+    with torch.no_grad():
+        torch.testing.assert_close(logits, numbered[1].mlp.gate(taken[0]))
+    assert steering_sites(sites, structure, found) == [POST]
+    with pytest.raises(CannotTapError, match=r"^router_logits cannot be captured: looked in Layer"):
+        shapes(*structure_of(Layer(), Layer())[:2], sites)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_in_float32_are_captured_in_the_models_dtype(dtype):
+    points, place = points_of(0, 1, {ROUTER: RowShape(3)}).groups[1], (ROUTER, 0)
+    pool = BlockPool(32, 3, dtype, CPU, 0)
+    tap = CpuTap(VectorBank(1, 3, CPU), pool, points)
+    runtime = TapRuntime(points, tap, pool, None)
+    runtime.begin_step([], [("r", RequestPlan(2, Capture("r", 0, (0,), select(), (ROUTER,))).to_extra_args())])
+    runtime.place(lambda: StepRows(["r"], [0], [2]))
+    logits = torch.randn(2, 3)
+    tap.tap(logits, None, points.of(*place))
+    assert torch.equal(pool.memory[:2], logits.to(dtype))
+
+
 def test_rows_that_ranks_divide_are_not_steered_and_refused_if_it_is_not_known_how():
     numbered, structure, _ = structure_of(Layer())
     halves = {Q: RowShape(8, 2), Z: RowShape(8, 2), K: RowShape(4), ACT: RowShape(6)}
@@ -243,7 +297,7 @@ def test_rows_that_ranks_divide_are_not_steered_and_refused_if_it_is_not_known_h
 def test_every_place_has_a_number_of_its_own():
     points = points_of(2, 3, SHAPES)
     assert [group.inner for group in points.groups] == [INNER_SITES, (K, V), (ACT,), (Q, Z)]
-    numbers = [points.of(site, layer) for site in (POST, *INNER_SITES, *WIDE_SITES) for layer in (2, 3, 4)]
+    numbers = [points.of(site, layer) for site in (POST, *INNER_SITES, *OF_ALL) for layer in (2, 3, 4)]
     assert len(set(numbers)) == len(numbers)
     assert points_of(2, 3, {}).groups == (TapPoints(2, 3),)
     for group, first in zip(points.groups, points.firsts, strict=True):

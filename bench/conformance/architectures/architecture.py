@@ -13,8 +13,9 @@ PARTS = frozenset({"attn_out", "mlp_out"})
 """The sites that a model lacks if it scales or merges what the parts of a layer add."""
 MIDDLE = frozenset({"resid_mid"})
 """The site that layers lack if they compute attention and MLP from the same input."""
-HEADS, NEURONS = frozenset({"q", "k", "v"}), frozenset({"mlp_act"})
-"""The sites that a model lacks if its attention takes something else, and if its MLP is a mixture of experts."""
+HEADS, NEURONS, ROUTER = frozenset({"q", "k", "v"}), frozenset({"mlp_act"}), frozenset({"router_logits"})
+"""The sites that a model lacks if its attention takes something else, if its MLP is a mixture of experts, and if it is
+none."""
 INNER = PARTS | MIDDLE | {"attn_in", "mlp_in"}
 """The sites that layers lack if they have no attention and MLP after each other."""
 MAX_LENGTH = 256
@@ -91,10 +92,14 @@ class Architecture:
         """Return its arguments for vLLM's engine."""
         return {**self.engine_args, **self.gpu_args} if gpu else self.engine_args
 
+    def compared(self, sites: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the sites that are compared. Without experts, there is no router."""
+        return tuple(site for site in sites if site not in self.unseen | (frozenset() if self.routed else ROUTER))
+
     def site_sets(self, sites: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the sites of each check that compares these sites: if some are refused, the others are checked too."""
         lacking = self.lacking | (self.refused_sites if self.refused else frozenset())
-        every = tuple(site for site in sites if site not in self.unseen)
+        every = self.compared(sites)
         others = tuple(site for site in every if site not in lacking)
         return [every, others] if others and others != every and not self.refused_stream else [every]
 

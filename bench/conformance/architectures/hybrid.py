@@ -16,6 +16,7 @@ from bench.conformance.architectures.architecture import (
     NO_ROPE_KERNEL,
     PARTIAL_ROPE,
     PARTS,
+    ROUTER,
     SCALED,
     VOCABULARY,
     Architecture,
@@ -106,7 +107,7 @@ HYBRIDS = (
         refused=NO_PARTS,
         refused_sites=INNER,  # in vLLM, its layers with attention have no module for the attention block
         lacks=HEADS | {"z"},
-        partial=NEURONS,  # every other MLP is a mixture of experts
+        partial=NEURONS | ROUTER,  # every other MLP is a mixture of experts
     ),
     Architecture(
         "falcon_h1",
@@ -225,7 +226,7 @@ HYBRIDS = (
         mlp=("feed_forward",),
         engine_args=NO_ROPE_KERNEL,
         routed=True,
-        partial=HEADS | NEURONS | {"z"},
+        partial=HEADS | NEURONS | ROUTER | {"z"},
     ),
 )
 """Hybrids."""

@@ -10,6 +10,7 @@ from bench.conformance.architectures.architecture import (
     MOE,
     NEURONS,
     PARTIAL_ROPE,
+    ROUTER,
     SCALED,
     TRITON_ATTENTION,
     WINDOW,
@@ -58,7 +59,7 @@ ROUTED = (
         {**LLAMA, **MOE, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 2},
         routed=True,
         everyday=True,
-        partial=NEURONS,
+        partial=NEURONS | ROUTER,
     ),
     Architecture("qwen3_moe", "Qwen3MoeConfig", {**LLAMA, **MOE, "head_dim": 32}, routed=True, everyday=True),
     Architecture("olmoe", "OlmoeConfig", {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2}, routed=True),
@@ -100,7 +101,7 @@ ROUTED = (
         },
         routed=True,
         lacks=HEADS,
-        partial=NEURONS,
+        partial=NEURONS | ROUTER,
     ),
     Architecture(
         "deepseek_v3",
@@ -117,7 +118,7 @@ ROUTED = (
         },
         routed=True,
         lacks=HEADS,
-        partial=NEURONS,
+        partial=NEURONS | ROUTER,
     ),
     Architecture(
         "glm4_moe",
@@ -132,7 +133,7 @@ ROUTED = (
             "num_mtp_layers": 0,
         },
         routed=True,
-        partial=NEURONS,
+        partial=NEURONS | ROUTER,
     ),
     Architecture(
         "gpt_oss",
@@ -163,7 +164,7 @@ ROUTED = (
         },
         mlp=("feed_forward",),
         routed=True,
-        partial=NEURONS,
+        partial=NEURONS | ROUTER,
         unseen=frozenset({"q", "k"}),  # vLLM orders the elements of a head otherwise
     ),
     Architecture(
@@ -183,7 +184,7 @@ ROUTED = (
         },
         unchanged=("e_score_correction_bias",),  # on a CPU, vLLM ignores it
         routed=True,
-        partial=NEURONS,
+        partial=NEURONS | ROUTER,
     ),
 )
 """Mixtures of experts."""

@@ -48,6 +48,8 @@ class _SiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Site.ValueType],
     """What the attention's output projection takes: the heads' outputs, one after the other."""
     SITE_MLP_ACT: _Site.ValueType  # 12
     """The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
+    SITE_ROUTER_LOGITS: _Site.ValueType  # 13
+    """The router of a mixture of experts: its logits, one for each expert, in the model's dtype."""
 
 class Site(_Site, metaclass=_SiteEnumTypeWrapper):
     """A place in a decoder layer."""
@@ -78,4 +80,6 @@ SITE_Z: Site.ValueType  # 11
 """What the attention's output projection takes: the heads' outputs, one after the other."""
 SITE_MLP_ACT: Site.ValueType  # 12
 """The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
+SITE_ROUTER_LOGITS: Site.ValueType  # 13
+"""The router of a mixture of experts: its logits, one for each expert, in the model's dtype."""
 Global___Site: _TypeAlias = Site  # noqa: Y015

@@ -15,20 +15,7 @@ from residuum.v1 import capture_pb2
 from residuum.values.selections import layer_list
 from residuum.wire.selection import to_ranges
 
-SITES: dict[str, capture_pb2.Site.ValueType] = {
-    "resid_post": capture_pb2.SITE_RESID_POST,
-    "resid_pre": capture_pb2.SITE_RESID_PRE,
-    "attn_out": capture_pb2.SITE_ATTN_OUT,
-    "mlp_out": capture_pb2.SITE_MLP_OUT,
-    "attn_in": capture_pb2.SITE_ATTN_IN,
-    "resid_mid": capture_pb2.SITE_RESID_MID,
-    "mlp_in": capture_pb2.SITE_MLP_IN,
-    "q": capture_pb2.SITE_Q,
-    "k": capture_pb2.SITE_K,
-    "v": capture_pb2.SITE_V,
-    "z": capture_pb2.SITE_Z,
-    "mlp_act": capture_pb2.SITE_MLP_ACT,
-}
+SITES = {name.removeprefix("SITE_").lower(): site for name, site in capture_pb2.Site.items() if site}
 """The capture sites by name."""
 
 SITE_NAMES = {number: name for name, number in SITES.items()}

@@ -120,7 +120,8 @@ class CpuTap:
         rows = hidden[group.rows]
         if residual is not None:
             rows = rows + residual[group.rows]  # rounded to the model's dtype, as the next layer's norm does
-        self._pool.memory[group.places + unit * group.strides] = rows
+        # A router may compute in float32.
+        self._pool.memory[group.places + unit * group.strides] = rows.to(self._pool.memory.dtype)
 
 
 class _Part(NamedTuple):

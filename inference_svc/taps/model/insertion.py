@@ -301,10 +301,7 @@ def _put_inputs(
     """Put the ops before modules, and return how many were folded into norms."""
     if site in WIDE_SITES:
         for index, wide in structure.wide[site].items():
-            point = points.of(site, index)
-            steerable = site in STEERABLE
-            hook = _before_module(Entry(wide.module, wide.hidden), point) if steerable else _copying(wide.hidden, point)
-            wide.module.register_forward_pre_hook(hook, with_kwargs=True)
+            _put_wide(wide, points.of(site, index), steerable=site in STEERABLE)
         return 0
     name, found = {
         capture_pb2.SITE_ATTN_IN: ("attn_in", structure.attention_inputs),
@@ -326,6 +323,14 @@ def _put_inputs(
         else:
             entry.module.register_forward_pre_hook(_before_module(entry, point), with_kwargs=True)
     return folded
+
+
+def _put_wide(wide: WideEntry, point: int, *, steerable: bool) -> None:
+    if wide.hidden is None:
+        wide.module.register_forward_hook(_after_module(point, adds_residual=False))
+        return
+    hook = _before_module(Entry(wide.module, wide.hidden), point) if steerable else _copying(wide.hidden, point)
+    wide.module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _before_module(entry: Entry, point: int) -> Any:

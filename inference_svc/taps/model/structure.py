@@ -34,10 +34,11 @@ class Entry(NamedTuple):
 
 
 class WideEntry(NamedTuple):
-    """A place just before a call of a module, where rows have a width of their own."""
+    """A place just before or after a call of a module, where rows have a width of their own."""
 
     module: nn.Module
-    hidden: Argument
+    hidden: Argument | None
+    """The argument that has the rows; None: they are the module's output."""
     width: int
 
 
@@ -79,6 +80,7 @@ def observe(
     layers: Mapping[int, nn.Module],
     is_attention: Callable[[nn.Module], bool],
     run: Callable[[], object],
+    num_experts: int = 0,
 ) -> Structure:
     """Run a model and return its structure.
 
@@ -87,6 +89,7 @@ def observe(
         layers: Its decoder layers by index.
         is_attention: Returns whether a module combines the tokens of a sequence: attention, or a state space.
         run: Runs the model once, uncompiled.
+        num_experts: How many experts a router chooses among; 0 if the model has none.
 
     Raises:
         CannotTapError: A layer does not return one row for each token, or the experiment of `residual` has no clear
@@ -99,7 +102,9 @@ def observe(
         structure = Structure(adds_residual=_adds_residual(model, layers, by_layer, run))
     for index, call in by_layer.items():
         _find_next(structure, calls, index, call, by_layer.get(index + 1))
-        _find_parts(structure, calls, index, call, is_attention)
+        attention = _find_parts(structure, calls, index, call, is_attention)
+        if num_experts:
+            _find_router(structure, calls, index, call, attention, num_experts)
     _drop_shared(structure, calls)
     return structure
 
@@ -154,29 +159,48 @@ def _find_next(structure: Structure, calls: list[Call], index: int, call: Call, 
 
 def _find_parts(
     structure: Structure, calls: list[Call], index: int, call: Call, is_attention: Callable[[nn.Module], bool]
-) -> None:
-    """Find the two parts of a layer that add to the residual stream: attention, and the last part besides it."""
+) -> Call | None:
+    """Find the two parts of a layer that add to the residual stream: attention, and the last part besides it.
+
+    Returns:
+        The call of the attention; None if the layer has none.
+    """
     children = list(call.module.children())
     inside = [other for other in calls[call.entered : call.left] if any(other.module is child for child in children)]
     parts = [part for part in inside if part.output and not is_norm(part.module) and _has_parameters(part.module)]
     combine = [part for part in parts if any(is_attention(module) for module in part.module.modules())]
     attention = next(iter(combine), None)
     others = [part for part in parts if attention is not None and part.module is not attention.module]
-    if attention is not None and others:
-        structure.attention[index] = _after_norm(inside, attention)
-        structure.mlp[index] = _after_norm(inside, others[-1])
-        structure.written |= {part.module: part.written for part in (attention, others[-1]) if part.written}
-        # An MLP without a module of its own begins with its first module after the attention.
-        rest = [part for part in others if part not in combine] or others
-        first = next((part for part in rest if part.entered >= attention.left), rest[0])
-        _find_inputs(structure, inside, index, attention, first, call.output[0])
-        # After the MLP, a layer may have a third part, such as Gemma 4's gate for its own embeddings.
-        mlp = first if _calls_within(calls, first) else others[-1]
-        for site, part in ((capture_pb2.SITE_Z, attention), (capture_pb2.SITE_MLP_ACT, mlp)):
-            if (projected := _before_projection(calls, part)) is not None:
-                structure.wide[site][index] = projected
-        for site, taken in zip(_HEADS, _heads(calls, attention, is_attention), strict=False):
-            structure.wide[site][index] = taken
+    if attention is None or not others:
+        return attention
+    structure.attention[index] = _after_norm(inside, attention)
+    structure.mlp[index] = _after_norm(inside, others[-1])
+    structure.written |= {part.module: part.written for part in (attention, others[-1]) if part.written}
+    # An MLP without a module of its own begins with its first module after the attention.
+    rest = [part for part in others if part not in combine] or others
+    first = next((part for part in rest if part.entered >= attention.left), rest[0])
+    _find_inputs(structure, inside, index, attention, first, call.output[0])
+    # After the MLP, a layer may have a third part, such as Gemma 4's gate for its own embeddings.
+    mlp = first if _calls_within(calls, first) else others[-1]
+    for site, part in ((capture_pb2.SITE_Z, attention), (capture_pb2.SITE_MLP_ACT, mlp)):
+        if (projected := _before_projection(calls, part)) is not None:
+            structure.wide[site][index] = projected
+    for site, taken in zip(_HEADS, _heads(calls, attention, is_attention), strict=False):
+        structure.wide[site][index] = taken
+    return attention
+
+
+def _find_router(
+    structure: Structure, calls: list[Call], index: int, layer: Call, attention: Call | None, num_experts: int
+) -> None:
+    """Find the first module beside the attention that returns a number for each token and expert."""
+    shape = (layer.output[0].shape[-2], num_experts)
+    for call in calls[layer.entered + 1 : layer.left]:
+        if attention is not None and attention.entered <= call.entered < attention.left:
+            continue
+        if call.output and call.output[0].shape == shape and _has_parameters(call.module):
+            structure.wide[capture_pb2.SITE_ROUTER_LOGITS][index] = WideEntry(call.module, None, num_experts)
+            return
 
 
 def _find_inputs(

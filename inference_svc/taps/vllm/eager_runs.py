@@ -53,7 +53,8 @@ class EagerRuns:
         with self._uncompiled():
             if self._logits is not None:
                 self._logits.remember(run)
-            structure = observe(self._model, self._layers, _is_attention, run)
+            num_experts = self._worker.vllm_config.model_config.get_num_experts()
+            structure = observe(self._model, self._layers, _is_attention, run, num_experts)
             experiment = (self._model, self._layers, _is_attention, structure, run)
             if set(insertion.PARTS) & set(sites):
                 insertion.check_parts(self._layers, structure)

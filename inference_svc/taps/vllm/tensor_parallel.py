@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
 
 from inference_svc.taps.points import RowShape
 from residuum.v1 import capture_pb2
@@ -29,18 +29,20 @@ def is_first_rank() -> bool:
 
 
 def shape_of(config: Any, site: Site.ValueType, entry: WideEntry) -> RowShape | None:
-    """Return the shape of the rows that a module takes at a site; None if it is not known how ranks share them.
+    """Return the shape of the rows before or after a module; None if it is not known how ranks share them.
 
     Args:
         config: vLLM's `VllmConfig`.
         site: A site whose rows have a width of their own.
-        entry: The place before the module.
+        entry: The place before or after the module.
     """
     if num_ranks() == 1:
         return RowShape(entry.width)
     if isinstance(entry.module, Attention):
         copies = copies_of_keys(config, entry.module)
         return None if copies is None else _divided(entry.width, 1 if site == capture_pb2.SITE_Q else copies)
+    if entry.hidden is None:  # its output
+        return RowShape(entry.width) if isinstance(entry.module, ReplicatedLinear) else None
     return _shape_of_input(entry.module, entry.width)
 
 
