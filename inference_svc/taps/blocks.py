@@ -59,7 +59,15 @@ class BlockPool:
     after that step; they come from the start. So the two kinds do not fragment each other's room.
     """
 
-    def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, largest_block: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        largest_block: int,
+        encoded_width: int = 0,
+    ) -> None:
         """Allocate the memory.
 
         Args:
@@ -69,11 +77,13 @@ class BlockPool:
             device: The model's device.
             largest_block: Most rows of a block with more than the minimum of positions. Chosen so that several fit the
                 ring.
+            encoded_width: Elements of a row when it is encoded, if the pool holds only parts of rows.
         """
         self.memory: Tensor = torch.zeros(rows, hidden, dtype=dtype, device=device)
         self._runs = FreeRuns(rows)
         self._wire_type = WIRE_TYPES[dtype]
         self._largest_block = largest_block
+        self._encoded_width = encoded_width or hidden
         self.is_short = threading.Event()
         """Set when a call of `take` waits for blocks that are leaving."""
         self._changed = threading.Condition()
@@ -165,8 +175,9 @@ class BlockPool:
         alone: a prompt of 512 tokens would make 72 chunks of 1 MB instead of 13 of up to 5.9 MB. Encodings with a
         prefix could not be cut at all, because a layer's rows are encoded together.
         """
-        form = capture.encoding.format_of(self.memory.shape[1], self._wire_type)
-        max_rows = self._largest_block * self.row_bytes // max(form.row_bytes, self.row_bytes)
+        form = capture.encoding.format_of(self._encoded_width, self._wire_type)
+        row_bytes = self._encoded_width * int(self.memory.itemsize)
+        max_rows = self._largest_block * row_bytes // max(form.row_bytes, row_bytes)
         in_chunk = (TARGET_CHUNK_BYTES - form.prefix_bytes) // form.row_bytes
         return min(MAX_CHUNK_POSITIONS, max_rows // capture.units, in_chunk)
 

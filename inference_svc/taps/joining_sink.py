@@ -6,15 +6,16 @@ they fill and send the same blocks in the same order. No rank may skip a block, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture, RequestPlan
+    from inference_svc.taps.points import RowShape
     from inference_svc.taps.sink import BlockSink
     from residuum.v1 import capture_pb2
 
@@ -26,18 +27,27 @@ class WholeRows(NamedTuple):
     sink: BlockSink
 
 
+class Join(Protocol):
+    """Exchanges parts of rows with the other ranks; see `tensor_parallel.join`."""
+
+    def __call__(self, parts: Tensor, shape: RowShape, *, keep: bool) -> Tensor | None:
+        """Return whole rows, or None without `keep`."""
+
+
 class JoiningSink:
     """Joins the rows of blocks with their parts on other ranks, and gives blocks of whole rows to another sink."""
 
-    def __init__(self, parts: BlockPool, join: Callable[[Tensor], Tensor], whole: WholeRows | None) -> None:
+    def __init__(self, parts: BlockPool, shape: RowShape, join: Join, whole: WholeRows | None) -> None:
         """Make the sink of one rank.
 
         Args:
             parts: The pool of this rank's parts.
-            join: Exchanges parts, [units, positions, width], with the other ranks; see `tensor_parallel.join`.
+            shape: The shape of a row.
+            join: Exchanges parts of rows with the other ranks.
             whole: Where whole rows go; None on a rank that does not capture.
         """
         self._parts = parts
+        self._shape = shape
         self._join = join
         self._whole = whole
 
@@ -53,8 +63,8 @@ class JoiningSink:
         """
         for block in blocks:
             if block.positions:
-                rows = self._join(self._parts.rows(block))
-                if self._whole:
+                rows = self._join(self._parts.rows(block), self._shape, keep=self._whole is not None)
+                if self._whole and rows is not None:
                     _pass_on(block, rows, self._whole)
             self._parts.give_back(block)
 

@@ -54,6 +54,7 @@ def main() -> None:
     runs = (
         ("tap", tap_differences),
         ("chunked tap", chunked_tap_differences),
+        ("tap of float32", float32_tap_differences),
         ("norm", norm_differences),
         ("tap copy", tap_copy_differences),
         ("copy", copy_differences),
@@ -77,17 +78,25 @@ def chunked_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> lis
     return tap_differences(rng, dtype, chunked_kernels.tap, ((48, True), (70, False)))
 
 
+def float32_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    """Tap rows in float32, as those of a router can be, with a pool in the model's dtype."""
+    del rng
+    with torch.random.fork_rng():
+        return tap_differences(np.random.default_rng(1), dtype, widths=((70, False),), rows=torch.float32)
+
+
 def tap_differences(
     rng: np.random.Generator,
     dtype: torch.dtype,
     tap: Tap = kernel.tap,
     widths: Sequence[tuple[int, bool]] = ((48, True), (72, True), (64, False), (112, True)),
+    rows: torch.dtype | None = None,
 ) -> list[float]:
     worst = [0.0, 0.0]
     for hidden, has_residual in widths:
         cpu, gpu, pools = prepare(rng, hidden, dtype)
         for point in range(POINTS.count):
-            states = torch.randn(ROWS, hidden).to(dtype)
+            states = torch.randn(ROWS, hidden).to(rows or dtype)
             residual = torch.randn(ROWS, hidden).to(dtype) if has_residual else None
             expected, got = states.clone(), states.clone()
             cpu.tap(expected, residual, point)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.taps.plan import Capture, RequestPlan
+from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from inference_svc.taps.points import RowShape
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtimes import TapRuntimes
@@ -43,7 +44,7 @@ class Group:
         self.paths[0].make_ring(str(folder / "ring"), 1 << 20, [""])
         self._taps = [path.make_taps()[0] for path in self.paths]
         self._runtimes = [
-            TapRuntimes(path.runtimes(taps, lambda parts, shape, rank=rank: self._join(rank, parts, shape)))
+            TapRuntimes(path.runtimes(taps, functools.partial(self._join, rank)))
             for rank, (path, taps) in enumerate(zip(self.paths, self._taps, strict=True))
         ]
 
@@ -51,10 +52,10 @@ class Group:
         self.paths[0].producer.close()
         self._threads.shutdown()
 
-    def _join(self, rank, parts, shape):
+    def _join(self, rank, parts, shape, *, keep):
         self._parts[rank] = parts.clone()
         self._barrier.wait()
-        joined = torch.cat(self._parts[:: shape.copies], dim=-1)
+        joined = torch.cat(self._parts[:: shape.copies], dim=-1) if keep else None
         self._barrier.wait()
         return joined
 
@@ -100,7 +101,10 @@ class Request:
 
     def __init__(self, name, sites, prompt, generated):
         self.name, self.prompt, self.end = name, prompt, prompt + generated
-        self.plan = RequestPlan(prompt, Capture(name, 0, tuple(range(LAYERS)), select(), sites, is_probe=True))
+        # Some parts are narrower than what the encoding keeps of a whole row. A probe's rows are not encoded.
+        encoding = RowEncoding(capture_pb2.ENCODING_TOPK, dimensions=4)
+        layers = tuple(range(LAYERS))
+        self.plan = RequestPlan(prompt, Capture(name, 0, layers, select(), sites, is_probe=True, encoding=encoding))
         self.position, self.computed = 0, []
 
     def next_count(self, room):

@@ -71,9 +71,9 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A router, and experts beside it."""
 
-    def __init__(self):
+    def __init__(self, gate=None):
         super().__init__()
-        self.gate, self.experts = nn.Linear(4, 3), nn.Linear(4, 3 * 4)
+        self.gate, self.experts = gate or nn.Linear(4, 3), nn.Linear(4, 3 * 4)
 
     def forward(self, hidden):
         weights = self.gate(hidden).softmax(-1)
@@ -241,7 +241,8 @@ def test_neurons_are_those_of_the_mlp():
 def test_the_router_of_a_mixture_of_experts_is_found_in_the_layers_that_have_one(monkeypatch):
     monkeypatch.setattr(op._Current, "taps", (), raising=False)
     monkeypatch.setattr(op._Current, "firsts", (), raising=False)
-    numbered, structure, run = structure_of(Layer(), Layer(mlp=Mixture()), num_experts=3)
+    gate = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1))
+    numbered, structure, run = structure_of(Layer(), Layer(mlp=Mixture(gate)), num_experts=3)
     found, sites = shapes(numbered, structure, [POST, ROUTER]), [POST, ROUTER]
     assert (found, layers_of_sites(numbered, structure, sites)) == ({ROUTER: RowShape(3)}, [[0, 1], [1]])
     points, seen = points_of(0, 2, found), {}
@@ -256,10 +257,13 @@ def test_the_router_of_a_mixture_of_experts_is_found_in_the_layers_that_have_one
     run()
     logits = seen[1, points.groups[1].of(ROUTER, 1)]
     with torch.no_grad():
-        torch.testing.assert_close(logits, numbered[1].mlp.gate(taken[0]))
+        torch.testing.assert_close(logits, gate[0](taken[0]))
     assert steering_sites(sites, structure, found) == [POST]
     with pytest.raises(CannotTapError, match=r"^router_logits cannot be captured: looked in Layer"):
         shapes(*structure_of(Layer(), Layer())[:2], sites)
+    two = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    with pytest.raises(CannotTapError, match=r"^router_logits cannot be captured"):
+        shapes(*structure_of(Layer(mlp=Mixture(two)), num_experts=3)[:2], sites)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

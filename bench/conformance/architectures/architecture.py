@@ -157,7 +157,7 @@ NO_ROPE_KERNEL = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """Avoids vLLM's rotary kernel for CPUs, which computes other values if heads have a dimension of their own."""
 SCALED, NO_PARTS = "scales or merges", "for an attention block and for an MLP after it"
 """Parts of the two reasons for which attn_out and mlp_out are refused."""
-NO_ROWS = "for modules of the attention or the MLP that take rows of this kind"
+NO_ROWS = "for modules of the attention or the MLP that take or return rows of this kind"
 """Part of the reason for which a site is refused whose rows have a width of their own."""
 NO_MIDDLE = "resid_mid cannot be captured"
 BEFORE_MLP = ("post_attention_layernorm",)

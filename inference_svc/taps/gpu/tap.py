@@ -59,7 +59,6 @@ class CudaTap:
         self._stages = _Stages(rows)
         self._armed_rows = 0
         self._armed: _Armed | None = None
-        self._dtype = pool.memory.dtype if pool else None
 
     @property
     def nbytes(self) -> int:
@@ -89,8 +88,6 @@ class CudaTap:
 
     def tap(self, hidden: Tensor, residual: Tensor | None, point: int) -> None:
         """See `op.Tap.tap`."""
-        if self._dtype and hidden.dtype != self._dtype:
-            hidden = hidden.to(self._dtype)  # a router may compute in float32; its logits cannot be steered
         self._tap(hidden, residual, point, self._tables)
 
     def tap_norm(

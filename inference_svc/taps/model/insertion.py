@@ -191,7 +191,7 @@ def row_shapes(
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers.values()}))
         raise CannotTapError(
             f"{_names(lacking)} cannot be captured: looked in {kinds} for modules of the attention or the MLP that "
-            f"take rows of this kind, found none (layers {sorted(layers)}). Leave "
+            f"take or return rows of this kind, found none (layers {sorted(layers)}). Leave "
             f"{'these sites' if len(lacking) > 1 else 'the site'} out of --capture-sites."
         )
     shapes = {site: {shape_of(site, entry) for entry in structure.wide[site].values()} for site in asked}
@@ -207,10 +207,12 @@ def _only_shape(site: Site.ValueType, found: Collection[RowShape | None], entrie
             f"found only that {kinds} takes them. Use one rank, or leave the site out of --capture-sites."
         )
     if len(known) > 1:
-        widths = sorted({shape.whole for shape in known})
+        shapes = " or ".join(
+            f"{shape.whole}" + f" on {shape.ranks} ranks" * shape.is_divided for shape in sorted(known)
+        )
         raise CannotTapError(
             f"{_names([site])} cannot be captured: its rows must have the same width in all layers, and have "
-            f"{' or '.join(map(str, widths))} elements. Leave the site out of --capture-sites."
+            f"{shapes} elements. Leave the site out of --capture-sites."
         )
     return known[0]
 
@@ -298,7 +300,7 @@ def _put_inputs(
     site: Site.ValueType,
     fold: Callable[[nn.Module, int], bool],
 ) -> int:
-    """Put the ops before modules, and return how many were folded into norms."""
+    """Put the ops of a site that is not a part's output, and return how many were folded into norms."""
     if site in WIDE_SITES:
         for index, wide in structure.wide[site].items():
             _put_wide(wide, points.of(site, index), steerable=site in STEERABLE)

@@ -193,14 +193,20 @@ def _find_parts(
 def _find_router(
     structure: Structure, calls: list[Call], index: int, layer: Call, attention: Call | None, num_experts: int
 ) -> None:
-    """Find the first module beside the attention that returns a number for each token and expert."""
+    """Find the module beside the attention that returns a number for each token and expert, if there is only one.
+
+    A router may have a module for its logits within it.
+    """
     shape = (layer.output[0].shape[-2], num_experts)
-    for call in calls[layer.entered + 1 : layer.left]:
-        if attention is not None and attention.entered <= call.entered < attention.left:
-            continue
-        if call.output and call.output[0].shape == shape and _has_parameters(call.module):
-            structure.wide[capture_pb2.SITE_ROUTER_LOGITS][index] = WideEntry(call.module, None, num_experts)
-            return
+    found = [
+        call
+        for call in calls[layer.entered + 1 : layer.left]
+        if not (attention is not None and attention.entered <= call.entered < attention.left)
+        and (call.output and call.output[0].shape == shape and _has_parameters(call.module))
+    ]
+    inner = [call for call in found if not any(call.entered < other.entered < call.left for other in found)]
+    if len(inner) == 1:
+        structure.wide[capture_pb2.SITE_ROUTER_LOGITS][index] = WideEntry(inner[0].module, None, num_experts)
 
 
 def _find_inputs(

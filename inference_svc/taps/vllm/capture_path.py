@@ -24,8 +24,9 @@ from inference_svc.taps.steps.runtime import TapRuntime
 from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from inference_svc.taps.joining_sink import Join
     from inference_svc.taps.op import Tap
     from inference_svc.taps.points import RowShape, Site
     from inference_svc.taps.probes import Probe
@@ -41,7 +42,7 @@ _LARGEST_BLOCK_BYTES = 128 << 20
 """Limit for a block with more than 32 positions. A larger block saves no time, and its rows would arrive later."""
 
 _LARGEST_PART_BYTES = 32 << 20
-"""The same for whole rows that are joined of parts. They take as much device memory once more while they are joined."""
+"""The same for whole rows that are joined of parts, which takes as much device memory once more."""
 
 _PROBE_SECONDS = 30.0
 
@@ -84,12 +85,12 @@ class _Rows:
         """Bytes of the pools."""
         return sum(pool.nbytes for pool in (self.parts, self.pool) if pool)
 
-    def runtime(self, tap: Any, join: Callable[[torch.Tensor, RowShape], torch.Tensor]) -> TapRuntime:
+    def runtime(self, tap: Any, join: Join) -> TapRuntime:
         """Return the runtime that drives a tap."""
         sink: RowSink | None = self.sink
         if self.parts:
             whole = WholeRows(self.pool, self.sink) if self.pool and self.sink else None
-            sink = JoiningSink(self.parts, lambda parts: join(parts, self.shape), whole)
+            sink = JoiningSink(self.parts, self.shape, join, whole)
         return TapRuntime(self.points, tap, self.parts or self.pool, sink)
 
 
@@ -198,7 +199,7 @@ class CapturePath:
                 made.append(CpuTap(rows.bank, pool, rows.points))
         return made, sum(tap.nbytes for tap in made)
 
-    def runtimes(self, taps: Sequence[Any], join: Callable[[torch.Tensor, RowShape], torch.Tensor]) -> list[TapRuntime]:
+    def runtimes(self, taps: Sequence[Any], join: Join) -> list[TapRuntime]:
         """Return the runtime of each shape. `join` makes whole rows of the ranks' parts; see `tensor_parallel.join`."""
         return [rows.runtime(tap, join) for rows, tap in zip(self._all, taps, strict=True)]
 
@@ -243,7 +244,7 @@ class CapturePath:
         scheduler = self._config.scheduler_config
         needed = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, rows.units)
         largest = _LARGEST_PART_BYTES // self._row_bytes(rows)
-        return BlockPool(needed, rows.shape.width, self._dtype, self._device, largest)
+        return BlockPool(needed, rows.shape.width, self._dtype, self._device, largest, rows.shape.whole)
 
     def _make_pool(self, rows: _Rows, ring_bytes: int, num_stores: int) -> BlockPool:
         scheduler = self._config.scheduler_config

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from inference_svc.taps.points import Site
 
 
+_EXCHANGED_BYTES = 8 << 20
+"""How much of the rows the ranks exchange at once. vLLM makes two tensors of this size."""
+
+
 def num_ranks() -> int:
     """Return how many ranks share each layer."""
     return int(get_tp_group().world_size)
@@ -77,20 +81,27 @@ def _shape_of_input(module: nn.Module, width: int) -> RowShape | None:
     return RowShape(width)  # each rank takes whole rows
 
 
-def join(parts: Tensor, shape: RowShape) -> Tensor:
-    """Return whole rows, [units, positions, whole width]. Every rank must call this, in the same order.
+def join(parts: Tensor, shape: RowShape, *, keep: bool) -> Tensor | None:
+    """Exchange parts of rows. Every rank must call this, in the same order.
 
     Args:
         parts: This rank's part of the rows, [units, positions, width].
         shape: The shape of a row.
+        keep: Return the rows.
+
+    Returns:
+        Whole rows, [units, positions, whole width]; None without `keep`.
     """
-    # Only the first rank needs them, but vLLM 0.32's `gather` to one rank waits forever on CPUs.
-    joined: Tensor = get_tp_group().all_gather(parts.contiguous(), dim=-1)
-    if shape.copies == 1:
-        return joined
     units, positions, width = parts.shape
-    different = joined.view(units, positions, -1, shape.copies, width)[:, :, :, 0]
-    return different.reshape(units, positions, shape.whole)
+    whole = parts.new_empty(units, positions, shape.whole) if keep else None
+    at_once = max(_EXCHANGED_BYTES // (positions * width * shape.ranks * parts.itemsize), 1)
+    for first in range(0, units, at_once):
+        # Only the first rank needs them, but vLLM 0.32's `gather` to one rank waits forever on CPUs.
+        joined = get_tp_group().all_gather(parts[first : first + at_once].contiguous(), dim=-1)
+        if whole is not None:
+            different = joined.view(len(joined), positions, -1, shape.copies, width)[:, :, :, 0]
+            whole[first : first + at_once] = different.reshape(len(joined), positions, shape.whole)
+    return whole
 
 
 def join_numbers(numbers: Tensor) -> Tensor:
