@@ -69,7 +69,7 @@ bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/
 	@$(GPU_PYTHON) -m bench.readme
 
 test: setup model ## Test everything that needs no GPU; ARGS go to pytest (quick: ARGS='-m "not engine"')
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
 
 test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; skips tests that need torch if it is not installed
 	$(BIN)/python -m pytest --numprocesses 6 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
