@@ -119,7 +119,7 @@ async def test_waiting_for_the_seal_times_out(client, peer):
     peer.script.delay_seal = threading.Event()
     reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture())
     with pytest.raises(residuum.DeadlineExceeded, match=r"still open.*timeout.*allow_partial=True") as caught:
-        await client.activations(reply.request_id, timeout=0.2)
+        await client.activations(reply.request_id, timeout=1.5)  # long enough for the store's first answer
     peer.script.delay_seal.set()
     assert caught.value.capture_id == reply.request_id
     assert isinstance(caught.value, TimeoutError)
