@@ -168,7 +168,10 @@ def test_generate_captures_points(cli, peer):
         ("all", "'all' is not a site; `residuum info` lists all sites that the server was started with."),
         (
             "",
-            "resid_post, resid_pre, attn_out, mlp_out, attn_in, resid_mid, mlp_in, q, k, v, z, mlp_act, router_logits.",
+            (
+                "choose among resid_post, resid_pre, attn_out, mlp_out, attn_in, resid_mid, mlp_in, q, k, v, z, "
+                "mlp_act, router_logits."
+            ),
         ),
         ("attn_out,attn_out", "each site once"),
     ],
