@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 SECONDS ?= 600
 CPU_WORKLOAD := --eager --iterations 2
 GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --iterations 5 --max-num-batched-tokens 8192 \
-	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm
+	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm --rounds 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-client model demo serve bench bench-gpu test test-fast test-languages test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean

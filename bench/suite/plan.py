@@ -40,7 +40,7 @@ class Planned(NamedTuple):
 
 
 def entries(num_layers: int, peers: Sequence[Peer] = tuple(Peer), *, eager: bool = False) -> list[Entry]:
-    """Return the configurations for a model: 0, 1, 2, 4, ... and all of its layers, and the peers.
+    """Return the configurations for a model: 0, 1, 4, 16, ... and all of its layers, and the peers.
 
     Args:
         num_layers: The number of the model's layers.
@@ -57,7 +57,7 @@ def entries(num_layers: int, peers: Sequence[Peer] = tuple(Peer), *, eager: bool
     ]
     found += [
         Entry(_layers_name(count), Configuration(IsolatedMode.CUSTOM, spread(count, num_layers)))
-        for count in powers_below(num_layers)
+        for count in powers_of_four_below(num_layers)
     ]
     found += [Entry(ALL_LAYERS, every, every_round=True), Entry(TO_THE_RING, every, sink=Sink.RING)]
     return found + [Entry(peer.value, Configuration(IsolatedMode.ALL_LAYERS, peer=peer)) for peer in peers]
@@ -77,9 +77,9 @@ def schedule(entries: Sequence[Entry], rounds: int) -> list[Planned]:
     ]
 
 
-def powers_below(num_layers: int) -> list[int]:
-    """Return the powers of two below a number: 1, 2, 4, ..."""
-    return [1 << power for power in range(num_layers.bit_length()) if 1 << power < num_layers]
+def powers_of_four_below(num_layers: int) -> list[int]:
+    """Return the powers of four below a number: 1, 4, 16, ..."""
+    return [4**power for power in range(num_layers.bit_length()) if 4**power < num_layers]
 
 
 def spread(count: int, num_layers: int) -> tuple[int, ...]:

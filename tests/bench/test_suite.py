@@ -8,7 +8,7 @@ from bench.capture.workload import Sink
 from bench.isolated.configuration import Configuration, IsolatedMode, Peer
 from bench.isolated.run import summary
 from bench.suite import __main__ as suite
-from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, entries, powers_below, schedule, spread
+from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, entries, powers_of_four_below, schedule, spread
 from bench.suite.report import render, write_report
 from bench.suite.results import Formulas, Line, by_name, curve, failures, reason
 
@@ -80,20 +80,20 @@ RESULT = {
 }
 
 
-def test_layers_go_from_none_to_all_in_powers_of_two():
-    assert powers_below(LAYERS) == [1, 2, 4, 8, 16, 32]
-    assert powers_below(32) == [1, 2, 4, 8, 16]
-    assert powers_below(1) == []
-    names = [entry.name for entry in entries(4, peers=[])]
+def test_layers_go_from_none_to_all_in_powers_of_four():
+    assert powers_of_four_below(LAYERS) == [1, 4, 16]
+    assert powers_of_four_below(64) == [1, 4, 16]
+    assert powers_of_four_below(1) == []
+    names = [entry.name for entry in entries(5, peers=[])]
     assert names == [
         *("baseline", "baseline, eager", "zero-layer", "zero-layer, noop taps"),
-        *("1 layer", "2 layers", "all-layers", "all-layers, to the ring"),
+        *("1 layer", "4 layers", "all-layers", "all-layers, to the ring"),
     ]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 30, 36])
 def test_layers_are_spread_over_the_model(num_layers):
-    for count in [*powers_below(num_layers), num_layers]:
+    for count in [*powers_of_four_below(num_layers), num_layers]:
         layers = spread(count, num_layers)
         assert len(set(layers)) == count
         assert list(layers) == sorted(layers)
