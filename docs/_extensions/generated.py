@@ -4,7 +4,6 @@ The names:
 
 * `commands`: the commands of `residuum`, with their arguments.
 * `bars all`, `bars missed`: the benchmarks' targets and the measured values, from `bench/results`.
-* `faster h200`: the alternatives that captured all layers faster than residuum on that machine, from its `suite.json`.
 * `methods Client`: the public methods of a class, each with a link and the first sentence of its docstring.
 * `settings store`, `settings inference`: the settings of a service, each with its flag, default and description.
 """
@@ -177,32 +176,9 @@ def _bars(result: Any) -> Iterator[dict[str, Any]]:
         yield from value if name == "bars" else _bars(value)
 
 
-def faster(machine: str) -> Iterator[str]:
-    """Yield a table of the alternatives that delivered all rows of all layers to a client faster than residuum."""
-    from bench.output import markdown_table, seconds, times
-    from bench.suite.plan import ALL_LAYERS
-    from bench.suite.results import by_name
-
-    result = json.loads((RESULTS / machine / "suite.json").read_text())
-    measured = by_name(result["parts"])
-    ours = measured[ALL_LAYERS]
-    alike = [item for item in measured.values() if item.peer and item.layers == ours.layers]
-    sooner = [item for item in alike if item.total and ours.total and item.total < ours.total]
-    if not sooner:
-        yield "None of the measured alternatives is faster."
-        return
-    rows = [
-        (name, seconds(item.generation), seconds(item.fetch), times((item.total or 0) / (ours.total or 1)))
-        for name, item in [("residuum", ours), *((f"`{item.name}`", item) for item in sooner)]
-    ]
-    made_by = f"all {ours.layers} layers, `bench.suite` at {result['revision']['commit'][:7]}, {machine}"
-    yield markdown_table((made_by, "generation", "fetch", "both, residuum = 1"), rows)
-
-
 MAKERS: dict[str, Callable[..., Iterator[str]]] = {
     "bars": bars,
     "commands": commands,
-    "faster": faster,
     "methods": methods,
     "settings": settings,
 }

@@ -161,16 +161,6 @@ def test_bars_match_the_results():
     assert [row for row in every if "**missed**" in row] == missed[2:]
 
 
-def test_faster_alternatives_match_the_results():
-    (text,) = generated.faster("h200")
-    assert text.startswith("| all 36 layers, `bench.suite` at ")
-    (own, one), *others = re.findall(r"^\| (`?[\w-]+`?) \| .* ([\d.]+) × \|$", text, re.MULTILINE)
-    assert (own, one) == ("residuum", "1.00")
-    report = (ROOT / "bench/results/h200/report.md").read_text()
-    assert others
-    assert all(float(ratio) < 1 and f"| {name.strip('`')} |" in report for name, ratio in others)
-
-
 def test_formulas_in_docstrings_become_literal_blocks():
     lines = ["For a row x:", "", "    Add   x + v", "", "    Cap   x", "", "Example:", "    >>> x"]
     docstrings.make_literal_blocks(lines)
