@@ -34,7 +34,6 @@ from inference_svc.taps.gpu.kernel_parts import (
     moved_by,
     number,
     opened,
-    partly_moved,
     place_of,
     rescaling,
 )
@@ -98,8 +97,6 @@ def _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, CHUNK: tl.
         inside = start + chunk < width
         x = tl.load(row + start + chunk, mask=inside, other=0.0)
         moved = moved_by(kind, x, tl.load(along + start + chunk, mask=inside, other=0.0), factor)
-        if is_direct(kind) & (opening != 1.0):
-            moved = partly_moved(x, moved, opening)
         before += x * x
         after += moved * moved
         tl.store(row + start + chunk, moved, mask=inside)

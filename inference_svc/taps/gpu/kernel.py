@@ -38,7 +38,6 @@ from inference_svc.taps.gpu.kernel_parts import (
     moved_by,
     number,
     opened,
-    partly_moved,
     place_of,
     rescaling,
 )
@@ -102,22 +101,12 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _load_gate_vector(code, gate, bank, width, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the vector of an operation's gate; zeros if the operation has none, without reading any."""
-    at = bank + (gate & VECTOR).to(tl.int64) * width
-    return _load(at, tl.where((code & GATED) != 0, width, 0), HEAD, TAIL)
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _opening(x, x_tail, g, g_tail, code, gate, entry, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return how far the gate of an operation is open for a row, from 0 to 1; 1 without a gate."""
-    opening = tl.full((), 1.0, dtype=tl.float32)
-    if code & GATED:
-        squares = tl.full((), 1.0, dtype=tl.float32)
-        if (gate >> KIND_SHIFT) == COSINE:
-            squares = _dot(x, x_tail, x, x_tail, TAIL)
-        opening = opened(gate, _dot(x, x_tail, g, g_tail, TAIL), squares, entry, inverse_norms)
-    return opening
+def _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how far a gate with the vector g is open for a row, from 0 to 1."""
+    squares = tl.full((), 1.0, dtype=tl.float32)
+    if (gate >> KIND_SHIFT) == COSINE:
+        squares = _dot(x, x_tail, x, x_tail, TAIL)
+    return opened(gate, _dot(x, x_tail, g, g_tail, TAIL), squares, entry, inverse_norms)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -133,8 +122,6 @@ def _apply(x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, ope
         factor = factor_of(kind, _dot(x, x_tail, v, v_tail, TAIL) * inverse, scale_or_low, high, inverse)
     factor = gated(factor, opening)
     moved, moved_tail = moved_by(kind, x, v, factor), moved_by(kind, x_tail, v_tail, factor)
-    if is_direct(kind) & (opening != 1.0):
-        moved, moved_tail = partly_moved(x, moved, opening), partly_moved(x_tail, moved_tail, opening)
     if code & KEEP_NORM:
         before = _dot(x, x_tail, x, x_tail, TAIL)
         after = _dot(moved, moved_tail, moved, moved_tail, TAIL)
@@ -166,10 +153,12 @@ def _apply_rest(  # type: ignore[no-untyped-def]
         code, gate = tl.load(entry), tl.load(entry + 3)
         vector = code & VECTOR
         scale_or_low, high = number(entry + 1), number(entry + 2)
+        opening = tl.full((), 1.0, dtype=tl.float32)
+        if code & GATED:
+            g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, width, HEAD, TAIL)
+            opening = _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
-        g, g_tail = _load_gate_vector(code, gate, bank, width, HEAD, TAIL)
-        opening = _opening(x, x_tail, g, g_tail, code, gate, entry, inverse_norms, TAIL)
         x, x_tail, moves, strays = _apply(
             x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL
         )
@@ -202,8 +191,9 @@ def _steer(  # type: ignore[no-untyped-def]
     TAIL: tl.constexpr,
 ):
     """Apply all operations to a row, in float32. Return the row (head and tail), and whether any operation moved it."""
-    entry = entries + first * ENTRY_FIELDS
-    opening = _opening(x, x_tail, g, g_tail, code, gate, entry, inverse_norms, TAIL)
+    opening = tl.full((), 1.0, dtype=tl.float32)
+    if code & GATED:
+        opening = _opening(x, x_tail, g, g_tail, gate, entries + first * ENTRY_FIELDS, inverse_norms, TAIL)
     steered, steered_tail, is_moved, is_far = _apply(
         x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL
     )
@@ -287,7 +277,9 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
-    g, g_tail = _load_gate_vector(code, gate, bank, width, HEAD, TAIL)
+    # Zeros without a gate, and nothing is read.
+    is_gated = (code & GATED) != 0
+    g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
     h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
     x, x_tail = h.to(tl.float32), h_tail.to(tl.float32)
     if HAS_RESIDUAL:
@@ -358,7 +350,9 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
-    g, g_tail = _load_gate_vector(code, gate, bank, width, HEAD, TAIL)
+    # Zeros without a gate, and nothing is read.
+    is_gated = (code & GATED) != 0
+    g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
     x = h.to(tl.float32) + r.to(tl.float32)
     x_tail = h_tail.to(tl.float32) + r_tail.to(tl.float32)
     dtype = hidden.dtype.element_ty
@@ -442,7 +436,7 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         HAS_RESIDUAL=residual is not None,
         HEAD=head,
         TAIL=tail,
-        num_warps=_warps(head),
+        num_warps=_warps(head, tail),
     )
 
 
@@ -488,7 +482,7 @@ def tap_norm(
             PLUS_ONE=1.0 if plus_one else 0.0,
             HEAD=head,
             TAIL=tail,
-            num_warps=_warps(head),
+            num_warps=_warps(head, tail),
         )
     return normed, summed
 
@@ -535,7 +529,8 @@ def _split(width: int) -> tuple[int, int]:
     return (head, tail) if tail < head else (2 * head, 0)
 
 
-def _warps(head: int) -> int:
+def _warps(head: int, tail: int) -> int:
     # Few warps with many elements each, because a reduction makes warps wait for each other. The numbers come from
-    # measurements with widths from 1536 to 4096.
-    return min(32, max(1, min(4, head // 256), head // 1024))
+    # measurements with widths from 1536 to 4096. With more than 1280 elements, a warp would spill registers.
+    warps = min(32, max(1, min(4, head // 256), head // 1024))
+    return warps if head + tail <= 1280 * warps else 2 * warps

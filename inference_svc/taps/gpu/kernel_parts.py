@@ -33,7 +33,7 @@ def number(pointer):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def is_direct(kind):  # type: ignore[no-untyped-def]
-    """Return whether an operation has no factor. A row counts as moved by it."""
+    """Return whether an operation has no factor of its own: it is 1, or how far the gate is open."""
     return (kind == SET) | (kind == MULTIPLY)
 
 
@@ -64,12 +64,6 @@ def gated(factor, opening):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def partly_moved(x, moved, opening):  # type: ignore[no-untyped-def]
-    """Return elements of a row that SET or MULTIPLY changes in part."""
-    return tl.where(opening == 0.0, x, x + opening * (moved - x))
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def factor_of(kind, projection, scale_or_low, high, inverse):  # type: ignore[no-untyped-def]
     """Return the factor by which ABLATE or CAP adds its vector to a row with this projection.
 
@@ -84,8 +78,14 @@ def factor_of(kind, projection, scale_or_low, high, inverse):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def moved_by(kind, x, v, factor):  # type: ignore[no-untyped-def]
-    """Return elements of a row after one operation."""
-    return tl.where(kind == SET, v, tl.where(kind == MULTIPLY, x * v, x + factor * v))
+    """Return elements of a row after one operation, x + factor * change.
+
+    The change is v - x for SET, x * v - x for MULTIPLY, and v for the others.
+    """
+    # Written so that few numbers are in registers at once, and so that SET replaces even an infinity.
+    x = tl.where((kind == SET) & (factor == 1.0), 0.0, x)
+    kept = tl.where(is_direct(kind), 1.0 - factor, 1.0) + tl.where(kind == MULTIPLY, factor, 0.0) * v
+    return x * kept + tl.where(kind == MULTIPLY, 0.0, factor) * v
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
