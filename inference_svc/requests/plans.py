@@ -13,6 +13,8 @@ from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import layers_by_site
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inference_svc.requests.registry import Running
     from inference_svc.taps.plan import Gate
     from residuum.v1 import inference_pb2, steering_pb2
@@ -76,7 +78,8 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
     """
     operations: list[Operation] = []
     for item in steering.operations:
-        layers, digests, of_gate = tuple(item.layers.list.layers), layer_digests(item), gate_digests(item) or [None]
+        layers, digests = tuple(item.layers.list.layers), layer_digests(item)
+        of_gate: Sequence[bytes | None] = gate_digests(item) or [None]
         groups = [(layer,) for layer in layers] if len(digests) > 1 or len(of_gate) > 1 else [layers]
         # One digest serves all layers.
         for index, group in enumerate(groups):

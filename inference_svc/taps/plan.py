@@ -52,7 +52,10 @@ class Measure(IntEnum):
 
 
 class Gate(NamedTuple):
-    """How far an operation applies to a row: sigmoid(sharpness * (measure - threshold)); see `Gate` in steering.proto."""
+    """How far an operation applies to a row: sigmoid(sharpness * (measure - threshold)).
+
+    steering.proto defines it; infinite sharpness makes the gate hard.
+    """
 
     row: int
     """The gate vector's row in the bank."""
@@ -101,9 +104,11 @@ class Operation:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Operation:
         """Return the operation that `to_data` converted."""
-        gate = data["gate"]
-        restored = Gate(*gate[:-1], Measure(gate[-1])) if gate else None
-        return cls(**{**_restore(data), "kind": Kind(data["kind"]), "gate": restored})
+        gate = None
+        if data["gate"]:
+            row, threshold, sharpness, measure = data["gate"]
+            gate = Gate(row, threshold, sharpness, Measure(measure))
+        return cls(**{**_restore(data), "kind": Kind(data["kind"]), "gate": gate})
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
@@ -33,30 +33,37 @@ class Gate:
     The operation applies if the score is above the threshold. Otherwise the row stays as it is, to the bit. With
     `sharpness`, the operation's change of the row is multiplied by sigmoid(sharpness·(score - threshold)) instead.
 
+    Attributes:
+        vector: The vector, as long as the operation's rows; or one for each of the operation's layers, as
+            {layer: vector} or Directions.
+        threshold: The score above which the gate is open.
+        bias: Added to the measure.
+        sharpness: How fast the gate opens around the threshold, above 0; None: at once.
+        measure: What the gate measures: "projection", "inner_product" or "cosine".
+        below: Open the gate where the score is below the threshold instead.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        BadVector: The vector has no direction.
+        InvalidRequest: A number is out of range, or a cosine can never open the gate.
+
     Example:
         >>> gate = residuum.Gate(refusal[12], threshold=5.0)
         >>> residuum.Add(refusal[12], layer=12, scale=0.5, gate=gate)
     """
 
     vector: Vector | Mapping[int, Vector]
-    """The vector, as long as the operation's rows; or one for each of the operation's layers, as {layer: vector} or
-    Directions."""
     threshold: float = 0.0
-    """The score above which the gate is open."""
     _: KW_ONLY
     bias: float = 0.0
-    """Added to the measure."""
     sharpness: float | None = None
-    """How fast the gate opens around the threshold, above 0; None: at once."""
     measure: str = "projection"
-    """What the gate measures: "projection", "inner_product" or "cosine"."""
     below: bool = False
-    """Open the gate where the score is below the threshold instead."""
 
     def __post_init__(self) -> None:
         if isinstance(self.vector, Mapping):
-            vectors, _ = by_steered_layer(self.vector, None)
-            object.__setattr__(self, "vector", LayerVectors(vectors))
+            if not hasattr(self.vector, "placed"):  # the layers of Directions depend on the operation's site
+                object.__setattr__(self, "vector", LayerVectors(self.vector))
         elif not isinstance(self.vector, Vector):
             raise TypeError("Gate takes a residuum.Vector; create one with Vector.from_array(array).")
         for name in ("threshold", "bias") if self.sharpness is None else ("threshold", "bias", "sharpness"):
@@ -93,6 +100,12 @@ class Gate:
     def vectors(self) -> tuple[Vector, ...]:
         """The vectors: one, or one for each layer in the order of the layers."""
         return (self.vector,) if isinstance(self.vector, Vector) else tuple(self.vector.values())
+
+    def at(self, site: str) -> Gate:
+        """Return the gate of an operation at a site: its vectors are by the layer of the operation."""
+        if isinstance(self.vector, Vector):
+            return self
+        return replace(self, vector=LayerVectors(by_steered_layer(self.vector, site)[0]))
 
     def to_proto(self) -> steering_pb2.Gate:
         """Return the gate's message, with the vectors' digests instead of their values."""

@@ -84,7 +84,7 @@ class _Placed:
         if not isinstance(self.keep_norm, bool):
             raise TypeError(f"{self._name}: keep_norm must be True or False, not {self.keep_norm!r}.")
         if self.gate is not None:
-            self._check_gate(self.gate)
+            object.__setattr__(self, "gate", self._placed_gate(self.gate))
         self._placed()
         self.check()
 
@@ -109,18 +109,20 @@ class _Placed:
         """Check a number and store it as a float."""
         object.__setattr__(self, name, finite_float32(f"{self._name}: {name}", getattr(self, name)))
 
-    def _check_gate(self, gate: Gate) -> None:
-        if not isinstance(gate, Gate):
-            raise TypeError(f"{self._name}: gate must be a residuum.Gate, not {gate!r}.")
+    def _placed_gate(self, given: Gate) -> Gate:
+        if not isinstance(given, Gate):
+            raise TypeError(f"{self._name}: gate must be a residuum.Gate, not {given!r}.")
+        gate = given.at(str(self.site))
         if isinstance(gate.vector, Vector):
-            return
+            return gate
         layers = self._layers()
         if selects_all(layers) or sorted(layer_list(layers)) != [*gate.vector]:
             raise InvalidRequest(
-                f"{self._name}: the gate has vectors for the layers {[*gate.vector]}, but the operation is for {layers}. "
+                f"{self._name}: the gate has vectors for the layers {[*gate.vector]}, the operation is for {layers}. "
                 "Give the gate one vector, or one for each of the operation's layers.",
                 reason="INVALID_FIELD",
             )
+        return gate
 
     def _check_direction(self) -> None:
         for index, vector in enumerate(self.vectors):

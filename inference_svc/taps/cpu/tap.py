@@ -199,12 +199,8 @@ def _to_batch(parts: list[tuple[npt.NDArray[np.int64], Step]]) -> OperationBatch
 
 def _to_gates(of_parts: list[Gate | None], counts: list[int]) -> GateBatch | None:
     """Return the gates of a batch, given the gate of each part and its number of rows."""
-    first_rows = np.cumsum([0, *counts])
-    gated = [
-        (gate, first + np.arange(count))
-        for gate, first, count in zip(of_parts, first_rows, counts, strict=False)
-        if gate
-    ]
+    parts = zip(of_parts, np.cumsum(counts), counts, strict=True)
+    gated = [(gate, np.arange(end - count, end)) for gate, end, count in parts if gate]
     if not gated:
         return None
     gates, lengths = [gate for gate, _ in gated], [len(at) for _, at in gated]

@@ -291,8 +291,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     after, after_tail = before, before_tail
     if count > 0:
         steered, steered_tail, is_moved = _steer(
-            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries, bank,
-            inverse_norms, max_abs, HEAD, TAIL,
+            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries,
+            bank, inverse_norms, max_abs, HEAD, TAIL,
         )  # fmt: skip
         if is_moved:  # a row that no operation moves keeps its bits, even negative zeros and infinities
             after = (h.to(tl.float32) + (steered - x)).to(dtype)  # only the difference is written back
@@ -359,8 +359,8 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     before, before_tail = x.to(dtype), x_tail.to(dtype)
     if is_steered:
         steered, steered_tail, is_moved = _steer(
-            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries, bank,
-            inverse_norms, max_abs, HEAD, TAIL,
+            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries,
+            bank, inverse_norms, max_abs, HEAD, TAIL,
         )  # fmt: skip
         if is_moved:  # otherwise x keeps its bits: steering turns negative zeros into positive ones
             x = steered

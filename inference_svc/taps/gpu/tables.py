@@ -66,7 +66,8 @@ class ProgramTable:
 
     `lines` is int32 [programs, points, LINE_FIELDS]. A line is what a program does at a point: the index of its first
     entry, the number of entries, two destinations (see `destination`; a point sees up to two sites), and a copy of the
-    first half of the first entry, so that one operation needs no second look-up of its vectors. `entries` is int32 [entries, ENTRY_FIELDS].
+    first half of the first entry, so that one operation needs no second look-up of its vectors. `entries` is int32
+    [entries, ENTRY_FIELDS].
     """
 
     def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
