@@ -88,7 +88,7 @@ def test_a_missing_figure_fails_its_bar():
 
 def test_the_bar_of_a_gate_is_its_cost_on_top_of_the_same_operation():
     plain = [
-        measured(unique, us, way=way) for way in (kernel.TAP, kernel.TAP_NORM) for unique, us in ((1, 10), (32, 12))
+        measured(unique, us, way=way) for way in (kernel.TAP, kernel.TAP_NORM) for unique, us in ((1, 10.0), (32, 12.0))
     ]
     gated = [measured(unique, us, operation=kernel.GATED) for unique, us in ((1, 11.25), (32, 13.0))]
     slow = [measured(unique, 13.75, operation=kernel.GATED, way=kernel.TAP_NORM) for unique in (1, 32)]
