@@ -8,6 +8,7 @@ The service would then deliver zeros or wrong rows, or steer nothing. It must no
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.plan import Capture, Gate, Kind, Operation, RequestPlan
 from residuum.v1 import capture_pb2, selection_pb2
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ async def run_self_test(engine: Engine) -> None:
     plain = _of_prompt(captured)
     push = _push(engine.facts.hidden_size, plain[stream][layer if layer in has_stream else has_stream[0]])
     await engine.load_vectors([(_BANK_ROW, push.astype("<f4").tobytes())])
-    steered = _of_prompt(await _capture(engine, "steered", prompt, (_add(layer),)))
+    steered = _of_prompt(await _capture(engine, "steered", prompt, _add_twice_and_undo(layer, push)))
     if _STREAM in plain:
         _check_steering(plain[_STREAM], steered[_STREAM], push, layer)
     elif has_stream[-1] > layer and np.array_equal(plain[stream][has_stream[-1]], steered[stream][has_stream[-1]]):
@@ -207,8 +208,21 @@ def _push(width: int, *rows: Rows) -> Rows:
     return pushed
 
 
-def _add(layer: int, site: capture_pb2.Site.ValueType = _STREAM) -> Operation:
-    return Operation(Kind.ADD, _BANK_ROW, (layer,), selection_pb2.PositionSelection(), site=site)
+def _add(
+    layer: int, site: capture_pb2.Site.ValueType = _STREAM, scale: float = 1.0, gate: Gate | None = None
+) -> Operation:
+    return Operation(Kind.ADD, _BANK_ROW, (layer,), selection_pb2.PositionSelection(), scale, site=site, gate=gate)
+
+
+def _add_twice_and_undo(layer: int, push: Rows) -> tuple[Operation, ...]:
+    """Return operations that add the vector once in total, if gates work.
+
+    The first adds it twice. Now every row is far above the threshold. So the second, whose gate is open below it, does
+    nothing, and the third takes the vector away once.
+    """
+    threshold = float(np.linalg.norm(push)) / 2
+    above, below = Gate(_BANK_ROW, threshold), Gate(_BANK_ROW, threshold, -math.inf)
+    return _add(layer, scale=2.0), _add(layer, gate=below), _add(layer, scale=-1.0, gate=above)
 
 
 def _check_rows(every: Rows, of: capture_pb2.Site.ValueType, layers: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import math
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from inference_svc.admission.gates import GATE_MEASURES
 from inference_svc.admission.steering import OPERATIONS
 from inference_svc.captures.stores import require_stores
 from inference_svc.resources.vector_cache import cache_capacity, digest_in, vector_name
@@ -205,6 +206,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         steering_sites=facts.steering_sites,
         attention=[inference_pb2.AttentionLayer(**layer) for layer in facts.attention],
         steering_operations=OPERATIONS,
+        gate_measures=GATE_MEASURES,
         encodings=facts.encodings,
         reductions=facts.reductions,
         adapters=facts.adapters,

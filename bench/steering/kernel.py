@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from bench.steering.floor import move
 from bench.steering.ways import Batch, Expected
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.gpu.tap import CudaTap
-from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from inference_svc.taps.plan import Gate, Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtime import TapRuntime
@@ -50,7 +50,10 @@ IDLE = "idle"
 LAYERS = 28
 _EVERYWHERE = selection_pb2.PositionSelection()
 
-_BAR_HIDDEN, _BAR_US, _BAR_SPREAD = 2560, 13.0, 1.25
+GATED = "gated add"
+"""An Add with a gate, which has a vector of its own."""
+
+_BAR_HIDDEN, _BAR_US, _BAR_SPREAD, _BAR_GATE_US = 2560, 13.0, 1.25, 1.5
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Measurement:
 
     hidden: int
     operation: str
-    """The operation's name, or "idle"."""
+    """The operation's name, "gated add" or "idle"."""
     unique: int
     way: str
     failed: str = ""
@@ -125,8 +128,9 @@ class ArmedTap:
         """Load the bank, admit the requests, and place their rows."""
         rows = batch.requests * batch.rows_each
         points = TapPoints(0, LAYERS)
-        bank = VectorBank(batch.unique, batch.vectors.shape[1], batch.vectors.device)
-        bank.load([(row, vector.cpu().numpy().astype("<f4").tobytes()) for row, vector in enumerate(batch.vectors)])
+        vectors = batch.vectors if batch.gates is None else torch.cat([batch.vectors, batch.gates])
+        bank = VectorBank(len(vectors), vectors.shape[1], vectors.device)
+        bank.load([(row, vector.cpu().numpy().astype("<f4").tobytes()) for row, vector in enumerate(vectors)])
         self.tap = CudaTap(bank, None, points, rows, batch.requests)
         runtime = TapRuntime(points, self.tap, None, None)
         names = [f"request-{index}" for index in range(batch.requests)]
@@ -142,14 +146,10 @@ class ArmedTap:
 def plan_of(batch: Batch, index: int) -> RequestPlan:
     """Return the plan of a request of a batch."""
     low, high = (ways.CAP_LOW, ways.CAP_HIGH) if batch.kind is Kind.CAP else (float("-inf"), float("inf"))
-    return RequestPlan(
-        prompt_tokens=batch.rows_each,
-        operations=(
-            Operation(
-                batch.kind, index % batch.unique, tuple(range(LAYERS)), _EVERYWHERE, ways.SCALES[batch.kind], low, high
-            ),
-        ),
-    )
+    row, scale = index % batch.unique, ways.SCALES[batch.kind]
+    gate = None if batch.gates is None else Gate(batch.unique + row, 0.0, ways.GATE_SHARPNESS)
+    operation = Operation(batch.kind, row, tuple(range(LAYERS)), _EVERYWHERE, scale, low, high, gate=gate)
+    return RequestPlan(prompt_tokens=batch.rows_each, operations=(operation,))
 
 
 class WrongResultError(RuntimeError):
@@ -212,6 +212,11 @@ class Bench:
                     batch = self.batch(kind, unique, hidden)
                     for way in steering_ways(batch):
                         self._measure(hidden, kind.name.lower(), unique, way, sets)
+            for unique in job.unique:
+                batch = self.batch(Kind.ADD, unique, hidden)
+                gated = replace(batch, gates=torch.randn_like(batch.vectors))
+                for way in tap_ways(gated):
+                    self._measure(hidden, GATED, unique, way, sets)
         for kind in Kind:
             spent = sum(self.compile_seconds.values())
             if spent < job.compile_seconds:
@@ -293,16 +298,21 @@ def times_of(way: Way, sets: Sequence[Rows]) -> Iterator[tuple[str, timing.Times
 
 def steering_ways(batch: Batch) -> Iterator[Way]:
     """Yield the ways to steer a batch, except the compiled loop, which is compiled once for all batches."""
-    armed = ArmedTap(batch)
-    yield tap_way(armed, lambda rows: ways.expect(batch, rows.hidden, rows.residual))
-    yield tap_way(armed, lambda rows: ways.expect(batch, rows.hidden), TAP_SUM)
-    yield tap_norm_way(armed, batch, batch.vectors.shape[1], batch.vectors.device)
+    yield from tap_ways(batch)
     yield loop_way(LOOP, batch, ways.loop(batch.kind, batch.rows_each))
     run, groups = ways.gather_scatter(batch.kind), ways.groups_of(batch, _DTYPE)  # grouping is not measured
     yield plain_way(GATHER, batch, lambda hidden: run(hidden, groups))
     if batch.unique == 1:
         apply, vector = ways.operation(batch.kind), ways.vector_for(batch.kind, batch.vectors[0], _DTYPE)
         yield plain_way(UNIFORM, batch, lambda hidden: hidden.copy_(apply(hidden, vector)), _LIGHT_LAUNCHES)
+
+
+def tap_ways(batch: Batch) -> Iterator[Way]:
+    """Yield the taps' kernels, which steer a batch."""
+    armed = ArmedTap(batch)
+    yield tap_way(armed, lambda rows: ways.expect(batch, rows.hidden, rows.residual))
+    yield tap_way(armed, lambda rows: ways.expect(batch, rows.hidden), TAP_SUM)
+    yield tap_norm_way(armed, batch, batch.vectors.shape[1], batch.vectors.device)
 
 
 def tap_way(armed: ArmedTap, expected: Callable[[Rows], Expected], name: str = TAP) -> Way:
@@ -423,17 +433,29 @@ def bars(measurements: Sequence[Measurement]) -> list[Bar]:
     """Return the bars for the taps' kernel. A missing figure fails its bar."""
     found = []
     sizes = sorted({item.hidden for item in measurements})
-    taps = [item for item in measurements if item.way == TAP and item.operation != IDLE]
+    taps = [item for item in measurements if item.way == TAP and item.operation not in {IDLE, GATED}]
     for how, where in (("memory", "from memory"), ("cache", "from the cache")):
         if _BAR_HIDDEN in sizes:
             times = [item.us(how) for item in taps if item.hidden == _BAR_HIDDEN]
             slowest = max((math.inf if time is None else time for time in times), default=math.inf)
             found.append(Bar(f"tap at hidden {_BAR_HIDDEN}, slowest of all, in a graph, {where}: us", slowest, _BAR_US))
+            for way in (TAP, TAP_NORM):
+                name = f"{way} at hidden {_BAR_HIDDEN}, a gate on top of an add, in a graph, {where}: us"
+                found.append(Bar(name, _gate_us(measurements, way, how), _BAR_GATE_US))
         for hidden in sizes:
             spread = max((_spread(taps, hidden, kind.name.lower(), how) for kind in Kind), default=math.inf)
             name = f"tap at hidden {hidden}, {where}: slowest over fastest number of unique operations"
             found.append(Bar(name, spread, _BAR_SPREAD))
     return found
+
+
+def _gate_us(measurements: Sequence[Measurement], way: str, how: str) -> float:
+    """Return how much longer a gated operation takes than the same without a gate, at most."""
+    chosen = [item for item in measurements if (item.hidden, item.way) == (_BAR_HIDDEN, way)]
+    plain = {item.unique: item.us(how) for item in chosen if item.operation == Kind.ADD.name.lower()}
+    gated = {item.unique: item.us(how) for item in chosen if item.operation == GATED}
+    pairs = [(gated.get(unique), plain.get(unique)) for unique in plain.keys() | gated.keys()]
+    return max((math.inf if a is None or b is None else a - b for a, b in pairs), default=math.inf)
 
 
 def _spread(taps: Sequence[Measurement], hidden: int, operation: str, how: str) -> float:
@@ -475,7 +497,7 @@ def show(job: KernelJob, measurements: Sequence[Measurement], bandwidth: float) 
                     _ratio(by_key.get((hidden, operation, unique, TAP)), how, floor),
                     _ratio(by_key.get((hidden, operation, unique, TAP_NORM)), how, norm_floor),
                 ]
-                for operation in (kind.name.lower() for kind in Kind)
+                for operation in (*(kind.name.lower() for kind in Kind), GATED)
                 for unique in job.unique
             ]
             yield table([f"{title}, us", "unique", *names, "tap/floor", "norm/floor"], rows)

@@ -19,6 +19,8 @@ Steer = Callable[[Tensor, Tensor], Tensor]
 
 
 SCALES = {Kind.ADD: 0.5, Kind.ABLATE: 1.0, Kind.CAP: 1.0, Kind.SET: 1.0, Kind.MULTIPLY: 1.0}
+GATE_SHARPNESS = 0.5
+"""Of a gate at the projection 0. It is open in part for every row, so that no row is left as it is."""
 CAP_LOW, CAP_HIGH = -0.5, 0.5
 """Bounds that the projection of a random row usually exceeds."""
 
@@ -35,6 +37,8 @@ class Batch:
     rows_each: int
     vectors: Tensor
     """The vector of each unique operation, float32 [unique, hidden]."""
+    gates: Tensor | None = None
+    """The vector of each unique operation's gate, float32 [unique, hidden]; None: without gates."""
 
     @property
     def unique(self) -> int:
@@ -69,6 +73,15 @@ def steered(batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
         batch: The batch with the operations.
         stream: The rows, float64 [rows, hidden].
     """
+    after, moved = _ungated(batch, stream)
+    if batch.gates is not None:
+        g = batch.gates.double()[batch.operation_of_row]
+        projection = (stream * g).sum(dim=-1, keepdim=True) / g.norm(dim=-1, keepdim=True)
+        after = stream + torch.sigmoid(GATE_SHARPNESS * projection) * (after - stream)
+    return after, moved
+
+
+def _ungated(batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
     v = batch.vectors.double()[batch.operation_of_row]
     if batch.kind is Kind.ADD:
         moved = SCALES[Kind.ADD] * v

@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from residuum.values.activations import Activations
     from residuum.values.attention import AttentionLayer, attention_weights
     from residuum.values.capture import Capture
+    from residuum.values.gates import Gate, GateRecord
     from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.model_info import ModelInfo
@@ -150,6 +151,8 @@ _MODULES = {
     "TLS": "residuum.rpc.credentials",
     "serve": "residuum.serving",
     "Positions": "residuum.values.selections",
+    "Gate": "residuum.values.gates",
+    "GateRecord": "residuum.values.gates",
     "Ablate": "residuum.values.steering",
     "Add": "residuum.values.steering",
     "Cap": "residuum.values.steering",
@@ -196,6 +199,8 @@ __all__ = [
     "EmptyPrompt",
     "EngineDead",
     "Export",
+    "Gate",
+    "GateRecord",
     "Health",
     "IncompleteCapture",
     "InvalidRequest",

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.fields import check_selection, invalid, layer_list, site_name
+from inference_svc.admission.gates import gate_digests, resolve_gate
 from inference_svc.taps.points import STEERABLE
 from inference_svc.taps.steps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of
 from residuum.rpc.errors import Failure, Reason
@@ -25,17 +26,14 @@ OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRI
 
 def digests_of(steering: steering_pb2.SteeringSpec) -> list[bytes]:
     """Return the digests of all vectors that a steering spec needs, in order and without duplicates."""
-    return list(dict.fromkeys(digest for item in steering.operations for digest in layer_digests(item)))
+    return list(dict.fromkeys(digest for item in steering.operations for digest in _all_digests(item)))
 
 
 def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
-    """Return the digests of the vectors that a steering spec normalizes, so that their norm must not be zero."""
-    return {
-        digest
-        for item in steering.operations
-        if item.WhichOneof("operation") in ("ablate", "cap", "replace")
-        for digest in layer_digests(item)
-    }
+    """Return the digests of the vectors that must not be zero: those that a spec normalizes, and those of gates."""
+    own = (item for item in steering.operations if item.WhichOneof("operation") in ("ablate", "cap", "replace"))
+    gates = (digest for item in steering.operations for digest in gate_digests(item))
+    return {digest for item in own for digest in layer_digests(item)} | set(gates)
 
 
 def widths_of(steering: steering_pb2.SteeringSpec, facts: ModelFacts) -> list[tuple[bytes, int]]:
@@ -44,9 +42,13 @@ def widths_of(steering: steering_pb2.SteeringSpec, facts: ModelFacts) -> list[tu
         dict.fromkeys(
             (digest, facts.width(item.site or capture_pb2.SITE_RESID_POST))
             for item in steering.operations
-            for digest in layer_digests(item)
+            for digest in _all_digests(item)
         )
     )
+
+
+def _all_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:
+    return layer_digests(operation) + gate_digests(operation)
 
 
 def layer_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:
@@ -74,6 +76,8 @@ def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> stee
         check_selection(f"{field}.positions", operation.positions)
         checked = resolved.operations.add()
         checked.CopyFrom(operation)
+        if operation.HasField("gate"):
+            checked.gate.CopyFrom(resolve_gate(f"{field}.gate", operation.gate, operation.layers.list.layers))
         checked.layers.CopyFrom(layer_list(f"{field}.layers", operation.layers, facts, site))
         if operation.site == capture_pb2.SITE_RESID_POST:
             checked.ClearField("site")  # the default, so that equal steering has equal descriptions
@@ -85,7 +89,8 @@ def demand_of_steering(steering: steering_pb2.SteeringSpec | None, capture: capt
     operations: list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection]] = []
     for item in steering.operations if steering else ():
         places = [(item.site, layer) for layer in item.layers.list.layers]
-        groups = [[place] for place in places] if item.layer_digests else [places]
+        is_split = item.layer_digests or item.gate.layer_digests
+        groups = [[place] for place in places] if is_split else [places]
         operations += [(group, item.positions) for group in groups]
     return demand_of(operations, capture.positions if capture else None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from inference_svc.admission.gates import gate_digests, make_gate
 from inference_svc.admission.steering import layer_digests
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2
@@ -12,7 +13,10 @@ from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import layers_by_site
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inference_svc.requests.registry import Running
+    from inference_svc.taps.plan import Gate
     from residuum.v1 import inference_pb2, steering_pb2
 
 _KINDS = {
@@ -75,12 +79,13 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
     operations: list[Operation] = []
     for item in steering.operations:
         layers, digests = tuple(item.layers.list.layers), layer_digests(item)
-        if item.layer_digests:
-            operations += [
-                _operation(item, (layer,), rows[digest]) for layer, digest in zip(layers, digests, strict=True)
-            ]
-        else:
-            operations.append(_operation(item, layers, rows[digests[0]]))
+        of_gate: Sequence[bytes | None] = gate_digests(item) or [None]
+        groups = [(layer,) for layer in layers] if len(digests) > 1 or len(of_gate) > 1 else [layers]
+        # One digest serves all layers.
+        for index, group in enumerate(groups):
+            digest, gate_digest = digests[index % len(digests)], of_gate[index % len(of_gate)]
+            gate = make_gate(item.gate, rows[gate_digest]) if gate_digest else None
+            operations.append(_operation(item, group, rows[digest], gate))
     return tuple(operations)
 
 
@@ -111,7 +116,7 @@ def _capture(
     )
 
 
-def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], row: int) -> Operation:
+def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], row: int, gate: Gate | None) -> Operation:
     name = item.WhichOneof("operation")
     assert name is not None  # noqa: S101 - resolve_spec refuses an operation without a kind
     scale, low, high = 1.0, -math.inf, math.inf
@@ -125,4 +130,4 @@ def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], ro
         low = item.cap.min if item.cap.HasField("min") else -math.inf
         high = item.cap.max if item.cap.HasField("max") else math.inf
     site = item.site or capture_pb2.SITE_RESID_POST
-    return Operation(_KINDS[name], row, layers, item.positions, scale, low, high, item.keep_norm, site)
+    return Operation(_KINDS[name], row, layers, item.positions, scale, low, high, item.keep_norm, site, gate)

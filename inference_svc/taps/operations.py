@@ -9,10 +9,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from inference_svc.taps.plan import Kind
+from inference_svc.taps.plan import Kind, Measure
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class GateBatch(NamedTuple):
+    """The gates of some rows of an `OperationBatch`."""
+
+    at: Tensor
+    """Which rows of the batch have these gates, int64 [g]."""
+    vectors: Tensor
+    """The rows of the vector bank that hold the gates' vectors, int64 [g]."""
+    measures: Tensor
+    """The `Measure` of each gate, int64 [g]."""
+    thresholds: Tensor
+    """Above which measure each gate is open, float32 [g]."""
+    sharpness: Tensor
+    """How fast each gate opens around its threshold, float32 [g]. Infinite: at once. Negative: it opens below it."""
 
 
 class OperationBatch(NamedTuple):
@@ -32,6 +47,8 @@ class OperationBatch(NamedTuple):
     """Upper bound of CAP, float32 [r]."""
     keeps_norm: Tensor
     """Whether the row is rescaled to the norm that it had before, bool [r]."""
+    gates: GateBatch | None = None
+    """The gates of the rows that have one; None if none has."""
 
 
 def reach(dtype: torch.dtype) -> float:
@@ -65,7 +82,25 @@ def bounded(steered: Tensor, x: Tensor, limit: float) -> Tensor:
     return torch.where(steered.isnan(), x, torch.maximum(torch.minimum(steered, bounds), -bounds))
 
 
-def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBatch) -> Tensor:
+def openness(x: Tensor, v: Tensor, inverse_norms: Tensor, gates: GateBatch) -> Tensor:
+    """Return how far gates are open for rows, from 0 to 1, float32 [g].
+
+    Args:
+        x: The rows, float32 [g, width].
+        v: The vector of each gate, float32 [g, width].
+        inverse_norms: 1 / |v| for each vector, float32 [g].
+        gates: The gates.
+    """
+    measures = (x * v).sum(dim=-1)
+    measures = torch.where(gates.measures == Measure.INNER_PRODUCT, measures, measures * inverse_norms)
+    measures = torch.where(gates.measures == Measure.COSINE, measures / x.norm(dim=-1), measures)
+    # At the threshold itself, infinite sharpness gives NaN.
+    return torch.sigmoid(gates.sharpness * (measures - gates.thresholds)).nan_to_num(0.0)
+
+
+def apply_batch(
+    x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBatch, opened: Tensor | None = None
+) -> Tensor:
     """Apply one operation to each row and return the new rows.
 
     Args:
@@ -73,6 +108,7 @@ def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBat
         v: The vector of each row, float32 [r, width].
         inverse_norms: 1 / |v| for each vector, float32 [r]; 0 for a zero vector.
         batch: The operations.
+        opened: How far the gates of `batch.gates` are open, float32 [g]; None if there are none.
 
     Returns:
         The new rows, float32 [r, width].
@@ -83,8 +119,16 @@ def apply_batch(x: Tensor, v: Tensor, inverse_norms: Tensor, batch: OperationBat
     factors = torch.where(batch.kinds == Kind.ADD, batch.scales, along_unit * inverse_norms)
     moved = torch.where((batch.kinds == Kind.SET).unsqueeze(-1), v, x + factors.unsqueeze(-1) * v)
     moved = torch.where((batch.kinds == Kind.MULTIPLY).unsqueeze(-1), x * v, moved)
+    if batch.gates is not None and opened is not None:
+        moved[batch.gates.at] = _gated(x[batch.gates.at], moved[batch.gates.at], opened.unsqueeze(-1))
     if not batch.keeps_norm.any():
         return moved
     before, after = x.norm(dim=-1), moved.norm(dim=-1)
     rescaled = torch.where(batch.keeps_norm & (after > 0), before / after, 1.0)  # a row that became zero stays zero
     return moved * rescaled.unsqueeze(-1)
+
+
+def _gated(x: Tensor, moved: Tensor, opened: Tensor) -> Tensor:
+    """Return rows that an operation changes in part. A row whose gate is open or closed is exact."""
+    partly = x + opened * (moved - x)
+    return torch.where(opened == 1, moved, torch.where(opened == 0, x, partly))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inference_svc.taps.encodings.projections import is_computed
 from residuum.v1 import capture_pb2, selection_pb2
@@ -43,6 +43,29 @@ class Kind(IntEnum):
     MULTIPLY = 4
 
 
+class Measure(IntEnum):
+    """What a gate measures of a row, as numbers for the device tables."""
+
+    PROJECTION = 0
+    INNER_PRODUCT = 1
+    COSINE = 2
+
+
+class Gate(NamedTuple):
+    """How far an operation applies to a row: sigmoid(sharpness * (measure - threshold)).
+
+    steering.proto defines it; infinite sharpness makes the gate hard.
+    """
+
+    row: int
+    """The gate vector's row in the bank."""
+    threshold: float
+    """The measure above which the gate is open. The bias is subtracted already."""
+    sharpness: float = float("inf")
+    """Infinite: the gate is open or closed. Negative: it is open below the threshold."""
+    measure: Measure = Measure.PROJECTION
+
+
 @dataclass(frozen=True)
 class Operation:
     """One steering operation with its vector resolved to a row of the bank."""
@@ -64,6 +87,8 @@ class Operation:
     """Rescale the row to the norm that it had before."""
     site: capture_pb2.Site.ValueType = capture_pb2.SITE_RESID_POST
     """The site at which it is applied."""
+    gate: Gate | None = None
+    """How far it applies to each row; None: completely."""
 
     def to_data(self) -> dict[str, Any]:
         """Return the operation as plain data, for `from_data`."""
@@ -73,12 +98,17 @@ class Operation:
             "site": int(self.site),
             "layers": list(self.layers),
             "positions": self.positions.SerializeToString(),
+            "gate": [*self.gate[:-1], int(self.gate.measure)] if self.gate else None,
         }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Operation:
         """Return the operation that `to_data` converted."""
-        return cls(**{**_restore(data), "kind": Kind(data["kind"])})
+        gate = None
+        if data["gate"]:
+            row, threshold, sharpness, measure = data["gate"]
+            gate = Gate(row, threshold, sharpness, Measure(measure))
+        return cls(**{**_restore(data), "kind": Kind(data["kind"]), "gate": gate})
 
 
 @dataclass(frozen=True)

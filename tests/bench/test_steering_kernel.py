@@ -44,6 +44,8 @@ def test_every_way_is_measured_at_every_size(interpreted):
             uniform = {kernel.UNIFORM} if unique == 1 else set()
             ways = {key[3] for key in seen if key[:3] == (hidden, kind.name.lower(), unique)}
             assert ways == {*kernel.OURS, *PEERS, *uniform}
+    for unique in sizes:
+        assert {key[3] for key in seen if key[:3] == (hidden, kernel.GATED, unique)} == {*kernel.OURS}
     idle = {key[3] for key in seen if key[:3] == (hidden, kernel.IDLE, 0)}
     assert idle == {kernel.TAP, kernel.TAP_NORM, kernel.COMPILED_NORM, kernel.MOVE, kernel.MOVE_NORM}
     assert {item.us("memory") for item in interpreted} == {2.0}
@@ -63,11 +65,11 @@ def all_measured(us):
 
 
 def test_bars_use_the_slowest_measurement():
-    slowest, spread, *_ = bars(all_measured(lambda unique: 10.0 + unique / 16))
+    slowest, _, _, spread, *_ = bars(all_measured(lambda unique: 10.0 + unique / 16))
     assert (slowest.value, slowest.passed) == (12.0, True)
     assert spread.value == pytest.approx(12 / 10.0625, rel=1e-3)
     assert spread.passed
-    slowest, spread, *_ = bars(all_measured(lambda unique: 10.0 if unique == 1 else 13.5))
+    slowest, _, _, spread, *_ = bars(all_measured(lambda unique: 10.0 if unique == 1 else 13.5))
     assert not slowest.passed
     assert not spread.passed
 
@@ -80,8 +82,21 @@ def test_alternatives_have_no_bar():
 def test_a_missing_figure_fails_its_bar():
     missing = Measurement(2560, "cap", 32, kernel.TAP, failed="off")
     found = bars([*all_measured(lambda unique: 10.0), missing])
-    assert [bar.value for bar in found] == [math.inf] * 4
+    assert [bar.value for bar in found] == [math.inf] * 8
     assert not any(bar.passed for bar in found)
+
+
+def test_the_bar_of_a_gate_is_its_cost_on_top_of_the_same_operation():
+    plain = [
+        measured(unique, us, way=way) for way in (kernel.TAP, kernel.TAP_NORM) for unique, us in ((1, 10.0), (32, 12.0))
+    ]
+    gated = [measured(unique, us, operation=kernel.GATED) for unique, us in ((1, 11.25), (32, 13.0))]
+    slow = [measured(unique, 13.75, operation=kernel.GATED, way=kernel.TAP_NORM) for unique in (1, 32)]
+    _, of_tap, of_norm, *_ = bars([*plain, *gated, *slow])
+    assert (of_tap.value, of_tap.passed) == (1.25, True)
+    assert (of_norm.value, of_norm.passed) == (3.75, False)
+    _, of_tap, *_ = bars([*plain, *gated[:1], *slow])
+    assert of_tap.value == math.inf, "a figure is missing"
 
 
 def test_the_floor_is_the_time_of_the_rows_bytes():

@@ -1,10 +1,12 @@
+import math
+
 import pytest
 import torch
 
 from bench.steering import ways
 from bench.steering.kernel import LAYERS, plan_of
 from bench.steering.ways import Batch, expect, expect_norm, expect_sum, worst
-from inference_svc.taps.plan import Kind
+from inference_svc.taps.plan import Gate, Kind
 
 REQUESTS, ROWS_EACH, HIDDEN = 6, 5, 40
 
@@ -41,6 +43,15 @@ def test_the_reference_follows_the_definitions_of_the_operations():
     assert after(Kind.ADD) == [[2.0, 5.0], [4.0, -1.75]]
     assert after(Kind.ABLATE) == [[0.0, 5.0], [4.0, 0.0]]
     assert after(Kind.CAP) == [[0.5, 5.0], [4.0, -0.25]]
+
+
+def test_the_reference_of_a_gated_operation_changes_rows_in_part():
+    gates = torch.tensor([[0.0, 2.0], [1.0, 0.0]])
+    batch = Batch(Kind.ADD, 2, 1, torch.tensor([[2.0, 0.0], [0.0, -3.0]]), gates)
+    after, _ = ways.steered(batch, torch.tensor([[1.0, 5.0], [-4.0, 2.0]]).double())
+    opened = [1 / (1 + math.exp(-ways.GATE_SHARPNESS * projection)) for projection in (5.0, -4.0)]
+    assert after.flatten().tolist() == pytest.approx([1 + opened[0], 5.0, -4.0, 2 - 1.5 * opened[1]])
+    assert plan_of(batch, 1).operations[0].gate == Gate(3, 0.0, ways.GATE_SHARPNESS)
 
 
 def test_steering_applies_to_the_sum_and_changes_only_hidden():

@@ -164,6 +164,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             response.stores.add(name=store.name, endpoint=store.endpoint)
         if not self.script.is_old:
             response.steering_sites.extend([capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT])
+            response.gate_measures.extend([steering_pb2.GATE_MEASURE_PROJECTION, steering_pb2.GATE_MEASURE_COSINE])
             response.server_time.FromNanoseconds(int((time.time() + self.script.clock_skew) * 1e9))
             if request.check_store and self.store_endpoint:
                 response.store_check.CopyFrom(self._check_store())

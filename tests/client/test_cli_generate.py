@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import residuum
 from residuum.directions.values import Origin
-from residuum.v1 import capture_pb2, inference_pb2, selection_pb2
+from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.values.selection_texts import parse_layers
 
 
@@ -284,7 +284,57 @@ def test_invalid_replacements_are_refused(cli, tmp_path, monkeypatch, replace):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", [("--keep-norm",), ("--steer-positions", "prompt")])
+def test_a_gate_is_chosen_on_the_command_line(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN))
+    save_file({"a": np.ones(HIDDEN, np.float32), "b": np.full(HIDDEN, 2, np.float32)}, "v.safetensors")
+    refusal = residuum.Directions({layer: np.full(HIDDEN, layer + 1.0) for layer in range(4)})
+    refusal.save("refusal.safetensors")
+
+    def gates(*flags):
+        assert cli("generate", "a", *flags, "--max-tokens", 1)[0] == 0
+        return [operation.gate for operation in peer.requests[-1].spec.steering.operations]
+
+    one, two = gates("--add", "joy.npy@1", "--ablate", "joy.npy@2", "--gate", "joy.npy:-2.5")
+    assert one == two
+    assert (one.threshold, one.below, one.HasField("sharpness")) == (-2.5, False, False)
+    assert one.digest == residuum.Vector(np.ones(HIDDEN)).digest
+    (soft,) = gates("--add", "joy.npy@1", "--gate", "v.safetensors:b:0.5,cosine,below,sharpness=20,bias=0.25")
+    assert soft.digest == residuum.Vector(np.full(HIDDEN, 2)).digest
+    assert (soft.measure, soft.below, soft.sharpness, soft.bias) == (steering_pb2.GATE_MEASURE_COSINE, True, 20, 0.25)
+    (of_layer,) = gates("--add", "joy.npy@1", "--gate", "refusal.safetensors@2:3")
+    assert of_layer.digest == refusal[2].digest
+    (by_layer,) = gates("--add", "joy.npy@1,3", "--gate", "refusal.safetensors@1,3:3,below")
+    assert list(by_layer.layer_digests) == [refusal[1].digest, refusal[3].digest]
+    (every,) = gates("--add", "refusal.safetensors@all", "--gate", "refusal.safetensors:3")
+    assert len(every.layer_digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("gate", "told"),
+    [
+        ("joy.npy", "could not convert string to float"),
+        ("joy.npy:high", "Use VECTOR:THRESHOLD"),
+        ("joy.npy:1,above", "'above' is not an option of a gate"),
+        ("joy.npy:1,sharpness", "'sharpness' is not an option of a gate"),
+        ("joy.npy:1,sharpness=0", "sharpness must be above 0"),
+        ("joy.npy:1,cosine", "never opens"),
+        ("joy.npy@2:1", "only a file of Directions.save has layers"),
+        ("joy.npy:sad:1", "choose one of its vectors: joy"),
+        ("none.npy:1", "none.npy"),
+    ],
+)
+def test_an_invalid_gate_is_refused(cli, tmp_path, monkeypatch, gate, told):
+    monkeypatch.chdir(tmp_path)
+    np.save("joy.npy", np.ones(HIDDEN))
+    code, _, err = cli("generate", "a", "--add", "joy.npy@1", "--gate", gate)
+    assert code == 1
+    assert err.startswith("residuum: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", [("--keep-norm",), ("--steer-positions", "prompt"), ("--gate", "joy.npy:1")])
 def test_steering_options_need_a_vector(cli, flag):
     with pytest.raises(SystemExit):
         cli("generate", "a", *flag)

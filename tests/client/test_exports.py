@@ -27,9 +27,10 @@ NAMES = """
     Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream AttentionLayer
     BadCredentials BadVector BatchCancelled BatchFailed BatchInterrupted
     CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
-    ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Health
-    IncompleteCapture InvalidRequest LeftOutWarning LimitReached LogitLens Logprobs Manifest MessageSpan MissingVectors
-    ModelInfo Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning
+    ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Gate
+    GateRecord Health IncompleteCapture InvalidRequest LeftOutWarning LimitReached LogitLens Logprobs Manifest
+    MessageSpan MissingVectors ModelInfo Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable
+    OpenCapture OutageWarning
     PatchSweep PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
     SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture

@@ -11,11 +11,11 @@ import torch
 
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.operations import reach
-from inference_svc.taps.plan import Kind, Operation
+from inference_svc.taps.plan import Gate, Kind, Measure, Operation
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
-from tests.inference.taps_support import CPU, select, steer
+from tests.inference.taps_support import CPU, measured, open_gate, select, steer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,9 @@ class Case:
         return StepLayout(list(numbers), np.array(lines, dtype=np.int64).reshape(-1, 4))
 
     def check(self, steered: torch.Tensor, roundings: float = 1.0) -> None:
-        """Compare a tap's result for `hidden` with float64. Rows without operations must keep their bits.
+        """Compare a tap's result for `hidden` with float64.
+
+        Rows without operations must keep their bits, and so must rows for which all gates are closed.
 
         Args:
             steered: The tap's result.
@@ -68,6 +70,8 @@ class Case:
             before = self.hidden[row].double().numpy()
             delayed = 0.0 if self.residual is None else self.residual[row].double().numpy()
             moved, error = expected(before + delayed, operations, self.vectors)
+            if not error:
+                assert same_bits(steered[row], self.hidden[row]), (row, operations)
             bounds = np.maximum(np.abs(before + delayed), reach(self.hidden.dtype))
             moved = np.clip(moved, -bounds, bounds)
             wanted = moved - delayed
@@ -77,21 +81,43 @@ class Case:
 
 
 def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return a row after its operations in float64, and the largest error that float32 may have."""
+    """Return a row after its operations in float64, and the largest error that float32 may have.
+
+    The error is 0 if the gates of all operations are closed, beyond any doubt.
+    """
     start, error = np.linalg.norm(x), 0.0
     for operation in operations:
+        doubt = 0.0
+        if operation.gate is not None:
+            doubt = gate_error(x, error, operation.gate, vectors)
+            if not doubt and not open_gate(x, operation.gate, vectors):
+                continue
         vector = vectors[operation.row].astype(np.float64)
-        plain = steer(x, replace(operation, keep_norm=False), vector)
+        plain = steer(x, replace(operation, keep_norm=False), vectors)
         bounds = [abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)]
         size = np.linalg.norm(x) + np.linalg.norm(plain) + abs(operation.scale) * np.linalg.norm(vector) + sum(bounds)
         grows = np.abs(vector).max() if operation.kind == Kind.MULTIPLY else 2 + abs(operation.scale)
-        later = grows * error + 1e-6 * size
+        later = grows * error + 1e-6 * size + doubt * size
         if operation.keep_norm and np.linalg.norm(plain):
             # If little is left of the row, rescaling also scales up its error.
             factor = np.linalg.norm(x) / np.linalg.norm(plain)
             later = 2 * factor * later + error + 1e-6 * np.linalg.norm(x)
-        x, error = steer(x, operation, vector), later
-    return x, error + 1e-6 * start
+        x, error = steer(x, operation, vectors), later
+    return x, error + 1e-6 * start if error else 0.0
+
+
+def gate_error(x: np.ndarray, error: float, gate: Gate, vectors: np.ndarray) -> float:
+    """Return the largest error of how far a gate is open, if the elements of x have an error.
+
+    If it may be open or closed, that is 1. If it is certainly open or closed, and not in between, that is 0.
+    """
+    units = np.linalg.norm(vectors[gate.row].astype(np.float64)) if gate.measure == Measure.INNER_PRODUCT else 1.0
+    if gate.measure == Measure.COSINE:
+        units = 1 / np.linalg.norm(x) if x.any() else 0.0
+    score = units * (1e-6 * np.linalg.norm(x) + error * math.sqrt(len(x))) + 1e-6 * abs(gate.threshold)
+    if math.isinf(gate.sharpness):
+        return float(abs(measured(x, gate, vectors) - gate.threshold) <= score)
+    return min(1.0, abs(gate.sharpness) * score + 1e-6)
 
 
 def make_case(seed: int, dtype: torch.dtype, rows: int, hidden: int, most: int, *, has_residual: bool) -> Case:
@@ -112,16 +138,36 @@ def make_operation(rng: np.random.Generator) -> Operation:
     low, high = [(low, high), (-math.inf, high), (low, math.inf), (low, low)][rng.integers(4)]
     kind, row, keeps_norm = Kind(int(rng.integers(len(Kind)))), int(rng.integers(VECTORS)), bool(rng.random() < 0.3)
     scale = float(np.float32(rng.standard_normal())) if kind in (Kind.ADD, Kind.ABLATE) else 1.0
-    return Operation(kind, row, (0,), select(), scale, low, high, keeps_norm)
+    gate = make_gate(rng) if rng.random() < 0.4 else None
+    return Operation(kind, row, (0,), select(), scale, low, high, keeps_norm, gate=gate)
+
+
+def make_gate(rng: np.random.Generator) -> Gate:
+    """Return a gate that is open for some rows and closed for others."""
+    measure, row = Measure(int(rng.integers(len(Measure)))), int(rng.integers(VECTORS))
+    threshold = float(np.float32(rng.standard_normal() * (0.1 if measure == Measure.COSINE else 1.0)))
+    sharpness = float(np.float32(10.0 ** rng.integers(-2, 2))) if rng.random() < 0.5 else math.inf
+    return Gate(row, threshold, sharpness if rng.random() < 0.7 else -sharpness, measure)
 
 
 def idle_operations() -> list[Operation]:
-    """Operations that move nothing."""
+    """Operations that move nothing: because of their numbers, or because their gates are closed."""
     kinds = [(Kind.ADD, 0.0, 0.0, 0.0), (Kind.ABLATE, 0.0, 0.0, 0.0), (Kind.CAP, 1.0, -math.inf, math.inf)]
-    return [
+    idle = [
         Operation(kind, row, (0,), select(), scale, low, high, keeps_norm)
         for row, (kind, scale, low, high) in enumerate(kinds)
         for keeps_norm in (False, True)
+    ]
+    closed = [
+        Gate(1, 1e30, math.inf, Measure.PROJECTION),
+        Gate(2, -1e30, -math.inf, Measure.INNER_PRODUCT),
+        Gate(3, 1.5, math.inf, Measure.COSINE),
+        Gate(4, 1.5, 1e30, Measure.COSINE),
+        Gate(5, -1.5, -math.inf, Measure.COSINE),
+    ]
+    return idle + [
+        Operation(kind, 0, (0,), select(), 2.0, 3.0, 3.0, keep_norm=kind % 2 == 1, gate=gate)
+        for kind, gate in zip(Kind, closed, strict=True)
     ]
 
 

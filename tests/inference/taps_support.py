@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from inference_svc.shipping.ring import Extent
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.tap import CpuTap
-from inference_svc.taps.plan import Capture, Kind, RequestPlan
+from inference_svc.taps.plan import Capture, Kind, Measure, RequestPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.sink import BlockSink, ModelRows
 from inference_svc.taps.steps.layout import StepRows
@@ -56,11 +57,33 @@ def is_wanted(selection, prompt_tokens, position):
     return not selection.ranges
 
 
-def steer(x, operation, vector):
-    """The formulas of steering.proto for one row, in float64."""
-    moved = _moved(x, operation, vector)
+def steer(x, operation, vectors):
+    """The formulas of steering.proto for one row, in float64. `vectors` is the bank."""
+    moved = _moved(x, operation, vectors[operation.row].astype(np.float64))
+    if operation.gate is not None:
+        opening = open_gate(x, operation.gate, vectors)
+        if not opening:
+            return x
+        moved = x + opening * (moved - x)
     norm = np.linalg.norm(moved)
     return moved * (np.linalg.norm(x) / norm) if operation.keep_norm and norm else moved
+
+
+def open_gate(x, gate, vectors):
+    """How far a gate is open for a row, from 0 to 1, in float64."""
+    above = measured(x, gate, vectors) - gate.threshold
+    if math.isinf(gate.sharpness):
+        return float(above > 0) if gate.sharpness > 0 else float(above < 0)
+    return 0.0 if math.isnan(above) else 1 / (1 + math.exp(min(-gate.sharpness * above, 700.0)))
+
+
+def measured(x, gate, vectors):
+    """What a gate measures of a row, in float64."""
+    vector = vectors[gate.row].astype(np.float64)
+    length = {Measure.INNER_PRODUCT: 1.0, Measure.PROJECTION: np.linalg.norm(vector)}.get(
+        gate.measure, np.linalg.norm(vector) * np.linalg.norm(x)
+    )
+    return x @ vector / length if length else math.nan
 
 
 def _moved(x, operation, vector):
@@ -245,7 +268,7 @@ class Model:
         delayed = 0.0 if residual is None else residual.astype(np.float64)
         x = hidden.astype(np.float64) + delayed
         for operation in operations:
-            x = steer(x, operation, self.vectors[operation.row])
+            x = steer(x, operation, self.vectors)
         return x - delayed
 
     def run(self, rows, before, after):

@@ -22,15 +22,14 @@ CAPABILITY = 90
 CHUNKS = {"CHUNK": encoding_kernels._CHUNK}
 BYTES = {"target": "*u8"}
 TYPES = {
-    **dict.fromkeys(("hidden", "residual", "pool", "copy", "source"), "*bf16"),
+    **dict.fromkeys(("hidden", "residual", "pool", "copy", "source", "weight", "normed", "summed"), "*bf16"),
     **dict.fromkeys(("row_table", "lines", "entries"), "*i32"),
     **dict.fromkeys(("bank", "inverse_norms", "scratch", "vectors"), "*fp32"),
-    **dict.fromkeys(("max_abs", "factor"), "fp32"),
+    **dict.fromkeys(("max_abs", "factor", "epsilon"), "fp32"),
     "bits": "*i16",
 }
 # Each kernel, the types of its arguments beyond TYPES, and its constants.
 KERNELS = {
-    "tap, row in registers": (kernel._tap_kernel, {}, {"HAS_RESIDUAL": True, "HEAD": 8192, "TAIL": 0}),
     "tap, row in chunks": (
         chunked_kernels._tap_kernel,
         {},
@@ -50,6 +49,18 @@ KERNELS = {
     "casts to float16": (kernel._copy_kernel, {"target": "*fp16"}, CHUNKS),
 }
 
+for width in (1536, 2560, 4096, 5120, 6144, 8192):
+    head_and_tail = dict(zip(("HEAD", "TAIL"), kernel._split(width), strict=True))
+    KERNELS |= {
+        f"tap, {width} in registers": (kernel._tap_kernel, {}, {"HAS_RESIDUAL": True, **head_and_tail}),
+        f"tap without residual, {width} in registers": (
+            kernel._tap_kernel,
+            {},
+            {"HAS_RESIDUAL": False, **head_and_tail},
+        ),
+        f"tap and norm, {width} in registers": (kernel._tap_norm_kernel, {}, {"PLUS_ONE": 0.0, **head_and_tail}),
+    }
+
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
@@ -60,8 +71,15 @@ def compiled(name):
         argument: "constexpr" if argument in constants else types.get(argument, "i32")
         for argument in function.arg_names
     }
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options={"num_warps": 8}).asm
+    # Triton compiles for tensors and widths that are multiples of 16, because those of models are.
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, argument in enumerate(function.arg_names)
+        if signature[argument].startswith("*") or argument in {"width", "hidden_stride", "residual_stride"}
+    }
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
+    warps = kernel._warps(constants["HEAD"], constants["TAIL"]) if "HEAD" in constants else 8
+    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options={"num_warps": warps}).asm
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -67,7 +67,7 @@ def test_each_row_gets_its_own_operation(case):
     result = run(x, vectors, operations).numpy()
     for row, operation in enumerate(operations):
         vector = vectors[operation.row].astype(np.float64)
-        expected = steer(x[row].astype(np.float64), operation, vector)
+        expected = steer(x[row].astype(np.float64), operation, vectors)
         # The precision of float32: seven digits of the largest number involved.
         size = np.abs(x[row]).sum() + max(abs(operation.scale), 1) * (np.abs(vector).max() + np.abs(x[row]).sum())
         size += max((abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)), default=0)
@@ -75,7 +75,7 @@ def test_each_row_gets_its_own_operation(case):
             size += np.abs(vector).max() * np.abs(x[row]).max()
         if operation.keep_norm:
             # If little is left of the row, rescaling also scales up its error.
-            left = np.linalg.norm(steer(x[row].astype(np.float64), replace(operation, keep_norm=False), vector))
+            left = np.linalg.norm(steer(x[row].astype(np.float64), replace(operation, keep_norm=False), vectors))
             size *= max(np.linalg.norm(x[row]) / left, 1) if left > 1e-3 * size else np.inf
         np.testing.assert_allclose(result[row], expected, rtol=1e-5, atol=2e-6 * size)
 

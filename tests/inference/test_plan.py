@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
-from inference_svc.taps.plan import KEY, Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.plan import KEY, Capture, Gate, Kind, Measure, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
 from residuum.v1 import capture_pb2, selection_pb2, steering_pb2
 from tests.inference.taps_support import GENERATED, PROMPT, select
@@ -50,6 +50,14 @@ plans = st.builds(
             st.floats(allow_nan=False),
             st.floats(allow_nan=False),
             st.floats(allow_nan=False),
+            gate=st.none()
+            | st.builds(
+                Gate,
+                st.integers(0, 255),
+                st.floats(allow_nan=False),
+                st.floats(allow_nan=False),
+                st.sampled_from(Measure),
+            ),
         )
     ).map(tuple),
 )

@@ -13,6 +13,7 @@ from inference_svc.selftest import SelfTestError, run_self_test, self_test_repli
 from inference_svc.taps.plan import Kind
 from residuum.v1 import capture_pb2
 from tests.inference.service_support import FACTS
+from tests.inference.taps_support import steer
 
 LAYERS, HIDDEN, POSITIONS, PROMPT = 4, 32, 8, 5
 POST, MLP_OUT, Q = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT, capture_pb2.SITE_Q
@@ -44,6 +45,14 @@ class ProbedEngine:
         self.token_gap = 0.0
         self.prompt_error = np.zeros((LAYERS, POSITIONS - PROMPT, HIDDEN), np.float32)
 
+    def operations_seen(self, plan):
+        return plan.operations
+
+    def steered(self, row, operations):
+        for operation in operations:
+            row = steer(row, operation, self.bank)
+        return row
+
     async def load_vectors(self, rows):
         self.bank.update({row: np.frombuffer(values, "<f4") for row, values in rows})
 
@@ -55,7 +64,10 @@ class ProbedEngine:
         for operation in plan.operations:
             assert (operation.kind, operation.layers) == (Kind.ADD, (STEERED,))
             push = self.bank[operation.row]
-        rows = rows_of(push)
+        rows = rows_of(None)
+        if self.operations_seen(plan):
+            steered = [self.steered(row, self.operations_seen(plan)) for row in rows[STEERED]]
+            rows[STEERED:] += np.stack(steered) - rows[STEERED]
         if self.fault:
             rows = self.fault(rows, push)
         if len(prompt) > PROMPT:
@@ -95,6 +107,36 @@ async def test_taps_that_work_pass():
     await run_self_test(engine)
     assert len(set(engine.salts)) == 3  # otherwise a request would read another one's prefix cache
     assert not engine.probes
+
+
+class UngatedEngine(ProbedEngine):
+    """An engine that ignores gates."""
+
+    def operations_seen(self, plan):
+        return [dataclasses.replace(operation, gate=None) for operation in plan.operations]
+
+
+class ClosedEngine(ProbedEngine):
+    """An engine whose gates never open."""
+
+    def operations_seen(self, plan):
+        return [operation for operation in plan.operations if operation.gate is None]
+
+
+class InvertedEngine(ProbedEngine):
+    """An engine whose gates open on the wrong side of the threshold."""
+
+    def operations_seen(self, plan):
+        return [
+            dataclasses.replace(operation, gate=gate and gate._replace(sharpness=-gate.sharpness))
+            for operation, gate in ((operation, operation.gate) for operation in plan.operations)
+        ]
+
+
+@pytest.mark.parametrize("engine", [UngatedEngine, ClosedEngine, InvertedEngine])
+async def test_gates_that_do_not_work_are_found(engine):
+    with pytest.raises(SelfTestError, match=r"wrong amount: they are off by [12]00"):
+        await run_self_test(engine())
 
 
 class ShortPartsEngine(ProbedEngine):

@@ -16,10 +16,11 @@ from inference_svc.admission.steering import (
     digests_of,
     directions_of,
     resolve_steering,
+    widths_of,
 )
 from inference_svc.requests.plans import make_operations, make_plan
 from inference_svc.requests.registry import Running
-from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from inference_svc.taps.plan import Gate, Kind, Measure, Operation, RequestPlan
 from inference_svc.taps.steps.demand import MAX_ENTRIES, Demand
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
@@ -35,6 +36,7 @@ FACTS = SimpleNamespace(
 )
 A, B, C = (name * 32 for name in (b"a", b"b", b"c"))
 ALL = selection_pb2.LayerSelection(all=True)
+PROJECTION, COSINE = steering_pb2.GATE_MEASURE_PROJECTION, steering_pb2.GATE_MEASURE_COSINE
 
 
 def layer_list(*layers):
@@ -57,6 +59,12 @@ def steering(*operations, updatable=False):
     return steering_pb2.SteeringSpec(operations=operations, updatable=updatable)
 
 
+def gated(layers=ALL, digest=C, made=None, **fields):
+    what = made or operation(layers=layers)
+    what.gate.CopyFrom(steering_pb2.Gate(digest=digest, **fields))
+    return what
+
+
 def spec(*operations, updatable=False, capture=None):
     return inference_pb2.RequestSpec(steering=steering(*operations, updatable=updatable), capture=capture)
 
@@ -73,6 +81,27 @@ BAD = {
     "all layers": (by_layer(digests=(A, A, B, B), layers=ALL), "layer_digests"),
     "both": (operation("ablate", A, layer_list(0, 1), (A, B)), "layer_digests"),
     "descending": (by_layer(layers=layer_list(1, 0)), "layers"),
+    "gate without a vector": (gated(digest=b""), "gate.digest"),
+    "gate with a long digest": (gated(digest=A + b"!"), "gate.digest"),
+    "gate with two ways to name vectors": (gated(layer_list(0), layer_digests=[A]), "gate.layer_digests"),
+    "gate with too few vectors": (gated(layer_list(0, 1), b"", layer_digests=[A]), "gate.layer_digests"),
+    "gate with vectors for all layers": (gated(ALL, b"", layer_digests=[A, A, A, A]), "gate.layer_digests"),
+    "gate with a wrong digest": (
+        gated(layer_list(0, 1), b"", layer_digests=[A, b"x"]),
+        "gate.layer_digests",
+    ),
+    "gate that measures something else": (gated(measure=77), "gate.measure"),
+    "gate without a threshold": (gated(threshold=math.nan), "gate.threshold"),
+    "gate with an infinite threshold": (gated(threshold=-math.inf), "gate.threshold"),
+    "gate with an infinite bias": (gated(bias=math.inf), "gate.bias"),
+    "gate beyond float32": (gated(threshold=3e38, bias=-3e38), "gate.threshold"),
+    "gate of no sharpness": (gated(sharpness=0.0), "gate.sharpness"),
+    "gate of negative sharpness": (gated(sharpness=-1.0), "gate.sharpness"),
+    "gate of infinite sharpness": (gated(sharpness=math.inf), "gate.sharpness"),
+    "gate of a sharpness that is not a number": (gated(sharpness=math.nan), "gate.sharpness"),
+    "cosine of 1": (gated(measure=COSINE, threshold=1.0), "gate.threshold"),
+    "cosine below -1": (gated(measure=COSINE, threshold=-2.0, bias=-1.0, below=True), "gate.threshold"),
+    "cosine that a bias keeps closed": (gated(measure=COSINE, threshold=0.5, bias=-0.5), "gate.threshold"),
 }
 
 
@@ -142,6 +171,35 @@ def test_vectors_of_all_layers_and_operations_are_needed_once_and_in_order():
     assert directions_of(resolved.steering) == {B}
 
 
+def test_the_vector_of_a_gate_is_needed_as_any_other_and_must_have_a_direction():
+    resolved = resolve_spec(spec(gated(), gated(layer_list(0, 1), b"", layer_digests=[B, A])), FACTS)
+    assert resolved.digests == [A, C, B]
+    assert directions_of(resolved.steering) == {A, B, C}
+    facts = SimpleNamespace(width=lambda site: {capture_pb2.SITE_RESID_POST: 8, capture_pb2.SITE_Z: 12}[site])
+    inside = gated(made=at(capture_pb2.SITE_Z))
+    assert widths_of(steering(gated(), inside), facts) == [(A, 8), (C, 8), (A, 12), (C, 12)]
+
+
+def test_the_default_measure_of_a_gate_is_filled_in_so_that_equal_steering_is_equal():
+    named = resolve_steering(steering(gated(measure=PROJECTION)), FACTS)
+    assert named == resolve_steering(steering(gated()), FACTS)
+    assert named.operations[0].gate.measure == PROJECTION
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        {"threshold": 0.99},
+        {"threshold": -5.0},
+        {"threshold": 1.0, "sharpness": 3.0},
+        {"threshold": 1.5, "bias": 1.0},
+        {"threshold": -0.99, "below": True},
+    ],
+)
+def test_a_gate_that_a_cosine_can_open_is_accepted(gate):
+    assert resolve_steering(steering(gated(measure=COSINE, **gate)), FACTS).operations[0].HasField("gate")
+
+
 def test_steering_can_be_updatable_without_operations():
     resolved = resolve_spec(spec(updatable=True), FACTS)
     assert resolved.steering == steering(updatable=True)
@@ -165,6 +223,12 @@ def test_steering_that_differs_in_anything_has_another_cache():
         [by_layer(digests=(A, B, A, B))],
         [by_layer(digests=(B, A, B, A))],
         [operation()],
+        [gated()],
+        [gated(digest=B)],
+        [gated(threshold=1.0)],
+        [gated(measure=COSINE)],
+        [gated(sharpness=1.0)],
+        [gated(below=True)],
     ]
     salts = [resolve_spec(spec(*operations), FACTS).cache_salt(5) for operations in steered]
     assert len(set(salts)) == len(salts)
@@ -224,6 +288,32 @@ def test_a_vector_for_each_layer_becomes_an_operation_for_each():
     ]
 
 
+def test_the_numbers_of_a_gate_reach_the_worker():
+    fields = {"threshold": 2.0, "bias": 0.5}
+    hard, soft, below, inner = (
+        made(gated(layer_list(1), **fields, **more))[0].gate
+        for more in ({}, {"sharpness": 4.0}, {"below": True}, {"measure": steering_pb2.GATE_MEASURE_INNER_PRODUCT})
+    )
+    assert hard == Gate(7, 1.5, math.inf, Measure.PROJECTION)
+    assert soft == hard._replace(sharpness=4.0)
+    assert below == hard._replace(sharpness=-math.inf)
+    assert inner == hard._replace(measure=Measure.INNER_PRODUCT)
+    assert made(gated(measure=COSINE, sharpness=4.0, below=True))[0].gate == Gate(7, 0.0, -4.0, Measure.COSINE)
+
+
+def test_a_gate_with_a_vector_for_each_layer_becomes_an_operation_for_each():
+    of_one, of_each = operation(layers=layer_list(0, 2)), by_layer("add", (A, B), layer_list(0, 2))
+    gates = {"digest": b"", "layer_digests": [B, C]}
+    assert [(item.row, item.layers, item.gate.row) for item in made(gated(made=of_one, **gates))] == [
+        (3, (0,), 1),
+        (3, (2,), 7),
+    ]
+    assert [(item.row, item.gate.row) for item in made(gated(made=of_each, **gates))] == [(3, 1), (1, 7)]
+    assert [(item.row, item.gate.row) for item in made(gated(made=of_each, digest=C))] == [(3, 7), (1, 7)]
+    resolved = resolve_steering(steering(gated(made=of_one, **gates)), FACTS)
+    assert demand_of_steering(resolved, None) == Demand(1, 2)
+
+
 @pytest.mark.parametrize("updatable", [False, True])
 def test_only_steering_that_may_be_changed_has_a_name_in_the_worker(updatable):
     resolved = resolve_spec(spec(operation(), updatable=updatable), FACTS)
@@ -239,6 +329,9 @@ def test_an_updatable_request_without_operations_has_a_plan():
 
 
 def test_an_operation_of_steering_survives_the_way_to_the_worker():
-    (operation_,) = made(operation("replace", value=1.5, keep_norm=True, positions=select((1, 3), every=2)))
+    gate = steering_pb2.Gate(digest=B, sharpness=2.0)
+    replaced = operation("replace", value=1.5, keep_norm=True, positions=select((1, 3), every=2))
+    replaced.gate.CopyFrom(gate)
+    (operation_,) = made(replaced)
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(operation_.to_data()))
     assert Operation.from_data(carried) == operation_

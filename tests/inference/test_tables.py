@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from inference_svc.taps.gpu.tables import MAX_BANK_ROWS, NOT_KEPT, ProgramTable, TablesFullError
-from inference_svc.taps.plan import Kind
+from inference_svc.taps.gpu.tables import (
+    GATED,
+    KEEP_NORM,
+    KIND_SHIFT,
+    MAX_BANK_ROWS,
+    NOT_KEPT,
+    ProgramTable,
+    TablesFullError,
+)
+from inference_svc.taps.plan import Gate, Kind, Measure
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.programs import Program, Step
 from residuum.v1 import capture_pb2
@@ -39,8 +49,8 @@ def vectors_on(table: ProgramTable, number: int, layer: int) -> list[int]:
     first, count = table.lines[number, 1 + layer, :2].tolist()
     entries = table.entries[first : first + count, 0]
     if count:
-        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first].tolist(), (
-            "the line repeats the first entry"
+        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first, :4].tolist(), (
+            "the line repeats what the kernel needs first of the first entry"
         )
     return (entries & (MAX_BANK_ROWS - 1)).tolist()
 
@@ -57,6 +67,23 @@ def test_each_layer_has_its_operations_in_order() -> None:
     assert [vectors_on(table, number, layer) for layer in range(3)] == [[5, 6], [], [5]]
     assert table.lines[number, 1:4, 2].tolist() == [NOT_KEPT, 0, 2]
     assert (table.lines[number, :, 3] == NOT_KEPT).all()
+
+
+def test_an_entry_has_the_numbers_of_its_operation_and_gate() -> None:
+    table = make_table()
+    gate = Gate(6, 0.5, -math.inf, Measure.COSINE)
+    cap = Step(Kind.CAP, 5, (0,), 1.0, -2.0, 3.0, keep_norm=True, gate=gate)
+    number = number_of(table, program(cap, Step(Kind.ADD, 7, (0,), 4.0, -math.inf, math.inf)))
+    first, count = table.lines[number, 1, :2].tolist()
+    assert count == 2
+    entries, numbers = table.entries[first : first + 2], table.entries[first : first + 2].view(torch.float32)
+    assert entries[:, 0].tolist() == [
+        Kind.CAP << KIND_SHIFT | KEEP_NORM | GATED | 5,
+        Kind.ADD << KIND_SHIFT | 7,
+    ]
+    assert numbers[:, 1:3].tolist() == [[-2.0, 3.0], [4.0, 0.0]]
+    assert entries[:, 3].tolist() == [Measure.COSINE << KIND_SHIFT | 6, 0]
+    assert numbers[0, 4:6].tolist() == [0.5, -math.inf]
 
 
 def test_rows_before_steering() -> None:

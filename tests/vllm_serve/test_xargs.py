@@ -28,13 +28,15 @@ def test_the_server_reads_the_arguments_that_the_client_writes():
     capture = residuum.Capture(
         layers=[0, 5], positions="last_prompt", encoding="project", vectors=[JOY, LOVE], overflow="shed"
     )
-    steer = [residuum.Add(JOY, layer=1, scale=0.1), residuum.Cap(LOVE, layer=2, max=3.5, keep_norm=True)]
+    gate = residuum.Gate(JOY, 2.5, sharpness=0.1, measure="cosine", below=True)
+    steer = [residuum.Add(JOY, layer=1, scale=0.1), residuum.Cap(LOVE, layer=2, max=3.5, keep_norm=True, gate=gate)]
     sent = residuum.vllm_xargs(capture, steer, request_id="mine")
     asked = read_residuum_arguments(json.loads(json.dumps(sent)))
     assert asked.spec.request_id == "mine"
     assert asked.spec.capture == capture.to_proto()
     assert asked.spec.steering.operations[0].add == steering_pb2.Add(digest=JOY.digest, scale=0.1)
     assert asked.spec.steering.operations[1].keep_norm
+    assert asked.spec.steering.operations[1].gate == gate.to_proto()
     assert {vector.digest: vector.values for vector in asked.vectors} == {
         vector.digest: vector.values.tobytes() for vector in (JOY, LOVE)
     }

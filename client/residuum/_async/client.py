@@ -105,7 +105,7 @@ class AsyncClient(AsyncCaptureClient):
             shared_memory=shared_memory,
         )  # fmt: skip
         self._ledger = vector_upload.VectorLedger()
-        self._knows_sites = False
+        self._knows_sites = self._knows_gates = False  # whether the server is known to read these fields
 
     async def generate(
         self,
@@ -330,7 +330,7 @@ class AsyncClient(AsyncCaptureClient):
         """
         plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
-        await self._check_sites(plan.spec.steering)
+        await self._check_understood(plan.spec.steering)
         answer = await self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         await self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
@@ -517,7 +517,7 @@ class AsyncClient(AsyncCaptureClient):
             (5,)
         """
         plan = plan_steering(request_id, steer)
-        await self._check_sites(plan.request.steering)
+        await self._check_understood(plan.request.steering)
         await self._provide(plan.vectors)
         try:
             answer = await self._update(plan)
@@ -590,7 +590,7 @@ class AsyncClient(AsyncCaptureClient):
 
     async def _start(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         """Start a generation and wait until the request is accepted."""
-        await self._check_sites(plan.request.spec.steering)
+        await self._check_understood(plan.request.spec.steering)
         await self._provide(plan.vectors)
         try:
             call, builder = await self._generate(plan, timeout)
@@ -612,19 +612,28 @@ class AsyncClient(AsyncCaptureClient):
         self._channels.note_answer(self.endpoint)
         return call, builder
 
-    async def _check_sites(self, steering: steering_pb2.SteeringSpec) -> None:
-        """Check once that the server reads the site of an operation. An older one would steer elsewhere, in silence.
+    async def _check_understood(self, steering: steering_pb2.SteeringSpec) -> None:
+        """Check that the server reads the site and the gate of each operation. An older one ignores them, in silence.
 
         Raises:
-            UnknownSite: The server does not read it.
+            UnknownSite: The server does not read the site.
+            UnknownOperation: The server does not read the gate.
         """
-        if self._knows_sites or not any(operation.site for operation in steering.operations):
+        has_site = any(operation.site for operation in steering.operations)
+        has_gate = any(operation.HasField("gate") for operation in steering.operations)
+        if (self._knows_sites or not has_site) and (self._knows_gates or not has_gate):
             return
-        self._knows_sites = bool((await self.info()).steering_sites)
-        if not self._knows_sites:
+        info = await self.info()
+        self._knows_sites, self._knows_gates = bool(info.steering_sites), bool(info.gate_measures)
+        if has_site and not self._knows_sites:
             raise exc.UnknownSite(
                 "This server is older than the client, and steers only at resid_post. Update it, or leave out site=.",
                 reason="UNKNOWN_SITE",
+            )
+        if has_gate and not self._knows_gates:
+            raise exc.UnknownOperation(
+                "This server is older than the client, and would ignore the gate. Update it, or leave out gate=.",
+                reason="UNKNOWN_OPERATION",
             )
 
     async def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:

@@ -106,7 +106,7 @@ class Client(CaptureClient):
             shared_memory=shared_memory,
         )  # fmt: skip
         self._ledger = vector_upload.VectorLedger()
-        self._knows_sites = False
+        self._knows_sites = self._knows_gates = False  # whether the server is known to read these fields
 
     def generate(
         self,
@@ -331,7 +331,7 @@ class Client(CaptureClient):
         """
         plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
-        self._check_sites(plan.spec.steering)
+        self._check_understood(plan.spec.steering)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
@@ -516,7 +516,7 @@ class Client(CaptureClient):
             (5,)
         """
         plan = plan_steering(request_id, steer)
-        self._check_sites(plan.request.steering)
+        self._check_understood(plan.request.steering)
         self._provide(plan.vectors)
         try:
             answer = self._update(plan)
@@ -589,7 +589,7 @@ class Client(CaptureClient):
 
     def _start(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         """Start a generation and wait until the request is accepted."""
-        self._check_sites(plan.request.spec.steering)
+        self._check_understood(plan.request.spec.steering)
         self._provide(plan.vectors)
         try:
             call, builder = self._generate(plan, timeout)
@@ -611,19 +611,28 @@ class Client(CaptureClient):
         self._channels.note_answer(self.endpoint)
         return call, builder
 
-    def _check_sites(self, steering: steering_pb2.SteeringSpec) -> None:
-        """Check once that the server reads the site of an operation. An older one would steer elsewhere, in silence.
+    def _check_understood(self, steering: steering_pb2.SteeringSpec) -> None:
+        """Check that the server reads the site and the gate of each operation. An older one ignores them, in silence.
 
         Raises:
-            UnknownSite: The server does not read it.
+            UnknownSite: The server does not read the site.
+            UnknownOperation: The server does not read the gate.
         """
-        if self._knows_sites or not any(operation.site for operation in steering.operations):
+        has_site = any(operation.site for operation in steering.operations)
+        has_gate = any(operation.HasField("gate") for operation in steering.operations)
+        if (self._knows_sites or not has_site) and (self._knows_gates or not has_gate):
             return
-        self._knows_sites = bool(self.info().steering_sites)
-        if not self._knows_sites:
+        info = self.info()
+        self._knows_sites, self._knows_gates = bool(info.steering_sites), bool(info.gate_measures)
+        if has_site and not self._knows_sites:
             raise exc.UnknownSite(
                 "This server is older than the client, and steers only at resid_post. Update it, or leave out site=.",
                 reason="UNKNOWN_SITE",
+            )
+        if has_gate and not self._knows_gates:
+            raise exc.UnknownOperation(
+                "This server is older than the client, and would ignore the gate. Update it, or leave out gate=.",
+                reason="UNKNOWN_OPERATION",
             )
 
     def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:

@@ -1,4 +1,4 @@
-"""The flags that steer: --add, --ablate, --cap, --replace, --set and --multiply, and the vectors that they name."""
+"""The flags that steer, such as --add and --gate, and the vectors that they name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 
 import residuum
 from residuum.directions.files import saved_directions
+from residuum.values.gates import MEASURES
 from residuum.values.steering import Operation
 from residuum.values.vector import load_vectors
 
 POSITIONS_HELP = "all, prompt, generated, last_prompt, or positions and slices as in Python, such as -4: or 0,8:16"
+
+
+_GATE_LAYERS = "VECTOR@LAYERS chooses layers of a file of Directions.save"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="after each operation, scale rows back to the norm that they had before it (default: no)",
     )
+    group.add_argument(
+        "--gate",
+        metavar="VECTOR:THRESHOLD",
+        help="apply the operations only to rows whose projection onto a vector is above the threshold; add ,below for "
+        f"rows below it, ,cosine or ,inner_product for another measure, ,bias=B or ,sharpness=S; {_GATE_LAYERS} "
+        "(default: none)",
+    )
 
 
 def _named(name: str, text: str) -> tuple[str, str]:
@@ -65,12 +76,17 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
     Raises:
         InvalidRequest: A flag is invalid.
     """
-    if not options.steer and (options.steer_positions or options.steer_site or options.keep_norm):
+    if not options.steer and (options.steer_positions or options.steer_site or options.keep_norm or options.gate):
         options.usage_error(
-            "--steer-positions, --steer-site and --keep-norm need --add, --ablate, --cap, --replace, --set or "
+            "--steer-positions, --steer-site, --keep-norm and --gate need --add, --ablate, --cap, --replace, --set or "
             "--multiply; give both"
         )
-    where = {"positions": options.steer_positions, "keep_norm": options.keep_norm, "site": options.steer_site}
+    where = {
+        "positions": options.steer_positions,
+        "keep_norm": options.keep_norm,
+        "site": options.steer_site,
+        "gate": _gate(options.gate) if options.gate else None,
+    }
     return [_OPERATIONS[name](text, where) for name, text in options.steer]
 
 
@@ -117,6 +133,53 @@ _OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
 """Parses the argument of each steering flag. The second argument holds the fields that all operations share."""
 
 
+def _gate(text: str) -> residuum.Gate:
+    """Parse VECTOR:THRESHOLD,OPTION..."""
+    source, _, numbers = text.rpartition(":")
+    try:
+        fields = _gate_fields(*numbers.split(","))
+    except ValueError as error:
+        raise residuum.InvalidRequest(
+            f"--gate {text}: {error}. Use VECTOR:THRESHOLD, and after it below, {', '.join(MEASURES)}, bias=B or "
+            "sharpness=S, each after a comma."
+        ) from None
+    try:
+        return residuum.Gate(_gate_vector(source), **fields)
+    except ValueError as error:
+        raise residuum.InvalidRequest(f"--gate {text}: {error}") from None
+
+
+def _gate_fields(threshold: str, *options: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"threshold": float(threshold)}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if equals and name in {"bias", "sharpness"}:
+            fields[name] = float(value)
+        elif option == "below":
+            fields["below"] = True
+        elif option in MEASURES:
+            fields["measure"] = option
+        else:
+            raise ValueError(f"{option!r} is not an option of a gate")
+    return fields
+
+
+def _gate_vector(source: str) -> residuum.Vector | residuum.Directions:
+    """Return the vector of a gate, or those of several layers: VECTOR, or VECTOR@LAYERS of saved Directions."""
+    path, _, name = source.partition(":")
+    if "@" in source:
+        placed = _placed(source)
+        if "layers" in placed:
+            raise residuum.InvalidRequest(f"{source}: only a file of Directions.save has layers; leave out @LAYERS.")
+        directions: residuum.Directions = placed["vector"]
+    else:
+        saved = None if name else saved_directions(path)
+        if saved is None:
+            return _vector(path, name)
+        directions = saved
+    return next(iter(directions.values())) if len(directions) == 1 else directions
+
+
 def _with_numbers(text: str, count: int, advice: str) -> tuple[dict[str, Any], list[str]]:
     """Parse VECTOR@LAYERS:NUMBER... Return the vector with its layers, and the numbers."""
     source, at, rest = text.rpartition("@")
@@ -136,9 +199,14 @@ def _placed(text: str) -> dict[str, Any]:
     if directions is not None:
         chosen = {layer: vector for layer, _, vector in directions.placed(layers)}
         return {"vector": residuum.Directions(chosen, origin=directions.origin)}
-    vectors = load_vectors(path if colon else source)
-    if not colon and len(vectors) == 1:
-        return {"vector": next(iter(vectors.values())), "layers": layers}
-    if name not in vectors or not colon:
-        raise residuum.InvalidRequest(f"{source}: choose one of its vectors: {', '.join(vectors)}.")
-    return {"vector": vectors[name], "layers": layers}
+    return {"vector": _vector(path if colon else source, name if colon else ""), "layers": layers}
+
+
+def _vector(path: str, name: str) -> residuum.Vector:
+    """Return a vector of a file; without a name, the only one."""
+    vectors = load_vectors(path)
+    if not name and len(vectors) == 1:
+        return next(iter(vectors.values()))
+    if name not in vectors:
+        raise residuum.InvalidRequest(f"{path}: choose one of its vectors: {', '.join(vectors)}.")
+    return vectors[name]

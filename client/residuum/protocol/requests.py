@@ -111,9 +111,10 @@ def check_if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.Valu
     return IF_EXISTS[choice]
 
 
-def vectors_of(operations: Iterable[Operation]) -> tuple[Vector, ...]:
+def vectors_of(operations: Sequence[Operation]) -> tuple[Vector, ...]:
     """Return the vectors that operations name, without repeats."""
-    return distinct(vector for operation in operations for vector in operation.vectors)
+    gates = [operation.gate for operation in operations if operation.gate is not None]
+    return distinct(vector for item in (*operations, *gates) for vector in item.vectors)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class GetModelInfoResponse(_message.Message):
     STEERING_SITES_FIELD_NUMBER: _builtins.int
     SITE_LAYERS_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
+    GATE_MEASURES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name, which clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -169,6 +170,10 @@ class GetModelInfoResponse(_message.Message):
     def attention(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttentionLayer]:
         """The attention of each decoder layer, with the heads of all ranks that share it. Empty: unknown."""
 
+    @_builtins.property
+    def gate_measures(self) -> _containers.RepeatedScalarFieldContainer[_steering_pb2.GateMeasure.ValueType]:
+        """What a steering operation's gate may measure. Empty: the server is older than this field, and ignores gates."""
+
     def __init__(
         self,
         *,
@@ -196,10 +201,11 @@ class GetModelInfoResponse(_message.Message):
         steering_sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
         site_layers: _abc.Iterable[_selection_pb2.LayerList] | None = ...,
         attention: _abc.Iterable[Global___AttentionLayer] | None = ...,
+        gate_measures: _abc.Iterable[_steering_pb2.GateMeasure.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 import builtins as _builtins
@@ -19,6 +20,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _GateMeasure:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GateMeasureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GateMeasure.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GATE_MEASURE_UNSPECIFIED: _GateMeasure.ValueType  # 0
+    """The server's default: GATE_MEASURE_PROJECTION."""
+    GATE_MEASURE_PROJECTION: _GateMeasure.ValueType  # 1
+    """x . g^, in units of x."""
+    GATE_MEASURE_INNER_PRODUCT: _GateMeasure.ValueType  # 2
+    """x . g. With `bias`, this is what a linear probe computes."""
+    GATE_MEASURE_COSINE: _GateMeasure.ValueType  # 3
+    """x . g^ / |x|, from -1 to 1."""
+
+class GateMeasure(_GateMeasure, metaclass=_GateMeasureEnumTypeWrapper):
+    """What a gate measures of a row x."""
+
+GATE_MEASURE_UNSPECIFIED: GateMeasure.ValueType  # 0
+"""The server's default: GATE_MEASURE_PROJECTION."""
+GATE_MEASURE_PROJECTION: GateMeasure.ValueType  # 1
+"""x . g^, in units of x."""
+GATE_MEASURE_INNER_PRODUCT: GateMeasure.ValueType  # 2
+"""x . g. With `bias`, this is what a linear probe computes."""
+GATE_MEASURE_COSINE: GateMeasure.ValueType  # 3
+"""x . g^ / |x|, from -1 to 1."""
+Global___GateMeasure: _TypeAlias = GateMeasure  # noqa: Y015
 
 @_typing.final
 class SteeringSpec(_message.Message):
@@ -77,6 +106,7 @@ class SteeringOperation(_message.Message):
     KEEP_NORM_FIELD_NUMBER: _builtins.int
     LAYER_DIGESTS_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
     keep_norm: _builtins.bool
     """Scale the row back to the norm that it had before the operation: y * |x| / |y|. A row that becomes zero stays zero."""
     site: _site_pb2.Site.ValueType
@@ -121,6 +151,12 @@ class SteeringOperation(_message.Message):
         then be empty, and `layers` must be a list.
         """
 
+    @_builtins.property
+    def gate(self) -> Global___Gate:
+        """Apply the operation to a row only as far as the gate is open for it. Unset: always. A server that is older than this
+        field ignores it, and lists no gate_measures in GetModelInfoResponse.
+        """
+
     def __init__(
         self,
         *,
@@ -135,16 +171,81 @@ class SteeringOperation(_message.Message):
         keep_norm: _builtins.bool = ...,
         layer_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         site: _site_pb2.Site.ValueType = ...,
+        gate: Global___Gate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "layers", b"layers", "multiply", b"multiply", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "gate", b"gate", "layers", b"layers", "multiply", b"multiply", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "keep_norm", b"keep_norm", "layer_digests", b"layer_digests", "layers", b"layers", "multiply", b"multiply", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "gate", b"gate", "keep_norm", b"keep_norm", "layer_digests", b"layer_digests", "layers", b"layers", "multiply", b"multiply", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["add", "ablate", "cap", "replace", "set", "multiply"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
 Global___SteeringOperation: _TypeAlias = SteeringOperation  # noqa: Y015
+
+@_typing.final
+class Gate(_message.Message):
+    """Decides from each row itself how far an operation applies to it. x is the row right before the operation, in float32;
+    g is the gate's vector, as long as the row, and g^ is g / |g|. |g| must be from 1e-30 to 1e30.
+
+    The score of the row is its measure + bias. The gate is open if the score is above the threshold. If it is closed, the
+    operation leaves the row as it is, to the bit. With `sharpness`, the gate is open in part: the operation's change of
+    the row is multiplied by 1 / (1 + exp(-sharpness * (score - threshold))). `keep_norm` comes after that.
+
+    If the score is NaN, such as the cosine of a row of zeros, the gate is closed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    SHARPNESS_FIELD_NUMBER: _builtins.int
+    BELOW_FIELD_NUMBER: _builtins.int
+    LAYER_DIGESTS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """The digest of g, 32 bytes; empty with `layer_digests`."""
+    measure: Global___GateMeasure.ValueType
+    """What is measured. Unset: GATE_MEASURE_PROJECTION."""
+    bias: _builtins.float
+    """Added to the measure. Must be finite."""
+    threshold: _builtins.float
+    """The score above which the gate is open. Must be finite. A cosine is at most 1, so a gate without sharpness that no
+    cosine could open is refused.
+    """
+    sharpness: _builtins.float
+    """How fast a gate opens around the threshold, in 1 / units of the score. Must be above 0. Unset: at once."""
+    below: _builtins.bool
+    """Open the gate where the score is below the threshold instead. With `sharpness`, this changes the sign of
+    score - threshold.
+    """
+    @_builtins.property
+    def layer_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The digests of one vector for each of the operation's layers, in their order, 32 bytes each. The operation's `layers`
+        must be a list.
+        """
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        measure: Global___GateMeasure.ValueType = ...,
+        bias: _builtins.float = ...,
+        threshold: _builtins.float = ...,
+        sharpness: _builtins.float | None = ...,
+        below: _builtins.bool = ...,
+        layer_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sharpness", b"_sharpness", "sharpness", b"sharpness"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sharpness", b"_sharpness", "below", b"below", "bias", b"bias", "digest", b"digest", "layer_digests", b"layer_digests", "measure", b"measure", "sharpness", b"sharpness", "threshold", b"threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__sharpness: _TypeAlias = _typing.Literal["sharpness"]  # noqa: Y015
+    _WhichOneofArgType__sharpness: _TypeAlias = _typing.Literal["_sharpness", b"_sharpness"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sharpness) -> _WhichOneofReturnType__sharpness | None: ...
+
+Global___Gate: _TypeAlias = Gate  # noqa: Y015
 
 @_typing.final
 class Add(_message.Message):

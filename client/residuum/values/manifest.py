@@ -13,6 +13,7 @@ from google.protobuf import json_format, timestamp_pb2
 from residuum.exceptions import InvalidRequest, NoMessageSpans, NoTokenTexts
 from residuum.v1 import capture_pb2, steering_pb2
 from residuum.values.capture import AXES, REDUCTIONS
+from residuum.values.gates import GateRecord
 from residuum.values.manifest_json import from_document, to_document
 from residuum.values.points import SITE_NAMES, SITES
 from residuum.values.selections import Positions
@@ -82,6 +83,7 @@ class SteeringRecord:
         value: The projection that "replace" set.
         keep_norm: Whether each row was scaled back to the norm that it had before.
         site: The site at which it was applied.
+        gate: How far it was applied to each row; None: completely.
     """
 
     operation: str
@@ -94,6 +96,7 @@ class SteeringRecord:
     value: float | None = None
     keep_norm: bool = False
     site: str = "resid_post"
+    gate: GateRecord | None = None
 
     @classmethod
     def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
@@ -101,7 +104,8 @@ class SteeringRecord:
         kind = proto.WhichOneof("operation")
         layers, positions = tuple(proto.layers.list.layers), Positions.from_proto(proto.positions)
         site = site_name(proto.site or capture_pb2.SITE_RESID_POST)
-        common: dict[str, Any] = {"keep_norm": proto.keep_norm, "site": site}
+        gate = GateRecord.from_proto(proto.gate) if proto.HasField("gate") else None
+        common: dict[str, Any] = {"keep_norm": proto.keep_norm, "site": site, "gate": gate}
         if kind is None:
             return cls("unknown", layers, (), positions, **common)
         operation: Any = getattr(proto, kind)

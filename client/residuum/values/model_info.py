@@ -13,6 +13,7 @@ from residuum.exceptions import InvalidRequest, UnknownSite
 from residuum.v1 import inference_pb2
 from residuum.values.attention import AttentionLayer
 from residuum.values.capture import REDUCTIONS
+from residuum.values.gates import MEASURE_NAMES
 from residuum.values.manifest import site_name, to_datetime
 from residuum.values.vector import Vector
 from residuum.wire.dtypes import dtype_name
@@ -49,6 +50,8 @@ class ModelInfo:
             state spaces in some layers, for example, has "q" only in the others.
         steering_sites: The sites at which rows can be steered. Empty: the server is older than this field, and steers
             only at "resid_post".
+        gate_measures: What the gate of a steering operation may measure. Empty: the server is older than this field,
+            and has no gates.
         attention: What determines the attention weights of each layer; empty if the server does not say.
         store_reachable: Whether all stores answer the inference service; None without stores, or without a check
             (`check_store`).
@@ -78,6 +81,7 @@ class ModelInfo:
     site_widths: dict[str, int] = field(default_factory=dict)
     site_layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     steering_sites: tuple[str, ...] = ()
+    gate_measures: tuple[str, ...] = ()
     attention: tuple[AttentionLayer, ...] = ()
     store_reachable: bool | None = None
     store_detail: str = ""
@@ -106,6 +110,7 @@ class ModelInfo:
                 for index, site in enumerate(proto.sites)
             },
             steering_sites=tuple(site_name(site) for site in proto.steering_sites),
+            gate_measures=tuple(MEASURE_NAMES[number] for number in proto.gate_measures if number in MEASURE_NAMES),
             attention=tuple(map(AttentionLayer.from_proto, proto.attention)),
             steering_operations=tuple(proto.steering_operations),
             max_model_len=proto.limits.max_model_len,

@@ -10,21 +10,21 @@ For a row x at a site of a layer (float32), a vector v of the same length and it
     Multiply  x·v, element by element
 
 The server applies operations in list order, each at its site and layers and at its positions. With `keep_norm=True` it
-then scales the row to the norm that it had before the operation. Rows always stay finite: elements are clamped to
+then scales the row to the norm that it had before the operation. With `gate=Gate(...)`, an operation applies only to
+rows that point along the gate's vector. Rows always stay finite: elements are clamped to
 ±1e16, far beyond those of any model (±32752 for a model in float16).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
-import numpy as np
-
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
+from residuum.values.gates import Gate
+from residuum.values.numbers import finite_float32
 from residuum.values.points import site_numbers
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.vector import LayerVectors, Vector, by_steered_layer
@@ -56,6 +56,8 @@ class _Placed:
     site: str | None = None
     """Where in the layer: one of `client.info().steering_sites`. By default "resid_post", the stream after the layer;
     for Directions of "z" or "mlp_act" their own site."""
+    gate: Gate | None = None
+    """Apply the operation to a row only as far as this gate is open for it; None: to every row."""
 
     def __new__(cls, *values: object, **_named: object) -> Self:
         """Refuse further positional arguments, with a clearer message than Python's."""
@@ -81,6 +83,8 @@ class _Placed:
         object.__setattr__(self, "site", "resid_post" if self.site is None else self.site)
         if not isinstance(self.keep_norm, bool):
             raise TypeError(f"{self._name}: keep_norm must be True or False, not {self.keep_norm!r}.")
+        if self.gate is not None:
+            object.__setattr__(self, "gate", self._placed_gate(self.gate))
         self._placed()
         self.check()
 
@@ -102,22 +106,23 @@ class _Placed:
         """Check the operation's own fields."""
 
     def _check_number(self, name: str) -> None:
-        """Check a number and store it as a float. Arrays and tensors of one element count as numbers."""
-        value: Any = getattr(self, name)
-        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__"):
-            raise TypeError(f"{self._name}: {name} must be a number, not {value!r}.")
-        try:
-            number = float(value.item() if hasattr(value, "item") else value)
-        except OverflowError:
-            number = math.inf
-        except (TypeError, ValueError, RuntimeError):  # an array or tensor of several elements
-            message = f"{self._name}: {name} must be one number, not {type(value).__name__} of several."
-            raise TypeError(message) from None
-        if not math.isfinite(number) or abs(number) > 3.4e38:  # noqa: PLR2004 - the largest float32
+        """Check a number and store it as a float."""
+        object.__setattr__(self, name, finite_float32(f"{self._name}: {name}", getattr(self, name)))
+
+    def _placed_gate(self, given: Gate) -> Gate:
+        if not isinstance(given, Gate):
+            raise TypeError(f"{self._name}: gate must be a residuum.Gate, not {given!r}.")
+        gate = given.at(str(self.site))
+        if isinstance(gate.vector, Vector):
+            return gate
+        layers = self._layers()
+        if selects_all(layers) or sorted(layer_list(layers)) != [*gate.vector]:
             raise InvalidRequest(
-                f"{self._name}: {name} must be a finite float32, not {number}.", reason="INVALID_FIELD"
+                f"{self._name}: the gate has vectors for the layers {[*gate.vector]}, the operation is for {layers}. "
+                "Give the gate one vector, or one for each of the operation's layers.",
+                reason="INVALID_FIELD",
             )
-        object.__setattr__(self, name, number)
+        return gate
 
     def _check_direction(self) -> None:
         for index, vector in enumerate(self.vectors):
@@ -135,6 +140,8 @@ class _Placed:
             (message.site,) = site_numbers([str(self.site)])
         if not isinstance(self.vector, Vector):
             message.layer_digests.extend(vector.digest for vector in self.vectors)
+        if self.gate is not None:
+            message.gate.CopyFrom(self.gate.to_proto())
         positions = Positions.of(self.positions)
         if positions != Positions():
             message.positions.CopyFrom(positions.to_proto())

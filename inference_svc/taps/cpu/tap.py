@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from inference_svc.taps.operations import OperationBatch, apply_batch, bounded, reach
+from inference_svc.taps.operations import GateBatch, OperationBatch, apply_batch, bounded, openness, reach
 from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, STRIDE
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import BlockPool
+    from inference_svc.taps.plan import Gate
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.steps.layout import StepLayout
     from inference_svc.taps.steps.programs import Program, Step
@@ -111,9 +112,14 @@ class CpuTap:
             indices = torch.searchsorted(rows, batch.rows)
             vectors = self._bank.vectors[batch.vectors]
             inverse_norms = self._bank.inverse_norms[batch.vectors]
-            steered[indices] = apply_batch(steered[indices], vectors, inverse_norms, batch)
+            x_now = steered[indices]
+            opened = self._openness(x_now, batch.gates) if batch.gates else None
+            steered[indices] = apply_batch(x_now, vectors, inverse_norms, batch, opened)
         steered = bounded(steered, x, reach(hidden.dtype))
         hidden[rows] = torch.where(steered == x, before, before + (steered - x)).to(hidden.dtype)
+
+    def _openness(self, x: Tensor, gates: GateBatch) -> Tensor:
+        return openness(x[gates.at], self._bank.vectors[gates.vectors], self._bank.inverse_norms[gates.vectors], gates)
 
     def _store(self, group: CaptureGroup, hidden: Tensor, residual: Tensor | None, unit: int) -> None:
         assert self._pool is not None  # noqa: S101 - a rank without a pool lays out no captures
@@ -178,18 +184,35 @@ def _operation_batches(parts: list[_Part], points: TapPoints) -> dict[int, list[
 
 
 def _to_batch(parts: list[tuple[npt.NDArray[np.int64], Step]]) -> OperationBatch:
-    counts = [len(rows) for rows, _ in parts]
-
-    def spread(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(np.repeat(values, counts), dtype=dtype)
-
-    steps = [step for _, step in parts]
+    steps, counts = [step for _, step in parts], [len(rows) for rows, _ in parts]
     return OperationBatch(
         rows=torch.from_numpy(np.concatenate([rows for rows, _ in parts])),
-        vectors=spread([step.row for step in steps], torch.int64),
-        kinds=spread([step.kind for step in steps], torch.int64),
-        scales=spread([step.scale for step in steps], torch.float32),
-        lows=spread([step.low for step in steps], torch.float32),
-        highs=spread([step.high for step in steps], torch.float32),
-        keeps_norm=spread([step.keep_norm for step in steps], torch.bool),
+        vectors=_spread([step.row for step in steps], counts, torch.int64),
+        kinds=_spread([step.kind for step in steps], counts, torch.int64),
+        scales=_spread([step.scale for step in steps], counts, torch.float32),
+        lows=_spread([step.low for step in steps], counts, torch.float32),
+        highs=_spread([step.high for step in steps], counts, torch.float32),
+        keeps_norm=_spread([step.keep_norm for step in steps], counts, torch.bool),
+        gates=_to_gates([step.gate for step in steps], counts),
     )
+
+
+def _to_gates(of_parts: list[Gate | None], counts: list[int]) -> GateBatch | None:
+    """Return the gates of a batch, given the gate of each part and its number of rows."""
+    parts = zip(of_parts, np.cumsum(counts), counts, strict=True)
+    gated = [(gate, np.arange(end - count, end)) for gate, end, count in parts if gate]
+    if not gated:
+        return None
+    gates, lengths = [gate for gate, _ in gated], [len(at) for _, at in gated]
+    return GateBatch(
+        at=torch.from_numpy(np.concatenate([at for _, at in gated])),
+        vectors=_spread([gate.row for gate in gates], lengths, torch.int64),
+        measures=_spread([gate.measure for gate in gates], lengths, torch.int64),
+        thresholds=_spread([gate.threshold for gate in gates], lengths, torch.float32),
+        sharpness=_spread([gate.sharpness for gate in gates], lengths, torch.float32),
+    )
+
+
+def _spread(values: list[float], counts: list[int], dtype: torch.dtype) -> Tensor:
+    """Return a value for each row, given the value of each part and its number of rows."""
+    return torch.tensor(np.repeat(values, counts), dtype=dtype)

@@ -18,7 +18,9 @@ import triton.language as tl
 
 from inference_svc.taps.gpu.kernel_parts import (
     ADD,
+    COSINE,
     ENTRY_FIELDS,
+    GATED,
     KEEP_NORM,
     KIND_SHIFT,
     LINE_FIELDS,
@@ -26,10 +28,12 @@ from inference_svc.taps.gpu.kernel_parts import (
     VECTOR,
     bounded,
     factor_of,
+    gated,
     is_direct,
     is_far_moved,
     moved_by,
     number,
+    opened,
     place_of,
     rescaling,
 )
@@ -48,22 +52,46 @@ _PROGRAMS = 264
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _sum_of_products(row, other, width, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the inner product of two float32 rows in memory."""
+    products = tl.zeros((CHUNK,), dtype=tl.float32)
+    chunk = tl.arange(0, CHUNK)
+    for start in range(0, width, CHUNK):
+        inside = start + chunk < width
+        x = tl.load(row + start + chunk, mask=inside, other=0.0)
+        products += x * tl.load(other + start + chunk, mask=inside, other=0.0)
+    return tl.sum(products, axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _opening(row, width, code, entry, bank, inverse_norms, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how far the gate of an operation is open for a row, as `kernel._opening` does."""
+    opening = tl.full((), 1.0, dtype=tl.float32)
+    if code & GATED:
+        gate = tl.load(entry + 3)
+        squares = tl.full((), 1.0, dtype=tl.float32)
+        if (gate >> KIND_SHIFT) == COSINE:
+            squares = _sum_of_products(row, row, width, CHUNK)
+        product = _sum_of_products(row, bank + (gate & VECTOR).to(tl.int64) * width, width, CHUNK)
+        opening = opened(gate, product, squares, entry, inverse_norms)
+    return opening
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Apply one operation to a float32 row in memory; return whether it moved the row, and whether it moved it far."""
     code = tl.load(entry)
-    scale, low, high = number(entry + 1), number(entry + 2), number(entry + 3)
+    scale_or_low, high = number(entry + 1), number(entry + 2)
     kind, vector = code >> KIND_SHIFT, code & VECTOR
     inverse = tl.load(inverse_norms + vector)
     along = bank + vector.to(tl.int64) * width
     chunk = tl.arange(0, CHUNK)
-    factor = tl.where(is_direct(kind), 1.0, scale)
+    opening = _opening(row, width, code, entry, bank, inverse_norms, CHUNK)
+    factor = tl.where(is_direct(kind), 1.0, scale_or_low)
     if (kind != ADD) & (is_direct(kind) == 0):
-        products = tl.zeros((CHUNK,), dtype=tl.float32)
-        for start in range(0, width, CHUNK):
-            inside = start + chunk < width
-            x = tl.load(row + start + chunk, mask=inside, other=0.0)
-            products += x * tl.load(along + start + chunk, mask=inside, other=0.0)
-        factor = factor_of(kind, tl.sum(products, axis=0) * inverse, scale, low, high, inverse)
+        projection = _sum_of_products(row, along, width, CHUNK) * inverse
+        factor = factor_of(kind, projection, scale_or_low, high, inverse)
+    factor = gated(factor, opening)
     before, after = tl.zeros((CHUNK,), dtype=tl.float32), tl.zeros((CHUNK,), dtype=tl.float32)
     for start in range(0, width, CHUNK):
         inside = start + chunk < width

@@ -22,7 +22,9 @@ import triton.language as tl
 
 from inference_svc.taps.gpu.kernel_parts import (
     ADD,
+    COSINE,
     ENTRY_FIELDS,
+    GATED,
     KEEP_NORM,
     KIND_SHIFT,
     LINE_FIELDS,
@@ -30,10 +32,12 @@ from inference_svc.taps.gpu.kernel_parts import (
     VECTOR,
     bounded,
     factor_of,
+    gated,
     is_direct,
     is_far_moved,
     moved_by,
     number,
+    opened,
     place_of,
     rescaling,
 )
@@ -97,16 +101,26 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply(x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Apply one operation along v to a row, in float32.
+def _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how far a gate with the vector g is open for a row, from 0 to 1."""
+    squares = tl.full((), 1.0, dtype=tl.float32)
+    if (gate >> KIND_SHIFT) == COSINE:
+        squares = _dot(x, x_tail, x, x_tail, TAIL)
+    return opened(gate, _dot(x, x_tail, g, g_tail, TAIL), squares, entry, inverse_norms)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _apply(x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Apply one operation along v to a row, in float32, as far as its gate is open.
 
     Returns the row (head and tail), whether the operation moved it, and whether it moved it far. In that case `_steer`
     must limit the row's elements.
     """
     kind = code >> KIND_SHIFT
-    factor = tl.where(is_direct(kind), 1.0, scale)
+    factor = tl.where(is_direct(kind), 1.0, scale_or_low)
     if (kind != ADD) & (is_direct(kind) == 0):
-        factor = factor_of(kind, _dot(x, x_tail, v, v_tail, TAIL) * inverse, scale, low, high, inverse)
+        factor = factor_of(kind, _dot(x, x_tail, v, v_tail, TAIL) * inverse, scale_or_low, high, inverse)
+    factor = gated(factor, opening)
     moved, moved_tail = moved_by(kind, x, v, factor), moved_by(kind, x_tail, v_tail, factor)
     if code & KEEP_NORM:
         before = _dot(x, x_tail, x, x_tail, TAIL)
@@ -136,12 +150,18 @@ def _apply_rest(  # type: ignore[no-untyped-def]
     """Apply the second and all later of `count` operations from entry `first` on; return as `_apply` does."""
     for index in range(first + 1, first + count):
         entry = entries + index * ENTRY_FIELDS
-        code = tl.load(entry)
+        code, gate = tl.load(entry), tl.load(entry + 3)
         vector = code & VECTOR
-        scale, low, high = number(entry + 1), number(entry + 2), number(entry + 3)
+        scale_or_low, high = number(entry + 1), number(entry + 2)
+        opening = tl.full((), 1.0, dtype=tl.float32)
+        if code & GATED:
+            g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, width, HEAD, TAIL)
+            opening = _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
-        x, x_tail, moves, strays = _apply(x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL)
+        x, x_tail, moves, strays = _apply(
+            x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL
+        )
         is_moved = is_moved | moves
         is_far = is_far | strays
     return x, x_tail, is_moved, is_far
@@ -153,10 +173,12 @@ def _steer(  # type: ignore[no-untyped-def]
     x_tail,
     v,
     v_tail,
+    g,
+    g_tail,
     code,
-    scale,
-    low,
+    scale_or_low,
     high,
+    gate,
     inverse,
     width,
     first,
@@ -169,8 +191,11 @@ def _steer(  # type: ignore[no-untyped-def]
     TAIL: tl.constexpr,
 ):
     """Apply all operations to a row, in float32. Return the row (head and tail), and whether any operation moved it."""
+    opening = tl.full((), 1.0, dtype=tl.float32)
+    if code & GATED:
+        opening = _opening(x, x_tail, g, g_tail, gate, entries + first * ENTRY_FIELDS, inverse_norms, TAIL)
     steered, steered_tail, is_moved, is_far = _apply(
-        x, x_tail, v, v_tail, code, scale, low, high, inverse, max_abs, TAIL
+        x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL
     )
     steered, steered_tail, is_moved, is_far = _apply_rest(
         steered,
@@ -248,10 +273,13 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     code = tl.load(line + 4)
     if (count == 0) & (first_destination < 0) & (second_destination < 0):
         return
-    scale, low, high = number(line + 5), number(line + 6), number(line + 7)
+    scale_or_low, high, gate = number(line + 5), number(line + 6), tl.load(line + 7)
     vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
+    # Zeros without a gate, and nothing is read.
+    is_gated = (code & GATED) != 0
+    g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
     h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
     x, x_tail = h.to(tl.float32), h_tail.to(tl.float32)
     if HAS_RESIDUAL:
@@ -263,8 +291,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     after, after_tail = before, before_tail
     if count > 0:
         steered, steered_tail, is_moved = _steer(
-            x, x_tail, v, v_tail, code, scale, low, high, inverse, width, first, count, entries, bank, inverse_norms,
-            max_abs, HEAD, TAIL,
+            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries,
+            bank, inverse_norms, max_abs, HEAD, TAIL,
         )  # fmt: skip
         if is_moved:  # a row that no operation moves keeps its bits, even negative zeros and infinities
             after = (h.to(tl.float32) + (steered - x)).to(dtype)  # only the difference is written back
@@ -316,20 +344,23 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     second_destination = tl.load(line + 3, mask=is_tapped, other=-1)
     is_steered = count > 0
     code = tl.load(line + 4, mask=is_steered, other=0)
-    scale = tl.load(line + 5, mask=is_steered, other=0).to(tl.float32, bitcast=True)
-    low = tl.load(line + 6, mask=is_steered, other=0).to(tl.float32, bitcast=True)
-    high = tl.load(line + 7, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    scale_or_low = tl.load(line + 5, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    high = tl.load(line + 6, mask=is_steered, other=0).to(tl.float32, bitcast=True)
+    gate = tl.load(line + 7, mask=is_steered, other=0)
     vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
+    # Zeros without a gate, and nothing is read.
+    is_gated = (code & GATED) != 0
+    g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
     x = h.to(tl.float32) + r.to(tl.float32)
     x_tail = h_tail.to(tl.float32) + r_tail.to(tl.float32)
     dtype = hidden.dtype.element_ty
     before, before_tail = x.to(dtype), x_tail.to(dtype)
     if is_steered:
         steered, steered_tail, is_moved = _steer(
-            x, x_tail, v, v_tail, code, scale, low, high, inverse, width, first, count, entries, bank, inverse_norms,
-            max_abs, HEAD, TAIL,
+            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries,
+            bank, inverse_norms, max_abs, HEAD, TAIL,
         )  # fmt: skip
         if is_moved:  # otherwise x keeps its bits: steering turns negative zeros into positive ones
             x = steered
@@ -405,7 +436,7 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         HAS_RESIDUAL=residual is not None,
         HEAD=head,
         TAIL=tail,
-        num_warps=_warps(head),
+        num_warps=_warps(head, tail),
     )
 
 
@@ -451,7 +482,7 @@ def tap_norm(
             PLUS_ONE=1.0 if plus_one else 0.0,
             HEAD=head,
             TAIL=tail,
-            num_warps=_warps(head),
+            num_warps=_warps(head, tail),
         )
     return normed, summed
 
@@ -498,7 +529,8 @@ def _split(width: int) -> tuple[int, int]:
     return (head, tail) if tail < head else (2 * head, 0)
 
 
-def _warps(head: int) -> int:
+def _warps(head: int, tail: int) -> int:
     # Few warps with many elements each, because a reduction makes warps wait for each other. The numbers come from
-    # measurements with widths from 1536 to 4096.
-    return min(32, max(1, min(4, head // 256), head // 1024))
+    # measurements with widths from 1536 to 4096. With more than 1280 elements, a warp would spill registers.
+    warps = min(32, max(1, min(4, head // 256), head // 1024))
+    return warps if head + tail <= 1280 * warps else 2 * warps

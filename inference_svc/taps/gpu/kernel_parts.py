@@ -7,17 +7,20 @@ import triton
 import triton.language as tl
 
 from inference_svc.taps.gpu import tables
-from inference_svc.taps.plan import Kind
+from inference_svc.taps.plan import Kind, Measure
 
 ADD = tl.constexpr(int(Kind.ADD))
 ABLATE = tl.constexpr(int(Kind.ABLATE))
 SET = tl.constexpr(int(Kind.SET))
 MULTIPLY = tl.constexpr(int(Kind.MULTIPLY))
+INNER_PRODUCT = tl.constexpr(int(Measure.INNER_PRODUCT))
+COSINE = tl.constexpr(int(Measure.COSINE))
 
 LINE_FIELDS = tl.constexpr(tables.LINE_FIELDS)
 ENTRY_FIELDS = tl.constexpr(tables.ENTRY_FIELDS)
 KIND_SHIFT = tl.constexpr(tables.KIND_SHIFT)
 KEEP_NORM = tl.constexpr(tables.KEEP_NORM)
+GATED = tl.constexpr(tables.GATED)
 VECTOR = tl.constexpr(tables.MAX_BANK_ROWS - 1)
 ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
 
@@ -30,23 +33,59 @@ def number(pointer):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def is_direct(kind):  # type: ignore[no-untyped-def]
-    """Return whether an operation has no factor. A row counts as moved by it."""
+    """Return whether an operation has no factor of its own: it is 1, or how far the gate is open."""
     return (kind == SET) | (kind == MULTIPLY)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def factor_of(kind, projection, scale, low, high, inverse):  # type: ignore[no-untyped-def]
-    """Return the factor by which ABLATE or CAP adds its vector to a row with this projection."""
+def opened(gate, product, squares, entry, inverse_norms):  # type: ignore[no-untyped-def]
+    """Return how far a gate is open for a row, from 0 to 1.
+
+    Args:
+        gate: The gate's code.
+        product: The inner product of the row and the gate's vector.
+        squares: The sum of the row's squares, for COSINE.
+        entry: The address of the operation's entry.
+        inverse_norms: The inverse norms of the bank's vectors.
+    """
+    measure = gate >> KIND_SHIFT
+    measured = tl.where(measure == INNER_PRODUCT, product, product * tl.load(inverse_norms + (gate & VECTOR)))
+    measured = tl.where(measure == COSINE, measured / tl.sqrt(squares), measured)
+    exponent = number(entry + 5) * (measured - number(entry + 4))
+    # Infinite sharpness must give 1 or 0 exactly. NaN, also that of infinite sharpness at the threshold, is closed.
+    partly = tl.where(exponent > float("-inf"), 1.0 / (1.0 + tl.exp(-exponent)), 0.0)
+    return tl.where(exponent == float("inf"), 1.0, partly)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def gated(factor, opening):  # type: ignore[no-untyped-def]
+    """Return the factor of an operation whose gate is open as far as `opening`."""
+    return tl.where(opening == 0.0, 0.0, factor * opening)  # a closed gate stops even an infinite factor
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def factor_of(kind, projection, scale_or_low, high, inverse):  # type: ignore[no-untyped-def]
+    """Return the factor by which ABLATE or CAP adds its vector to a row with this projection.
+
+    `scale_or_low` is the scale of ABLATE, or the lower bound of CAP.
+    """
     # Not clamp(projection) - projection: the compiler may fuse the multiplication that gave the projection into the
     # subtraction. Then the difference is not exactly zero where nothing is clamped.
-    over = tl.where(projection > high, high - projection, tl.where(projection < low, low - projection, 0.0))
-    return tl.where(kind == ABLATE, -scale * projection, over) * inverse
+    under = tl.where(projection < scale_or_low, scale_or_low - projection, 0.0)
+    over = tl.where(projection > high, high - projection, under)
+    return tl.where(kind == ABLATE, -scale_or_low * projection, over) * inverse
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def moved_by(kind, x, v, factor):  # type: ignore[no-untyped-def]
-    """Return elements of a row after one operation."""
-    return tl.where(kind == SET, v, tl.where(kind == MULTIPLY, x * v, x + factor * v))
+    """Return elements of a row after one operation, x + factor * change.
+
+    The change is v - x for SET, x * v - x for MULTIPLY, and v for the others.
+    """
+    # Written so that few numbers are in registers at once, and so that SET replaces even an infinity.
+    x = tl.where((kind == SET) & (factor == 1.0), 0.0, x)
+    kept = tl.where(is_direct(kind), 1.0 - factor, 1.0) + tl.where(kind == MULTIPLY, factor, 0.0) * v
+    return x * kept + tl.where(kind == MULTIPLY, 0.0, factor) * v
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -14,6 +14,7 @@ import torch
 
 from inference_svc.shipping.free_runs import FreeRuns
 from inference_svc.taps.gpu.staged import StagedTable
+from inference_svc.taps.plan import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,14 +37,18 @@ ROW_FIELDS = 4
 LINE_FIELDS = 8
 """Numbers in a line of the program table."""
 
-ENTRY_FIELDS = 4
-"""Numbers in an entry, which is one operation: its code (see below), then scale, low and high as bits of float32."""
+ENTRY_FIELDS = 8
+"""Numbers in an entry, which is one operation: its code; its factor, or the lower bound of a CAP; the upper bound of a
+CAP; the code of its gate; the gate's threshold and sharpness; two spare ones. Those that are not codes are bits of
+float32. The last four are not read if there is no gate."""
 
 KIND_SHIFT = 28
 KEEP_NORM = 1 << 27
-MAX_BANK_ROWS = 1 << 27
-"""The code of an operation: bits 0 to 26 are the vector's row in the bank, bit 27 says whether the row is rescaled to
-its old norm, and the bits from KIND_SHIFT on are the `Kind`."""
+GATED = 1 << 26
+MAX_BANK_ROWS = 1 << 26
+"""The code of an operation: bits 0 to 25 are the vector's row in the bank, bit 26 says whether there is a gate, bit 27
+whether the row is rescaled to its old norm, and the bits from KIND_SHIFT on are the `Kind`. The code of a gate: bits 0
+to 25 are its vector's row in the bank, and the bits from KIND_SHIFT on are its `Measure`."""
 
 
 def destination(program: Program, site: int, layer: int) -> int:
@@ -61,7 +66,8 @@ class ProgramTable:
 
     `lines` is int32 [programs, points, LINE_FIELDS]. A line is what a program does at a point: the index of its first
     entry, the number of entries, two destinations (see `destination`; a point sees up to two sites), and a copy of the
-    first entry, so that one operation needs no second look-up. `entries` is int32 [entries, ENTRY_FIELDS].
+    first half of the first entry, so that one operation needs no second look-up of its vectors. `entries` is int32
+    [entries, ENTRY_FIELDS].
     """
 
     def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
@@ -177,7 +183,7 @@ class ProgramTable:
                 lines[point, column] = destination(program, site, layer)
         entries = _entries(steps)
         steered = lines[:, 1] > 0
-        lines[steered, 4:] = entries[lines[steered, 0]]
+        lines[steered, 4:] = entries[lines[steered, 0], : LINE_FIELDS - 4]
         return lines, entries
 
     def _make_room(self, entries: int) -> _Place:
@@ -210,10 +216,15 @@ class _Place(NamedTuple):
 
 
 def _entries(steps: list[Step]) -> npt.NDArray[np.int32]:
-    entries = np.empty((len(steps), ENTRY_FIELDS), dtype=np.int32)
+    entries = np.zeros((len(steps), ENTRY_FIELDS), dtype=np.int32)
     entries[:, 0] = [step.kind << KIND_SHIFT | step.keep_norm * KEEP_NORM | step.row for step in steps]
-    numbers = [(step.scale, step.low, step.high) for step in steps]
-    entries[:, 1:] = np.array(numbers, dtype=np.float32).reshape(-1, 3).view(np.int32)
+    numbers = [(step.low, step.high) if step.kind == Kind.CAP else (step.scale, 0.0) for step in steps]
+    entries[:, 1:3] = np.array(numbers, dtype=np.float32).reshape(-1, 2).view(np.int32)
+    for entry, step in zip(entries, steps, strict=True):
+        if step.gate is not None:
+            entry[0] |= GATED
+            entry[3] = step.gate.measure << KIND_SHIFT | step.gate.row
+            entry[4:6] = np.array((step.gate.threshold, step.gate.sharpness), dtype=np.float32).view(np.int32)
     return entries
 
 

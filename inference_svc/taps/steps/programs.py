@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
-from inference_svc.taps.plan import Kind
+from inference_svc.taps.plan import Gate, Kind
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -30,12 +30,13 @@ class Step(NamedTuple):
     high: float
     keep_norm: bool = False
     site: capture_pb2.Site.ValueType = capture_pb2.SITE_RESID_POST
+    gate: Gate | None = None
 
     @classmethod
     def of(cls, operation: Operation) -> Step:
         """Return the step of an operation."""
         o = operation
-        return cls(o.kind, o.row, o.layers, o.scale, o.low, o.high, o.keep_norm, o.site)
+        return cls(o.kind, o.row, o.layers, o.scale, o.low, o.high, o.keep_norm, o.site, o.gate)
 
 
 class Program:
