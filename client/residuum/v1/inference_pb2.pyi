@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import placement_pb2 as _placement_pb2
+from residuum.v1 import probe_pb2 as _probe_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
@@ -80,6 +81,7 @@ class GetModelInfoResponse(_message.Message):
     SITE_LAYERS_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
     GATE_MEASURES_FIELD_NUMBER: _builtins.int
+    PROBE_SITES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name, which clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -174,6 +176,10 @@ class GetModelInfoResponse(_message.Message):
     def gate_measures(self) -> _containers.RepeatedScalarFieldContainer[_steering_pb2.GateMeasure.ValueType]:
         """What a steering operation's gate may measure. Empty: the server is older than this field, and ignores gates."""
 
+    @_builtins.property
+    def probe_sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
+        """The sites at which probes can read rows. Empty: the server is older than this field and has no probes."""
+
     def __init__(
         self,
         *,
@@ -202,10 +208,11 @@ class GetModelInfoResponse(_message.Message):
         site_layers: _abc.Iterable[_selection_pb2.LayerList] | None = ...,
         attention: _abc.Iterable[Global___AttentionLayer] | None = ...,
         gate_measures: _abc.Iterable[_steering_pb2.GateMeasure.ValueType] | None = ...,
+        probe_sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "probe_sites", b"probe_sites", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,6 +326,7 @@ class Limits(_message.Message):
     RING_BYTES_FIELD_NUMBER: _builtins.int
     TABLE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MAX_PROBE_OUTPUTS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Tokens of prompt and reply together."""
     max_message_bytes: _builtins.int
@@ -347,6 +355,8 @@ class Limits(_message.Message):
     """The most likely tokens that a request may ask for with `logprobs` and `prompt_logprobs`. 0: the server is older than
     this field and returns no log-probabilities.
     """
+    max_probe_outputs: _builtins.int
+    """The outputs of all probes of one request. 0: the server is older than this field and has no probes."""
     def __init__(
         self,
         *,
@@ -362,10 +372,11 @@ class Limits(_message.Message):
         ring_bytes: _builtins.int = ...,
         table_bytes: _builtins.int = ...,
         max_logprobs: _builtins.int = ...,
+        max_probe_outputs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_registrations", b"max_registrations", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_outputs", b"max_probe_outputs", "max_registrations", b"max_registrations", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,7 +384,7 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class RequestSpec(_message.Message):
-    """A request's capture and steering."""
+    """A request's capture, steering and probes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -382,6 +393,7 @@ class RequestSpec(_message.Message):
     STEERING_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     IF_EXISTS_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The ID of the request and of its capture: 1 to 128 of the characters a-z A-Z 0-9 . _ - and not starting with a dot
     or a dash. Empty: the server chooses one.
@@ -400,6 +412,10 @@ class RequestSpec(_message.Message):
     def steering(self) -> _steering_pb2.SteeringSpec:
         """The request's steering. Unset: none."""
 
+    @_builtins.property
+    def probes(self) -> _probe_pb2.ProbeSpec:
+        """The request's probes. Unset: none. A server that is older than this field ignores it, and lists no probe_sites."""
+
     def __init__(
         self,
         *,
@@ -408,10 +424,11 @@ class RequestSpec(_message.Message):
         steering: _steering_pb2.SteeringSpec | None = ...,
         model: _builtins.str = ...,
         if_exists: _capture_pb2.IfExists.ValueType = ...,
+        probes: _probe_pb2.ProbeSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "steering", b"steering"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "probes", b"probes", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "if_exists", b"if_exists", "model", b"model", "request_id", b"request_id", "steering", b"steering"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "if_exists", b"if_exists", "model", b"model", "probes", b"probes", "request_id", b"request_id", "steering", b"steering"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1197,6 +1214,8 @@ class TokenDelta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The sequence."""
     text: _builtins.str
@@ -1216,6 +1235,19 @@ class TokenDelta(_message.Message):
         other. Unset: the request did not ask for them, or they are complete.
         """
 
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[_probe_pb2.ProbeScores]:
+        """The scores of the request's probes, in their order. Of each new token: the outputs for the row from which the model
+        predicted it, which is that of the position before the token. Empty: the request has no probes.
+        """
+
+    @_builtins.property
+    def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[_probe_pb2.ProbeScores]:
+        """The scores for the positions of the prompt from 0 on, the last one included. Only in the first deltas of sequence 0,
+        before or with its first token. A long prompt takes several deltas, which continue each other. Empty: the request
+        did not ask for them, or they are complete.
+        """
+
     def __init__(
         self,
         *,
@@ -1224,10 +1256,12 @@ class TokenDelta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: Global___Logprobs | None = ...,
         prompt_logprobs: Global___Logprobs | None = ...,
+        scores: _abc.Iterable[_probe_pb2.ProbeScores] | None = ...,
+        prompt_scores: _abc.Iterable[_probe_pb2.ProbeScores] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_scores", b"prompt_scores", "scores", b"scores", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
