@@ -67,6 +67,8 @@ class ModelFacts:
     """The layers that have each of `sites`; empty: all layers have all of them."""
     steering_sites: tuple[capture_pb2.Site.ValueType, ...] = (capture_pb2.SITE_RESID_POST,)
     """The sites at which requests can steer rows."""
+    probe_sites: tuple[capture_pb2.Site.ValueType, ...] = ()
+    """The sites at which probes can read rows; empty: there are no probes."""
     attention: tuple[dict[str, Any], ...] = ()
     """The fields of an `AttentionLayer` for each layer; empty if unknown."""
     adapters: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from residuum.wire.limits import (
     MAX_DIGESTS_PER_CALL,
     MAX_MESSAGE_BYTES,
     MAX_OPERATIONS,
+    MAX_PROBE_OUTPUTS,
     MAX_SEQUENCES,
     MAX_VECTORS_PER_CALL,
 )
@@ -204,6 +205,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
         site_widths=facts.site_widths,
         site_layers=[selection_pb2.LayerList(layers=layers) for layers in facts.site_layers],
         steering_sites=facts.steering_sites,
+        probe_sites=facts.probe_sites,
         attention=[inference_pb2.AttentionLayer(**layer) for layer in facts.attention],
         steering_operations=OPERATIONS,
         gate_measures=GATE_MEASURES,
@@ -224,6 +226,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
             ring_bytes=facts.ring_bytes,
             table_bytes=facts.table_bytes,
             max_logprobs=facts.max_logprobs,
+            max_probe_outputs=MAX_PROBE_OUTPUTS if facts.probe_sites else 0,
         ),
         vllm_version=facts.vllm_version,
         server_version=version("residuum"),

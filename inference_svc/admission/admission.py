@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from inference_svc.admission.probes import check_scores, probe_digests
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
 from inference_svc.admission.specs import ResolvedSpec, check_skip, resolve_spec
 from inference_svc.admission.steering import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from inference_svc.model_facts import ModelFacts
     from inference_svc.resources.vector_cache import VectorCache
-    from residuum.v1 import capture_pb2, inference_pb2
+    from residuum.v1 import inference_pb2
 
 
 class Admission:
@@ -44,21 +45,21 @@ class Admission:
         return resolve_spec(spec, self._facts)
 
     def resolve_steering(
-        self, steering: steering_pb2.SteeringSpec, tenant: str, capture: capture_pb2.CaptureSpec | None
+        self, steering: steering_pb2.SteeringSpec, tenant: str, running: ResolvedSpec
     ) -> steering_pb2.SteeringSpec:
         """Check a new steering for a running request; return it with every default filled in.
 
         Args:
             steering: The new steering.
             tenant: The tenant that owns the request.
-            capture: What the request captures; None: nothing.
+            running: The spec of the request.
 
         Raises:
             Failure: The steering is invalid or too large, or a vector is not on the server.
         """
         resolved = resolve_steering(steering, self._facts)
         resolved.ClearField("updatable")  # the running request is updatable, whatever the new steering says
-        check_demand(demand_of_steering(resolved, capture))
+        check_demand(demand_of_steering(resolved, running.capture, running.probes))
         self._check_vectors(tenant, widths_of(resolved, self._facts), directions_of(resolved))
         return resolved
 
@@ -89,9 +90,10 @@ class Admission:
         """
         check_skip(spec, parameters)
         check_capture_size(spec.capture, prompt_tokens, parameters)
+        check_scores(spec.probes, parameters)
         steering = spec.steering or steering_pb2.SteeringSpec()
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
-        widths = [(digest, self._facts.hidden_size) for digest in projected]
+        widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(spec.probes))]
         self._check_vectors(tenant, [*widths, *widths_of(steering, self._facts)], directions_of(steering))
 
     def _check_vectors(self, tenant: str, widths: Sequence[tuple[bytes, int]], directions: Iterable[bytes]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.admission.captures import resolve_capture
 from inference_svc.admission.fields import invalid
+from inference_svc.admission.probes import probe_digests, resolve_probes
 from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
@@ -17,7 +18,7 @@ from residuum.wire.limits import MAX_ID_LENGTH
 
 if TYPE_CHECKING:
     from inference_svc.model_facts import ModelFacts
-    from residuum.v1 import inference_pb2, selection_pb2, steering_pb2
+    from residuum.v1 import inference_pb2, probe_pb2, selection_pb2, steering_pb2
 
 _IF_EXISTS = frozenset(capture_pb2.IfExists.values())
 
@@ -39,20 +40,22 @@ class ResolvedSpec:
     """What to do if a capture with the request's ID exists."""
     adapter: str = ""
     """The name of the LoRA adapter that the request uses; empty: none."""
+    probes: probe_pb2.ProbeSpec | None = None
+    """The probes, with their sites; None if there are none."""
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of all vectors that the request needs: first those to steer with, then those to project onto."""
-        if self.capture is None and self.steering is None:
+        """The digests of all vectors that the request needs: those to steer with, to project onto, and of probes."""
+        if self.capture is None and self.steering is None and self.probes is None:
             return []
         steering = digests_of(self.steering) if self.steering else []
         projection = self.capture.encoding_options.vectors if self.capture else []
-        return list(dict.fromkeys((*steering, *projection)))
+        return list(dict.fromkeys((*steering, *projection, *probe_digests(self.probes))))
 
     @property
     def num_bytes(self) -> int:
-        """The serialised size of the capture and the steering, in bytes."""
-        return sum(part.ByteSize() for part in (self.capture, self.steering) if part is not None)
+        """The serialised size of the capture, the steering and the probes, in bytes."""
+        return sum(part.ByteSize() for part in (self.capture, self.steering, self.probes) if part is not None)
 
     def cache_salt(self, prompt_tokens: int) -> str | None:
         """Return the salt for vLLM's prefix cache, so that only equally steered requests share KV.
@@ -94,10 +97,11 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
     capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
     asked = spec.steering.operations or spec.steering.updatable
     steering = resolve_steering(spec.steering, facts) if asked else None
-    if capture is not None or steering is not None:
-        check_demand(demand_of_steering(steering, capture))
+    probes = resolve_probes(spec.probes, facts) if spec.probes.probes else None
+    if capture is not None or steering is not None or probes is not None:
+        check_demand(demand_of_steering(steering, capture, probes))
     _check_if_exists(spec)
-    return ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter)
+    return ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes)
 
 
 def _adapter_named(model: str, facts: ModelFacts) -> str:
@@ -140,7 +144,7 @@ def check_skip(spec: ResolvedSpec, parameters: inference_pb2.SamplingParameters)
     """Check that a capture that exists already can answer the request.
 
     Raises:
-        Failure: It cannot, because the caller asks for log-probabilities, which a capture does not hold.
+        Failure: It cannot, because the caller asks for log-probabilities or scores, which a capture does not hold.
     """
     wants_logprobs = parameters.HasField("logprobs") or parameters.HasField("prompt_logprobs")
     if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and wants_logprobs:
@@ -148,6 +152,11 @@ def check_skip(spec: ResolvedSpec, parameters: inference_pb2.SamplingParameters)
             "if_exists",
             "A capture that exists already holds no logprobs. Leave logprobs and prompt_logprobs out, or set if_exists "
             "to REPLACE.",
+        )
+    if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and spec.probes is not None:
+        raise invalid(
+            "if_exists",
+            "A capture that exists already holds no scores. Leave the probes out, or set if_exists to REPLACE.",
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.admission.fields import check_selection, invalid, layer_list, site_name
 from inference_svc.admission.gates import gate_digests, resolve_gate
+from inference_svc.admission.probes import demanded
 from inference_svc.taps.points import STEERABLE
 from inference_svc.taps.steps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of
 from residuum.rpc.errors import Failure, Reason
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from inference_svc.model_facts import ModelFacts
     from inference_svc.taps.steps.demand import Demand
-    from residuum.v1 import selection_pb2
+    from residuum.v1 import probe_pb2, selection_pb2
 
 OPERATIONS = tuple(field.name for field in steering_pb2.SteeringOperation.DESCRIPTOR.oneofs_by_name["operation"].fields)
 """The names of the steering operations."""
@@ -84,7 +85,11 @@ def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> stee
     return resolved
 
 
-def demand_of_steering(steering: steering_pb2.SteeringSpec | None, capture: capture_pb2.CaptureSpec | None) -> Demand:
+def demand_of_steering(
+    steering: steering_pb2.SteeringSpec | None,
+    capture: capture_pb2.CaptureSpec | None,
+    probes: probe_pb2.ProbeSpec | None = None,
+) -> Demand:
     """Return how much room a valid request takes in the taps' tables."""
     operations: list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection]] = []
     for item in steering.operations if steering else ():
@@ -92,7 +97,7 @@ def demand_of_steering(steering: steering_pb2.SteeringSpec | None, capture: capt
         is_split = item.layer_digests or item.gate.layer_digests
         groups = [[place] for place in places] if is_split else [places]
         operations += [(group, item.positions) for group in groups]
-    return demand_of(operations, capture.positions if capture else None)
+    return demand_of(operations + demanded(probes), capture.positions if capture else None)
 
 
 def check_demand(demand: Demand) -> None:

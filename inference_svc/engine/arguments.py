@@ -52,9 +52,9 @@ def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
     return {**values, **lora_arguments(settings.adapters), **settings.engine_args}
 
 
-def prepare_environment(settings: InferenceSettings, control_dir: str) -> None:
+def prepare_environment(settings: InferenceSettings, control_dir: str, score_board: str = "") -> None:
     """Set the environment variables that vLLM's workers inherit from this process and read."""
-    os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(settings, control_dir, os.getpid()))
+    os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(settings, control_dir, os.getpid(), score_board))
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # By default vLLM forks on a GPU. This process already has gRPC's threads: a lock that one of them holds at that

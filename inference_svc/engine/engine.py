@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import signal
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from inference_svc.admission.probes import probe_sites
 from inference_svc.engine.adapters import load_adapters
 from inference_svc.engine.arguments import prepare_environment, tapped_engine_args
 from inference_svc.engine.facts import facts_of
@@ -26,6 +28,7 @@ from inference_svc.model_facts import ModelFacts
 from inference_svc.requests.prompts import PromptReader
 from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
+from inference_svc.resources.score_board import ScoreBoard
 from inference_svc.taps.vllm.worker import REFUSAL_FILE
 from residuum.rpc.errors import Failure
 
@@ -58,10 +61,16 @@ class Engine:
         facts: What is served.
         prompts: Turns prompts into token IDs.
         replies: Turns tokens into text.
+        scores: The scores of probes; None: the engine has no probes.
     """
 
     def __init__(
-        self, llm: AsyncLLM, tokenizer: Any, facts: ModelFacts, adapters: Mapping[str, LoRARequest] | None = None
+        self,
+        llm: AsyncLLM,
+        tokenizer: Any,
+        facts: ModelFacts,
+        adapters: Mapping[str, LoRARequest] | None = None,
+        scores: ScoreBoard | None = None,
     ) -> None:
         """Wrap a running engine; see `start`.
 
@@ -70,7 +79,9 @@ class Engine:
             tokenizer: Its tokenizer. None: prompts and replies are token IDs only.
             facts: What is served.
             adapters: The loaded LoRA adapters by name; None: there are none.
+            scores: The score board; None: the engine has no probes.
         """
+        self.scores = scores
         self._llm = llm
         self._replicas = Replicas(llm, facts.data_parallel_size)
         self._adapters = adapters or {}
@@ -94,7 +105,8 @@ class Engine:
             AdapterError: A LoRA adapter cannot be loaded. The message names it.
             Exception: vLLM cannot serve the model; it raises exceptions of many types.
         """
-        prepare_environment(settings, control_dir)
+        board = ScoreBoard(settings.score_mib << 20) if settings.score_mib else None
+        prepare_environment(settings, control_dir, board.path if board else "")
         # In a thread, so that the event loop answers health checks while the model loads.
         arguments = await asyncio.to_thread(tapped_engine_args, settings)
         llm = await asyncio.to_thread(_start_llm, arguments, Path(control_dir, REFUSAL_FILE))
@@ -108,7 +120,9 @@ class Engine:
             ranks = [rank for replica in described for rank in replica]
             adapters = await load_adapters(llm.add_lora, settings.adapters, llm.vllm_config.model_config.hf_config)
             facts = facts_of(llm.vllm_config, settings, settings.visible_name, ranks, adapters)
-            return cls(llm, tokenizer, facts, adapters)
+            if board is not None:
+                facts = replace(facts, probe_sites=probe_sites(facts.sites))
+            return cls(llm, tokenizer, facts, adapters, board)
         except BaseException:
             llm.shutdown()
             raise

@@ -7,6 +7,7 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.admission.fields import invalid
@@ -18,6 +19,7 @@ from residuum.rpc.errors import Failure, Reason
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    import numpy.typing as npt
     from vllm import SamplingParams
     from vllm.inputs import TokensInput, TokensPrompt
     from vllm.lora.request import LoRARequest
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 _DEATH_SECONDS = 10.0
 """How long vLLM may take to report that a replica died, after it aborted the requests of the others."""
 _DEATH_POLL_SECONDS = 0.05
+
+
+Scored = tuple["npt.NDArray[np.float32]", ...]
+"""The scores of each probe, float32 [tokens, outputs]."""
 
 
 class Delta(NamedTuple):
@@ -44,6 +50,10 @@ class Delta(NamedTuple):
     """The log-probabilities of the tokens, if the request asked for them and there are tokens."""
     prompt_logprobs: TokenLogprobs | None = None
     """The log-probabilities of the prompt's tokens from the second on, in one delta if the request asked for them."""
+    scores: Scored = ()
+    """The scores of the tokens; empty without probes."""
+    prompt_scores: Scored = ()
+    """The scores of the prompt's tokens, in one delta if the request asked for them."""
 
     def followed_by(self, other: Delta) -> Delta:
         """Return this delta and a later one as a single delta."""
@@ -58,11 +68,21 @@ class Delta(NamedTuple):
             other.stop_token_id,
             logprobs,
             self.prompt_logprobs or other.prompt_logprobs,
+            tuple(map(np.concatenate, zip(self.scores, other.scores, strict=True)))
+            if self.scores and other.scores
+            else self.scores or other.scores,
+            self.prompt_scores or other.prompt_scores,
         )
 
     def without_tokens(self) -> Delta:
         """Return this delta without its tokens. The sequence ends here because it may generate none."""
-        return Delta("", (), "length" if self.finish_reason else None, prompt_logprobs=self.prompt_logprobs)
+        return Delta(
+            "",
+            (),
+            "length" if self.finish_reason else None,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_scores=self.prompt_scores,
+        )
 
 
 async def stream(

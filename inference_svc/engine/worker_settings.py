@@ -17,13 +17,14 @@ _TAPS_VERSION = 2
 """Increment it whenever the ops in the graph change."""
 
 
-def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int) -> dict[str, Any]:
+def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int, score_board: str = "") -> dict[str, Any]:
     """Return the settings that a worker reads.
 
     Args:
         settings: The settings of the service.
         control_dir: A private folder for the control sockets of the rings.
         owner_pid: The process of the service. The worker ends when this process ends.
+        score_board: The file of the score board; empty: no probes.
     """
     return {
         "control_dir": control_dir,
@@ -33,6 +34,7 @@ def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int) -> 
         "bank_rows": settings.max_active_vectors,
         "sites": site_numbers(settings),
         "fold_norms": settings.fold_norms,
+        "score_board": score_board,
     }
 
 

@@ -6,9 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.gates import gate_digests, make_gate
+from inference_svc.admission.probes import in_columns
 from inference_svc.admission.steering import layer_digests
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import layers_by_site
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inference_svc.requests.registry import Running
-    from inference_svc.taps.plan import Gate
-    from residuum.v1 import inference_pb2, steering_pb2
+    from inference_svc.taps.plan import Gate, ScoreRegion
+    from residuum.v1 import inference_pb2, probe_pb2, steering_pb2
 
 _KINDS = {
     "add": Kind.ADD,
@@ -37,9 +38,14 @@ _SPARE_POSITIONS_OF_TEXTS = 31
 
 
 def make_plan(
-    running: Running, sequence: int, prompt_tokens: int, rows: dict[bytes, int], spare_positions: int = 0
+    running: Running,
+    sequence: int,
+    prompt_tokens: int,
+    rows: dict[bytes, int],
+    spare_positions: int = 0,
+    scores: ScoreRegion | None = None,
 ) -> RequestPlan | None:
-    """Return the plan of one sequence of a request; None if the request neither captures nor steers.
+    """Return the plan of one sequence of a request; None if the request neither captures, steers nor scores.
 
     Args:
         running: The request.
@@ -47,15 +53,17 @@ def make_plan(
         prompt_tokens: The number of tokens in its prompt.
         rows: The row of each vector in the bank, by digest.
         spare_positions: How many positions the engine may compute beyond the end of the sequence.
+        scores: Where the scores of its probes go.
     """
     spec = running.spec
-    if spec.capture is None and spec.steering is None:
+    if spec.capture is None and spec.steering is None and spec.probes is None:
         return None
     return RequestPlan(
         prompt_tokens,
         _capture(running.path, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
-        make_operations(spec.steering, rows) if spec.steering else (),
+        (make_operations(spec.steering, rows) if spec.steering else ()) + _scoring(spec.probes, rows),
         engine_id(running.path, sequence) if spec.steering and spec.steering.updatable else "",
+        scores,
     )
 
 
@@ -87,6 +95,22 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
             gate = make_gate(item.gate, rows[gate_digest]) if gate_digest else None
             operations.append(_operation(item, group, rows[digest], gate))
     return tuple(operations)
+
+
+def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[Operation, ...]:
+    """Return the operations that compute the scores of checked probes."""
+    return tuple(
+        Operation(
+            Kind.SCORE,
+            rows[output.digest],
+            (probe.layer,),
+            selection_pb2.PositionSelection(),
+            site=probe.site,
+            column=first + number,
+        )
+        for _, probe, first in (in_columns(spec) if spec else ())
+        for number, output in enumerate(probe.outputs)
+    )
 
 
 def _capture(

@@ -10,16 +10,22 @@ from inference_svc.admission.sampling import is_prefill_only
 from inference_svc.engine.sampling import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
 from inference_svc.requests.token_texts import texts_of
-from residuum.v1 import inference_pb2
+from residuum.v1 import inference_pb2, probe_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from inference_svc.engine.engine import Engine
-    from inference_svc.engine.streams import Delta
+    from inference_svc.engine.streams import Delta, Scored
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
+    from inference_svc.session.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
+
+
+_ALL = slice(None)
+_MESSAGE_SCORES = 1 << 17
+"""Scores in one message: 512 KiB."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Generation:
         vectors: VectorHold,
         sequences: Sequence[GeneratedSequence],
         handle: inference_pb2.CaptureHandle | None,
+        scores: Sequence[SequenceScores] = (),
     ) -> None:
         """Prepare to generate.
 
@@ -52,7 +59,9 @@ class Generation:
             vectors: The vectors that it holds.
             sequences: The record of each sequence, to which the tokens are added.
             handle: Tells clients where to find the capture; None if the request captures nothing.
+            scores: The scores of each sequence; empty without probes.
         """
+        self._scores = scores
         self._engine = engine
         self._running = running
         self._token_ids = token_ids
@@ -113,6 +122,7 @@ class Generation:
     async def _generate(self, index: int) -> None:
         """Generate one sequence, and put its deltas and its end into the queue."""
         sequence = self._sequences[index]
+        scores = self._scores[index] if self._scores else None
         try:
             stream = self._engine.generate(
                 engine_id(self._running.path, index),
@@ -124,11 +134,13 @@ class Generation:
                     len(self._token_ids),
                     self._vectors.rows,
                     count_spare_positions(self._sampling),
+                    scores.region if scores else None,
                 ),
                 self._running.cache_salt(len(self._token_ids)),
                 self._running.spec.adapter,
             )
-            async for output in stream:
+            async for raw in stream:
+                output = await scores.add_to(raw) if scores else raw
                 delta = output.without_tokens() if is_prefill_only(self._sampling) else output
                 sequence.engine_tokens += len(delta.token_ids)
                 self._queue.put_nowait((index, delta))
@@ -168,19 +180,39 @@ class Generation:
 
 
 def _messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
+    for scores in _parts(delta.prompt_scores):
+        yield inference_pb2.TokenDelta(sequence=index, prompt_scores=scores)
     if delta.prompt_logprobs is not None:
         for part in delta.prompt_logprobs.parts():
             yield inference_pb2.TokenDelta(sequence=index, prompt_logprobs=delta.prompt_logprobs.part(part))
     if delta.logprobs is None:
         if delta.text or delta.token_ids:
-            yield inference_pb2.TokenDelta(sequence=index, text=delta.text, token_ids=delta.token_ids)
+            yield inference_pb2.TokenDelta(
+                sequence=index, text=delta.text, token_ids=delta.token_ids, scores=_to_proto(delta.scores)
+            )
         return
     text = delta.text
     for part in delta.logprobs.parts():
         yield inference_pb2.TokenDelta(
-            sequence=index, text=text, token_ids=delta.token_ids[part], logprobs=delta.logprobs.part(part)
+            sequence=index,
+            text=text,
+            token_ids=delta.token_ids[part],
+            logprobs=delta.logprobs.part(part),
+            scores=_to_proto(delta.scores, part),
         )
         text = ""
+
+
+def _to_proto(scores: Scored, part: slice = _ALL) -> list[probe_pb2.ProbeScores]:
+    return [probe_pb2.ProbeScores(values=values[part].ravel()) for values in scores]
+
+
+def _parts(scores: Scored) -> Iterator[list[probe_pb2.ProbeScores]]:
+    """Yield the scores of a prompt in messages of a bounded size."""
+    if scores:
+        rows = max(_MESSAGE_SCORES // sum(values.shape[1] for values in scores), 1)
+        for start in range(0, len(scores[0]), rows):
+            yield _to_proto(scores, slice(start, start + rows))
 
 
 async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -14,13 +14,14 @@ from inference_svc.requests.replies import NO_CHAT
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences, replay
 from inference_svc.session.generation import Generation
+from inference_svc.session.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
 from residuum.rpc import tracing
 from residuum.rpc.errors import Failure, Reason
 from svc_common.logs import bind_request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from inference_svc.admission.admission import Admission
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from inference_svc.requests.registry import RequestRegistry, Running
     from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.reservation import Reservations
+    from inference_svc.session.scoring import SequenceScores
     from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 
 
@@ -90,8 +92,9 @@ class RequestRunner:
                 self._admission.check_request(running.spec, tenant, len(token_ids), request.sampling)
                 if running.spec.capture is not None and running.spec.capture.keep_prompt:
                     session.prompt_text = await self._engine.prompts.text(request, token_ids)
-                async with self._reservations.reserve(running) as vectors, session:
-                    stream = await self._events(running, request.sampling, token_ids, vectors, session)
+                place = scoring(self._engine.scores, running.spec.probes, len(token_ids), request.sampling)
+                async with place as scores, self._reservations.reserve(running) as vectors, session:
+                    stream = await self._events(running, request.sampling, token_ids, vectors, session, scores)
                     async with self._changing(running, len(token_ids), vectors, session), aclosing(stream) as events:
                         watch.begin(len(token_ids))
                         if traced:
@@ -128,7 +131,7 @@ class RequestRunner:
                 "updatable. Set steering.updatable in its spec.",
                 request_id=request_id,
             )
-        steering = self._admission.resolve_steering(spec, tenant, running.spec.capture)
+        steering = self._admission.resolve_steering(spec, tenant, running.spec)
         changes = self._changes.get(running.path)
         if changes is None:
             raise running.ended_failure()
@@ -141,12 +144,14 @@ class RequestRunner:
         token_ids: list[int],
         vectors: VectorHold,
         session: CaptureSession,
+        scores: Sequence[SequenceScores],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         """Return the events of a request whose capture is open, or exists already."""
         handle = self._handle(running)
         if session.existing is not None:
             return await self._replayed(session.existing, sampling, handle)
-        return Generation(self._engine, running, token_ids, sampling, vectors, session.sequences, handle).events()
+        sequences = session.sequences
+        return Generation(self._engine, running, token_ids, sampling, vectors, sequences, handle, scores).events()
 
     def _changing(
         self, running: Running, prompt_tokens: int, vectors: VectorHold, session: CaptureSession

@@ -216,7 +216,7 @@ class SteeringChanges:
         )
 
     def _entries_of(self, steering: steering_pb2.SteeringSpec | None) -> int:
-        return demand_of_steering(steering, self._running.spec.capture).entries
+        return demand_of_steering(steering, self._running.spec.capture, self._running.spec.probes).entries
 
     def _name(self, index: int) -> str:
         return engine_id(self._running.path, index)

@@ -49,6 +49,8 @@ class OperationBatch(NamedTuple):
     """Whether the row is rescaled to the norm that it had before, bool [r]."""
     gates: GateBatch | None = None
     """The gates of the rows that have one; None if none has."""
+    columns: Tensor | None = None
+    """The column of each row's scores that a SCORE writes, int64 [r]; None if there is no SCORE."""
 
 
 def reach(dtype: torch.dtype) -> float:
@@ -107,7 +109,7 @@ def apply_batch(
         x: The rows, float32 [r, width].
         v: The vector of each row, float32 [r, width].
         inverse_norms: 1 / |v| for each vector, float32 [r]; 0 for a zero vector.
-        batch: The operations.
+        batch: The operations. A SCORE has no bounds, so it changes nothing, as a CAP without bounds.
         opened: How far the gates of `batch.gates` are open, float32 [g]; None if there are none.
 
     Returns:

@@ -41,6 +41,8 @@ class Kind(IntEnum):
     """Also used to set a projection to a value: a cap whose bounds are equal."""
     SET = 3
     MULTIPLY = 4
+    SCORE = 5
+    """Changes nothing: writes the inner product of the row and the vector into a column of the row's scores."""
 
 
 class Measure(IntEnum):
@@ -89,6 +91,8 @@ class Operation:
     """The site at which it is applied."""
     gate: Gate | None = None
     """How far it applies to each row; None: completely."""
+    column: int = 0
+    """For SCORE, the column of the row's scores."""
 
     def to_data(self) -> dict[str, Any]:
         """Return the operation as plain data, for `from_data`."""
@@ -230,6 +234,16 @@ class Capture:
         return replace(self, sites=sites, layers=layers, site_layers=() if same else site_layers)
 
 
+class ScoreRegion(NamedTuple):
+    """The place of a sequence's scores on the score board: a row for each position, from `first_position` on."""
+
+    offset: int
+    """The number of the region's first element on the board."""
+    first_position: int
+    positions: int
+    columns: int
+
+
 @dataclass(frozen=True)
 class RequestPlan:
     """Everything that the taps do for one request."""
@@ -239,14 +253,18 @@ class RequestPlan:
     operations: tuple[Operation, ...] = ()
     name: str = ""
     """The name under which the inference service changes the request's operations. Empty: they never change."""
+    scores: ScoreRegion | None = None
+    """Where the scores go that its operations compute."""
 
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether rows would be missing if the engine read a prompt's start from the prefix cache.
 
-        The engine always computes the last token of a prompt. So a capture of this token and of generated tokens loses
-        nothing.
+        The engine always computes the last token of a prompt. So nothing is lost if only this token and generated
+        tokens are captured or scored.
         """
+        if self.scores is not None and self.scores.first_position < self.prompt_tokens - 1:
+            return True
         if self.capture is None:
             return False
         return bool(wanted_positions(self.capture.positions, self.prompt_tokens, 0, self.prompt_tokens - 1).any())
@@ -257,6 +275,7 @@ class RequestPlan:
         if self.capture:
             data["capture"] = self.capture.to_data()
         data["operations"] = [operation.to_data() for operation in self.operations]
+        data["scores"] = list(self.scores) if self.scores else None
         return {KEY: data}
 
     @classmethod
@@ -271,6 +290,7 @@ class RequestPlan:
             capture=Capture.from_data(capture) if capture else None,
             operations=tuple(Operation.from_data(item) for item in data["operations"]),
             name=data["name"],
+            scores=ScoreRegion(*data["scores"]) if data["scores"] else None,
         )
 
     def for_points(self, points: TapPoints, *, captures: bool) -> RequestPlan | None:
@@ -281,7 +301,11 @@ class RequestPlan:
             captures: Whether the rank captures at all.
         """
         capture = self.capture.for_points(points) if self.capture and captures else None
-        operations = tuple(operation for operation in self.operations if points.sees(operation.site))
+        operations = tuple(
+            operation
+            for operation in self.operations
+            if points.sees(operation.site) and (captures or operation.kind != Kind.SCORE)
+        )
         name = self.name if points.can_steer else ""  # named operations may change later, even if there are none
         if not (capture or operations or name):
             return None

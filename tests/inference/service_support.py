@@ -141,6 +141,7 @@ class FakeEngine:
 
     def __init__(self):
         self.facts = FACTS
+        self.scores = None
         self.script = three_tokens
         self.prompts = SimpleNamespace(text=self.prompt_text)
         self.replies = ReplyReader(TokenizerThread(tokenizer()))

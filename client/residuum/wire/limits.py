@@ -32,6 +32,9 @@ MAX_RANGES = 64
 MAX_OPERATIONS = 256
 """Steering operations in one request."""
 
+MAX_PROBE_OUTPUTS = 64
+"""Outputs of all probes of one request."""
+
 MIN_DIRECTION_NORM = 1e-30
 """The smallest norm of a vector used as a direction. Below it, squares of the elements underflow in float32."""
 

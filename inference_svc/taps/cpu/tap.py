@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from inference_svc.taps.operations import GateBatch, OperationBatch, apply_batch, bounded, openness, reach
+from inference_svc.taps.plan import Kind
 from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, STRIDE
 
 if TYPE_CHECKING:
@@ -46,14 +47,18 @@ class CpuTap:
     nbytes = 0
     """Bytes of tables on the device: a CPU needs none."""
 
-    def __init__(self, bank: VectorBank, pool: BlockPool | None, points: TapPoints) -> None:
+    def __init__(
+        self, bank: VectorBank, pool: BlockPool | None, points: TapPoints, scores: Tensor | None = None
+    ) -> None:
         """Make the tap of one pipeline stage.
 
         Args:
             bank: The active vectors.
             pool: The pool for captured rows; None on a rank that only steers.
             points: The stage's tap points.
+            scores: Receives the scores of rows, float32 [rows, MAX_PROBE_OUTPUTS]; None if no row is scored.
         """
+        self._scores = scores
         self._bank = bank
         self._pool = pool
         self._points = points
@@ -113,10 +118,16 @@ class CpuTap:
             vectors = self._bank.vectors[batch.vectors]
             inverse_norms = self._bank.inverse_norms[batch.vectors]
             x_now = steered[indices]
+            self._score(x_now, vectors, batch)
             opened = self._openness(x_now, batch.gates) if batch.gates else None
             steered[indices] = apply_batch(x_now, vectors, inverse_norms, batch, opened)
         steered = bounded(steered, x, reach(hidden.dtype))
         hidden[rows] = torch.where(steered == x, before, before + (steered - x)).to(hidden.dtype)
+
+    def _score(self, x: Tensor, vectors: Tensor, batch: OperationBatch) -> None:
+        if self._scores is not None and batch.columns is not None:
+            chosen = batch.kinds == Kind.SCORE
+            self._scores[batch.rows[chosen], batch.columns[chosen]] = (x[chosen] * vectors[chosen]).sum(dim=-1)
 
     def _openness(self, x: Tensor, gates: GateBatch) -> Tensor:
         return openness(x[gates.at], self._bank.vectors[gates.vectors], self._bank.inverse_norms[gates.vectors], gates)
@@ -194,6 +205,7 @@ def _to_batch(parts: list[tuple[npt.NDArray[np.int64], Step]]) -> OperationBatch
         highs=_spread([step.high for step in steps], counts, torch.float32),
         keeps_norm=_spread([step.keep_norm for step in steps], counts, torch.bool),
         gates=_to_gates([step.gate for step in steps], counts),
+        columns=_to_columns(steps, counts),
     )
 
 
@@ -211,6 +223,13 @@ def _to_gates(of_parts: list[Gate | None], counts: list[int]) -> GateBatch | Non
         thresholds=_spread([gate.threshold for gate in gates], lengths, torch.float32),
         sharpness=_spread([gate.sharpness for gate in gates], lengths, torch.float32),
     )
+
+
+def _to_columns(steps: list[Step], counts: list[int]) -> Tensor | None:
+    """Return the columns of a batch's scores, given the step of each part and its number of rows."""
+    if not any(step.kind == Kind.SCORE for step in steps):
+        return None
+    return _spread([step.column for step in steps], counts, torch.int64)
 
 
 def _spread(values: list[float], counts: list[int], dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,8 @@ from inference_svc.taps.gpu.kernel_parts import (
     KIND_SHIFT,
     LINE_FIELDS,
     ROW_FIELDS,
+    SCORE,
+    SCORE_COLUMNS,
     VECTOR,
     bounded,
     factor_of,
@@ -78,7 +80,7 @@ def _opening(row, width, code, entry, bank, inverse_norms, CHUNK: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, scores, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Apply one operation to a float32 row in memory; return whether it moved the row, and whether it moved it far."""
     code = tl.load(entry)
     scale_or_low, high = number(entry + 1), number(entry + 2)
@@ -89,8 +91,10 @@ def _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, CHUNK: tl.
     opening = _opening(row, width, code, entry, bank, inverse_norms, CHUNK)
     factor = tl.where(is_direct(kind), 1.0, scale_or_low)
     if (kind != ADD) & (is_direct(kind) == 0):
-        projection = _sum_of_products(row, along, width, CHUNK) * inverse
-        factor = factor_of(kind, projection, scale_or_low, high, inverse)
+        product = _sum_of_products(row, along, width, CHUNK)
+        if kind == SCORE:
+            tl.store(scores + tl.load(entry + 3), product)
+        factor = factor_of(kind, product * inverse, scale_or_low, high, inverse)
     factor = gated(factor, opening)
     before, after = tl.zeros((CHUNK,), dtype=tl.float32), tl.zeros((CHUNK,), dtype=tl.float32)
     for start in range(0, width, CHUNK):
@@ -132,7 +136,7 @@ def _sum_chunk(h_at, r_at, columns, width, HAS_RESIDUAL: tl.constexpr):  # type:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _steer_in_chunks(  # type: ignore[no-untyped-def]
-    h_at, r_at, row, width, first, count, entries, bank, inverse_norms, max_abs, HAS_RESIDUAL: tl.constexpr,
+    h_at, r_at, row, width, first, count, entries, bank, inverse_norms, max_abs, scores, HAS_RESIDUAL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write a steered row in float32 to `row`; return whether it moved, and whether it moved far."""
@@ -145,7 +149,7 @@ def _steer_in_chunks(  # type: ignore[no-untyped-def]
     moved, far = tl.zeros((), dtype=tl.int1), tl.zeros((), dtype=tl.int1)
     for index in range(first, first + count):
         entry = entries + index * ENTRY_FIELDS
-        moves, strays = _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, CHUNK)
+        moves, strays = _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, scores, CHUNK)
         moved = moved | moves
         far = far | strays
     return moved, far
@@ -161,6 +165,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     bank,
     inverse_norms,
     pool,
+    scores,
     point,
     num_points,
     max_abs,
@@ -187,7 +192,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         if count > 0:
             moved, far = _steer_in_chunks(
                 h_at, r_at, steered_row, width, tl.load(line), count, entries, bank, inverse_norms, max_abs,
-                HAS_RESIDUAL, CHUNK,
+                scores + row * SCORE_COLUMNS, HAS_RESIDUAL, CHUNK,
             )  # fmt: skip
         # A row that no operation moves keeps its bits, even negative zeros and infinities.
         if moved | (first_destination >= 0) | (second_destination >= 0):

@@ -29,6 +29,8 @@ from inference_svc.taps.gpu.kernel_parts import (
     KIND_SHIFT,
     LINE_FIELDS,
     ROW_FIELDS,
+    SCORE,
+    SCORE_COLUMNS,
     VECTOR,
     bounded,
     factor_of,
@@ -110,7 +112,9 @@ def _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL: tl.constexp
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply(x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _apply(  # type: ignore[no-untyped-def]
+    x, x_tail, v, v_tail, code, scale_or_low, high, gate, inverse, max_abs, opening, scores, TAIL: tl.constexpr
+):
     """Apply one operation along v to a row, in float32, as far as its gate is open.
 
     Returns the row (head and tail), whether the operation moved it, and whether it moved it far. In that case `_steer`
@@ -119,7 +123,10 @@ def _apply(x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, ope
     kind = code >> KIND_SHIFT
     factor = tl.where(is_direct(kind), 1.0, scale_or_low)
     if (kind != ADD) & (is_direct(kind) == 0):
-        factor = factor_of(kind, _dot(x, x_tail, v, v_tail, TAIL) * inverse, scale_or_low, high, inverse)
+        product = _dot(x, x_tail, v, v_tail, TAIL)
+        if kind == SCORE:
+            tl.store(scores + gate, product)
+        factor = factor_of(kind, product * inverse, scale_or_low, high, inverse)
     factor = gated(factor, opening)
     moved, moved_tail = moved_by(kind, x, v, factor), moved_by(kind, x_tail, v_tail, factor)
     if code & KEEP_NORM:
@@ -144,6 +151,7 @@ def _apply_rest(  # type: ignore[no-untyped-def]
     bank,
     inverse_norms,
     max_abs,
+    scores,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
@@ -160,7 +168,7 @@ def _apply_rest(  # type: ignore[no-untyped-def]
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
         x, x_tail, moves, strays = _apply(
-            x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL
+            x, x_tail, v, v_tail, code, scale_or_low, high, gate, inverse, max_abs, opening, scores, TAIL
         )
         is_moved = is_moved | moves
         is_far = is_far | strays
@@ -187,6 +195,7 @@ def _steer(  # type: ignore[no-untyped-def]
     bank,
     inverse_norms,
     max_abs,
+    scores,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
@@ -195,7 +204,7 @@ def _steer(  # type: ignore[no-untyped-def]
     if code & GATED:
         opening = _opening(x, x_tail, g, g_tail, gate, entries + first * ENTRY_FIELDS, inverse_norms, TAIL)
     steered, steered_tail, is_moved, is_far = _apply(
-        x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL
+        x, x_tail, v, v_tail, code, scale_or_low, high, gate, inverse, max_abs, opening, scores, TAIL
     )
     steered, steered_tail, is_moved, is_far = _apply_rest(
         steered,
@@ -209,6 +218,7 @@ def _steer(  # type: ignore[no-untyped-def]
         bank,
         inverse_norms,
         max_abs,
+        scores,
         HEAD,
         TAIL,
     )
@@ -241,6 +251,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     bank,
     inverse_norms,
     pool,
+    scores,
     point,
     num_points,
     max_abs,
@@ -292,7 +303,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     if count > 0:
         steered, steered_tail, is_moved = _steer(
             x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries,
-            bank, inverse_norms, max_abs, HEAD, TAIL,
+            bank, inverse_norms, max_abs, scores + row * SCORE_COLUMNS, HEAD, TAIL,
         )  # fmt: skip
         if is_moved:  # a row that no operation moves keeps its bits, even negative zeros and infinities
             after = (h.to(tl.float32) + (steered - x)).to(dtype)  # only the difference is written back
@@ -318,6 +329,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     bank,
     inverse_norms,
     pool,
+    scores,
     point,
     num_points,
     max_abs,
@@ -360,7 +372,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     if is_steered:
         steered, steered_tail, is_moved = _steer(
             x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries,
-            bank, inverse_norms, max_abs, HEAD, TAIL,
+            bank, inverse_norms, max_abs, scores + row * SCORE_COLUMNS, HEAD, TAIL,
         )  # fmt: skip
         if is_moved:  # otherwise x keeps its bits: steering turns negative zeros into positive ones
             x = steered
@@ -399,6 +411,8 @@ class KernelTables(NamedTuple):
     """The capture blocks; None on a rank that only steers."""
     scratch: Tensor | None = None
     """Memory for `chunked_kernels.tap`, float32 [programs, width]; None if rows fit the registers."""
+    scores: Tensor | None = None
+    """Receives the scores of rows, float32 [rows, MAX_PROBE_OUTPUTS]; None if no row is scored."""
 
     def destination(self, hidden: Tensor) -> Tensor:
         """Return the memory of the capture blocks; without them any tensor, which is not written."""
@@ -414,6 +428,7 @@ class KernelTables(NamedTuple):
             bank.vectors,
             bank.inverse_norms,
             self.destination(hidden),
+            self.scores if self.scores is not None else bank.inverse_norms,  # not written without operations that score
             point,
             programs.lines.shape[1],
             reach(hidden.dtype),

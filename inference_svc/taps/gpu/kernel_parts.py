@@ -8,11 +8,13 @@ import triton.language as tl
 
 from inference_svc.taps.gpu import tables
 from inference_svc.taps.plan import Kind, Measure
+from residuum.wire.limits import MAX_PROBE_OUTPUTS
 
 ADD = tl.constexpr(int(Kind.ADD))
 ABLATE = tl.constexpr(int(Kind.ABLATE))
 SET = tl.constexpr(int(Kind.SET))
 MULTIPLY = tl.constexpr(int(Kind.MULTIPLY))
+SCORE = tl.constexpr(int(Kind.SCORE))
 INNER_PRODUCT = tl.constexpr(int(Measure.INNER_PRODUCT))
 COSINE = tl.constexpr(int(Measure.COSINE))
 
@@ -23,6 +25,7 @@ KEEP_NORM = tl.constexpr(tables.KEEP_NORM)
 GATED = tl.constexpr(tables.GATED)
 VECTOR = tl.constexpr(tables.MAX_BANK_ROWS - 1)
 ROW_FIELDS = tl.constexpr(tables.ROW_FIELDS)
+SCORE_COLUMNS = tl.constexpr(MAX_PROBE_OUTPUTS)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

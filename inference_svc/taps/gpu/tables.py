@@ -39,8 +39,8 @@ LINE_FIELDS = 8
 
 ENTRY_FIELDS = 8
 """Numbers in an entry, which is one operation: its code; its factor, or the lower bound of a CAP; the upper bound of a
-CAP; the code of its gate; the gate's threshold and sharpness; two spare ones. Those that are not codes are bits of
-float32. The last four are not read if there is no gate."""
+CAP; the code of its gate, or the column of a SCORE; the gate's threshold and sharpness; two spare ones. Those that are
+not codes or columns are bits of float32. The last four are not read if there is no gate."""
 
 KIND_SHIFT = 28
 KEEP_NORM = 1 << 27
@@ -218,9 +218,12 @@ class _Place(NamedTuple):
 def _entries(steps: list[Step]) -> npt.NDArray[np.int32]:
     entries = np.zeros((len(steps), ENTRY_FIELDS), dtype=np.int32)
     entries[:, 0] = [step.kind << KIND_SHIFT | step.keep_norm * KEEP_NORM | step.row for step in steps]
-    numbers = [(step.low, step.high) if step.kind == Kind.CAP else (step.scale, 0.0) for step in steps]
+    bounded = (Kind.CAP, Kind.SCORE)
+    numbers = [(step.low, step.high) if step.kind in bounded else (step.scale, 0.0) for step in steps]
     entries[:, 1:3] = np.array(numbers, dtype=np.float32).reshape(-1, 2).view(np.int32)
     for entry, step in zip(entries, steps, strict=True):
+        if step.kind == Kind.SCORE:
+            entry[3] = step.column
         if step.gate is not None:
             entry[0] |= GATED
             entry[3] = step.gate.measure << KIND_SHIFT | step.gate.row

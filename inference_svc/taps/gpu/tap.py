@@ -36,7 +36,13 @@ class CudaTap:
     """
 
     def __init__(
-        self, bank: VectorBank, pool: BlockPool | None, points: TapPoints, max_rows: int, max_requests: int
+        self,
+        bank: VectorBank,
+        pool: BlockPool | None,
+        points: TapPoints,
+        max_rows: int,
+        max_requests: int,
+        scores: Tensor | None = None,
     ) -> None:
         """Make the tap of one pipeline stage.
 
@@ -46,6 +52,7 @@ class CudaTap:
             points: The stage's tap points.
             max_rows: Most rows of a step, including padding.
             max_requests: Most requests that run at once.
+            scores: Receives the scores of rows, float32 [rows, MAX_PROBE_OUTPUTS]; None if no row is scored.
         """
         device = bank.vectors.device
         # One program for each row, not MAX_PROGRAMS for each request: a preempted request whose steering has changed
@@ -54,7 +61,7 @@ class CudaTap:
         self._programs = ProgramTable(programs, MAX_ENTRIES * max_requests, points, device)
         rows = torch.full((max_rows, ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
         scratch = chunked_kernels.scratch_for(bank.vectors.shape[1], device)
-        self._tables = kernel.KernelTables(rows, self._programs, bank, pool, scratch)
+        self._tables = kernel.KernelTables(rows, self._programs, bank, pool, scratch, scores)
         self._tap = kernel.tap if scratch is None else chunked_kernels.tap
         self._stages = _Stages(rows)
         self._armed_rows = 0

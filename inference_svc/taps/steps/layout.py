@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from inference_svc.taps.plan import Kind
 from inference_svc.taps.steps.programs import Program
 from residuum.v1 import selection_pb2
 from residuum.wire.limits import BLOCK_TOKENS
@@ -84,13 +85,16 @@ class RequestState:
     def change_steering(self, operations: tuple[Operation, ...]) -> int:
         """Replace the operations for all positions that have not been computed, and return the first of these.
 
+        Those that score rows stay.
+
         A position that is computed again after a preemption keeps its old operations: later rows were computed from its
         old values.
         """
         if self.next_position > self.steered_from:
             self._earlier.append((self.steered_from, self.steering))
             self.steered_from = self.next_position
-        self.steering = Steering(replace(self.plan, operations=operations))
+        scoring = tuple(operation for operation in self.plan.operations if operation.kind == Kind.SCORE)
+        self.steering = Steering(replace(self.plan, operations=operations + scoring))
         return self.steered_from
 
     def generates_next(self, position: int) -> bool:

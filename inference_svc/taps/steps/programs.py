@@ -31,12 +31,13 @@ class Step(NamedTuple):
     keep_norm: bool = False
     site: capture_pb2.Site.ValueType = capture_pb2.SITE_RESID_POST
     gate: Gate | None = None
+    column: int = 0
 
     @classmethod
     def of(cls, operation: Operation) -> Step:
         """Return the step of an operation."""
         o = operation
-        return cls(o.kind, o.row, o.layers, o.scale, o.low, o.high, o.keep_norm, o.site, o.gate)
+        return cls(o.kind, o.row, o.layers, o.scale, o.low, o.high, o.keep_norm, o.site, o.gate, o.column)
 
 
 class Program:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from inference_svc.taps.plan import Operation
+    from inference_svc.taps.scores import Scores
     from inference_svc.taps.steps.layout import StepRows
     from inference_svc.taps.steps.runtime import TapRuntime
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 class TapRuntimes:
     """Drives several runtimes. The first one has the points of the residual stream."""
 
-    def __init__(self, runtimes: Sequence[TapRuntime]) -> None:
-        """Drive these runtimes."""
+    def __init__(self, runtimes: Sequence[TapRuntime], scores: Scores | None = None) -> None:
+        """Drive these runtimes, and the scores of probes; None: this rank has none."""
+        self._scores = scores
         self._all = list(runtimes)
         self._steering = [runtime for runtime in runtimes if runtime.can_steer]
 
@@ -31,6 +33,8 @@ class TapRuntimes:
         admitted = list(admitted)
         for runtime in self._all:
             runtime.begin_step(finished, admitted)
+        if self._scores:
+            self._scores.begin_step(finished, admitted)
 
     def change_steering(self, name: str, operations: tuple[Operation, ...]) -> int | None:
         """See `TapRuntime.change_steering`."""
@@ -48,9 +52,13 @@ class TapRuntimes:
         rows = cache(get_rows)
         for runtime in self._all:
             runtime.place(rows)
+        if self._scores:
+            self._scores.place(rows)
 
     def finish_step(self) -> None:
         """See `TapRuntime.finish_step`."""
+        if self._scores:
+            self._scores.send()  # first: the rest may wait for a store
         for runtime in self._all:
             runtime.finish_step()
 

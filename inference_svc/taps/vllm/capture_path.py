@@ -13,15 +13,17 @@ from inference_svc.shipping.worker.allotment import least_ring_bytes, reserve_by
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.encodings.signs import max_sign_bytes
 from inference_svc.taps.joining_sink import JoiningSink, WholeRows
 from inference_svc.taps.points import AllPoints, TapPoints
 from inference_svc.taps.ring_writer import ModelRows
+from inference_svc.taps.scores import Scores, open_board
 from inference_svc.taps.sink import BlockSink
 from inference_svc.taps.steps.runtime import TapRuntime
-from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
+from residuum.wire.limits import BLOCK_TOKENS, MAX_PROBE_OUTPUTS, MAX_PROJECTION_VECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from inference_svc.taps.op import Tap
     from inference_svc.taps.points import RowShape, Site
     from inference_svc.taps.probes import Probe
+    from inference_svc.taps.scores import ScoreCopies
     from inference_svc.taps.steps.runtime import RowSink
 
 _STEPS_LEAVING = 1
@@ -134,6 +137,7 @@ class CapturePath:
             if rows.shape.is_divided:
                 rows.parts = self._make_parts(rows)
         self.producer: RingProducer | None = None
+        self._scores: torch.Tensor | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -183,20 +187,38 @@ class CapturePath:
                 rows.pool = self._make_pool(rows, ring_bytes, len(stores))
                 rows.sink = self._make_sink(rows.pool, rows, self.producer)
 
+    def make_scores(self, board_path: str) -> Scores:
+        """Allocate the buffer of scores, which the taps fill from then on, and return what copies it to the board."""
+        board = open_board(board_path)
+        self._scores = torch.zeros(self._max_rows, MAX_PROBE_OUTPUTS, dtype=torch.float32, device=self._device)
+        if self._device.type == "cuda":
+            from inference_svc.taps.gpu.score_copies import CudaScoreCopies  # only GPU installations have Triton
+
+            requests = self._config.scheduler_config.max_num_seqs
+            copies: ScoreCopies = CudaScoreCopies(self._scores, board, requests)
+        else:
+            copies = CpuScoreCopies(self._scores, board)
+        return Scores(copies, self._all[0].points)
+
+    @property
+    def _max_rows(self) -> int:
+        """Most rows of a step, including padding."""
+        sizes = self._config.compilation_config.cudagraph_capture_sizes or [0]
+        return int(max(self._config.scheduler_config.max_num_batched_tokens, *sizes, 1))
+
     def make_taps(self) -> tuple[list[Tap], int]:
         """Return the tap of each shape, and the bytes of their tables."""
         made: list[Any] = []
         for rows in self._all:
             pool = rows.parts or rows.pool
+            scores = self._scores if rows is self._all[0] else None
             if self._device.type == "cuda":
                 from inference_svc.taps.gpu.tap import CudaTap  # only GPU installations have Triton
 
-                sizes = self._config.compilation_config.cudagraph_capture_sizes or [0]
-                scheduler = self._config.scheduler_config
-                max_rows = max(scheduler.max_num_batched_tokens, *sizes, 1)
-                made.append(CudaTap(rows.bank, pool, rows.points, max_rows, scheduler.max_num_seqs))
+                requests = self._config.scheduler_config.max_num_seqs
+                made.append(CudaTap(rows.bank, pool, rows.points, self._max_rows, requests, scores))
             else:
-                made.append(CpuTap(rows.bank, pool, rows.points))
+                made.append(CpuTap(rows.bank, pool, rows.points, scores))
         return made, sum(tap.nbytes for tap in made)
 
     def runtimes(self, taps: Sequence[Any], join: Join) -> list[TapRuntime]:

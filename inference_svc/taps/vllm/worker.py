@@ -230,13 +230,16 @@ class _Taps:
         self._format = ModelRows(hidden, WIRE_TYPES[dtype])
         group_shapes = [RowShape(hidden), *(shapes[group.inner[0]] for group in points.groups[1:])]
         self.path = CapturePath(config, worker.device, points, group_shapes, self._sites, settings["bank_rows"])
+        scores = None
         if tensor_parallel.is_first_rank():
             replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
             self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
             # Without a store, only the self-test captures, and its rows stay here.
             self.path.make_ring(self._control_path, settings["ring_bytes"], settings["stores"] or [""])
+            if settings["score_board"]:
+                scores = self.path.make_scores(settings["score_board"])
         taps, self._table_bytes = self.path.make_taps()
-        self.runtime = TapRuntimes(self.path.runtimes(taps, tensor_parallel.join))
+        self.runtime = TapRuntimes(self.path.runtimes(taps, tensor_parallel.join), scores)
         op.install(taps, points.firsts)
         folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
         self._folded = insertion.put_taps(

@@ -1,0 +1,131 @@
+"""The probes of a request: their checks, and the columns of their scores."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from inference_svc.admission.fields import invalid, layer_list, site_name
+from inference_svc.admission.sampling import is_prefill_only
+from inference_svc.taps.points import INNER_SITES
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
+from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS
+from residuum.wire.probes import is_valid_probe_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from inference_svc.model_facts import ModelFacts
+    from residuum.v1 import inference_pb2
+
+PROBED = frozenset({capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE, *INNER_SITES})
+"""The sites at which probes can read rows: those whose rows are as wide as the residual stream."""
+
+
+def probe_sites(sites: Iterable[capture_pb2.Site.ValueType]) -> tuple[capture_pb2.Site.ValueType, ...]:
+    """Return the sites at which probes can read rows, given those that the server was started with."""
+    return tuple(sorted({capture_pb2.SITE_RESID_POST, *PROBED.intersection(sites)}))
+
+
+def resolve_probes(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.ProbeSpec:
+    """Check probes against the model, and return them with every default filled in.
+
+    Raises:
+        Failure: A probe is invalid. The reason and the metadata name the field.
+    """
+    if not facts.probe_sites:
+        raise invalid("probes", "This server has no probes. Its operator enables them with --score-mib.")
+    outputs = sum(len(probe.outputs) for probe in spec.probes)
+    if outputs > MAX_PROBE_OUTPUTS:
+        raise invalid(
+            "probes.probes",
+            f"The probes have {outputs} outputs; all probes of a request have at most {MAX_PROBE_OUTPUTS}.",
+        )
+    names = [probe.name for probe in spec.probes]
+    resolved = probe_pb2.ProbeSpec()
+    resolved.CopyFrom(spec)
+    for index, probe in enumerate(resolved.probes):
+        field = f"probes.probes[{index}]"
+        if not is_valid_probe_name(probe.name):
+            raise invalid(f"{field}.name", "A probe's name has 1 to 64 of the characters a-z A-Z 0-9 . _ -.")
+        if names.index(probe.name) != index:
+            raise invalid(f"{field}.name", f"Two probes are named {probe.name}. Give each a name of its own.")
+        _check_probe(field, probe, facts)
+    return resolved
+
+
+def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
+    """Check one probe, and fill in its site."""
+    probe.site = probe.site or capture_pb2.SITE_RESID_POST
+    if probe.site not in facts.probe_sites:
+        known = [site_name(site) for site in facts.probe_sites]
+        advice = (
+            "Its operator enables the site with --capture-sites."
+            if probe.site in PROBED
+            else "Probes read rows that are as wide as the residual stream."
+        )
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_SITE,
+            f"Probes cannot read rows at the site {site_name(probe.site)}; this server's read at: {', '.join(known)}. "
+            f"{advice}",
+            site=site_name(probe.site),
+            armed=",".join(known),
+        )
+    layers = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[probe.layer]))
+    layer_list(f"{field}.layer", layers, facts, probe.site)
+    if not probe.outputs:
+        raise invalid(f"{field}.outputs", "A probe has at least one output.")
+    for number, output in enumerate(probe.outputs):
+        if len(output.digest) != DIGEST_BYTES:
+            raise invalid(
+                f"{field}.outputs[{number}].digest",
+                f"A digest must be {DIGEST_BYTES} bytes long: the SHA-256 of the vector.",
+            )
+        if not math.isfinite(output.bias):
+            raise invalid(f"{field}.outputs[{number}].bias", f"The bias is {output.bias}; it must be finite.")
+    if probe.activation not in probe_pb2.ProbeActivation.values():
+        names = ", ".join(probe_pb2.ProbeActivation.keys())
+        raise invalid(f"{field}.activation", f"The activation is {int(probe.activation)}; this server knows {names}.")
+    if probe.activation == probe_pb2.PROBE_ACTIVATION_SOFTMAX and len(probe.outputs) == 1:
+        raise invalid(
+            f"{field}.activation", "The softmax of a single output is always 1. Use a sigmoid, or two outputs or more."
+        )
+
+
+def check_scores(spec: probe_pb2.ProbeSpec | None, sampling: inference_pb2.SamplingParameters) -> None:
+    """Check that some row of a request is scored.
+
+    Raises:
+        Failure: No token is generated, and the prompt's rows are not asked for.
+    """
+    if spec is not None and not spec.score_prompt and is_prefill_only(sampling):
+        raise invalid(
+            "probes.score_prompt",
+            "The request generates no tokens, so there is nothing to score. Set score_prompt to score its prompt.",
+        )
+
+
+def probe_digests(spec: probe_pb2.ProbeSpec | None) -> list[bytes]:
+    """Return the digests of the vectors of all outputs."""
+    return [output.digest for probe in spec.probes for output in probe.outputs] if spec else []
+
+
+def in_columns(spec: probe_pb2.ProbeSpec) -> list[tuple[int, probe_pb2.Probe, int]]:
+    """Return each probe with its index and the first column of its scores.
+
+    Columns are in the order of layers, so those of a pipeline stage are neighbours.
+    """
+    found, column = [], 0
+    for index, probe in sorted(enumerate(spec.probes), key=lambda item: item[1].layer):
+        found.append((index, probe, column))
+        column += len(probe.outputs)
+    return found
+
+
+def demanded(
+    spec: probe_pb2.ProbeSpec | None,
+) -> list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection]]:
+    """Return the (site, layer) pairs and the positions of each output, as `demand_of` takes them."""
+    everywhere = selection_pb2.PositionSelection()
+    return [([(probe.site, probe.layer)], everywhere) for probe in (spec.probes if spec else ()) for _ in probe.outputs]

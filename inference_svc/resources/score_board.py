@@ -1,0 +1,105 @@
+"""The score board: shared memory from which the service reads the scores that the workers write.
+
+`taps/scores.py` is the workers' side. Each sequence whose rows are scored has a region, with a line for each position.
+Before its request runs, the region is filled with a mark, a NaN that no computation returns, so the service sees which
+scores have arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from inference_svc.shipping.free_runs import FreeRuns
+from inference_svc.taps.plan import ScoreRegion
+from residuum.rpc.errors import Failure, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+_MISSING = np.uint32(0x7FC0DEAD)
+"""The bits of an element that has not arrived."""
+
+_REST_SECONDS = 5.0
+"""How long a region is not used again. Steps that the engine had begun when the request ended may still write to it."""
+
+_ARRIVAL_SECONDS = 10.0
+"""How long a token waits for its scores. They are there before the token, unless a pipeline stage is late."""
+_POLL_SECONDS = 0.001
+
+
+class ScoreBoard:
+    """The memory, and which parts of it are in use. Only one event loop uses it."""
+
+    def __init__(self, num_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Make the memory.
+
+        Args:
+            num_bytes: Its size.
+            clock: Returns monotonic seconds.
+        """
+        self._clock = clock
+        self._fd = os.memfd_create("residuum-scores", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, num_bytes)
+        self._numbers: npt.NDArray[np.float32] = np.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=np.float32)
+        self._bits = self._numbers.view(np.uint32)
+        self._free = FreeRuns(len(self._numbers))
+        self._resting: deque[tuple[float, ScoreRegion]] = deque()
+
+    @property
+    def path(self) -> str:
+        """Where the workers, which are processes of the same user, find the memory."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def take(self, first_position: int, positions: int, columns: int) -> ScoreRegion:
+        """Return a region for the scores of a sequence.
+
+        Raises:
+            Failure: There is no room.
+        """
+        while self._resting and self._resting[0][0] <= self._clock():
+            _, region = self._resting.popleft()
+            self._free.give_back(region.offset, region.positions * region.columns)
+        size = positions * columns
+        offset = self._free.take(size)
+        if offset is None:
+            raise Failure(
+                Reason.ERROR_REASON_LIMIT_REACHED,
+                f"The scores of a sequence need {size * 4 >> 10} KiB, and the server has no room for them: it has "
+                f"{self._numbers.nbytes >> 10} KiB, which other requests use. Try again later, generate fewer tokens, "
+                "or ask the operator to raise --score-mib.",
+                limit="score_mib",
+            )
+        self._bits[offset : offset + size] = _MISSING
+        return ScoreRegion(offset, first_position, positions, columns)
+
+    def give_back(self, region: ScoreRegion) -> None:
+        """Free a region, some time after the end of its request."""
+        self._resting.append((self._clock() + _REST_SECONDS, region))
+
+    async def read(self, region: ScoreRegion, first: int, count: int) -> npt.NDArray[np.float32]:
+        """Return the scores of positions, float32 [count, columns], once they have arrived.
+
+        Raises:
+            Failure: They have not arrived in time.
+        """
+        start = region.offset + (first - region.first_position) * region.columns
+        part = slice(start, start + count * region.columns)
+        deadline = self._clock() + _ARRIVAL_SECONDS
+        while (self._bits[part] == _MISSING).any():
+            if self._clock() > deadline:
+                raise Failure(
+                    Reason.ERROR_REASON_INTERNAL,
+                    f"The scores of the positions {first} to {first + count - 1} did not arrive from the engine. This "
+                    "is a defect of residuum: please report it.",
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+        return self._numbers[part].reshape(count, region.columns).copy()

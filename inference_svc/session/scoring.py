@@ -1,0 +1,94 @@
+"""The scores of one request: where they come from, and what clients get."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from inference_svc.admission.probes import in_columns
+from inference_svc.admission.sampling import max_new_tokens, num_sequences
+from residuum.wire.probes import activate
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    import numpy.typing as npt
+
+    from inference_svc.engine.streams import Delta, Scored
+    from inference_svc.resources.score_board import ScoreBoard
+    from inference_svc.taps.plan import ScoreRegion
+    from residuum.v1 import inference_pb2, probe_pb2
+
+
+class SequenceScores:
+    """The scores of one sequence, in the order of its tokens."""
+
+    def __init__(
+        self, board: ScoreBoard, region: ScoreRegion, spec: probe_pb2.ProbeSpec, prompt_tokens: int, *, prompt: bool
+    ) -> None:
+        """Read the scores of a sequence.
+
+        Args:
+            board: The board with the scores.
+            region: The sequence's place on it.
+            spec: The checked probes.
+            prompt_tokens: The number of tokens in the prompt.
+            prompt: Whether the scores of the prompt go to the caller with this sequence.
+        """
+        self._board = board
+        self.region = region
+        self._spec = spec
+        self._next = prompt_tokens - 1
+        self._prompt_tokens = prompt_tokens if prompt else 0
+
+    async def add_to(self, delta: Delta) -> Delta:
+        """Return a delta with the scores of its tokens, and those of the prompt if it is the first."""
+        count, first = len(delta.token_ids), self._next
+        self._next += count
+        if count:
+            delta = delta._replace(scores=self._of_probes(await self._board.read(self.region, first, count)))
+        if self._prompt_tokens:
+            prompt = await self._board.read(self.region, 0, self._prompt_tokens)
+            self._prompt_tokens = 0
+            delta = delta._replace(prompt_scores=self._of_probes(prompt))
+        return delta
+
+    def _of_probes(self, products: npt.NDArray[np.float32]) -> Scored:
+        """Return the scores of each probe, given the inner products, float32 [positions, columns]."""
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        for index, probe, column in in_columns(self._spec):
+            bias = np.array([output.bias for output in probe.outputs], dtype=np.float32)
+            found[index] = activate(products[:, column : column + len(bias)] + bias, probe.activation)
+        return tuple(found[index] for index in range(len(found)))
+
+
+@asynccontextmanager
+async def scoring(
+    board: ScoreBoard | None,
+    spec: probe_pb2.ProbeSpec | None,
+    prompt_tokens: int,
+    sampling: inference_pb2.SamplingParameters,
+) -> AsyncIterator[Sequence[SequenceScores]]:
+    """Hold the place for the scores of a request's sequences; yield one for each, or none without probes.
+
+    Raises:
+        Failure: There is no room. Raised when the context is entered.
+    """
+    if board is None or spec is None:
+        yield ()
+        return
+    first = 0 if spec.score_prompt else prompt_tokens - 1
+    positions = prompt_tokens - first + max(max_new_tokens(sampling), 1) - 1
+    columns = sum(len(probe.outputs) for probe in spec.probes)
+    held: list[SequenceScores] = []
+    try:
+        for index in range(num_sequences(sampling)):
+            region = board.take(first, positions, columns)
+            shows_prompt = spec.score_prompt and index == 0
+            held.append(SequenceScores(board, region, spec, prompt_tokens, prompt=shows_prompt))
+        yield held
+    finally:
+        for item in held:
+            board.give_back(item.region)

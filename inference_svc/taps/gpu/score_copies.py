@@ -1,0 +1,90 @@
+# ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
+"""Copies of scores to the board, on a GPU: one kernel for each step, which writes into the host's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from inference_svc.taps.gpu.kernel import HostPointer
+from inference_svc.taps.gpu.kernel_parts import SCORE_COLUMNS
+from inference_svc.taps.scores import RUN_FIELDS
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+_TABLES = 16
+"""Tables of runs, even. The engine prepares a step while kernels of earlier steps still read theirs."""
+_PROGRAMS = 8
+_ROWS = 32
+"""Lines that a program copies at once."""
+_FIELDS = tl.constexpr(RUN_FIELDS)
+
+
+class CudaScoreCopies:
+    """See `ScoreCopies`."""
+
+    def __init__(self, buffer: Tensor, board: npt.NDArray[np.float32], max_requests: int) -> None:
+        """Copy from the taps' buffer to the board, and pin the board's memory.
+
+        Args:
+            buffer: The scores of a step's rows on the device, float32 [rows, MAX_PROBE_OUTPUTS].
+            board: The board, float32 [elements].
+            max_requests: Most requests of a step.
+
+        Raises:
+            RuntimeError: The memory cannot be pinned.
+        """
+        self._buffer, self._pinned = buffer, board
+        code = torch.cuda.cudart().cudaHostRegister(board.ctypes.data, board.nbytes, 0)
+        if int(code) != 0:
+            raise RuntimeError(
+                f"The score board ({board.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed "
+                f"with {int(code)}. Raise the limit of locked memory (ulimit -l), or lower --score-mib."
+            )
+        self._board = HostPointer(board.ctypes.data, torch.float32)
+        self._tables = torch.zeros(_TABLES, max_requests, RUN_FIELDS, dtype=torch.int64, pin_memory=True)
+        self._views: list[npt.NDArray[np.int64]] = list(self._tables.numpy())
+        self._parts = list(self._tables)
+        self._read = (torch.cuda.Event(), torch.cuda.Event())  # one for each half of the tables, as in `_Stages`
+        self._turn = -1
+
+    def copy(self, runs: npt.NDArray[np.int64]) -> None:
+        """See `ScoreCopies.copy`."""
+        self._turn = (self._turn + 1) % _TABLES
+        half, at = divmod(self._turn, _TABLES // 2)
+        if at == 0:
+            self._read[half].synchronize()  # returns at once: those kernels ran many steps ago
+        self._views[self._turn][: len(runs)] = runs
+        copy_scores(self._buffer, self._board, self._parts[self._turn], len(runs))
+        if at == _TABLES // 2 - 1:
+            self._read[half].record()
+
+
+def copy_scores(buffer: Tensor, board: HostPointer | Tensor, table: Tensor, count: int) -> None:
+    """Copy the first `count` runs of a table, int64 [runs, RUN_FIELDS], from the buffer to the board."""
+    _copy_kernel[(_PROGRAMS,)](buffer, board, table, count, ROWS=_ROWS, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator, unused-ignore]
+def _copy_kernel(buffer, board, table, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0)  # blocks of all runs are numbered one run after the other
+    for index in range(count):
+        run = table + index * _FIELDS
+        row, rows = tl.load(run), tl.load(run + 1)
+        column, columns = tl.load(run + 2), tl.load(run + 3)
+        line, stride = tl.load(run + 4), tl.load(run + 5)
+        blocks = tl.cdiv(rows, ROWS)
+        while block < blocks:
+            lines = block * ROWS + tl.arange(0, ROWS)[:, None]
+            numbers = column + tl.arange(0, SCORE_COLUMNS)[None, :]
+            mask = (lines < rows) & (numbers < column + columns)
+            values = tl.load(buffer + (row + lines) * SCORE_COLUMNS + numbers, mask=mask)
+            tl.store(board + line + lines * stride + numbers, values, mask=mask)
+            block += tl.num_programs(0)
+        block -= blocks
