@@ -24,7 +24,7 @@ from bench.steering.floor import move
 from bench.steering.ways import Batch, Expected
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.gpu.tap import CudaTap
-from inference_svc.taps.plan import Gate, Kind, Operation, RequestPlan
+from inference_svc.taps.plan import STEERING_KINDS, Gate, Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtime import TapRuntime
@@ -207,7 +207,7 @@ class Bench:
             sets = self._sets(hidden)
             for way in reference_ways(self.batch(Kind.ADD, 1, hidden)):
                 self._measure(hidden, IDLE, 0, way, sets)
-            for kind in Kind:
+            for kind in STEERING_KINDS:
                 for unique in job.unique:
                     batch = self.batch(kind, unique, hidden)
                     for way in steering_ways(batch):
@@ -217,7 +217,7 @@ class Bench:
                 gated = replace(batch, gates=torch.randn_like(batch.vectors))
                 for way in tap_ways(gated):
                     self._measure(hidden, GATED, unique, way, sets)
-        for kind in Kind:
+        for kind in STEERING_KINDS:
             spent = sum(self.compile_seconds.values())
             if spent < job.compile_seconds:
                 self._measure_compiled(kind)
@@ -443,7 +443,7 @@ def bars(measurements: Sequence[Measurement]) -> list[Bar]:
                 name = f"{way} at hidden {_BAR_HIDDEN}, a gate on top of an add, in a graph, {where}: us"
                 found.append(Bar(name, _gate_us(measurements, way, how), _BAR_GATE_US))
         for hidden in sizes:
-            spread = max((_spread(taps, hidden, kind.name.lower(), how) for kind in Kind), default=math.inf)
+            spread = max((_spread(taps, hidden, kind.name.lower(), how) for kind in STEERING_KINDS), default=math.inf)
             name = f"tap at hidden {hidden}, {where}: slowest over fastest number of unique operations"
             found.append(Bar(name, spread, _BAR_SPREAD))
     return found
@@ -497,7 +497,7 @@ def show(job: KernelJob, measurements: Sequence[Measurement], bandwidth: float) 
                     _ratio(by_key.get((hidden, operation, unique, TAP)), how, floor),
                     _ratio(by_key.get((hidden, operation, unique, TAP_NORM)), how, norm_floor),
                 ]
-                for operation in (*(kind.name.lower() for kind in Kind), GATED)
+                for operation in (*(kind.name.lower() for kind in STEERING_KINDS), GATED)
                 for unique in job.unique
             ]
             yield table([f"{title}, us", "unique", *names, "tap/floor", "norm/floor"], rows)

@@ -45,6 +45,10 @@ class Kind(IntEnum):
     """Changes nothing: writes the inner product of the row and the vector into a column of the row's scores."""
 
 
+STEERING_KINDS = tuple(kind for kind in Kind if kind != Kind.SCORE)
+"""The kinds that change rows."""
+
+
 class Measure(IntEnum):
     """What a gate measures of a row, as numbers for the device tables."""
 

@@ -11,7 +11,7 @@ from bench.plain import restore
 from bench.steering import kernel
 from bench.steering.kernel import KernelJob, Measurement, bars, tap_bytes
 from bench.steering.timing import Times
-from inference_svc.taps.plan import Kind
+from inference_svc.taps.plan import STEERING_KINDS
 from svc_common.launcher import ROOT
 
 PEERS = {kernel.LOOP, kernel.GATHER}
@@ -39,7 +39,7 @@ def test_all_ways_compute_the_same(interpreted):
 def test_every_way_is_measured_at_every_size(interpreted):
     seen = {item.key for item in interpreted}
     hidden, sizes = 48, (1, 4)
-    for kind in Kind:
+    for kind in STEERING_KINDS:
         for unique in sizes:
             uniform = {kernel.UNIFORM} if unique == 1 else set()
             ways = {key[3] for key in seen if key[:3] == (hidden, kind.name.lower(), unique)}
@@ -61,7 +61,9 @@ def measured(unique, us, hidden=2560, operation="add", way=kernel.TAP):
 
 
 def all_measured(us):
-    return [measured(unique, us(unique), operation=kind.name.lower()) for kind in Kind for unique in (1, 8, 32)]
+    return [
+        measured(unique, us(unique), operation=kind.name.lower()) for kind in STEERING_KINDS for unique in (1, 8, 32)
+    ]
 
 
 def test_bars_use_the_slowest_measurement():

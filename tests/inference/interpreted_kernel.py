@@ -21,14 +21,17 @@ import torch
 
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.gpu import chunked_kernels, kernel
 from inference_svc.taps.gpu.block_copies import BlockCopies
+from inference_svc.taps.gpu.score_copies import copy_scores
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
 from residuum.v1 import capture_pb2
+from residuum.wire.limits import MAX_PROBE_OUTPUTS
 from tests.inference import steering_cases as steering
 
 LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
@@ -67,6 +70,7 @@ def main() -> None:
         check_steering(
             steering.make_case(seed, getattr(torch, name), rows, hidden, 8, has_residual=has_residual), seed, tap
         )
+    check_scores()
     for name in dtypes:
         for has_residual, tap in ((False, chunked_kernels.tap), (True, kernel.tap)):
             case = steering.make_case(3, getattr(torch, name), 24, 70, 1, has_residual=has_residual)
@@ -185,6 +189,49 @@ def check_steering(case: steering.Case, seed: int, tap: Tap) -> None:
     assert steering.same_bits(steered(case, tap), case.hidden), "an operation that moves nothing changed a row"
     if case.residual is not None:
         check_idle_norm(case)
+
+
+def check_scores() -> None:
+    """Check that scores are the inner products with the rows after their steering, and that nothing else changes."""
+    rng = np.random.default_rng(5)
+    for hidden, dtype in ((48, torch.float32), (70, torch.bfloat16)):
+        case = steering.make_case(9, dtype, 12, hidden, 3, has_residual=True)
+        plain = {tap: steered(case, tap) for tap in (kernel.tap, chunked_kernels.tap)}
+        unscored = case.operations
+        columns = [[int(column) for column in rng.permutation(MAX_PROBE_OUTPUTS)[: row % 4]] for row in range(12)]
+        case.operations = [
+            operations + [steering.scoring(index, column) for index, column in enumerate(chosen)]
+            for operations, chosen in zip(unscored, columns, strict=True)
+        ]
+        wanted = np.zeros((12, MAX_PROBE_OUTPUTS))
+        for row, chosen in enumerate(columns):
+            x = (case.hidden[row].double() + case.residual[row].double()).numpy()
+            x, _ = steering.expected(x, unscored[row], case.vectors)
+            for index, column in enumerate(chosen):
+                wanted[row, column] = x @ case.vectors[index].astype(np.float64)
+        assert wanted.any()
+        weight = torch.ones(hidden, dtype=dtype)
+
+        def norm(hidden: torch.Tensor, residual: torch.Tensor | None, point: int, tables: kernel.KernelTables) -> None:
+            kernel.tap_norm(hidden, residual, weight, 1e-5, point, tables, plus_one=False)  # noqa: B023 - called here
+
+        for tap in (kernel.tap, chunked_kernels.tap, norm):
+            tables = tables_of(case)._replace(scores=torch.zeros(12, MAX_PROBE_OUTPUTS))
+            got = case.hidden.clone()
+            tap(got, case.residual, steering.POINT, tables)
+            assert tap is norm or steering.same_bits(got, plain[tap]), "a score changed a row"
+            assert np.abs(tables.scores.numpy() - wanted).max() < 1e-4 * np.abs(wanted).max()
+    check_score_copies(rng)
+
+
+def check_score_copies(rng: np.random.Generator) -> None:
+    buffer = torch.from_numpy(rng.standard_normal((200, MAX_PROBE_OUTPUTS)).astype(np.float32))
+    runs = np.array([(3, 1, 0, 5, 17, 5), (7, 100, 2, 3, 50, 6), (190, 10, 0, 64, 1000, 64)], dtype=np.int64)
+    boards = [torch.zeros(2000), torch.zeros(2000)]
+    CpuScoreCopies(buffer, boards[0].numpy()).copy(runs)
+    copy_scores(buffer, boards[1], torch.from_numpy(runs), len(runs))
+    assert boards[0].any()
+    assert torch.equal(*boards)
 
 
 def check_idle_norm(case: steering.Case) -> None:

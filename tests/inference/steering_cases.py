@@ -11,7 +11,7 @@ import torch
 
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.operations import reach
-from inference_svc.taps.plan import Gate, Kind, Measure, Operation
+from inference_svc.taps.plan import STEERING_KINDS, Gate, Kind, Measure, Operation
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
@@ -106,6 +106,11 @@ def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) ->
     return x, error + 1e-6 * start if error else 0.0
 
 
+def scoring(row: int, column: int) -> Operation:
+    """Return the operation that writes the inner product with a vector of the bank into a column of the scores."""
+    return Operation(Kind.SCORE, row, (0,), select(), column=column)
+
+
 def gate_error(x: np.ndarray, error: float, gate: Gate, vectors: np.ndarray) -> float:
     """Return the largest error of how far a gate is open, if the elements of x have an error.
 
@@ -136,7 +141,8 @@ def make_case(seed: int, dtype: torch.dtype, rows: int, hidden: int, most: int, 
 def make_operation(rng: np.random.Generator) -> Operation:
     low, high = sorted(float(np.float32(bound)) for bound in rng.standard_normal(2) * 3)
     low, high = [(low, high), (-math.inf, high), (low, math.inf), (low, low)][rng.integers(4)]
-    kind, row, keeps_norm = Kind(int(rng.integers(len(Kind)))), int(rng.integers(VECTORS)), bool(rng.random() < 0.3)
+    kind = STEERING_KINDS[int(rng.integers(len(STEERING_KINDS)))]
+    row, keeps_norm = int(rng.integers(VECTORS)), bool(rng.random() < 0.3)
     scale = float(np.float32(rng.standard_normal())) if kind in (Kind.ADD, Kind.ABLATE) else 1.0
     gate = make_gate(rng) if rng.random() < 0.4 else None
     return Operation(kind, row, (0,), select(), scale, low, high, keeps_norm, gate=gate)
@@ -167,7 +173,7 @@ def idle_operations() -> list[Operation]:
     ]
     return idle + [
         Operation(kind, 0, (0,), select(), 2.0, 3.0, 3.0, keep_norm=kind % 2 == 1, gate=gate)
-        for kind, gate in zip(Kind, closed, strict=True)
+        for kind, gate in zip(STEERING_KINDS, closed, strict=True)
     ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from inference_svc.taps.plan import STEERING_KINDS, Kind, Operation, RequestPlan
 from tests.inference.taps_support import ATTN, DTYPES, GENERATED, MLP, POST, PRE, PROMPT, Model, Worker, capture, select
 
 HIDDEN = 6
@@ -41,7 +41,7 @@ def layer_sets():
 def operations(draw):
     bounds = sorted(draw(st.lists(st.floats(-3, 3, width=32), min_size=2, max_size=2)))
     return Operation(
-        kind=draw(st.sampled_from(list(Kind))),
+        kind=draw(st.sampled_from(STEERING_KINDS)),
         row=draw(st.integers(0, len(VECTORS) - 1)),
         layers=draw(layer_sets()),
         positions=draw(selections()),

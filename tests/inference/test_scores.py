@@ -1,0 +1,174 @@
+"""Probes without an engine: what is refused, the score board, and the service around it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from inference_svc.admission.probes import in_columns, probe_sites, resolve_probes
+from inference_svc.admission.specs import resolve_spec
+from inference_svc.engine.streams import Delta
+from inference_svc.requests.plans import make_plan
+from inference_svc.requests.registry import Running
+from inference_svc.resources.score_board import ScoreBoard
+from inference_svc.taps.cpu.score_copies import CpuScoreCopies
+from inference_svc.taps.plan import KEY, Kind, RequestPlan, ScoreRegion
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.scores import Scores, open_board
+from inference_svc.taps.steps.layout import StepRows
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, inference_pb2, probe_pb2
+from residuum.wire.limits import MAX_PROBE_OUTPUTS
+from tests.inference import service_support as support
+
+torch = pytest.importorskip("torch")
+
+FACTS = replace(support.FACTS, probe_sites=(capture_pb2.SITE_RESID_POST,))
+A, B = b"a" * 32, b"b" * 32
+
+
+def probe(name="p", layer=1, outputs=((A, 0.0),), **fields):
+    outputs = [probe_pb2.ProbeOutput(digest=digest, bias=bias) for digest, bias in outputs]
+    return probe_pb2.Probe(name=name, layer=layer, outputs=outputs, **fields)
+
+
+def spec(*probes, **fields):
+    return probe_pb2.ProbeSpec(probes=probes, **fields)
+
+
+@pytest.mark.parametrize(
+    ("bad", "field", "words"),
+    [
+        (spec(probe(name="")), "probes.probes[0].name", "1 to 64"),
+        (spec(probe(name="no spaces")), "probes.probes[0].name", "1 to 64"),
+        (spec(probe(), probe()), "probes.probes[1].name", "Two probes"),
+        (spec(probe(outputs=())), "probes.probes[0].outputs", "at least one"),
+        (spec(probe(outputs=((b"short", 0.0),))), "probes.probes[0].outputs[0].digest", "32 bytes"),
+        (spec(probe(outputs=((A, float("nan")),))), "probes.probes[0].outputs[0].bias", "finite"),
+        (spec(probe(outputs=((A, 0.0),) * (MAX_PROBE_OUTPUTS + 1))), "probes.probes", "65 outputs"),
+        (spec(probe(activation=9)), "probes.probes[0].activation", "9"),
+        (spec(probe(activation=probe_pb2.PROBE_ACTIVATION_SOFTMAX)), "probes.probes[0].activation", "always 1"),
+    ],
+)
+def test_an_invalid_probe_is_refused(bad, field, words):
+    with pytest.raises(Failure, match=words) as caught:
+        resolve_probes(bad, FACTS)
+    assert caught.value.metadata["field"] == field
+
+
+def test_a_probe_at_an_unknown_place_is_refused():
+    with pytest.raises(Failure, match="There is no layer 3") as caught:
+        resolve_probes(spec(probe(layer=3)), FACTS)
+    assert caught.value.reason == Reason.ERROR_REASON_UNKNOWN_LAYER
+    for site, words in ((capture_pb2.SITE_ATTN_OUT, "--capture-sites"), (capture_pb2.SITE_Q, "as wide as")):
+        with pytest.raises(Failure, match=words) as caught:
+            resolve_probes(spec(probe(site=site)), FACTS)
+        assert caught.value.reason == Reason.ERROR_REASON_UNKNOWN_SITE
+    with pytest.raises(Failure, match="--score-mib"):
+        resolve_probes(spec(probe()), support.FACTS)
+
+
+def test_probes_read_the_sites_that_are_as_wide_as_the_stream():
+    sites = (capture_pb2.SITE_MLP_OUT, capture_pb2.SITE_Q)
+    assert probe_sites(sites) == (capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT)
+
+
+def test_columns_are_in_the_order_of_layers():
+    """So the columns of a pipeline stage are neighbours, whatever the order of the probes is."""
+    probes = spec(probe("late", 2), probe("early", 0, ((A, 0.0), (B, 0.0))), probe("middle", 1))
+    resolved = resolve_spec(inference_pb2.RequestSpec(probes=probes), FACTS)
+    assert [(index, column) for index, _, column in in_columns(resolved.probes)] == [(1, 0), (2, 2), (0, 3)]
+    assert resolved.digests == [A, B]
+    assert resolved.cache_salt(10) is None, "probes change nothing, so requests share the prefix cache"
+    region = ScoreRegion(0, 4, 7, 4)
+    plan = make_plan(Running("r", resolved, was_registered=False), 0, 5, {A: 3, B: 8}, scores=region)
+    assert RequestPlan.from_extra_args(plan.to_extra_args()) == plan
+    assert [(item.kind, item.row, item.layers, item.column) for item in plan.operations] == [
+        (Kind.SCORE, 3, (0,), 0),
+        (Kind.SCORE, 8, (0,), 1),
+        (Kind.SCORE, 3, (1,), 2),
+        (Kind.SCORE, 3, (2,), 3),
+    ]
+    assert not plan.needs_whole_prompt
+    assert replace(plan, scores=region._replace(first_position=0)).needs_whole_prompt
+
+
+def test_scores_reach_the_board_by_position():
+    """Two pipeline stages: each copies the columns of its own layers. The first has a prompt in two chunks."""
+    board = ScoreBoard(1 << 16)
+    region = board.take(3, 5, 3)  # positions 3 to 7
+    memory = open_board(board.path)
+    rows = [
+        (StepRows(["other", "r"], [9, 0], [1, 3]), None),
+        (StepRows(["r", "other"], [3, 10], [2, 1]), {3: 0, 4: 1}),
+        (StepRows(["other", "r"], [11, 5], [1, 1]), {5: 1}),
+        (StepRows(["r"], [8], [1]), None),  # beyond the end
+    ]
+    operations = resolve_spec(
+        inference_pb2.RequestSpec(probes=spec(probe("a", 0), probe("b", 1), probe("c", 1))), FACTS
+    )
+    plan = make_plan(Running("r", operations, was_registered=False), 0, 4, {A: 0}, scores=region)
+    expected = np.full((5, 3), np.nan, np.float32)
+    for points, columns in ((TapPoints(0, 1), slice(0, 1)), (TapPoints(1, 2), slice(1, 3))):
+        buffer = torch.zeros(8, MAX_PROBE_OUTPUTS)
+        scores = Scores(CpuScoreCopies(buffer, memory), points)
+        scores.begin_step([], [("other", None), ("r", plan.to_extra_args()), ("plain", {KEY: None})])
+        for step, (batch, at) in enumerate(rows):
+            buffer.copy_(torch.arange(8 * MAX_PROBE_OUTPUTS).reshape(8, -1) + 1000 * step)
+            scores.place(lambda batch=batch: batch)
+            scores.send()
+            for position, row in (at or {}).items():
+                expected[position - 3, columns] = buffer[row, columns]
+        scores.begin_step(["r"], [])
+        scores.place(lambda: pytest.fail("no request is scored"))
+        scores.send()
+    got = asyncio.run(board.read(region, 3, 3))
+    np.testing.assert_array_equal(got, expected[:3])
+
+
+def test_a_score_that_has_not_arrived_is_waited_for():
+    board = ScoreBoard(1 << 12)
+    region = board.take(0, 4, 2)
+    memory = open_board(board.path)
+
+    async def late():
+        reading = asyncio.create_task(board.read(region, 1, 2))
+        await asyncio.sleep(0.02)
+        assert not reading.done()
+        memory[region.offset + 2 : region.offset + 6] = [1.0, np.nan, 3.0, 4.0]  # a NaN of the model is a score
+        return await reading
+
+    np.testing.assert_array_equal(asyncio.run(late()), [[1.0, np.nan], [3.0, 4.0]])
+
+
+def test_a_score_that_never_arrives_fails():
+    seconds = iter(range(0, 1000, 6))
+    board = ScoreBoard(1 << 12, clock=lambda: next(seconds))
+    region = board.take(0, 4, 2)
+    with pytest.raises(Failure, match="did not arrive"):
+        asyncio.run(board.read(region, 0, 1))
+
+
+def test_a_full_board_refuses_and_regions_rest_before_they_are_used_again():
+    now = [0.0]
+    board = ScoreBoard(4096, clock=lambda: now[0])
+    region = board.take(0, 1000, 1)
+    with pytest.raises(Failure, match="--score-mib") as caught:
+        board.take(0, 100, 1)
+    assert caught.value.reason == Reason.ERROR_REASON_LIMIT_REACHED
+    board.give_back(region)
+    with pytest.raises(Failure):  # a step of the ended request may still write to it
+        board.take(0, 100, 1)
+    now[0] = 60.0
+    assert board.take(0, 1000, 1) == region
+
+
+def test_deltas_that_are_merged_keep_their_scores():
+    one = Delta("a", [1], scores=(np.array([[1.0]]), np.array([[2.0, 3.0]])))
+    both = one.followed_by(Delta("b", [2], scores=(np.array([[4.0]]), np.array([[5.0, 6.0]]))))
+    assert [part.tolist() for part in both.scores] == [[[1.0], [4.0]], [[2.0, 3.0], [5.0, 6.0]]]
+    assert one.followed_by(Delta("", [], "stop")).scores == one.scores
+    assert Delta("", [1]).followed_by(Delta("", [2])).scores == ()
