@@ -101,12 +101,12 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _opening(x, x_tail, g, g_tail, gate, numbers, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return how far a gate with the vector g is open for a row, from 0 to 1."""
     squares = tl.full((), 1.0, dtype=tl.float32)
     if (gate >> KIND_SHIFT) == COSINE:
         squares = _dot(x, x_tail, x, x_tail, TAIL)
-    return opened(gate, _dot(x, x_tail, g, g_tail, TAIL), squares, entry, inverse_norms)
+    return opened(gate, _dot(x, x_tail, g, g_tail, TAIL), squares, numbers, inverse_norms)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -156,7 +156,7 @@ def _apply_rest(  # type: ignore[no-untyped-def]
         opening = tl.full((), 1.0, dtype=tl.float32)
         if code & GATED:
             g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, width, HEAD, TAIL)
-            opening = _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL)
+            opening = _opening(x, x_tail, g, g_tail, gate, entry + count * ENTRY_FIELDS, inverse_norms, TAIL)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
         x, x_tail, moves, strays = _apply(
@@ -193,7 +193,7 @@ def _steer(  # type: ignore[no-untyped-def]
     """Apply all operations to a row, in float32. Return the row (head and tail), and whether any operation moved it."""
     opening = tl.full((), 1.0, dtype=tl.float32)
     if code & GATED:
-        opening = _opening(x, x_tail, g, g_tail, gate, entries + first * ENTRY_FIELDS, inverse_norms, TAIL)
+        opening = _opening(x, x_tail, g, g_tail, gate, entries + (first + count) * ENTRY_FIELDS, inverse_norms, TAIL)
     steered, steered_tail, is_moved, is_far = _apply(
         x, x_tail, v, v_tail, code, scale_or_low, high, inverse, max_abs, opening, TAIL
     )
