@@ -31,6 +31,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     gated,
     is_direct,
     is_far_moved,
+    load_gate,
     moved_by,
     number,
     opened,
@@ -69,11 +70,11 @@ def _opening(row, width, code, entry, count, bank, inverse_norms, CHUNK: tl.cons
     opening = tl.full((), 1.0, dtype=tl.float32)
     if code & GATED:
         gate = tl.load(entry + 3)
-        squares = tl.full((), 1.0, dtype=tl.float32)
+        threshold, sharpness, factor = load_gate(gate, entry + count * ENTRY_FIELDS, inverse_norms)
+        measured = _sum_of_products(row, bank + (gate & VECTOR).to(tl.int64) * width, width, CHUNK) * factor
         if (gate >> KIND_SHIFT) == COSINE:
-            squares = _sum_of_products(row, row, width, CHUNK)
-        product = _sum_of_products(row, bank + (gate & VECTOR).to(tl.int64) * width, width, CHUNK)
-        opening = opened(gate, product, squares, entry + count * ENTRY_FIELDS, inverse_norms)
+            measured /= tl.sqrt(_sum_of_products(row, row, width, CHUNK))
+        opening = opened(measured, threshold, sharpness)
     return opening
 
 

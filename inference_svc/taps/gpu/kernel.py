@@ -35,6 +35,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     gated,
     is_direct,
     is_far_moved,
+    load_gate,
     moved_by,
     number,
     opened,
@@ -103,10 +104,12 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _opening(x, x_tail, g, g_tail, gate, numbers, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return how far a gate with the vector g is open for a row, from 0 to 1."""
-    squares = tl.full((), 1.0, dtype=tl.float32)
+    # Loaded before the inner product, whose barriers no load passes.
+    threshold, sharpness, factor = load_gate(gate, numbers, inverse_norms)
+    measured = _dot(x, x_tail, g, g_tail, TAIL) * factor
     if (gate >> KIND_SHIFT) == COSINE:
-        squares = _dot(x, x_tail, x, x_tail, TAIL)
-    return opened(gate, _dot(x, x_tail, g, g_tail, TAIL), squares, numbers, inverse_norms)
+        measured /= tl.sqrt(_dot(x, x_tail, x, x_tail, TAIL))
+    return opened(measured, threshold, sharpness)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -277,8 +280,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
-    # Zeros without a gate, and nothing is read.
-    is_gated = (code & GATED) != 0
+    is_gated = (code & GATED) != 0  # otherwise nothing is read
     g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
     h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
     x, x_tail = h.to(tl.float32), h_tail.to(tl.float32)
@@ -350,8 +352,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
-    # Zeros without a gate, and nothing is read.
-    is_gated = (code & GATED) != 0
+    is_gated = (code & GATED) != 0  # otherwise nothing is read
     g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
     x = h.to(tl.float32) + r.to(tl.float32)
     x_tail = h_tail.to(tl.float32) + r_tail.to(tl.float32)
