@@ -323,6 +323,9 @@ def _kernel(kernel: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         )
         for way, words in _WAYS.items()
     ]
+    gated = [found.get(("tap", "gated add", unique)) for unique in (least, most)]
+    if all(gated):  # older results do not have it
+        rows.insert(1, ("the same: `Add` with a gate", *(_microseconds([value]) for value in gated)))
     head = f"steering {parameters['rows']} rows of {_KERNEL_HIDDEN} after one layer, in a CUDA graph"
     columns = (f"{head}, `bench.steering` at {short_revision(result)}", f"{least} operation", f"{most} different ones")
     return markdown_table(columns, rows)

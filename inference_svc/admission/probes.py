@@ -125,7 +125,11 @@ def in_columns(spec: probe_pb2.ProbeSpec) -> list[tuple[int, probe_pb2.Probe, in
 
 def demanded(
     spec: probe_pb2.ProbeSpec | None,
-) -> list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection]]:
-    """Return the (site, layer) pairs and the positions of each output, as `demand_of` takes them."""
+) -> list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection, bool]]:
+    """Return the (site, layer) pairs and the positions of each output, without a gate, as `demand_of` takes them."""
     everywhere = selection_pb2.PositionSelection()
-    return [([(probe.site, probe.layer)], everywhere) for probe in (spec.probes if spec else ()) for _ in probe.outputs]
+    return [
+        ([(probe.site, probe.layer)], everywhere, False)
+        for probe in (spec.probes if spec else ())
+        for _ in probe.outputs
+    ]

@@ -91,12 +91,12 @@ def demand_of_steering(
     probes: probe_pb2.ProbeSpec | None = None,
 ) -> Demand:
     """Return how much room a valid request takes in the taps' tables."""
-    operations: list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection]] = []
+    operations: list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection, bool]] = []
     for item in steering.operations if steering else ():
         places = [(item.site, layer) for layer in item.layers.list.layers]
         is_split = item.layer_digests or item.gate.layer_digests
         groups = [[place] for place in places] if is_split else [places]
-        operations += [(group, item.positions) for group in groups]
+        operations += [(group, item.positions, item.HasField("gate")) for group in groups]
     return demand_of(operations + demanded(probes), capture.positions if capture else None)
 
 
@@ -110,8 +110,8 @@ def check_demand(demand: Demand) -> None:
         raise invalid(
             "steering.operations",
             f"The steering needs {demand.programs} different programs (at most {MAX_PROGRAMS}) with {demand.entries} "
-            f"operations in total (at most {MAX_ENTRIES}). Use fewer operations or fewer position ranges, or give "
-            "more operations the same layers and positions.",
+            f"operations in total (at most {MAX_ENTRIES}; twice as many count where one has a gate). Use fewer "
+            "operations or position ranges, or give more operations the same layers and positions.",
         )
 
 

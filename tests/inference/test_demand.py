@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.taps.gpu.tables import ProgramTable
-from inference_svc.taps.plan import Kind, Operation, RequestPlan
+from inference_svc.taps.plan import Gate, Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.demand import demand_of
 from inference_svc.taps.steps.layout import RequestState, StepPlanner
@@ -20,10 +20,11 @@ selections = st.builds(
     st.sampled_from([0, 0, 1, 2, 3]),
 )
 operations = st.builds(
-    lambda row, layers, positions: Operation(Kind.ADD, row, tuple(sorted(layers)), positions),
+    lambda row, layers, positions, gate: Operation(Kind.ADD, row, tuple(sorted(layers)), positions, gate=gate),
     st.integers(0, 3),
     st.sets(st.integers(0, LAYERS - 1), min_size=1),
     selections,
+    st.sampled_from([None, Gate(1, 2.0)]),
 )
 
 
@@ -32,7 +33,7 @@ operations = st.builds(
 def test_no_request_takes_more_room_than_its_bound(steering, captured):
     wanted = capture(layers=range(LAYERS), positions=captured) if captured else None
     plan = RequestPlan(40, wanted, tuple(steering))
-    demand = demand_of([(item.layers, item.positions) for item in steering], captured)
+    demand = demand_of([(item.layers, item.positions, item.gate is not None) for item in steering], captured)
     planner = StepPlanner(None)  # steering only: captured positions are divided in the same way
     planner.add_request(RequestState(RequestPlan(40, None, plan.operations)), 0, 0, 100)
     layout = planner.finish()
@@ -43,9 +44,10 @@ def test_no_request_takes_more_room_than_its_bound(steering, captured):
 
 
 def test_common_requests_have_a_small_demand():
-    every_layer = [((layer,), select()) for layer in range(36)]
+    every_layer = [((layer,), select(), False) for layer in range(36)]
     assert demand_of(every_layer, select()) == (1, 36)
-    assert demand_of([(range(36), select())] * 256, None) == (1, 256)
+    assert demand_of([(range(36), select(), False)] * 256, None) == (1, 256)
+    assert demand_of([(range(36), select(), True)] * 256, None) == (1, 512)
     assert demand_of(every_layer, select(phases=(GENERATED,))) == (2, 72)
     assert demand_of([], select(*[(2 * at, 2 * at) for at in range(64)])) == (2, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 import weakref
 
@@ -14,6 +15,7 @@ import pytest
 from inference_svc.engine.logprobs import TokenLogprobs
 from inference_svc.engine.streams import Delta
 from inference_svc.requests.replies import NO_CHAT
+from inference_svc.taps.plan import Measure
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.wire.limits import MAX_MESSAGE_SPANS, MAX_SEAL_BYTES
@@ -443,6 +445,30 @@ async def test_the_zero_vector_has_no_direction(service, kind):
     getattr(operation, kind).digest = zero.digest
     if kind == "cap":
         operation.cap.max = 1.0
+    failure = await failure_of(service.events(ask(spec("r", None, [operation]))))
+    assert (failure.reason_name, failure.metadata) == ("BAD_VALUES", {"digest": zero.digest.hex()})
+
+
+async def test_the_vector_of_a_gate_is_asked_for_and_loaded_like_any_other(service):
+    gate_vector = vector(4, 3, 2, 1)
+    operation = steering_pb2.SteeringOperation(layers=LAYERS, add=ADD_JOY.add)
+    operation.gate.CopyFrom(steering_pb2.Gate(digest=gate_vector.digest, threshold=2.0, bias=0.5, below=True))
+    await service.put(JOY)
+    failure = await failure_of(service.events(ask(spec("r", None, [operation]))))
+    assert (failure.reason_name, failure.metadata) == ("MISSING_VECTORS", {"digests": gate_vector.digest.hex()})
+    await service.put(gate_vector)
+    assert (await service.events(ask(spec("r", None, [operation]))))[-1].HasField("finished")
+    (sent,) = service.engine.calls[-1].plan.operations
+    assert service.engine.bank[sent.row] == JOY.values
+    assert service.engine.bank[sent.gate.row] == gate_vector.values
+    assert sent.gate[1:] == (1.5, -math.inf, Measure.PROJECTION)
+
+
+async def test_the_vector_of_a_gate_must_have_a_direction(service):
+    zero = vector(0, 0, 0, 0)
+    await service.put(JOY, zero)
+    operation = steering_pb2.SteeringOperation(layers=LAYERS, add=ADD_JOY.add)
+    operation.gate.digest = zero.digest
     failure = await failure_of(service.events(ask(spec("r", None, [operation]))))
     assert (failure.reason_name, failure.metadata) == ("BAD_VALUES", {"digest": zero.digest.hex()})
 

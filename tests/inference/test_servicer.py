@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2, errors_pb2, inference_pb2
+from residuum.v1 import capture_pb2, errors_pb2, inference_pb2, steering_pb2
 from residuum.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
 from residuum.wire.limits import DIGEST_BYTES, MAX_DIGESTS_PER_CALL, MAX_MESSAGE_BYTES, MAX_VECTORS_PER_CALL
 from svc_common.rpc.serving import add_health_and_reflection
@@ -68,6 +68,10 @@ async def test_model_info_says_why_the_store_does_not_answer(service_without_sto
 async def find_missing(service, *digests):
     response = await service.stub.FindMissingVectors(inference_pb2.FindMissingVectorsRequest(digests=digests))
     return list(response.missing_digests)
+
+
+async def test_model_info_says_what_gates_measure(service):
+    assert set((await model_info(service)).gate_measures) == set(steering_pb2.GateMeasure.values()) - {0}
 
 
 async def test_model_info_has_the_facts_and_the_limits(store):

@@ -287,6 +287,26 @@ BAD_STEERING = {
 }
 
 
+async def test_a_gate_is_added_to_a_running_request(service, store):
+    await service.put(JOY, WOE, AWE)
+    gated = add()
+    gated.gate.CopyFrom(steering_pb2.Gate(digest=AWE.digest, threshold=2.0, measure=steering_pb2.GATE_MEASURE_COSINE))
+    async with generating(service) as (stream, hand):
+        failure = await failure_of(service.update("r", gated))
+        assert (failure.reason_name, failure.metadata["field"]) == (
+            "INVALID_FIELD",
+            "steering.operations[0].gate.threshold",
+        )
+        gated.gate.threshold = 0.25
+        assert await service.update("r", gated) == [0]
+        hand.token(last=True)
+        await read_all(stream)
+    (change,) = (await store.seal()).steering_changes
+    assert change.steering.operations[0].gate == gated.gate
+    ((operation,),) = (sent["r#0"] for sent in service.engine.changes)
+    assert service.engine.bank[operation.gate.row] == AWE.values
+
+
 @pytest.mark.parametrize(("operation", "reason"), BAD_STEERING.values(), ids=BAD_STEERING)
 async def test_bad_steering_is_refused_and_changes_nothing(service, store, operation, reason):
     await service.put(JOY, vector(0, 0, 0, 0))

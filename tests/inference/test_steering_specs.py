@@ -311,7 +311,7 @@ def test_a_gate_with_a_vector_for_each_layer_becomes_an_operation_for_each():
     assert [(item.row, item.gate.row) for item in made(gated(made=of_each, **gates))] == [(3, 1), (1, 7)]
     assert [(item.row, item.gate.row) for item in made(gated(made=of_each, digest=C))] == [(3, 7), (1, 7)]
     resolved = resolve_steering(steering(gated(made=of_one, **gates)), FACTS)
-    assert demand_of_steering(resolved, None) == Demand(1, 2)
+    assert demand_of_steering(resolved, None) == Demand(1, 4), "gates take as many entries again"
 
 
 @pytest.mark.parametrize("updatable", [False, True])

@@ -49,8 +49,8 @@ def vectors_on(table: ProgramTable, number: int, layer: int) -> list[int]:
     first, count = table.lines[number, 1 + layer, :2].tolist()
     entries = table.entries[first : first + count, 0]
     if count:
-        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first, :4].tolist(), (
-            "the line repeats what the kernel needs first of the first entry"
+        assert table.lines[number, 1 + layer, 4:].tolist() == table.entries[first].tolist(), (
+            "the line repeats the first entry"
         )
     return (entries & (MAX_BANK_ROWS - 1)).tolist()
 
@@ -76,14 +76,13 @@ def test_an_entry_has_the_numbers_of_its_operation_and_gate() -> None:
     number = number_of(table, program(cap, Step(Kind.ADD, 7, (0,), 4.0, -math.inf, math.inf)))
     first, count = table.lines[number, 1, :2].tolist()
     assert count == 2
-    entries, numbers = table.entries[first : first + 2], table.entries[first : first + 2].view(torch.float32)
-    assert entries[:, 0].tolist() == [
-        Kind.CAP << KIND_SHIFT | KEEP_NORM | GATED | 5,
-        Kind.ADD << KIND_SHIFT | 7,
-    ]
-    assert numbers[:, 1:3].tolist() == [[-2.0, 3.0], [4.0, 0.0]]
-    assert entries[:, 3].tolist() == [Measure.COSINE << KIND_SHIFT | 6, 0]
-    assert numbers[0, 4:6].tolist() == [0.5, -math.inf]
+    entries = table.entries[first : first + 2 * count]
+    (capped, added, of_gate, nothing), numbers = entries.tolist(), entries.view(torch.float32).tolist()
+    assert capped[::3] == [Kind.CAP << KIND_SHIFT | KEEP_NORM | GATED | 5, Measure.COSINE << KIND_SHIFT | 6]
+    assert numbers[0][1:3] == [-2.0, 3.0]
+    assert added[::3] == [Kind.ADD << KIND_SHIFT | 7, 0]
+    assert numbers[1][1:3] == [4.0, 0.0]
+    assert (numbers[2][:2], of_gate[2:], nothing) == ([0.5, -math.inf], [0, 0], [0, 0, 0, 0])
 
 
 def test_rows_before_steering() -> None:

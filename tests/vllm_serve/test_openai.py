@@ -243,6 +243,26 @@ def test_steering_by_vectors_in_the_request_then_by_their_digests(
     assert captures.manifest("steered").steered
 
 
+def test_a_gate_steers_only_the_rows_that_open_it(api: openai.OpenAI, captures: residuum.Client) -> None:
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+    direction, gate = (
+        residuum.Vector.from_array(np.random.default_rng(seed).standard_normal(576).astype(np.float32))
+        for seed in (6, 7)
+    )
+    api.completions.create(**options, extra_body=asking(ALL, request_id="ungated"))
+    plain = captures.activations("ungated")[12]
+    scores = plain @ gate.values / gate.norm
+    threshold = float(np.sort(scores)[len(scores) // 2 - 1 : len(scores) // 2 + 1].mean())
+    steer = [residuum.Add(direction, layer=12, scale=0.5, gate=residuum.Gate(gate, threshold))]
+    api.completions.create(**options, extra_body=asking(ALL, steer, request_id="gated"))
+    acts = captures.activations("gated")
+    is_open = scores > threshold
+    assert 0 < is_open.sum() < len(scores)
+    expected = plain + 0.5 * is_open[:, None] * direction.values
+    np.testing.assert_allclose(acts[12], expected, rtol=1e-4, atol=1e-3)
+    assert acts.manifest.steering[0].gate == residuum.GateRecord((gate.hexdigest,), pytest.approx(threshold))
+
+
 def test_vectors_to_project_onto(api: openai.OpenAI, captures: residuum.Client) -> None:
     vectors = [residuum.Vector.from_array(np.eye(576, dtype=np.float32)[at]) for at in (3, 5)]
     both = residuum.Capture(layers=[7], encoding="project", vectors=vectors)

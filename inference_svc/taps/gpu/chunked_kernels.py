@@ -33,6 +33,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     gated,
     is_direct,
     is_far_moved,
+    load_gate,
     moved_by,
     number,
     opened,
@@ -66,21 +67,21 @@ def _sum_of_products(row, other, width, CHUNK: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _opening(row, width, code, entry, bank, inverse_norms, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _opening(row, width, code, entry, count, bank, inverse_norms, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return how far the gate of an operation is open for a row, as `kernel._opening` does."""
     opening = tl.full((), 1.0, dtype=tl.float32)
     if code & GATED:
         gate = tl.load(entry + 3)
-        squares = tl.full((), 1.0, dtype=tl.float32)
+        threshold, sharpness, factor = load_gate(gate, entry + count * ENTRY_FIELDS, inverse_norms)
+        measured = _sum_of_products(row, bank + (gate & VECTOR).to(tl.int64) * width, width, CHUNK) * factor
         if (gate >> KIND_SHIFT) == COSINE:
-            squares = _sum_of_products(row, row, width, CHUNK)
-        product = _sum_of_products(row, bank + (gate & VECTOR).to(tl.int64) * width, width, CHUNK)
-        opening = opened(gate, product, squares, entry, inverse_norms)
+            measured /= tl.sqrt(_sum_of_products(row, row, width, CHUNK))
+        opening = opened(measured, threshold, sharpness)
     return opening
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, scores, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _apply_in_chunks(row, width, entry, count, bank, inverse_norms, max_abs, scores, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Apply one operation to a float32 row in memory; return whether it moved the row, and whether it moved it far."""
     code = tl.load(entry)
     scale_or_low, high = number(entry + 1), number(entry + 2)
@@ -88,7 +89,7 @@ def _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, scores, CH
     inverse = tl.load(inverse_norms + vector)
     along = bank + vector.to(tl.int64) * width
     chunk = tl.arange(0, CHUNK)
-    opening = _opening(row, width, code, entry, bank, inverse_norms, CHUNK)
+    opening = _opening(row, width, code, entry, count, bank, inverse_norms, CHUNK)
     factor = tl.where(is_direct(kind), 1.0, scale_or_low)
     if (kind != ADD) & (is_direct(kind) == 0):
         product = _sum_of_products(row, along, width, CHUNK)
@@ -149,7 +150,7 @@ def _steer_in_chunks(  # type: ignore[no-untyped-def]
     moved, far = tl.zeros((), dtype=tl.int1), tl.zeros((), dtype=tl.int1)
     for index in range(first, first + count):
         entry = entries + index * ENTRY_FIELDS
-        moves, strays = _apply_in_chunks(row, width, entry, bank, inverse_norms, max_abs, scores, CHUNK)
+        moves, strays = _apply_in_chunks(row, width, entry, count, bank, inverse_norms, max_abs, scores, CHUNK)
         moved = moved | moves
         far = far | strays
     return moved, far

@@ -37,6 +37,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     gated,
     is_direct,
     is_far_moved,
+    load_gate,
     moved_by,
     number,
     opened,
@@ -103,12 +104,14 @@ def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _opening(x, x_tail, g, g_tail, gate, numbers, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return how far a gate with the vector g is open for a row, from 0 to 1."""
-    squares = tl.full((), 1.0, dtype=tl.float32)
+    # Loaded before the inner product, whose barriers no load passes.
+    threshold, sharpness, factor = load_gate(gate, numbers, inverse_norms)
+    measured = _dot(x, x_tail, g, g_tail, TAIL) * factor
     if (gate >> KIND_SHIFT) == COSINE:
-        squares = _dot(x, x_tail, x, x_tail, TAIL)
-    return opened(gate, _dot(x, x_tail, g, g_tail, TAIL), squares, entry, inverse_norms)
+        measured /= tl.sqrt(_dot(x, x_tail, x, x_tail, TAIL))
+    return opened(measured, threshold, sharpness)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -164,7 +167,7 @@ def _apply_rest(  # type: ignore[no-untyped-def]
         opening = tl.full((), 1.0, dtype=tl.float32)
         if code & GATED:
             g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, width, HEAD, TAIL)
-            opening = _opening(x, x_tail, g, g_tail, gate, entry, inverse_norms, TAIL)
+            opening = _opening(x, x_tail, g, g_tail, gate, entry + count * ENTRY_FIELDS, inverse_norms, TAIL)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
         x, x_tail, moves, strays = _apply(
@@ -202,7 +205,7 @@ def _steer(  # type: ignore[no-untyped-def]
     """Apply all operations to a row, in float32. Return the row (head and tail), and whether any operation moved it."""
     opening = tl.full((), 1.0, dtype=tl.float32)
     if code & GATED:
-        opening = _opening(x, x_tail, g, g_tail, gate, entries + first * ENTRY_FIELDS, inverse_norms, TAIL)
+        opening = _opening(x, x_tail, g, g_tail, gate, entries + (first + count) * ENTRY_FIELDS, inverse_norms, TAIL)
     steered, steered_tail, is_moved, is_far = _apply(
         x, x_tail, v, v_tail, code, scale_or_low, high, gate, inverse, max_abs, opening, scores, TAIL
     )
@@ -288,8 +291,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
-    # Zeros without a gate, and nothing is read.
-    is_gated = (code & GATED) != 0
+    is_gated = (code & GATED) != 0  # otherwise nothing is read
     g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
     h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
     x, x_tail = h.to(tl.float32), h_tail.to(tl.float32)
@@ -362,8 +364,7 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     vector = code & VECTOR
     inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
     v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
-    # Zeros without a gate, and nothing is read.
-    is_gated = (code & GATED) != 0
+    is_gated = (code & GATED) != 0  # otherwise nothing is read
     g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
     x = h.to(tl.float32) + r.to(tl.float32)
     x_tail = h_tail.to(tl.float32) + r_tail.to(tl.float32)

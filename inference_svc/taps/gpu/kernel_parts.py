@@ -41,20 +41,20 @@ def is_direct(kind):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def opened(gate, product, squares, entry, inverse_norms):  # type: ignore[no-untyped-def]
-    """Return how far a gate is open for a row, from 0 to 1.
+def load_gate(gate, numbers, inverse_norms):  # type: ignore[no-untyped-def]
+    """Load a gate's threshold and sharpness, and the factor of its inner product.
 
-    Args:
-        gate: The gate's code.
-        product: The inner product of the row and the gate's vector.
-        squares: The sum of the row's squares, for COSINE.
-        entry: The address of the operation's entry.
-        inverse_norms: The inverse norms of the bank's vectors.
+    The factor is 1 for INNER_PRODUCT, and otherwise the inverse norm of the gate's vector.
     """
-    measure = gate >> KIND_SHIFT
-    measured = tl.where(measure == INNER_PRODUCT, product, product * tl.load(inverse_norms + (gate & VECTOR)))
-    measured = tl.where(measure == COSINE, measured / tl.sqrt(squares), measured)
-    exponent = number(entry + 5) * (measured - number(entry + 4))
+    is_scaled = (gate >> KIND_SHIFT) != INNER_PRODUCT
+    factor = tl.load(inverse_norms + (gate & VECTOR), mask=is_scaled, other=1.0)
+    return number(numbers), number(numbers + 1), factor
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def opened(measured, threshold, sharpness):  # type: ignore[no-untyped-def]
+    """Return how far a gate is open for a row, from 0 to 1."""
+    exponent = sharpness * (measured - threshold)
     # Infinite sharpness must give 1 or 0 exactly. NaN, also that of infinite sharpness at the threshold, is closed.
     partly = tl.where(exponent > float("-inf"), 1.0 / (1.0 + tl.exp(-exponent)), 0.0)
     return tl.where(exponent == float("inf"), 1.0, partly)

@@ -15,6 +15,7 @@ import torch
 from inference_svc.shipping.free_runs import FreeRuns
 from inference_svc.taps.gpu.staged import StagedTable
 from inference_svc.taps.plan import Kind
+from inference_svc.taps.steps.demand import entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from inference_svc.taps.plan import Gate
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.steps.programs import Program, Step
 
@@ -37,10 +39,10 @@ ROW_FIELDS = 4
 LINE_FIELDS = 8
 """Numbers in a line of the program table."""
 
-ENTRY_FIELDS = 8
-"""Numbers in an entry, which is one operation: its code; its factor, or the lower bound of a CAP; the upper bound of a
-CAP; the code of its gate, or the column of a SCORE; the gate's threshold and sharpness; two spare ones. Those that are
-not codes or columns are bits of float32. The last four are not read if there is no gate."""
+ENTRY_FIELDS = 4
+"""Numbers in an entry, which is one operation: its code (see below); its factor, or the lower bound of a CAP; the upper
+bound of a CAP; the code of its gate, or the column of a SCORE. Those that are not codes or columns are bits of
+float32."""
 
 KIND_SHIFT = 28
 KEEP_NORM = 1 << 27
@@ -65,9 +67,11 @@ class ProgramTable:
     """The two tables of programs that the kernels read.
 
     `lines` is int32 [programs, points, LINE_FIELDS]. A line is what a program does at a point: the index of its first
-    entry, the number of entries, two destinations (see `destination`; a point sees up to two sites), and a copy of the
-    first half of the first entry, so that one operation needs no second look-up of its vectors. `entries` is int32
-    [entries, ENTRY_FIELDS].
+    entry, the number of operations, two destinations (see `destination`; a point sees up to two sites), and a copy of
+    the first entry, so that one operation needs no second look-up.
+
+    `entries` is int32 [entries, ENTRY_FIELDS]. If one of n operations at a point has a gate, n more entries follow
+    theirs: each begins with the threshold and the sharpness of the gate of an operation.
     """
 
     def __init__(self, programs: int, entries: int, points: TapPoints, device: torch.device) -> None:
@@ -166,7 +170,8 @@ class ProgramTable:
         """Return a program's lines and entries. First entries in the lines count from the program's own first entry."""
         lines = np.zeros((self._points.count, LINE_FIELDS), dtype=np.int32)
         lines[:, 2:4] = NOT_KEPT
-        steps: list[Step] = []
+        runs: list[list[Step]] = []
+        end = 0
         written: dict[tuple[int, ...], int] = {}  # points with the same operations share their entries
         by_point: dict[int, list[int]] = {}
         for index, step in enumerate(program.steps):
@@ -175,15 +180,16 @@ class ProgramTable:
         for point, indices in by_point.items():
             chosen = tuple(indices)
             if chosen not in written:
-                written[chosen] = len(steps)
-                steps += [program.steps[index] for index in chosen]
+                written[chosen] = end
+                runs.append([program.steps[index] for index in chosen])
+                end += _length(runs[-1])
             lines[point, :2] = written[chosen], len(chosen)
         for point in range(self._points.count if program.places else 0):
             for column, (site, layer) in enumerate(self._points.sites(point), start=2):
                 lines[point, column] = destination(program, site, layer)
-        entries = _entries(steps)
+        entries = _entries(runs)
         steered = lines[:, 1] > 0
-        lines[steered, 4:] = entries[lines[steered, 0], : LINE_FIELDS - 4]
+        lines[steered, 4:] = entries[lines[steered, 0]]
         return lines, entries
 
     def _make_room(self, entries: int) -> _Place:
@@ -215,20 +221,40 @@ class _Place(NamedTuple):
     """How many entries it has."""
 
 
-def _entries(steps: list[Step]) -> npt.NDArray[np.int32]:
-    entries = np.zeros((len(steps), ENTRY_FIELDS), dtype=np.int32)
-    entries[:, 0] = [step.kind << KIND_SHIFT | step.keep_norm * KEEP_NORM | step.row for step in steps]
-    bounded = (Kind.CAP, Kind.SCORE)
-    numbers = [(step.low, step.high) if step.kind in bounded else (step.scale, 0.0) for step in steps]
-    entries[:, 1:3] = np.array(numbers, dtype=np.float32).reshape(-1, 2).view(np.int32)
-    for entry, step in zip(entries, steps, strict=True):
-        if step.kind == Kind.SCORE:
-            entry[3] = step.column
-        if step.gate is not None:
-            entry[0] |= GATED
-            entry[3] = step.gate.measure << KIND_SHIFT | step.gate.row
-            entry[4:6] = np.array((step.gate.threshold, step.gate.sharpness), dtype=np.float32).view(np.int32)
+def _length(run: list[Step]) -> int:
+    """Return how many entries the operations at a point take."""
+    return entries_of(len(run), has_gates=any(step.gate is not None for step in run))
+
+
+def _entries(runs: list[list[Step]]) -> npt.NDArray[np.int32]:
+    """Return the entries of the operations at several points."""
+    at: list[int] = []
+    gates: list[tuple[int, int, Gate]] = []  # the operation's entry, the gate's, and the gate
+    end = 0
+    for run in runs:
+        gates += [(end + k, end + len(run) + k, step.gate) for k, step in enumerate(run) if step.gate is not None]
+        at += range(end, end + len(run))
+        end += _length(run)
+    steps = [step for run in runs for step in run]
+    entries = np.zeros((end, ENTRY_FIELDS), dtype=np.int32)
+    entries[at, 0] = [step.kind << KIND_SHIFT | step.keep_norm * KEEP_NORM | step.row for step in steps]
+    entries[at, 1:3] = _bits(_numbers(step) for step in steps)
+    scoring = [step.kind == Kind.SCORE for step in steps]
+    entries[at, 3] = np.where(scoring, [step.column for step in steps], 0)
+    for operation, numbers, gate in gates:
+        entries[operation, 0] |= GATED
+        entries[operation, 3] = gate.measure << KIND_SHIFT | gate.row
+        entries[numbers, :2] = _bits([(gate.threshold, gate.sharpness)])
     return entries
+
+
+def _numbers(step: Step) -> tuple[float, float]:
+    """Return the two numbers of an operation's entry. A SCORE is a CAP without bounds, which changes nothing."""
+    return (step.low, step.high) if step.kind in (Kind.CAP, Kind.SCORE) else (step.scale, 0.0)
+
+
+def _bits(pairs: Iterable[tuple[float, float]]) -> npt.NDArray[np.int32]:
+    return np.array(list(pairs), dtype=np.float32).reshape(-1, 2).view(np.int32)
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

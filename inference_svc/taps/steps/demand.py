@@ -17,7 +17,7 @@ MAX_PROGRAMS = 256
 """Most different programs of one request."""
 
 MAX_ENTRIES = 8192
-"""Most table entries of one request: the operations of all its programs. Points with the same operations share them."""
+"""Most table entries of one request: those of all its programs. Points with the same operations share them."""
 
 
 class Demand(NamedTuple):
@@ -29,17 +29,22 @@ class Demand(NamedTuple):
     """Table entries of all programs together."""
 
 
+def entries_of(operations: int, *, has_gates: bool) -> int:
+    """Return how many table entries the operations at a point take; see `tables.ProgramTable`."""
+    return 2 * operations if has_gates else operations
+
+
 def demand_of(
-    operations: Sequence[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection]],
+    operations: Sequence[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection, bool]],
     captured: selection_pb2.PositionSelection | None,
 ) -> Demand:
     """Return an upper bound on what a request takes in the tables.
 
     Args:
-        operations: The (site, layer) pairs and the positions of each steering operation.
+        operations: For each steering operation, its (site, layer) pairs, its positions, and whether it has a gate.
         captured: The captured positions. None: nothing is captured.
     """
-    selections = [positions for _, positions in operations] + ([captured] if captured else [])
+    selections = [positions for _, positions, _ in operations] + ([captured] if captured else [])
     # A selection of all positions does not divide them into different programs.
     distinct = {positions.SerializeToString(): positions for positions in selections if _divides(positions)}.values()
     # The smaller of two bounds. First, each of n selections takes a position or not: 2**n programs. Second, the ends of
@@ -49,10 +54,11 @@ def demand_of(
     periods = len({positions.every for positions in distinct if positions.every > 1})
     programs = min(2 ** min(len(distinct), 32), (2 * ranges + 2) * 2 ** min(periods, 32))
     by_point: dict[tuple[int, int], list[int]] = {}
-    for index, (places, _) in enumerate(operations):
+    for index, (places, _, _) in enumerate(operations):
         for place in places:
             by_point.setdefault(place, []).append(index)
-    entries = sum(len(indices) for indices in {tuple(indices) for indices in by_point.values()})
+    runs = {tuple(indices) for indices in by_point.values()}
+    entries = sum(entries_of(len(run), has_gates=any(operations[index][2] for index in run)) for run in runs)
     return Demand(programs, programs * entries)
 
 
