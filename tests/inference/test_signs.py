@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -92,6 +93,32 @@ def test_kept_signs_are_not_evicted_for_others():
     assert cache.nbytes == 2 * EACH
 
 
+def test_each_owner_keeps_its_own_signs():
+    """API servers of one `vllm serve` each keep signs, and do not know those of the others."""
+    cache = SignCache(WIDTH, CPU, max_bytes=0)
+    mine, theirs = ([Signs(seed, SIZE, torch.float32)] for seed in (1, 2))
+    wait_for(lambda: cache.keep(mine, owner=0))
+    wait_for(lambda: cache.keep(theirs, owner=1))
+    assert cache.keep(mine, owner=0) == cache.keep(theirs, owner=1) == [True]
+    assert cache.nbytes == 2 * EACH
+    cache.keep([], owner=0)
+    assert cache.nbytes == EACH
+    assert cache.keep(theirs, owner=1) == [True]
+
+
+def test_an_error_is_told_to_the_owner_that_asked(monkeypatch):
+    monkeypatch.setattr(signs_module, "projection_signs", fail)
+    cache = SignCache(WIDTH, CPU)
+    key = Signs(1, SIZE, torch.float32)
+    cache.keep([key], owner=0)
+    deadline = time.monotonic() + LONG
+    while not cache._errors:
+        assert time.monotonic() < deadline
+        cache.keep([], owner=1)
+        time.sleep(0.001)
+    assert cache.keep([key], owner=0) == ["MemoryError"]
+
+
 def test_signs_that_are_no_longer_needed_are_not_made(makers, monkeypatch):
     began, go_on = threading.Event(), threading.Event()
 
@@ -163,6 +190,7 @@ def test_the_signs_that_the_service_may_keep_fit_the_reserved_memory():
         cache.get(seed, 1000, torch.float32)
     assert KEPT_BYTES < cache.nbytes <= max_sign_bytes(2048) == KEPT_BYTES + IDLE_BYTES
     assert max_sign_bytes(16384) == 4 * 16384**2 + IDLE_BYTES
+    assert max_sign_bytes(16384, owners=2) == 2 * 4 * 16384**2 + IDLE_BYTES
 
 
 @pytest.mark.parametrize("reduction", [capture_pb2.REDUCTION_NONE, capture_pb2.REDUCTION_MEAN])

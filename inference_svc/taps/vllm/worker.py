@@ -137,9 +137,9 @@ class TappedWorker:
         }
 
     @_answered
-    def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
+    def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]], owner: int) -> list[bool | str]:
         """Keep the signs of projections; see `BlockSink.keep_signs`. A rank that does not capture needs none."""
-        return self._residuum.path.keep_signs(projections)
+        return self._residuum.path.keep_signs(projections, owner)
 
     @_answered
     def residuum_forget(self, names: Sequence[str]) -> None:
