@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from vllm.v1.worker import gpu_worker
 
 from inference_svc.taps.encodings import signs as signs_module
 from inference_svc.taps.encodings.projections import KEPT_BYTES
 from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, SignCache, Signs, max_sign_bytes
 from inference_svc.taps.plan import RequestPlan
-from inference_svc.taps.vllm.gpu_worker import TappedGpuWorker
 from residuum.v1 import capture_pb2
 from residuum.wire.projection import projection_signs
 from tests.inference.taps_support import CPU
@@ -205,21 +201,3 @@ def test_a_step_that_cannot_make_signs_loses_only_the_rows_of_that_request(monke
     assert not engine.stored()
     engine.run(RequestPlan(20, capture()), 40)
     assert max(position for _, _, position in engine.stored()) == 39
-
-
-def test_a_gpu_measures_its_memory_with_room_for_signs_taken(monkeypatch):
-    taken = []
-    worker = object.__new__(TappedGpuWorker)
-    worker._residuum = SimpleNamespace(
-        path=SimpleNamespace(room_for_signs=lambda: taken.append(room := torch.empty(8)) or room)
-    )
-
-    def measure(self):
-        (room,) = taken
-        taken[0] = weakref.ref(room)
-        del room
-        return int(taken[0]() is not None)
-
-    monkeypatch.setattr(gpu_worker.Worker, "determine_available_memory", measure)
-    assert worker.determine_available_memory() == 1
-    assert taken[0]() is None

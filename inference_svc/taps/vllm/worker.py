@@ -245,6 +245,11 @@ class _Taps:
         adapter = runner_v2 if worker.use_v2_model_runner else runner_v1
         adapter.attach(runner, self.runtime.place, vllm.__version__)
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that the taps take for as long as the worker runs."""
+        return self.path.pool_bytes + self._table_bytes + self.path.bank_bytes + self.path.sink_bytes
+
     def describe(self) -> dict[str, Any]:
         """See `TappedWorker.residuum_describe`."""
         producer = self.path.producer
@@ -263,7 +268,7 @@ class _Taps:
             "dtype": int(self._format.dtype),
             "captures": producer is not None,
             "pool_bytes": self.path.pool_bytes,
-            "table_bytes": self._table_bytes + self.path.bank_bytes + self.path.sink_bytes,
+            "table_bytes": self.device_bytes - self.path.pool_bytes,
             "ring_bytes": producer.ring_bytes if producer else 0,
             "control_path": self._control_path if producer else "",
         }
