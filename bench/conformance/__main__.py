@@ -7,6 +7,7 @@ shipper and the store, and is then compared.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -130,6 +131,8 @@ def describe(name: str, outcome: Outcome) -> str:
             ", ".join(f"{count} {state}" for state, count in outcome.states.items()),
         )
     lines = [_LINE.format(name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")]
+    if outcome.rows_alone:
+        lines.append(f"other bits in the batch than alone: {outcome.other_bits} of {outcome.rows_alone} rows")
     if outcome.other_experts:
         lines.append(f"other experts at near ties: {outcome.other_experts} times, gap at most {outcome.widest_tie:.4f}")
     if outcome.verdict is not Verdict.EXACT:
@@ -166,6 +169,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--garbage", action="store_true", help="fill the workers' uninitialised memory with garbage; needs --eager"
     )
+    parser.add_argument(
+        "--alone", action="store_true", help="run each request alone, too, and count the rows that have other bits in "
+        "the batch; with VLLM_BATCH_INVARIANT=1 in the environment, one is enough for WRONG",
+    )  # fmt: skip
     parser.add_argument("--repeat", type=int, default=1, help="runs of each architecture")
     parser.add_argument(
         "--max-error", type=float, help="the largest allowed error of a row; a GPU that rounds to TF32 needs 1e-2"
@@ -173,7 +180,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="architectures that run at the same time")
     parser.add_argument("--keep", type=Path, help="an empty folder in which models and logs are kept")
     add_output(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.alone and options.quantization != [""]:
+        parser.error("--alone is not for --quantization, where each request runs alone anyway")
+    return options
 
 
 def setup_of(options: argparse.Namespace) -> Setup:
@@ -186,6 +196,8 @@ def setup_of(options: argparse.Namespace) -> Setup:
         engine_args=options.engine_args,
         garbage=options.garbage,
         max_error=options.max_error or 0.0,
+        alone=options.alone,
+        batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") not in {"", "0"},
     )
 
 

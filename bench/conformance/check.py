@@ -91,6 +91,8 @@ def check(
             attention_error=comparison.attention_error,
             other_experts=comparison.explained.rows,
             widest_tie=comparison.explained.widest_gap,
+            rows_alone=comparison.rows_alone,
+            other_bits=comparison.other_bits,
             states=dict(comparison.states),
             layout=layout,
             capturing_ranks=int(served.get("capturing_ranks", 0)),

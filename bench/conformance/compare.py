@@ -39,7 +39,10 @@ def compare(
     with residuum.Client(endpoint) as client:
         info = client.info()
         answers = _ask_alone(client, setup) if setup.quantization else _ask_together(client, setup)
-    comparison = Comparison()
+        comparison = Comparison()
+        if setup.alone:
+            for number, answer in enumerate(answers):
+                _compare_alone(answer, _ask(client, setup, answer.request, 1.0, number), setup, comparison)
     comparison.site_layers = {
         site: layers for site, layers in info.site_layers.items() if len(layers) < info.num_layers
     }
@@ -77,19 +80,22 @@ def _ask_together(client: residuum.Client, setup: Setup) -> list[_Answer]:
     requests = make_requests({site: (info.site_widths[site], info.site_layers[site]) for site in inside})
     with ThreadPoolExecutor(len(requests)) as pool:
         # Sampled, because greedy replies of a tiny random model repeat themselves.
-        return list(pool.map(lambda request: _ask(client, setup, request, temperature=1.0), requests))
+        return list(
+            pool.map(lambda request, seed: _ask(client, setup, request, 1.0, seed), requests, range(len(requests)))
+        )
 
 
 def _ask_alone(client: residuum.Client, setup: Setup) -> list[_Answer]:
     return [_ask(client, setup, request, temperature=0.0) for request in make_requests() if not request.pushes]
 
 
-def _ask(client: residuum.Client, setup: Setup, request: Request, temperature: float) -> _Answer:
+def _ask(client: residuum.Client, setup: Setup, request: Request, temperature: float, seed: int = 0) -> _Answer:
     reply = client.generate(
         list(request.prompt),
         max_tokens=NEW_TOKENS,
         ignore_eos=True,
         temperature=temperature,
+        seed=seed,
         logprobs=1,
         capture=residuum.Capture(layers="all", sites=setup.sites),
         steer=[
@@ -156,6 +162,11 @@ def _add(
         layers = list(rows.layers)
         stream = expected["resid_pre"] if of_stream and site not in {"attn_in", "mlp_in", *WIDE_SITES} else None
         comparison.add(rows.stack(), rows.present, expected[site][layers], None if stream is None else stream[layers])
+
+
+def _compare_alone(together: _Answer, alone: _Answer, setup: Setup, comparison: Comparison) -> None:
+    for site in setup.sites:
+        comparison.see_alone(*(answer.acts.select(site=site).stack() for answer in (alone, together)))
 
 
 def _compare_logprobs(answer: _Answer, reference: Reference, comparison: Comparison) -> None:

@@ -36,11 +36,16 @@ class Setup:
     batch, and quantised inputs enlarge it."""
     max_error: float = 0.0
     """The largest allowed error of a row; 0 for the default of the dtype."""
+    alone: bool = False
+    """Whether each request also runs alone, and its rows are compared bit by bit with those in the batch."""
+    batch_invariant: bool = False
+    """Whether vLLM runs in its batch-invariant mode. Then no bit may differ."""
 
     def bounds(self, architecture: Architecture) -> Bounds:
         """Return the bounds for an architecture's rows."""
         bounds = Bounds.of(self.dtype, self.max_error)
-        return replace(bounds, max_error=self.max_error or max(bounds.max_error, architecture.max_error))
+        max_error = self.max_error or max(bounds.max_error, architecture.max_error)
+        return replace(bounds, max_error=max_error, same_bits=self.batch_invariant)
 
     def arguments(self) -> list[str]:
         """Return the inference service's flags."""

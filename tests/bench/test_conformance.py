@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,23 @@ def test_a_short_part_is_compared_at_the_scale_of_the_stream_in_16_bits() -> Non
     assert Bounds.of("bfloat16").of_stream
     assert Bounds.of("float32", 1e-2).of_stream, "TF32"
     assert not Bounds.of("float32").of_stream
+
+
+def test_rows_with_other_bits_in_a_batch_are_counted_and_are_a_fault_in_the_batch_invariant_mode() -> None:
+    together = EXPECTED.copy()
+    together[1, 2, 3] = np.nextafter(together[1, 2, 3], np.float32(9))
+    together[2, 4] = -0.0
+    alone = together.copy()
+    alone[1, 2, 3], alone[2, 4] = EXPECTED[1, 2, 3], 0.0
+    comparison = compare(EXPECTED)
+    comparison.see_alone(EXPECTED[:, :3], EXPECTED[:, :3])
+    strict = replace(BOUNDS, same_bits=True)
+    assert comparison.faults(strict) == []
+    comparison.see_alone(alone, together)
+    assert (comparison.rows_alone, comparison.other_bits) == (24, 2)
+    comparison.see_alone(EXPECTED, EXPECTED[:, :4])
+    assert comparison.faults(strict) == ["5 of 39 rows have other bits in a batch than alone"]
+    assert comparison.faults(BOUNDS) == []
 
 
 def test_absent_rows_count_as_missing_and_are_not_compared() -> None:
@@ -248,6 +266,38 @@ def test_quantised_weights_have_a_table_of_their_own() -> None:
     assert "| awq, `llama` | CPU, vLLM 0.32.0, bfloat16, runner V2 | 100 | 0 | **not exact:** 1.0e-02 |" in text
     assert "| fp8-static, `llama` | CPU, vLLM 0.32.0, bfloat16, runner V2 | needs a GPU |  |  |" in text
     assert "| `llama` |" not in text
+
+
+def test_rows_alone_and_in_a_batch_have_a_table_of_their_own() -> None:
+    origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
+    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"], "alone": True}
+    results = [
+        {
+            **origin,
+            "setup": {**setup, "batch_invariant": invariant},
+            "architectures": [
+                outcome("llama", rows_alone=1000, other_bits=bits, sites=["resid_post"]),
+                outcome("gemma2", rows_alone=500, other_bits=0, sites=["resid_post"]),
+                outcome("mamba", "refused"),
+            ],
+        }
+        for invariant, bits in ((False, 7), (True, 0))
+    ]
+    text = tables(results)
+    label = "CPU, vLLM 0.32.0, bfloat16, runner V2 | 0123456"
+    assert f"| {label} | no | `llama`, `gemma2` | `resid_post` | 1,500 | 7 |" in text
+    assert f"| {label} | yes | `llama`, `gemma2` | `resid_post` | 1,500 | 0 |" in text
+    assert "| `llama` |" not in text, "the run is no column of the matrix"
+
+
+def test_the_mode_of_vllm_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, invariant in (("1", True), ("0", False)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        setup = setup_of(parse(["--alone"]))
+        assert (setup.alone, setup.batch_invariant) == (True, invariant)
+        assert setup.bounds(ARCHITECTURES["llama"]).same_bits == invariant
+    with pytest.raises(SystemExit):
+        parse(["--alone", "--quantization=int8"])
 
 
 def test_only_the_sites_that_a_model_lacks_are_refused() -> None:
