@@ -45,8 +45,10 @@ class Case:
     @property
     def name(self) -> str:
         """The architecture's name, with what distinguishes the case from its others."""
-        layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
-        name = self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
+        setup = self.setup
+        layout = [setup.tensor_parallel_size, setup.pipeline_parallel_size]
+        layout += [setup.data_parallel_size] * (setup.data_parallel_size > 1)
+        name = self.architecture.name + ("" if layout == [1, 1] else f"-{'x'.join(map(str, layout))}")
         name += "-rest" + (f"{self.rest}" if self.rest > 1 else "") if self.rest else ""
         name += f"-{self.setup.quantization}" if self.setup.quantization else ""
         return f"{name}#{self.repetition + 1}" if self.repetition else name
@@ -153,9 +155,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     compiling.add_argument("--eager", action="store_true", default=defaults.eager, help="do not compile (the default)")
     compiling.add_argument("--compiled", dest="eager", action="store_false", help="compile, as the service does")
     parser.add_argument(
-        "--layouts", type=_layouts, default=[(1, 1)], metavar="TPxPP,...",
-        help="tensor parallel size x pipeline parallel size, such as 2x1,1x2,2x2; on a CPU, more than 1x1 needs "
-        "VLLM_CPU_OMP_THREADS_BIND, such as '0|1' (default: 1x1)",
+        "--layouts", type=_layouts, default=[(1, 1, 1)], metavar="TPxPP[xDP],...",
+        help="tensor, pipeline and data parallel size, such as 2x1,1x2,1x1x2; on a CPU, more than 1x1 needs "
+        "VLLM_CPU_OMP_THREADS_BIND, such as '0|1', and more than one replica 'nobind' (default: 1x1)",
     )  # fmt: skip
     parser.add_argument(
         "--sites", type=words(ALL_SITES), default=defaults.sites, help=f"separated by commas: {', '.join(ALL_SITES)}"
@@ -210,6 +212,7 @@ def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
                 setup,
                 tensor_parallel_size=tensor,
                 pipeline_parallel_size=pipeline,
+                data_parallel_size=replicas,
                 sites=architecture.compared(setup.sites),
                 quantization=quantization,
             ),
@@ -217,18 +220,18 @@ def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
         )
         for architecture in options.architectures
         for quantization in options.quantization
-        for tensor, pipeline in options.layouts
+        for tensor, pipeline, replicas in options.layouts
         for time in range(options.repeat)
     ]
 
 
-def _layouts(text: str) -> list[tuple[int, int]]:
+def _layouts(text: str) -> list[tuple[int, int, int]]:
     layouts = []
     for layout in text.split(","):
         sizes = [int(size) for size in layout.split("x")]
-        if len(sizes) != len(("tensor", "pipeline")) or min(sizes) < 1:
-            raise argparse.ArgumentTypeError(f"{layout!r} is not a layout; write it like 2x1")
-        layouts.append((sizes[0], sizes[1]))
+        if not len(("tensor", "pipeline")) <= len(sizes) <= len(("tensor", "pipeline", "data")) or min(sizes) < 1:
+            raise argparse.ArgumentTypeError(f"{layout!r} is not a layout; write it like 2x1, or 1x1x2 with replicas")
+        layouts.append((sizes[0], sizes[1], sizes[2] if len(sizes) > len(("tensor", "pipeline")) else 1))
     return layouts
 
 

@@ -95,6 +95,7 @@ def check(
             other_bits=comparison.other_bits,
             states=dict(comparison.states),
             layout=layout,
+            replicas=int(served.get("replicas", 1)),
             capturing_ranks=int(served.get("capturing_ranks", 0)),
             model_runner=str(served.get("model_runner", "")),
             start_seconds=start_seconds,

@@ -146,7 +146,7 @@ def _served(result: Result, outcome: Result) -> Served:
         not setup["eager"],
         outcome.get("model_runner") or (runners[0] if runners else ""),
         (layout[0], layout[1]) if any(layout) else (1, 1),
-        setup.get("engine_args", {}).get("data_parallel_size", 1),
+        outcome.get("replicas", 1),
         vllm_version(result),
     )
 

@@ -290,6 +290,8 @@ class Outcome:
     states: dict[str, int] = field(default_factory=dict)
     layout: tuple[int, int] = (0, 0)
     """Tensor and pipeline parallel size, from the manifests."""
+    replicas: int = 1
+    """How many replicas of the model there are, from the service's log."""
     capturing_ranks: int = 0
     """The number of workers with a ring, from the service's log."""
     model_runner: str = ""

@@ -23,6 +23,7 @@ class Setup:
     eager: bool = True
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     sites: tuple[str, ...] = ("resid_post",)
     kv_cache_gib: float = 0.1
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +50,9 @@ class Setup:
 
     def arguments(self) -> list[str]:
         """Return the inference service's flags."""
-        engine_args = {**self.engine_args, "worker_extension_cls": _GARBAGE} if self.garbage else self.engine_args
+        engine_args = {**self.engine_args, "worker_extension_cls": _GARBAGE} if self.garbage else dict(self.engine_args)
+        if self.data_parallel_size > 1:
+            engine_args["data_parallel_size"] = self.data_parallel_size
         values = {
             "dtype": self.dtype,
             "tensor-parallel-size": self.tensor_parallel_size,

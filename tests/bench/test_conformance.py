@@ -185,15 +185,17 @@ def test_the_command_line_defines_the_setup() -> None:
     engine_args = '--engine-args={"disable_custom_all_reduce": true}'
     sites = "--sites=resid_post,mlp_out"
     which = "--architectures=gpt2,opt"
-    options = parse([which, "--layouts=1x1,2x3", "--compiled", "--dtype=bfloat16", sites, engine_args])
+    options = parse([which, "--layouts=1x1,2x3,1x1x2", "--compiled", "--dtype=bfloat16", sites, engine_args])
     cases = cases_of(options, setup_of(options))
-    assert [case.name for case in cases] == ["gpt2", "gpt2-2x3", "opt", "opt-2x3"]
-    flags = cases[3].setup.arguments()
+    assert [case.name for case in cases] == ["gpt2", "gpt2-2x3", "gpt2-1x1x2", "opt", "opt-2x3", "opt-1x1x2"]
+    with_replicas = '--engine-args={"disable_custom_all_reduce": true, "data_parallel_size": 2}'
+    assert with_replicas in cases[2].setup.arguments()
+    flags = cases[4].setup.arguments()
     assert engine_args in flags
     assert {"--dtype=bfloat16", "--capture-sites=resid_post,mlp_out"} <= set(flags)
     assert {"--tensor-parallel-size=2", "--pipeline-parallel-size=3"} <= set(flags)
     assert "--enforce-eager" not in flags
-    for bad in (["--architectures", "gpt5"], ["--layouts", "2"], ["--layouts", "2x0"]):
+    for bad in (["--architectures", "gpt5"], ["--layouts", "2"], ["--layouts", "2x0"], ["--layouts", "1x1x1x1"]):
         with pytest.raises(SystemExit):
             parse(bad)
 
@@ -247,9 +249,9 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
 
 
 def test_the_column_of_replicas_says_how_many() -> None:
-    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"], "engine_args": {"data_parallel_size": 2}}
+    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"]}
     origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
-    text = tables([{**origin, "setup": setup, "architectures": [outcome("llama")]}])
+    text = tables([{**origin, "setup": setup, "architectures": [outcome("llama", replicas=2)]}])
     assert text.startswith("| architecture | CPU, vLLM 0.32.0, bfloat16, runner V2, data parallel 2 |")
 
 
