@@ -133,6 +133,8 @@ def describe(name: str, outcome: Outcome) -> str:
             ", ".join(f"{count} {state}" for state, count in outcome.states.items()),
         )
     lines = [_LINE.format(name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")]
+    if outcome.changed_rows is not None:
+        lines.append(f"rows after a change of steering: {outcome.changed_rows}")
     if outcome.rows_alone:
         lines.append(f"other bits in the batch than alone: {outcome.other_bits} of {outcome.rows_alone} rows")
     if outcome.other_experts:
@@ -175,6 +177,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--alone", action="store_true", help="run each request alone, too, and count the rows that have other bits in "
         "the batch; with VLLM_BATCH_INVARIANT=1 in the environment, one is enough for WRONG",
     )  # fmt: skip
+    parser.add_argument(
+        "--changes", action="store_true", help="also change the steering of a request while it generates"
+    )
     parser.add_argument("--repeat", type=int, default=1, help="runs of each architecture")
     parser.add_argument(
         "--max-error", type=float, help="the largest allowed error of a row; a GPU that rounds to TF32 needs 1e-2"
@@ -183,8 +188,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="an empty folder in which models and logs are kept")
     add_output(parser)
     options = parser.parse_args(arguments)
-    if options.alone and options.quantization != [""]:
-        parser.error("--alone is not for --quantization, where each request runs alone anyway")
+    if (options.alone or options.changes) and options.quantization != [""]:
+        parser.error("--alone and --changes are not for --quantization: there each request runs alone, unsteered")
     return options
 
 
@@ -199,6 +204,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
         garbage=options.garbage,
         max_error=options.max_error or 0.0,
         alone=options.alone,
+        changes=options.changes,
         batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") not in {"", "0"},
     )
 

@@ -91,6 +91,7 @@ def check(
             attention_error=comparison.attention_error,
             other_experts=comparison.explained.rows,
             widest_tie=comparison.explained.widest_gap,
+            changed_rows=comparison.changed_rows,
             rows_alone=comparison.rows_alone,
             other_bits=comparison.other_bits,
             states=dict(comparison.states),

@@ -118,6 +118,8 @@ class Comparison:
     reference's."""
     other_replies: int = 0
     """Replies that stock vLLM would not have given."""
+    changed_rows: int | None = None
+    """Rows of the request whose steering changed, after the change; None without such a request."""
     rows_alone: int = 0
     """Rows of requests that ran alone and in a batch, counted once for each layer and site."""
     other_bits: int = 0
@@ -229,6 +231,7 @@ class Comparison:
             f"{wrong} of {self.rows} rows have an error above {bounds.max_error:g}": wrong > 0,
             f"mean cosine {self.mean_cosine:.8f} < {bounds.mean_cosine}": not self.mean_cosine >= bounds.mean_cosine,
             f"{self.other_replies} replies are not those of stock vLLM": self.other_replies > 0,
+            "the steering changed after the last row": self.changed_rows == 0,
             f"{self.other_bits} of {self.rows_alone} rows have other bits in a batch than alone":
                 bounds.same_bits and self.other_bits > 0,
             f"vLLM gave tokens other log-probabilities than follow from the captured rows: they differ by "
@@ -283,6 +286,8 @@ class Outcome:
     """Positions, over all layers, for which vLLM's router decided otherwise than the reference's, at a near tie."""
     widest_tie: float = 0.0
     """How far apart the scores of such a tie were at most, relative to the largest score."""
+    changed_rows: int | None = None
+    """See `Comparison`."""
     rows_alone: int = 0
     """See `Comparison`."""
     other_bits: int = 0

@@ -8,12 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from bench.conformance.__main__ import cases_of, parse, rest_of, setup_of
 from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import _told_when_ready, to_json
+from bench.conformance.compare import _Answer
 from bench.conformance.page import tables
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of, sites_refused
+from bench.conformance.workload import make_changed_request
 from bench.readme import MODELS
 
 EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
@@ -195,7 +198,14 @@ def test_the_command_line_defines_the_setup() -> None:
     assert {"--dtype=bfloat16", "--capture-sites=resid_post,mlp_out"} <= set(flags)
     assert {"--tensor-parallel-size=2", "--pipeline-parallel-size=3"} <= set(flags)
     assert "--enforce-eager" not in flags
-    for bad in (["--architectures", "gpt5"], ["--layouts", "2"], ["--layouts", "2x0"], ["--layouts", "1x1x1x1"]):
+    assert setup_of(parse(["--changes"])).changes
+    for bad in (
+        ["--changes", "--quantization=awq"],
+        ["--architectures", "gpt5"],
+        ["--layouts", "2"],
+        ["--layouts", "2x0"],
+        ["--layouts", "1x1x1x1"],
+    ):
         with pytest.raises(SystemExit):
             parse(bad)
 
@@ -290,6 +300,25 @@ def test_rows_alone_and_in_a_batch_have_a_table_of_their_own() -> None:
     assert f"| {label} | no | `llama`, `gemma2` | `resid_post` | 1,500 | 7 |" in text
     assert f"| {label} | yes | `llama`, `gemma2` | `resid_post` | 1,500 | 0 |" in text
     assert "| `llama` |" not in text, "the run is no column of the matrix"
+
+
+def test_a_change_of_steering_after_the_last_row_is_a_fault() -> None:
+    comparison = compare(EXPECTED)
+    comparison.changed_rows = 7
+    assert comparison.faults(BOUNDS) == []
+    comparison.changed_rows = 0
+    assert comparison.faults(BOUNDS) == ["the steering changed after the last row"]
+
+
+def test_the_reference_changes_the_steering_at_the_announced_position() -> None:
+    request = make_changed_request()
+    (first, push), (later, other) = (*request.pushes.items(), *request.later.items())
+    answer = _Answer(request, None, (), None, None, changed_at=3)
+    rows = torch.zeros(5, len(push))
+    changed = {place: change(rows).numpy() for place, change in answer.changes.items()}
+    assert [bool(row.any()) for row in changed[first]] == [True] * 3 + [False] * 2
+    np.testing.assert_array_equal(changed[later], np.stack([0 * other] * 3 + [other] * 2))
+    assert not rows.any()
 
 
 def test_the_mode_of_vllm_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
