@@ -8,7 +8,7 @@ vectors into a folder beside the control sockets, which only vLLM's user can rea
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from residuum.v1 import tensor_pb2
@@ -16,6 +16,7 @@ from residuum.wire.digests import digest_of_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 _CHECK_EVERY = 64
 """After how many new vectors the folder's size is checked: looking at thousands of files takes milliseconds."""
@@ -84,11 +85,14 @@ class SharedVectors:
 
     def _evict(self) -> None:
         """Drop the least recently used vectors until the limits hold."""
-        with os.scandir(self._folder) as entries:
-            files = [(entry.stat(), entry.path) for entry in entries if not entry.name.endswith(_PART)]
+        files = []
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # another process may drop vectors at the same time
+                if path.suffix != _PART:
+                    files.append((path.stat(), path))
         files.sort(key=lambda file: file[0].st_mtime_ns, reverse=True)
         kept = 0
         for number, (status, path) in enumerate(files):
             kept += status.st_size
             if number >= self._max_vectors or kept > self._max_bytes:
-                Path(path).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
