@@ -110,6 +110,7 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         "steering.json": steering,
         "steering-engine.json": steering,
         "service.json": service,
+        "capture-batch-invariant.json": batch_invariant,
     }
     sections = []
     for folder in _kinds(results):
@@ -149,6 +150,21 @@ def capture(result: Mapping[str, Any], link: str) -> str:
     return f"{fill(intro, _WIDTH)}\n\n" + markdown_table(
         (head, *(f"runner {runner.upper()}" for runner in runners)), rows
     )
+
+
+def batch_invariant(result: Mapping[str, Any], _: str) -> str:
+    """Return the cost of vLLM's batch-invariant mode, measured by `bench.capture`."""
+    seconds_of = {(mode["mode"], mode["runner"]): mode["generation_seconds"]["median"] for mode in result["modes"]}
+    stock = seconds_of["stock", "default"]
+    rows = [
+        (words, *(times(seconds_of[name, runner] / stock) for runner in ("default", "batch-invariant")))
+        for name, words in (("stock", "stock vLLM"), ("idle", "idle taps"), ("all-layers", "all layers of every token"))
+        if (name, "batch-invariant") in seconds_of
+    ]
+    head = f"{_workload(result['workload'])}, `bench.capture` at {short_revision(result)}"
+    intro = f"Generation with vLLM {vllm_version(result)}, stock vLLM = 1, on {machine_name(result)}:"
+    heads = (head, "as usual", "`VLLM_BATCH_INVARIANT=1`")
+    return f"{fill(intro, _WIDTH)}\n\n{markdown_table(heads, rows)}"
 
 
 def steering(result: Mapping[str, Any], _: str) -> str:

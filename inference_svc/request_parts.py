@@ -10,11 +10,27 @@ from inference_svc.resources.projections import Projections
 from inference_svc.resources.vector_activator import VectorActivator
 from inference_svc.resources.vector_cache import BY_PUT_VECTORS, VectorCache
 from inference_svc.session.reservation import Reservations
+from inference_svc.taps.encodings.projections import KEPT_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inference_svc.engine.engine import Engine
     from inference_svc.requests.registry import RequestRegistry
     from inference_svc.tap_settings import TapSettings
+    from inference_svc.taps.encodings.projections import Projection
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of several processes that serve the same engine. Each uses its own part of what the workers have room for."""
+
+    index: int
+    count: int
+
+
+WHOLE = Share(0, 1)
+"""The share of the only process."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,12 @@ class RequestParts:
 
     @classmethod
     def assemble(
-        cls, engine: Engine, registry: RequestRegistry, settings: TapSettings, how_to_send: str = BY_PUT_VECTORS
+        cls,
+        engine: Engine,
+        registry: RequestRegistry,
+        settings: TapSettings,
+        how_to_send: str = BY_PUT_VECTORS,
+        share: Share = WHOLE,
     ) -> RequestParts:
         """Create the parts.
 
@@ -37,10 +58,16 @@ class RequestParts:
             registry: The requests that the service knows. Vectors that they need stay in the cache.
             settings: The settings of the taps.
             how_to_send: A sentence that tells a client how to send missing vectors.
+            share: The share of the workers' resources that these parts may use.
         """
         facts, wait_seconds = engine.facts, settings.vector_wait_seconds
         max_bytes = settings.max_vector_mib << 20
         vectors = VectorCache(settings.max_vectors, max_bytes, facts.vector_widths, registry.is_leased, how_to_send)
-        activator = VectorActivator(vectors, settings.max_active_vectors, engine.load_vectors, wait_seconds)
-        reservations = Reservations(activator, Projections(engine.keep_signs, facts.hidden_size, wait_seconds))
-        return cls(vectors, activator, Admission(facts, vectors), reservations)
+        rows = range(share.index, settings.max_active_vectors, share.count)
+        activator = VectorActivator(vectors, rows, engine.load_vectors, wait_seconds)
+
+        async def keep_signs(projections: Sequence[Projection]) -> list[bool | str]:
+            return await engine.keep_signs(projections, share.index)
+
+        projections = Projections(keep_signs, facts.hidden_size, wait_seconds, KEPT_BYTES // share.count)
+        return cls(vectors, activator, Admission(facts, vectors), Reservations(activator, projections))

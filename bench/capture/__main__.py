@@ -72,7 +72,8 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     )  # fmt: skip
     parser.add_argument(
         "--runners", type=words(Runner), default=[Runner.DEFAULT],
-        help="repeat everything with each of these model runners of vLLM: v1,v2 (default: vLLM's choice)",
+        help=f"repeat everything with each of these model runners of vLLM: {','.join(Runner)}; batch-invariant is "
+        "vLLM's choice with VLLM_BATCH_INVARIANT=1 (default: vLLM's choice)",
     )  # fmt: skip
     parser.add_argument(
         "--modes", type=words(CHOICES), default=list(USUAL_MODES),

@@ -19,7 +19,7 @@ from bench.capture.results import Iteration, Memory, Run
 from bench.capture.sinks import Arrived, CaptureSink, Fetcher, RingSink, RowsMissingError, StoreSink
 from bench.capture.subjects import StockSubject, Subject, TappedSubject, digest, generate_batch
 from bench.capture.worker_extension import EXTENSION
-from bench.capture.workload import Job, Mode, Vectors, Workload, turns
+from bench.capture.workload import Job, Mode, Runner, Vectors, Workload, turns
 from bench.machine import used_mib
 from bench.memory import peak_mib
 from bench.plain import restore
@@ -111,7 +111,7 @@ async def start_engine(
         subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)
     stack.callback(subject.shutdown)
     check_layers(job.workload.layers, subject.num_layers)
-    if job.runner.variable is not None and subject.model_runner != job.runner.value:
+    if job.runner in {Runner.V1, Runner.V2} and subject.model_runner != job.runner.value:
         raise WrongRunnerError(f"vLLM chose model runner {subject.model_runner} instead of {job.runner.value}")
     return subject, tapped
 

@@ -66,8 +66,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def add_runner(parser: argparse.ArgumentParser) -> None:
     """Add the flag that selects one of vLLM's model runners."""
     parser.add_argument(
-        "--runner", type=Runner, choices=list(Runner), default=Runner.DEFAULT, metavar="{default,v1,v2}",
-        help="vLLM's model runner (default: vLLM's choice)",
+        "--runner", type=Runner, choices=list(Runner), default=Runner.DEFAULT,
+        metavar="{default,v1,v2,batch-invariant}", help="vLLM's model runner (default: vLLM's choice)",
     )  # fmt: skip
 
 

@@ -15,8 +15,6 @@ from bench.memory import peak_of
 from bench.plain import restore
 from bench.processes import run_child, running_store
 
-_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-
 
 def run_all(workload: Workload, turns: Sequence[Turn], store_folder: Path | None = None) -> list[Run]:
     """Run the turns one after another, print their measurements, and return them."""
@@ -69,6 +67,4 @@ def _run(job: Job, folder: Path) -> list[Run]:
 def environment_of(folder: Path, runner: Runner) -> dict[str, str]:
     """Return this environment without the service's settings, so that only the workload determines them."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RESIDUUM_")}
-    if runner.variable is not None:
-        kept[_RUNNER_VARIABLE] = runner.variable
-    return {**kept, "VLLM_RPC_BASE_PATH": str(folder)}
+    return {**kept, **runner.variables, "VLLM_RPC_BASE_PATH": str(folder)}

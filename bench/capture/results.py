@@ -203,9 +203,11 @@ def show(summaries: Sequence[ModeSummary]) -> str:
     rows = []
     for summary in summaries:
         generation, settled, same = summary.generation_seconds, summary.settled_seconds, summary.replies_as_stock
+        mode = " batch-invariant" if summary.runner is Runner.BATCH_INVARIANT else ""
+        runner = f"{summary.model_runner}{mode}"
         rows.append(
             (
-                *(summary.mode.value, summary.model_runner, f"{generation.median:.3f} s"),
+                *(summary.mode.value, runner, f"{generation.median:.3f} s"),
                 *map(percent, (generation.ratio_to_stock, generation.ratio_of_best)),
                 *(", ".join(map(percent, generation.ratio_by_round)), f"{generation.last_over_first:.2f}"),
                 *(f"{settled.median:.3f} s", percent(settled.ratio_to_stock), f"{summary.tokens_per_second:.0f}"),

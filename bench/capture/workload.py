@@ -68,11 +68,18 @@ class Runner(str, Enum):
     """vLLM's choice."""
     V1 = "v1"
     V2 = "v2"
+    BATCH_INVARIANT = "batch-invariant"
+    """vLLM's choice, in its batch-invariant mode."""
 
     @property
-    def variable(self) -> str | None:
-        """The value for VLLM_USE_V2_MODEL_RUNNER; None to leave it unset."""
-        return {Runner.V1: "0", Runner.V2: "1"}.get(self)
+    def variables(self) -> dict[str, str]:
+        """The environment variables that select it."""
+        chosen = {
+            Runner.V1: {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+            Runner.V2: {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+            Runner.BATCH_INVARIANT: {"VLLM_BATCH_INVARIANT": "1"},
+        }
+        return chosen.get(self, {})
 
 
 class Vectors(str, Enum):

@@ -7,6 +7,7 @@ shipper and the store, and is then compared.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -44,8 +45,10 @@ class Case:
     @property
     def name(self) -> str:
         """The architecture's name, with what distinguishes the case from its others."""
-        layout = (self.setup.tensor_parallel_size, self.setup.pipeline_parallel_size)
-        name = self.architecture.name if layout == (1, 1) else f"{self.architecture.name}-{layout[0]}x{layout[1]}"
+        setup = self.setup
+        layout = [setup.tensor_parallel_size, setup.pipeline_parallel_size]
+        layout += [setup.data_parallel_size] * (setup.data_parallel_size > 1)
+        name = self.architecture.name + ("" if layout == [1, 1] else f"-{'x'.join(map(str, layout))}")
         name += "-rest" + (f"{self.rest}" if self.rest > 1 else "") if self.rest else ""
         name += f"-{self.setup.quantization}" if self.setup.quantization else ""
         return f"{name}#{self.repetition + 1}" if self.repetition else name
@@ -130,6 +133,10 @@ def describe(name: str, outcome: Outcome) -> str:
             ", ".join(f"{count} {state}" for state, count in outcome.states.items()),
         )
     lines = [_LINE.format(name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")]
+    if outcome.changed_rows is not None:
+        lines.append(f"rows after a change of steering: {outcome.changed_rows}")
+    if outcome.rows_alone:
+        lines.append(f"other bits in the batch than alone: {outcome.other_bits} of {outcome.rows_alone} rows")
     if outcome.other_experts:
         lines.append(f"other experts at near ties: {outcome.other_experts} times, gap at most {outcome.widest_tie:.4f}")
     if outcome.verdict is not Verdict.EXACT:
@@ -150,9 +157,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     compiling.add_argument("--eager", action="store_true", default=defaults.eager, help="do not compile (the default)")
     compiling.add_argument("--compiled", dest="eager", action="store_false", help="compile, as the service does")
     parser.add_argument(
-        "--layouts", type=_layouts, default=[(1, 1)], metavar="TPxPP,...",
-        help="tensor parallel size x pipeline parallel size, such as 2x1,1x2,2x2; on a CPU, more than 1x1 needs "
-        "VLLM_CPU_OMP_THREADS_BIND, such as '0|1' (default: 1x1)",
+        "--layouts", type=_layouts, default=[(1, 1, 1)], metavar="TPxPP[xDP],...",
+        help="tensor, pipeline and data parallel size, such as 2x1,1x2,1x1x2; on a CPU, more than 1x1 needs "
+        "VLLM_CPU_OMP_THREADS_BIND, such as '0|1', and more than one replica 'nobind' (default: 1x1)",
     )  # fmt: skip
     parser.add_argument(
         "--sites", type=words(ALL_SITES), default=defaults.sites, help=f"separated by commas: {', '.join(ALL_SITES)}"
@@ -166,6 +173,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--garbage", action="store_true", help="fill the workers' uninitialised memory with garbage; needs --eager"
     )
+    parser.add_argument(
+        "--alone", action="store_true", help="run each request alone, too, and count the rows that have other bits in "
+        "the batch; with VLLM_BATCH_INVARIANT=1 in the environment, one is enough for WRONG",
+    )  # fmt: skip
+    parser.add_argument(
+        "--changes", action="store_true", help="also change the steering of a request while it generates"
+    )
     parser.add_argument("--repeat", type=int, default=1, help="runs of each architecture")
     parser.add_argument(
         "--max-error", type=float, help="the largest allowed error of a row; a GPU that rounds to TF32 needs 1e-2"
@@ -173,7 +187,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="architectures that run at the same time")
     parser.add_argument("--keep", type=Path, help="an empty folder in which models and logs are kept")
     add_output(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if (options.alone or options.changes) and options.quantization != [""]:
+        parser.error("--alone and --changes are not for --quantization: there each request runs alone, unsteered")
+    return options
 
 
 def setup_of(options: argparse.Namespace) -> Setup:
@@ -186,6 +203,9 @@ def setup_of(options: argparse.Namespace) -> Setup:
         engine_args=options.engine_args,
         garbage=options.garbage,
         max_error=options.max_error or 0.0,
+        alone=options.alone,
+        changes=options.changes,
+        batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") not in {"", "0"},
     )
 
 
@@ -198,6 +218,7 @@ def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
                 setup,
                 tensor_parallel_size=tensor,
                 pipeline_parallel_size=pipeline,
+                data_parallel_size=replicas,
                 sites=architecture.compared(setup.sites),
                 quantization=quantization,
             ),
@@ -205,18 +226,18 @@ def cases_of(options: argparse.Namespace, setup: Setup) -> list[Case]:
         )
         for architecture in options.architectures
         for quantization in options.quantization
-        for tensor, pipeline in options.layouts
+        for tensor, pipeline, replicas in options.layouts
         for time in range(options.repeat)
     ]
 
 
-def _layouts(text: str) -> list[tuple[int, int]]:
+def _layouts(text: str) -> list[tuple[int, int, int]]:
     layouts = []
     for layout in text.split(","):
         sizes = [int(size) for size in layout.split("x")]
-        if len(sizes) != len(("tensor", "pipeline")) or min(sizes) < 1:
-            raise argparse.ArgumentTypeError(f"{layout!r} is not a layout; write it like 2x1")
-        layouts.append((sizes[0], sizes[1]))
+        if not len(("tensor", "pipeline")) <= len(sizes) <= len(("tensor", "pipeline", "data")) or min(sizes) < 1:
+            raise argparse.ArgumentTypeError(f"{layout!r} is not a layout; write it like 2x1, or 1x1x2 with replicas")
+        layouts.append((sizes[0], sizes[1], sizes[2] if len(sizes) > len(("tensor", "pipeline")) else 1))
     return layouts
 
 

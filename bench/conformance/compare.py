@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +12,15 @@ import numpy as np
 
 import residuum
 from bench.conformance.architectures import Architecture
-from bench.conformance.reference import WIDE_SITES, Reference, adding
+from bench.conformance.reference import WIDE_SITES, Change, Reference, adding
 from bench.conformance.results import Comparison, Rows
 from bench.conformance.setup import Setup
 from bench.conformance.stock import run_stock
-from bench.conformance.workload import NEW_TOKENS, Request, make_requests
+from bench.conformance.workload import NEW_TOKENS, Request, make_changed_request, make_requests
 
 _REQUEST_SECONDS = 120.0
+_TRIES = 3
+"""How often the request whose steering changes is sent, if the change comes after its last token."""
 
 
 def compare(
@@ -39,7 +41,12 @@ def compare(
     with residuum.Client(endpoint) as client:
         info = client.info()
         answers = _ask_alone(client, setup) if setup.quantization else _ask_together(client, setup)
-    comparison = Comparison()
+        comparison = Comparison()
+        if setup.alone:
+            for number, answer in enumerate(answers):
+                if answer.request.later:
+                    continue  # the change comes at another position each time
+                _compare_alone(answer, _ask(client, setup, answer.request, 1.0, number), setup, comparison)
     comparison.site_layers = {
         site: layers for site, layers in info.site_layers.items() if len(layers) < info.num_layers
     }
@@ -63,41 +70,88 @@ class _Answer:
     """The log-probability that vLLM gave each token of the reply, [tokens]."""
     lens: Rows
     """The one that the service's logit lens of the last layer gives it, [tokens]; empty without rows of that layer."""
+    changed_at: int | None = None
+    """The first position with the later steering."""
 
     @property
     def token_ids(self) -> list[int]:
         """The prompt and the reply without its last token, which is never fed to the model."""
         # The expected rows depend only on the request.
-        return [*self.request.prompt, *self.generated][: len(self.request.prompt) + NEW_TOKENS - 1]
+        return [*self.request.prompt, *self.generated][: len(self.request.prompt) + self.request.new_tokens - 1]
+
+    @property
+    def changes(self) -> dict[tuple[str, int], Change]:
+        """The steering, for the reference."""
+        stop, later = self.changed_at, self.request.later
+        return {
+            **{place: adding(push, stop=stop) for place, push in self.request.pushes.items()},
+            **{place: adding(push, start=stop or 0) for place, push in later.items()},
+        }
 
 
 def _ask_together(client: residuum.Client, setup: Setup) -> list[_Answer]:
     info = client.info()
     inside = [site for site in info.steering_sites if site != "resid_post"]
     requests = make_requests({site: (info.site_widths[site], info.site_layers[site]) for site in inside})
-    with ThreadPoolExecutor(len(requests)) as pool:
+    with ThreadPoolExecutor(len(requests) + 1) as pool:
+        changed = [pool.submit(_ask_changed, client, setup)] if setup.changes else []
         # Sampled, because greedy replies of a tiny random model repeat themselves.
-        return list(pool.map(lambda request: _ask(client, setup, request, temperature=1.0), requests))
+        answers = pool.map(
+            lambda request, seed: _ask(client, setup, request, 1.0, seed), requests, range(len(requests))
+        )
+        return [*answers, *(answer.result() for answer in changed)]
 
 
 def _ask_alone(client: residuum.Client, setup: Setup) -> list[_Answer]:
     return [_ask(client, setup, request, temperature=0.0) for request in make_requests() if not request.pushes]
 
 
-def _ask(client: residuum.Client, setup: Setup, request: Request, temperature: float) -> _Answer:
+def _ask(client: residuum.Client, setup: Setup, request: Request, temperature: float, seed: int = 0) -> _Answer:
     reply = client.generate(
         list(request.prompt),
         max_tokens=NEW_TOKENS,
         ignore_eos=True,
         temperature=temperature,
+        seed=seed,
         logprobs=1,
         capture=residuum.Capture(layers="all", sites=setup.sites),
-        steer=[
-            residuum.Add(residuum.Vector.from_array(push), layer=layer, site=site)
-            for (site, layer), push in request.pushes.items()
-        ],
+        steer=_steering(request.pushes),
         timeout=_REQUEST_SECONDS,
     )
+    return _answer(client, request, reply)
+
+
+def _ask_changed(client: residuum.Client, setup: Setup) -> _Answer:
+    request = make_changed_request()
+    for _ in range(_TRIES):
+        with client.stream(
+            list(request.prompt),
+            max_tokens=request.new_tokens,
+            ignore_eos=True,
+            temperature=1.0,
+            logprobs=1,
+            capture=residuum.Capture(layers="all", sites=setup.sites),
+            steer=_steering(request.pushes),
+            updatable=True,
+            timeout=_REQUEST_SECONDS,
+        ) as stream:
+            next(stream)
+            (first,) = stream.update_steering(_steering(request.later))
+            for _ in stream:
+                pass
+        answer = replace(_answer(client, request, stream.reply), changed_at=first)
+        if first < len(answer.token_ids):
+            break
+    return answer
+
+
+def _steering(pushes: Mapping[tuple[str, int], Rows]) -> list[residuum.Add]:
+    return [
+        residuum.Add(residuum.Vector.from_array(push), layer=layer, site=site) for (site, layer), push in pushes.items()
+    ]
+
+
+def _answer(client: residuum.Client, request: Request, reply: residuum.Reply) -> _Answer:
     acts = client.activations(reply.request_id, allow_partial=True)
     generated = acts.manifest.sequences[0].generated_token_ids if acts.manifest.sequences else ()
     return _Answer(request, acts, tuple(generated), _logprobs(reply), _lens(client, acts, len(request.prompt)))
@@ -126,8 +180,9 @@ def _compare_with_transformers(
     reference = Reference(architecture, model)
     reference.widths = info.site_widths
     for answer in answers:
-        changes = {place: adding(push) for place, push in answer.request.pushes.items()}
-        run = partial(reference.rows, answer.token_ids, changes)
+        run = partial(reference.rows, answer.token_ids, answer.changes)
+        if answer.changed_at is not None:
+            comparison.changed_rows = max(len(answer.token_ids) - answer.changed_at, 0)
         if architecture.routed:
             got = {site: answer.acts.select(site=site).stack().astype(np.float32) for site in setup.sites}
             expected = comparison.explain(run, got, setup.bounds(architecture))
@@ -156,6 +211,11 @@ def _add(
         layers = list(rows.layers)
         stream = expected["resid_pre"] if of_stream and site not in {"attn_in", "mlp_in", *WIDE_SITES} else None
         comparison.add(rows.stack(), rows.present, expected[site][layers], None if stream is None else stream[layers])
+
+
+def _compare_alone(together: _Answer, alone: _Answer, setup: Setup, comparison: Comparison) -> None:
+    for site in setup.sites:
+        comparison.see_alone(*(answer.acts.select(site=site).stack() for answer in (alone, together)))
 
 
 def _compare_logprobs(answer: _Answer, reference: Reference, comparison: Comparison) -> None:

@@ -44,7 +44,8 @@ def tables(results: Sequence[Result]) -> str:
     Args:
         results: The results of `bench.conformance`. Two with the same column complete each other.
     """
-    quantized = _quantized(results)
+    further = [*_quantized(results), *_alone(results)]
+    results = [result for result in results if not result["setup"].get("alone")]
     columns: dict[Served, list[Result]] = {}
     revisions: dict[Served, list[str]] = {}
     for result in results:
@@ -71,7 +72,7 @@ def tables(results: Sequence[Result]) -> str:
             {name: [row for rows in columns.values() for row in rows if row["name"] == name] for name in names}
         ),
     ]
-    return "\n\n".join([*texts, *quantized])
+    return "\n\n".join([*texts, *further])
 
 
 def _sites_table(outcomes: Mapping[str, Sequence[Result]]) -> str:
@@ -105,6 +106,28 @@ def _quantized(results: Sequence[Result]) -> list[str]:
     return [intro, markdown_table(heads, rows)] if rows else []
 
 
+def _alone(results: Sequence[Result]) -> list[str]:
+    """Return the table of rows that were compared alone and in a batch, and what it says; empty without results."""
+    rows = []
+    for result in results:
+        compared = [outcome for outcome in result["architectures"] if outcome.get("rows_alone")]
+        if compared:
+            rows.append(
+                (
+                    _served(result, compared[0]).label,
+                    short_revision(result),
+                    "yes" if result["setup"]["batch_invariant"] else "no",
+                    ", ".join(dict.fromkeys(f"`{outcome['name']}`" for outcome in compared)),
+                    _listed({site for outcome in compared for site in outcome["sites"]}),
+                    f"{sum(outcome['rows_alone'] for outcome in compared):,}",
+                    f"{sum(outcome['other_bits'] for outcome in compared):,}",
+                )
+            )
+    heads = ("served in", "at", "batch-invariant", "models", "sites", "rows", "of these with other bits")
+    intro = "Rows of each request alone and in a batch, compared bit by bit, with and without `VLLM_BATCH_INVARIANT=1`:"
+    return [intro, markdown_table(heads, rows)] if rows else []
+
+
 def _exactness(outcome: Result) -> tuple[str, str, str]:
     if not outcome["rows"]:
         return ("needs a GPU" if outcome["detail"].startswith(_BY_VLLM) else outcome["verdict"], "", "")
@@ -123,7 +146,7 @@ def _served(result: Result, outcome: Result) -> Served:
         not setup["eager"],
         outcome.get("model_runner") or (runners[0] if runners else ""),
         (layout[0], layout[1]) if any(layout) else (1, 1),
-        setup.get("engine_args", {}).get("data_parallel_size", 1),
+        outcome.get("replicas", 1),
         vllm_version(result),
     )
 

@@ -277,10 +277,16 @@ def _routers(parts: Sequence[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def adding(push: Rows) -> Change:
-    """Return the change that adds a vector, [hidden]."""
+def adding(push: Rows, start: int = 0, stop: int | None = None) -> Change:
+    """Return the change that adds a vector, [hidden], to the rows at the positions from `start` to before `stop`."""
     vector = torch.from_numpy(push)
-    return lambda rows: rows + vector
+
+    def added(rows: Tensor) -> Tensor:
+        changed = rows.clone()
+        changed[start:stop] += vector
+        return changed
+
+    return added
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

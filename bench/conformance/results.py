@@ -54,6 +54,8 @@ class Bounds:
     """Whether an error is relative to the residual stream. In 16 bits, each term of a sum is rounded. If the terms
     nearly cancel, as in the attention block of a long prompt, the sum is short, but its rounding error is not. So a
     part of a layer is compared at the scale of the stream that it is added to."""
+    same_bits: bool = False
+    """Whether rows of a request alone and in a batch must be the same to the bit."""
 
     @classmethod
     def of(cls, dtype: str, max_error: float = 0.0) -> Bounds:
@@ -116,6 +118,12 @@ class Comparison:
     reference's."""
     other_replies: int = 0
     """Replies that stock vLLM would not have given."""
+    changed_rows: int | None = None
+    """Rows of the request whose steering changed, after the change; None without such a request."""
+    rows_alone: int = 0
+    """Rows of requests that ran alone and in a batch, counted once for each layer and site."""
+    other_bits: int = 0
+    """Those of them that are not the same to the bit."""
     explained: Explained = field(default_factory=Explained)
     """The rows that other experts explain."""
     _cosines: list[Rows] = field(default_factory=list)
@@ -166,6 +174,17 @@ class Comparison:
         self.explained.widest_gap = max(self.explained.widest_gap, explained.widest_gap)
         return expected
 
+    def see_alone(self, alone: Rows, together: Rows) -> None:
+        """Compare the rows of a request that ran alone with those in a batch, [layers, positions, width], bit by bit.
+
+        Rows that only one of the two has count as different: the replies may differ in length.
+        """
+        positions = min(alone.shape[1], together.shape[1])
+        pair = [np.ascontiguousarray(rows[:, :positions]).view(np.uint8) for rows in (alone, together)]
+        self.rows_alone += alone.shape[0] * max(alone.shape[1], together.shape[1])
+        self.other_bits += int((pair[0] != pair[1]).any(-1).sum())
+        self.other_bits += alone.shape[0] * abs(alone.shape[1] - together.shape[1])
+
     def see_layers(self, expected: Rows) -> None:
         """Update `least_layer_distance` with the reference's rows of the stream, [layers, positions, hidden]."""
         steps = np.linalg.norm(np.diff(expected, axis=0), axis=-1) / np.linalg.norm(expected[1:], axis=-1)
@@ -212,6 +231,9 @@ class Comparison:
             f"{wrong} of {self.rows} rows have an error above {bounds.max_error:g}": wrong > 0,
             f"mean cosine {self.mean_cosine:.8f} < {bounds.mean_cosine}": not self.mean_cosine >= bounds.mean_cosine,
             f"{self.other_replies} replies are not those of stock vLLM": self.other_replies > 0,
+            "the steering changed after the last row": self.changed_rows == 0,
+            f"{self.other_bits} of {self.rows_alone} rows have other bits in a batch than alone":
+                bounds.same_bits and self.other_bits > 0,
             f"vLLM gave tokens other log-probabilities than follow from the captured rows: they differ by "
             f"{self.logprob_error:.2g}": not self.logprob_error <= bounds.logprob_error,
             f"the logit lens of the last layer differs from vLLM's log-probabilities by {self.lens_error:.2g}":
@@ -264,9 +286,17 @@ class Outcome:
     """Positions, over all layers, for which vLLM's router decided otherwise than the reference's, at a near tie."""
     widest_tie: float = 0.0
     """How far apart the scores of such a tie were at most, relative to the largest score."""
+    changed_rows: int | None = None
+    """See `Comparison`."""
+    rows_alone: int = 0
+    """See `Comparison`."""
+    other_bits: int = 0
+    """See `Comparison`."""
     states: dict[str, int] = field(default_factory=dict)
     layout: tuple[int, int] = (0, 0)
     """Tensor and pipeline parallel size, from the manifests."""
+    replicas: int = 1
+    """How many replicas of the model there are, from the service's log."""
     capturing_ranks: int = 0
     """The number of workers with a ring, from the service's log."""
     model_runner: str = ""

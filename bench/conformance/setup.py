@@ -23,6 +23,7 @@ class Setup:
     eager: bool = True
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     sites: tuple[str, ...] = ("resid_post",)
     kv_cache_gib: float = 0.1
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -36,15 +37,24 @@ class Setup:
     batch, and quantised inputs enlarge it."""
     max_error: float = 0.0
     """The largest allowed error of a row; 0 for the default of the dtype."""
+    alone: bool = False
+    """Whether each request also runs alone, and its rows are compared bit by bit with those in the batch."""
+    changes: bool = False
+    """Whether the steering of one more request changes while it generates."""
+    batch_invariant: bool = False
+    """Whether vLLM runs in its batch-invariant mode. Then no bit may differ."""
 
     def bounds(self, architecture: Architecture) -> Bounds:
         """Return the bounds for an architecture's rows."""
         bounds = Bounds.of(self.dtype, self.max_error)
-        return replace(bounds, max_error=self.max_error or max(bounds.max_error, architecture.max_error))
+        max_error = self.max_error or max(bounds.max_error, architecture.max_error)
+        return replace(bounds, max_error=max_error, same_bits=self.batch_invariant)
 
     def arguments(self) -> list[str]:
         """Return the inference service's flags."""
-        engine_args = {**self.engine_args, "worker_extension_cls": _GARBAGE} if self.garbage else self.engine_args
+        engine_args = {**self.engine_args, "worker_extension_cls": _GARBAGE} if self.garbage else dict(self.engine_args)
+        if self.data_parallel_size > 1:
+            engine_args["data_parallel_size"] = self.data_parallel_size
         values = {
             "dtype": self.dtype,
             "tensor-parallel-size": self.tensor_parallel_size,

@@ -14,6 +14,8 @@ Rows = npt.NDArray[np.float32]
 
 
 NEW_TOKENS = 16
+LONG_REPLY = 100
+"""The tokens of the request whose steering changes: enough that it still generates when the change arrives."""
 CHUNK = 64
 """The most tokens of a step, so that prompts are computed in chunks, in steps that also generate replies."""
 
@@ -30,10 +32,17 @@ class Request:
     prompt: tuple[int, ...]
     pushes: dict[tuple[str, int], Rows] = field(default_factory=dict)
     """The vector that is added to the rows at a site of a layer, [width], by site and layer."""
+    later: dict[tuple[str, int], Rows] = field(default_factory=dict)
+    """Those that replace them while the request generates."""
+
+    @property
+    def new_tokens(self) -> int:
+        """The tokens of its reply."""
+        return LONG_REPLY if self.later else NEW_TOKENS
 
 
-MAX_REQUESTS = 9
-"""Most requests that `make_requests` returns."""
+MAX_REQUESTS = 10
+"""Most requests at a time: those of `make_requests`, and that of `make_changed_request`."""
 
 
 def make_requests(inside: Mapping[str, tuple[int, Sequence[int]]] | None = None) -> list[Request]:
@@ -59,6 +68,14 @@ def make_requests(inside: Mapping[str, tuple[int, Sequence[int]]] | None = None)
         }
         requests.append(Request(requests[_LENGTHS.index(33)].prompt, pushes))
     return requests
+
+
+def make_changed_request() -> Request:
+    """Return the request whose steering changes while it generates. It is always the same."""
+    source = np.random.default_rng(12)
+    prompt = tuple(int(token) for token in source.integers(_FIRST_TOKEN, VOCABULARY, size=33))
+    first, later = ({("resid_post", layer): _push(source, HIDDEN)} for layer in (0, LAYERS - 2))
+    return Request(prompt, first, later)
 
 
 def _push(source: np.random.Generator, width: int) -> Rows:

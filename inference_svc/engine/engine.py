@@ -189,7 +189,7 @@ class Engine:
         """Write vectors into rows of every rank's vector bank; see `VectorBank.load`."""
         await self._call("residuum_load_vectors", list(rows))
 
-    async def keep_signs(self, projections: Sequence[Projection]) -> list[bool | str]:
+    async def keep_signs(self, projections: Sequence[Projection], owner: int = 0) -> list[bool | str]:
         """Make every rank compute the signs of these projections in the background, and keep no others.
 
         Returns:
@@ -198,7 +198,7 @@ class Engine:
         Raises:
             Failure: The engine is dead.
         """
-        ranks = await self._call("residuum_keep_signs", [tuple(item) for item in projections])
+        ranks = await self._call("residuum_keep_signs", [tuple(item) for item in projections], owner)
         return [_ready(states) for states in zip(*ranks, strict=True)]
 
     async def change_steering(self, changes: Mapping[str, Sequence[Operation]]) -> dict[str, int | None]:

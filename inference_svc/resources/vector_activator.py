@@ -30,20 +30,20 @@ class VectorActivator:
     One exception: a request whose vectors are all in use needs no room, and goes ahead.
     """
 
-    def __init__(self, cache: VectorCache, rows: int, load: LoadRows, wait_seconds: float) -> None:
+    def __init__(self, cache: VectorCache, rows: Sequence[int], load: LoadRows, wait_seconds: float) -> None:
         """Make an activator for empty banks.
 
         Args:
             cache: The values of the vectors.
-            rows: Rows of each bank.
+            rows: The rows of the banks that it allots. No other activator may allot them.
             load: Writes pairs of a row and a vector's values into every rank's bank.
             wait_seconds: How long a request waits for rows before it fails.
         """
         self._cache = cache
         self._load = load
         self._wait_seconds = wait_seconds
-        self._free = list(range(rows - 1, -1, -1))
-        self._total = rows
+        self._free = list(reversed(rows))
+        self._total = len(rows)
         self._rows: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._users: dict[bytes, int] = {}
         self._turns: deque[object] = deque()

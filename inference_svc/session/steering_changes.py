@@ -8,6 +8,9 @@ keeps, for each request, which operations apply from which position (`RequestSta
 
 * A change applies from the first position that is not computed yet. Only the worker knows that position. Its answer
   goes to the client and into the manifest, for each sequence.
+* vLLM's executor gives the change and the steps to all ranks in the same order. So the change comes after the same step
+  on every rank, also if one pipeline stage is a step ahead of another. `Engine.change_steering` checks that the ranks
+  answer with the same position.
 * A position that is computed again after a preemption gets the operations that it had the first time, because captured
   rows and later rows depend on them. So a request keeps the bank rows of all vectors that it has used. A request that
   was never changed pays one comparison per step.

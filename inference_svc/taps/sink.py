@@ -85,9 +85,9 @@ class BlockSink:
         """Prepare for the blocks of a request whose capture is followed (`Capture.is_followed`), until `end`."""
         self._followed.begin(plan)
 
-    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]], owner: int = 0) -> list[bool | str]:
         """Make the signs of random projections on a thread and keep them; see `Bases.keep_signs`."""
-        return self._bases.keep_signs(projections)
+        return self._bases.keep_signs(projections, owner)
 
     def send(self, blocks: Sequence[Block]) -> None:
         """Encode the rows of blocks into the ring or keep them for the self-test, and give the blocks back to the pool.

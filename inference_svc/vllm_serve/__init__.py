@@ -25,8 +25,8 @@ of the inference service. The front end does the work of the service's own proce
 * `delivery` has an event loop of its own, in a thread: vLLM stops its engine in a plain function, on the loop that
   serves HTTP.
 * With several API servers, the first one starts the shippers and runs the self-test; a file beside the control sockets
-  tells the others its result. None accepts vectors or random
-  projections, because each would write into bank rows that another one uses, and would drop the other's signs.
+  tells the others its result. They divide the rows of the vector bank and the room for signs among them, and share the
+  callers' vectors in a folder beside the control sockets (`shared_vectors`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ seals the capture no matter how the request ends.
 from __future__ import annotations
 
 import re
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,19 +20,19 @@ from inference_svc.admission.fields import invalid
 from inference_svc.engine.engine import Engine, tokenizer_of
 from inference_svc.engine.facts import facts_of
 from inference_svc.engine.streams import engine_dead_failure
-from inference_svc.request_parts import RequestParts
+from inference_svc.request_parts import RequestParts, Share
 from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.prompts import no_prompt_text
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
-from inference_svc.resources.projections import projection_of
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.outputs import CallerOutputs, digest_of, kept_outputs, merge_streams
 from inference_svc.vllm_serve.refusals import as_http_errors
-from inference_svc.vllm_serve.startup import Startup, UntappedLLM
+from inference_svc.vllm_serve.shared_vectors import SharedVectors
+from inference_svc.vllm_serve.startup import Startup, UntappedLLM, folder_of
 from inference_svc.vllm_serve.xargs import (
     ResiduumArguments,
     check_argument_names,
@@ -107,7 +107,8 @@ class FrontEnd:
         self._llm = llm
         self._settings = settings
         self._replies: ReplyReader | None = None
-        self._count = count
+        self._share = Share(index, count)
+        self._shared: SharedVectors | None = None
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
         self._described: _Serving | None = None
         self._delivery = Delivery(settings) if settings.store else None
@@ -159,7 +160,12 @@ class FrontEnd:
         name = served if isinstance(served, str) else config.model_config.model
         engine = Engine(UntappedLLM(self._llm, self._generate), None, facts_of(config, self._settings, name, ranks))
         how_to_send = "Send them in vllm_xargs.residuum_vectors."
-        self._described = _Serving(engine, RequestParts.assemble(engine, self._registry, self._settings, how_to_send))
+        parts = RequestParts.assemble(engine, self._registry, self._settings, how_to_send, self._share)
+        if self._share.count > 1:
+            folder = folder_of(ranks) / "vectors"
+            limits = self._settings.max_vectors, self._settings.max_vector_mib << 20
+            self._shared = SharedVectors(folder, *limits)
+        self._described = _Serving(engine, parts)
         return engine
 
     @property
@@ -193,8 +199,7 @@ class FrontEnd:
         if spec.capture is not None and spec.capture.keep_prompt and not prompt.get("prompt"):
             raise no_prompt_text()
         parameters = self._parameters(sampling, len(token_ids))
-        self._check_single_api_server(spec)
-        self._keep(asked)
+        self._keep(asked, spec)
         self._serving.parts.admission.check_request(spec, "", len(token_ids), parameters)
         spec = replace(spec, request_id=_capture_id(spec, request_id), adapter=adapter)
         return _Admitted(spec, asked, prompt, token_ids, sampling, parameters, request_id)
@@ -212,22 +217,17 @@ class FrontEnd:
             prompt_logprobs=None if sampling.prompt_logprobs is None else 0,
         )
 
-    def _keep(self, asked: ResiduumArguments) -> None:
+    def _keep(self, asked: ResiduumArguments, spec: ResolvedSpec) -> None:
+        """Keep the vectors that came with a request, and those that it names and another API server has."""
+        vectors = self._serving.parts.vectors
         for vector in asked.vectors:
-            self._serving.parts.vectors.put(vector)
-
-    def _check_single_api_server(self, spec: ResolvedSpec) -> None:
-        """Check that no other API server can overwrite the worker resources that this request needs.
-
-        Raises:
-            Failure: The request needs vectors or random projections, and there are several API servers.
-        """
-        if self._count > 1 and (spec.digests or projection_of(spec.capture)):
-            raise invalid(
-                "vllm_xargs.residuum",
-                "Vectors and random projections need a server with a single API server process, because several "
-                "processes would overwrite each other's vectors and signs. Its operator can set --api-server-count 1.",
-            )
+            vectors.put(vector)
+        if self._shared is not None:
+            with suppress(OSError):  # the disk is full: then other API servers ask callers for these vectors
+                for vector in asked.vectors:
+                    self._shared.put(vector)
+            for vector in self._shared.find(vectors.missing(spec.digests)):
+                vectors.put(vector)
 
     # ---------------------------------------------------------------------------------------- the life of a request
 
@@ -260,7 +260,7 @@ class FrontEnd:
             session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
             try:
-                self._keep(admitted.asked)  # the cache may have evicted them since the check
+                self._keep(admitted.asked, admitted.spec)  # the cache may have evicted them since the check
                 async with self._serving.parts.reservations.reserve(running) as vectors, session:
                     if session.existing is not None:
                         kept = await kept_sequences(

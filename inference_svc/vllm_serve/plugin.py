@@ -145,6 +145,13 @@ def _front_end_factory(vllm_config: Any) -> Callable[..., Any] | None:
         settings = from_environment(TapSettings)
     except BadSettingsError as error:
         raise SystemExit(f"vllm serve with residuum: bad settings\n{error}") from None
+    api_servers = vllm_config.parallel_config._api_process_count  # noqa: SLF001 - vLLM has no public name
+    if settings.max_active_vectors < api_servers:
+        raise SystemExit(
+            f"vllm serve with residuum: RESIDUUM_MAX_ACTIVE_VECTORS is {settings.max_active_vectors}, but the "
+            f"{api_servers} API servers divide this number among them, and each needs at least one. Set a higher "
+            "number, or fewer API servers with --api-server-count."
+        )
     configure_own_logs(settings.log_level)
     log_unknown_variables(TapSettings)
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))

@@ -110,9 +110,9 @@ class Startup:
             check_answers("residuum_describe", [ranks])
             check_ranks(ranks, self._llm.vllm_config.model_config.get_total_num_hidden_layers())
         engine = self._serve(ranks)
-        controls = [rank["control_path"] for rank in ranks if rank["control_path"]]
-        result = Path(controls[0]).parent / _RESULT
+        result = folder_of(ranks) / _RESULT
         if self._is_first:
+            controls = [rank["control_path"] for rank in ranks if rank["control_path"]]
             await self._start_for_all(engine, controls, result)
         else:
             await _hear(result)
@@ -146,6 +146,11 @@ class Startup:
                 await self._delivery.ship(controls)
         with _startup_failure("its self-test failed"):
             await run_self_test(engine)
+
+
+def folder_of(ranks: Sequence[dict[str, Any]]) -> Path:
+    """Return a folder that all API servers know, from the descriptions of the ranks: that of the control sockets."""
+    return Path(next(rank["control_path"] for rank in ranks if rank["control_path"])).parent
 
 
 async def _hear(result: Path) -> None:

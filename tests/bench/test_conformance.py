@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from bench.conformance.__main__ import cases_of, parse, rest_of, setup_of
 from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import _told_when_ready, to_json
+from bench.conformance.compare import _Answer
 from bench.conformance.page import tables
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of, sites_refused
+from bench.conformance.workload import make_changed_request
 from bench.readme import MODELS
 
 EXPECTED = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
@@ -75,6 +79,23 @@ def test_a_short_part_is_compared_at_the_scale_of_the_stream_in_16_bits() -> Non
     assert Bounds.of("bfloat16").of_stream
     assert Bounds.of("float32", 1e-2).of_stream, "TF32"
     assert not Bounds.of("float32").of_stream
+
+
+def test_rows_with_other_bits_in_a_batch_are_counted_and_are_a_fault_in_the_batch_invariant_mode() -> None:
+    together = EXPECTED.copy()
+    together[1, 2, 3] = np.nextafter(together[1, 2, 3], np.float32(9))
+    together[2, 4] = -0.0
+    alone = together.copy()
+    alone[1, 2, 3], alone[2, 4] = EXPECTED[1, 2, 3], 0.0
+    comparison = compare(EXPECTED)
+    comparison.see_alone(EXPECTED[:, :3], EXPECTED[:, :3])
+    strict = replace(BOUNDS, same_bits=True)
+    assert comparison.faults(strict) == []
+    comparison.see_alone(alone, together)
+    assert (comparison.rows_alone, comparison.other_bits) == (24, 2)
+    comparison.see_alone(EXPECTED, EXPECTED[:, :4])
+    assert comparison.faults(strict) == ["5 of 39 rows have other bits in a batch than alone"]
+    assert comparison.faults(BOUNDS) == []
 
 
 def test_absent_rows_count_as_missing_and_are_not_compared() -> None:
@@ -167,15 +188,24 @@ def test_the_command_line_defines_the_setup() -> None:
     engine_args = '--engine-args={"disable_custom_all_reduce": true}'
     sites = "--sites=resid_post,mlp_out"
     which = "--architectures=gpt2,opt"
-    options = parse([which, "--layouts=1x1,2x3", "--compiled", "--dtype=bfloat16", sites, engine_args])
+    options = parse([which, "--layouts=1x1,2x3,1x1x2", "--compiled", "--dtype=bfloat16", sites, engine_args])
     cases = cases_of(options, setup_of(options))
-    assert [case.name for case in cases] == ["gpt2", "gpt2-2x3", "opt", "opt-2x3"]
-    flags = cases[3].setup.arguments()
+    assert [case.name for case in cases] == ["gpt2", "gpt2-2x3", "gpt2-1x1x2", "opt", "opt-2x3", "opt-1x1x2"]
+    with_replicas = '--engine-args={"disable_custom_all_reduce": true, "data_parallel_size": 2}'
+    assert with_replicas in cases[2].setup.arguments()
+    flags = cases[4].setup.arguments()
     assert engine_args in flags
     assert {"--dtype=bfloat16", "--capture-sites=resid_post,mlp_out"} <= set(flags)
     assert {"--tensor-parallel-size=2", "--pipeline-parallel-size=3"} <= set(flags)
     assert "--enforce-eager" not in flags
-    for bad in (["--architectures", "gpt5"], ["--layouts", "2"], ["--layouts", "2x0"]):
+    assert setup_of(parse(["--changes"])).changes
+    for bad in (
+        ["--changes", "--quantization=awq"],
+        ["--architectures", "gpt5"],
+        ["--layouts", "2"],
+        ["--layouts", "2x0"],
+        ["--layouts", "1x1x1x1"],
+    ):
         with pytest.raises(SystemExit):
             parse(bad)
 
@@ -229,9 +259,9 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
 
 
 def test_the_column_of_replicas_says_how_many() -> None:
-    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"], "engine_args": {"data_parallel_size": 2}}
+    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"]}
     origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
-    text = tables([{**origin, "setup": setup, "architectures": [outcome("llama")]}])
+    text = tables([{**origin, "setup": setup, "architectures": [outcome("llama", replicas=2)]}])
     assert text.startswith("| architecture | CPU, vLLM 0.32.0, bfloat16, runner V2, data parallel 2 |")
 
 
@@ -248,6 +278,57 @@ def test_quantised_weights_have_a_table_of_their_own() -> None:
     assert "| awq, `llama` | CPU, vLLM 0.32.0, bfloat16, runner V2 | 100 | 0 | **not exact:** 1.0e-02 |" in text
     assert "| fp8-static, `llama` | CPU, vLLM 0.32.0, bfloat16, runner V2 | needs a GPU |  |  |" in text
     assert "| `llama` |" not in text
+
+
+def test_rows_alone_and_in_a_batch_have_a_table_of_their_own() -> None:
+    origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
+    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"], "alone": True}
+    results = [
+        {
+            **origin,
+            "setup": {**setup, "batch_invariant": invariant},
+            "architectures": [
+                outcome("llama", rows_alone=1000, other_bits=bits, sites=["resid_post"]),
+                outcome("gemma2", rows_alone=500, other_bits=0, sites=["resid_post"]),
+                outcome("mamba", "refused"),
+            ],
+        }
+        for invariant, bits in ((False, 7), (True, 0))
+    ]
+    text = tables(results)
+    label = "CPU, vLLM 0.32.0, bfloat16, runner V2 | 0123456"
+    assert f"| {label} | no | `llama`, `gemma2` | `resid_post` | 1,500 | 7 |" in text
+    assert f"| {label} | yes | `llama`, `gemma2` | `resid_post` | 1,500 | 0 |" in text
+    assert "| `llama` |" not in text, "the run is no column of the matrix"
+
+
+def test_a_change_of_steering_after_the_last_row_is_a_fault() -> None:
+    comparison = compare(EXPECTED)
+    comparison.changed_rows = 7
+    assert comparison.faults(BOUNDS) == []
+    comparison.changed_rows = 0
+    assert comparison.faults(BOUNDS) == ["the steering changed after the last row"]
+
+
+def test_the_reference_changes_the_steering_at_the_announced_position() -> None:
+    request = make_changed_request()
+    (first, push), (later, other) = (*request.pushes.items(), *request.later.items())
+    answer = _Answer(request, None, (), None, None, changed_at=3)
+    rows = torch.zeros(5, len(push))
+    changed = {place: change(rows).numpy() for place, change in answer.changes.items()}
+    assert [bool(row.any()) for row in changed[first]] == [True] * 3 + [False] * 2
+    np.testing.assert_array_equal(changed[later], np.stack([0 * other] * 3 + [other] * 2))
+    assert not rows.any()
+
+
+def test_the_mode_of_vllm_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, invariant in (("1", True), ("0", False)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        setup = setup_of(parse(["--alone"]))
+        assert (setup.alone, setup.batch_invariant) == (True, invariant)
+        assert setup.bounds(ARCHITECTURES["llama"]).same_bits == invariant
+    with pytest.raises(SystemExit):
+        parse(["--alone", "--quantization=int8"])
 
 
 def test_only_the_sites_that_a_model_lacks_are_refused() -> None:

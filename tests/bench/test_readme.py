@@ -11,6 +11,7 @@ from bench.readme import (
     README,
     RESULTS,
     NoMarksError,
+    batch_invariant,
     encodings,
     end_to_end,
     figures,
@@ -164,6 +165,20 @@ def test_the_services_overhead_is_reported_for_each_number_of_streams():
     assert "| 32 at a time, runner V1 | 0.958 | +21.9 ms | +0.004 ms |" in service(
         {**CONTEXT, "parts": {"v1": part}}, ""
     )
+
+
+def test_the_cost_of_the_batch_invariant_mode_is_over_stock_as_usual():
+    result = json.loads((RESULTS / "h200" / "capture.json").read_text())
+    kinds = {("stock", "default"): 2.0, ("stock", "batch-invariant"): 3.0, ("idle", "batch-invariant"): 3.2}
+    kinds["idle", "default"] = 2.1
+    result["modes"] = [
+        {"mode": mode, "runner": runner, "generation_seconds": {"median": median}}
+        for (mode, runner), median in kinds.items()
+    ]
+    text = batch_invariant(result, "")
+    assert "| stock vLLM | 1.00 × | 1.50 × |" in text
+    assert "| idle taps | 1.05 × | 1.60 × |" in text
+    assert "all layers" not in text
 
 
 def test_without_results_there_are_no_figures(tmp_path):

@@ -53,7 +53,11 @@ def test_the_model_runner_is_chosen_by_the_environment(runner, value, monkeypatc
     monkeypatch.setenv("RESIDUUM_MODEL", "another")
     environment = environment_of(tmp_path, runner)
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == value
-    assert "RESIDUUM_MODEL" not in environment
+    assert not environment.keys() & {"RESIDUUM_MODEL", "VLLM_BATCH_INVARIANT"}
+
+
+def test_the_batch_invariant_mode_is_chosen_by_the_environment(tmp_path):
+    assert environment_of(tmp_path, Runner.BATCH_INVARIANT)["VLLM_BATCH_INVARIANT"] == "1"
 
 
 def test_each_request_has_a_vector_or_each_layer_has():

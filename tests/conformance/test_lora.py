@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 MODEL = "tiny-llama"
 WIDE, NARROW = "wide", "narrow"
-"""The adapters: of every linear module, with a rank that vLLM pads; of a few modules, with another rank."""
+"""The adapters: of every linear module, with a rank that vLLM pads; of a few modules, with another rank and rsLoRA."""
 
 FAR = 0.02
 """Rows with different adapters differ by more than this, relative to their length."""
@@ -40,7 +40,7 @@ def adapters(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {
         WIDE: make_adapter(folder / WIDE, tiny_llama, 1, rank=12, alpha=18),
         NARROW: make_adapter(
-            folder / NARROW, tiny_llama, 2, rank=4, alpha=8, modules=("q_proj", "v_proj", "down_proj")
+            folder / NARROW, tiny_llama, 2, rank=4, alpha=4, modules=("q_proj", "v_proj", "down_proj"), rslora=True
         ),
     }
 

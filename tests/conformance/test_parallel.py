@@ -1,5 +1,7 @@
 """A layer that two ranks share: both steer, one captures, and the rows equal those of a single rank.
 
+Two ranks with half of the layers each: both capture, and a change of steering reaches both at the same position.
+
 A call that fails on the ranks leaves nothing behind for the next call.
 """
 
@@ -8,8 +10,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+import residuum
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
 from bench.conformance.check import check
 from bench.conformance.models import make_model
@@ -18,10 +22,17 @@ from bench.conformance.setup import Setup
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from svc_common.launcher import ROOT, start_store
 from tests import warm_start
+from tests.conformance.engines import running_engine
+from tests.conformance.rows import ALL, check_capture, make_prompt
+from tests.conformance.steering import add, in_turn, tensor
+from tests.conformance.steering import replace as replacing
+from tests.reference.tiny import LAYERS as TINY_LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.reference.hf import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -65,6 +76,50 @@ def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path) ->
     assert outcome.rows == len(SITES) * LAYERS * sum(
         len(request.prompt) + NEW_TOKENS - 1 for request in make_requests()
     )
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_all_pipeline_stages_change_the_steering_at_the_same_position(
+    tiny_llama: Path, cache_root: Path, reference: Reference, direction: residuum.Vector
+) -> None:
+    """While one stage computes a step, the other one computes the next: of other requests, or of the same prompt."""
+    folder = cache_root.parent / "stages"
+    folder.mkdir()
+    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    before, after = (
+        residuum.Add(direction, layer=0, scale=0.7),
+        residuum.Replace(direction, layer=TINY_LAYERS - 1, value=0.8),
+    )
+    v, source = tensor(direction), np.random.default_rng(91)
+    with running_engine("eager", tiny_llama, folder, cache_root, engine_args=stages) as engine:
+        with engine.paced():
+            streams = [
+                engine.client.stream(
+                    make_prompt(source, 20 + 90 * index),
+                    max_tokens=60,
+                    ignore_eos=True,
+                    capture=ALL,
+                    steer=before,
+                    updatable=True,
+                )
+                for index in range(4)
+            ]
+            # The last prompt takes several steps, so a part of it may still be on its way through the stages.
+            firsts = [(stream.update_steering(after)[0], stream.update_steering(None)[0]) for stream in streams]
+        for stream, (first, second) in zip(streams, firsts, strict=True):
+            for _ in stream:
+                pass
+            check_capture(
+                engine,
+                reference,
+                stream.reply,
+                changes={
+                    0: in_turn([(0, add(v, 0.7)), (first, None)]),
+                    TINY_LAYERS - 1: in_turn([(first, replacing(v, 0.8)), (second, None)]),
+                },
+            )
+        assert any(first < second for first, second in firsts), "the engine computed something between the changes"
+        assert engine.serving()["capturing_ranks"] == 2
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -199,7 +199,7 @@ class FakeEngine:
         top_ids = order[:, :num_top]
         return Predicted(top_ids, np.take_along_axis(logprobs, top_ids, axis=-1), own[:, 0], ranks)
 
-    async def keep_signs(self, projections):
+    async def keep_signs(self, projections, owner=0):
         await self.note(self.signs, list(projections))
         return [self.signs_ready.is_set()] * len(projections)
 

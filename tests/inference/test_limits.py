@@ -22,6 +22,13 @@ def test_a_plain_engine_is_served() -> None:
     refuse_unsupported(config(enable_sp=False))
 
 
+def test_the_batch_invariant_mode_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself would stop with "'function' object is not subscriptable"."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UnsupportedEngineError, match="no batch-invariant kernels for a CPU"):
+        refuse_unsupported(config())
+
+
 @pytest.mark.parametrize(
     ("asked", "named"),
     [

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from types import SimpleNamespace
+import time
 
 import numpy as np
 import pytest
 import torch
-from vllm.v1.worker import gpu_worker
 
 from inference_svc.taps.encodings import signs as signs_module
 from inference_svc.taps.encodings.projections import KEPT_BYTES
 from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, SignCache, Signs, max_sign_bytes
 from inference_svc.taps.plan import RequestPlan
-from inference_svc.taps.vllm.gpu_worker import TappedGpuWorker
 from residuum.v1 import capture_pb2
 from residuum.wire.projection import projection_signs
 from tests.inference.taps_support import CPU
@@ -92,6 +89,32 @@ def test_kept_signs_are_not_evicted_for_others():
     assert cache.nbytes == 2 * EACH
 
 
+def test_each_owner_keeps_its_own_signs():
+    """API servers of one `vllm serve` each keep signs, and do not know those of the others."""
+    cache = SignCache(WIDTH, CPU, max_bytes=0)
+    mine, theirs = ([Signs(seed, SIZE, torch.float32)] for seed in (1, 2))
+    wait_for(lambda: cache.keep(mine, owner=0))
+    wait_for(lambda: cache.keep(theirs, owner=1))
+    assert cache.keep(mine, owner=0) == cache.keep(theirs, owner=1) == [True]
+    assert cache.nbytes == 2 * EACH
+    cache.keep([], owner=0)
+    assert cache.nbytes == EACH
+    assert cache.keep(theirs, owner=1) == [True]
+
+
+def test_an_error_is_told_to_the_owner_that_asked(monkeypatch):
+    monkeypatch.setattr(signs_module, "projection_signs", fail)
+    cache = SignCache(WIDTH, CPU)
+    key = Signs(1, SIZE, torch.float32)
+    cache.keep([key], owner=0)
+    deadline = time.monotonic() + LONG
+    while not cache._errors:
+        assert time.monotonic() < deadline
+        cache.keep([], owner=1)
+        time.sleep(0.001)
+    assert cache.keep([key], owner=0) == ["MemoryError"]
+
+
 def test_signs_that_are_no_longer_needed_are_not_made(makers, monkeypatch):
     began, go_on = threading.Event(), threading.Event()
 
@@ -163,6 +186,7 @@ def test_the_signs_that_the_service_may_keep_fit_the_reserved_memory():
         cache.get(seed, 1000, torch.float32)
     assert KEPT_BYTES < cache.nbytes <= max_sign_bytes(2048) == KEPT_BYTES + IDLE_BYTES
     assert max_sign_bytes(16384) == 4 * 16384**2 + IDLE_BYTES
+    assert max_sign_bytes(16384, owners=2) == 2 * 4 * 16384**2 + IDLE_BYTES
 
 
 @pytest.mark.parametrize("reduction", [capture_pb2.REDUCTION_NONE, capture_pb2.REDUCTION_MEAN])
@@ -177,21 +201,3 @@ def test_a_step_that_cannot_make_signs_loses_only_the_rows_of_that_request(monke
     assert not engine.stored()
     engine.run(RequestPlan(20, capture()), 40)
     assert max(position for _, _, position in engine.stored()) == 39
-
-
-def test_a_gpu_measures_its_memory_with_room_for_signs_taken(monkeypatch):
-    taken = []
-    worker = object.__new__(TappedGpuWorker)
-    worker._residuum = SimpleNamespace(
-        path=SimpleNamespace(room_for_signs=lambda: taken.append(room := torch.empty(8)) or room)
-    )
-
-    def measure(self):
-        (room,) = taken
-        taken[0] = weakref.ref(room)
-        del room
-        return int(taken[0]() is not None)
-
-    monkeypatch.setattr(gpu_worker.Worker, "determine_available_memory", measure)
-    assert worker.determine_available_memory() == 1
-    assert taken[0]() is None

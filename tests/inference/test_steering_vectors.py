@@ -43,7 +43,7 @@ class Bench:
         cache = VectorCache(KNOWN, 1 << 20, (HIDDEN,), lambda _digest: False)
         for number in range(KNOWN):
             cache.put(numbered(number))
-        self.activator = VectorActivator(cache, rows, self.load, wait_seconds)
+        self.activator = VectorActivator(cache, range(rows), self.load, wait_seconds)
         self.holding = []
         """Names of the requests that got their rows, in order."""
         self.tasks = {}

@@ -222,7 +222,7 @@ class Bench:
     def __init__(self, wait_seconds):
         self.bank = Bank()
         self.cache = VectorCache(5, 1 << 20, (HIDDEN,), lambda _digest: False)
-        self.activator = VectorActivator(self.cache, 2, self.bank.load, wait_seconds)
+        self.activator = VectorActivator(self.cache, range(2), self.bank.load, wait_seconds)
         for number in range(1, 6):
             self.cache.put(numbered(number))
 

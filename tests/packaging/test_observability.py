@@ -56,7 +56,7 @@ def inference_names(folder) -> set[str]:
         raise AssertionError("nothing is loaded here")
 
     metrics = InferenceMetrics()
-    metrics.registry.register(ServiceCollector(registry, cache, VectorActivator(cache, 8, load, 1.0), None))
+    metrics.registry.register(ServiceCollector(registry, cache, VectorActivator(cache, range(8), load, 1.0), None))
     shippers = ShipperSupervisor([], ["127.0.0.1:1"], 1, credentials=Credentials(), folder=str(folder))
     metrics.registry.register(ShippingCollector([], shippers))
     return set(names_in(metrics.registry))

@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format, made on the spot, and the same adapters merged into transformers' models.
 
-PEFT is not installed. Its format is simple, and its merge adds `lora_alpha / r * B @ A` to the weights of a module.
+The merge adds `scaling * B @ A` to the weights of a module. Here scaling is `lora_alpha / r`, or `lora_alpha / sqrt(r)`
+with rsLoRA. `tests/inference/test_reference_adapters.py` compares it with PEFT.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ _WEIGHTS = "adapter_model.safetensors"
 
 
 def make_adapter(
-    folder: Path, model: Path, seed: int, *, rank: int, alpha: int, modules: Iterable[str] = EVERY_MODULE
+    folder: Path,
+    model: Path,
+    seed: int,
+    *,
+    rank: int,
+    alpha: int,
+    modules: Iterable[str] = EVERY_MODULE,
+    rslora: bool = False,
 ) -> Path:
     """Write a random adapter of a model, whose rows differ from the model's well beyond rounding.
 
@@ -37,6 +45,7 @@ def make_adapter(
         rank: PEFT's `r`.
         alpha: PEFT's `lora_alpha`.
         modules: The names of the modules that it changes, in every layer.
+        rslora: PEFT's `use_rslora`.
     """
     names = tuple(modules)
     random = torch.Generator().manual_seed(seed)
@@ -48,7 +57,7 @@ def make_adapter(
             tensors[f"{_PREFIX}{path}.lora_B.weight"] = torch.randn(out, rank, generator=random) / rank**0.5
     folder.mkdir(parents=True)
     save_file(tensors, folder / _WEIGHTS)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": names, "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": names, "use_rslora": rslora}
     (folder / _CONFIG).write_text(json.dumps(config))
     return folder
 
@@ -56,9 +65,10 @@ def make_adapter(
 def merge(model: nn.Module, adapter: Path) -> None:
     """Add an adapter to the weights of a transformers model."""
     config, tensors = json.loads((adapter / _CONFIG).read_text()), load_file(adapter / _WEIGHTS)
+    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
     for name, down in tensors.items():
         path, is_down, _ = name.removeprefix(_PREFIX).partition(".lora_A.weight")
         if is_down:
             up = tensors[f"{_PREFIX}{path}.lora_B.weight"]
             with torch.no_grad():
-                model.get_submodule(path).weight += config["lora_alpha"] / config["r"] * up @ down
+                model.get_submodule(path).weight += scaling * up @ down

@@ -1,17 +1,25 @@
-"""`vllm serve` with taps and LoRA adapters: the request's model is the adapter, and the manifest says so."""
+"""`vllm serve` with taps, LoRA adapters and two API servers.
+
+The request's model is the adapter, and the manifest says so. Vectors and random projections work through either server.
+"""
 
 from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import numpy as np
 import openai
+import psutil
 import pytest
 
 import residuum
 from bench.conformance.reference import adding
+from residuum.wire.projection import projection_signs
 from svc_common.launcher import start_store
 from tests.reference.adapters import make_adapter, merge
 from tests.reference.hf import Reference, relative_error
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.conformance.reference import Change
+    from svc_common.launcher import Service
+    from tests.vllm_serve.serving import Server
 
 pytestmark = pytest.mark.engine
 
@@ -29,6 +39,7 @@ MODEL, ADAPTERS = "smollm2", ("joy", "calm")
 """The names of the served models. The first one has no adapter."""
 CLOSE = 2e-4
 LAYER = 1
+API_SERVERS = 2
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +57,73 @@ def references(tiny_llama: Path, places: dict[str, Path]) -> dict[str, Reference
 
 
 @pytest.fixture(scope="module")
-def served(
-    tiny_llama: Path, places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[openai.OpenAI, residuum.Client]]:
-    """The OpenAI client and the client of the store."""
-    store = start_store(tmp_path_factory.mktemp("store"))
-    modules = [f"{name}={place}" for name, place in places.items()]
-    flags = ["--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--lora-modules", *modules]
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = start_store(tmp_path_factory.mktemp("store"))
     try:
-        store.wait_until_serving(60)
-        with (
-            running_server(
-                tmp_path_factory.mktemp("vllm"), tiny_llama, *flags, fork=True, RESIDUUM_STORE=store.endpoint
-            ) as server,
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as api,
-            residuum.Client(store.endpoint, store=store.endpoint) as captures,
-        ):
-            yield api, captures
+        service.wait_until_serving(60)
+        yield service
     finally:
-        store.stop()
+        service.stop()
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_llama: Path, places: dict[str, Path], store: Service, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    modules = [f"{name}={place}" for name, place in places.items()]
+    adapters = ["--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--lora-modules", *modules]
+    flags = [f"--api-server-count={API_SERVERS}", *adapters]
+    folder = tmp_path_factory.mktemp("vllm")
+    with running_server(folder, tiny_llama, *flags, fork=True, RESIDUUM_STORE=store.endpoint) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(server: Server, store: Service) -> Iterator[tuple[openai.OpenAI, residuum.Client]]:
+    """The OpenAI client and the client of the store."""
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as api,
+        residuum.Client(store.endpoint, store=store.endpoint) as captures,
+    ):
+        yield api, captures
+
+
+@pytest.fixture
+def connections(server: Server) -> Iterator[list[HTTPConnection]]:
+    """A connection to each API server. vLLM, not the caller, chooses the one that accepts a connection."""
+    opened: list[HTTPConnection] = []
+    found: dict[int, HTTPConnection] = {}
+    try:
+        while len(found) < API_SERVERS:
+            assert len(opened) < 100, "one API server accepts all connections"
+            opened.append(HTTPConnection(str(urlsplit(server.url).netloc), timeout=120))
+            opened[-1].request("GET", "/health")
+            opened[-1].getresponse().read()
+            found[acceptor_of(opened[-1], server)] = opened[-1]
+        yield list(found.values())
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+def acceptor_of(connection: HTTPConnection, server: Server) -> int:
+    """Return the process ID of the API server that accepted a connection."""
+    port = connection.sock.getsockname()[1]
+    (pid,) = {
+        process.pid
+        for process in psutil.Process(server.process.pid).children(recursive=True)
+        for accepted in process.net_connections("tcp")
+        if accepted.raddr and accepted.raddr.port == port
+    }
+    return pid
+
+
+def post(connection: HTTPConnection, prompt: list[int], xargs: dict[str, object]) -> tuple[int, str]:
+    """Complete a prompt through one API server, and return the answer's status and text."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "temperature": 0, "vllm_xargs": xargs}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
 
 
 def complete(api: openai.OpenAI, model: str, prompt: list[int], xargs: dict[str, object]) -> str:
@@ -120,3 +179,62 @@ def test_a_spec_that_expects_another_model_is_refused(
     spec = json.dumps({"model": named, "capture": {"layers": {"all": True}}})
     with pytest.raises(openai.BadRequestError, match=rf"UNKNOWN_MODEL: .*{model}.*{named}"):
         complete(served[0], model, [5, 6], {"residuum": spec})
+
+
+def test_each_api_server_steers_by_its_own_vectors_and_by_those_of_the_others(
+    served: tuple[openai.OpenAI, residuum.Client], connections: list[HTTPConnection], references: dict[str, Reference]
+) -> None:
+    """Many vectors at once through both servers: neither loads one into a row of the bank that the other one uses."""
+    captures, reference = served[1], references[MODEL]
+    source = np.random.default_rng(8)
+    pushes = source.standard_normal((2, 8, reference.model.config.hidden_size)).astype(np.float32)
+
+    def steer(server: int, *, like: int, send: bool) -> None:
+        for number, push in enumerate(pushes[like]):
+            xargs = residuum.vllm_xargs(
+                residuum.Capture(),
+                residuum.Add(residuum.Vector.from_array(push), layer=LAYER),
+                request_id=f"steered-{server}-by-{like}-{number}",
+                send_vectors=send,
+            )
+            status, text = post(connections[server], [30 + number, 7, 8], xargs)
+            assert status == HTTPStatus.OK, text
+
+    unknown = residuum.vllm_xargs(
+        None, residuum.Add(residuum.Vector.from_array(2 * pushes[0, 0]), layer=LAYER), send_vectors=False
+    )
+    for connection in connections:
+        status, text = post(connection, [5], unknown)
+        assert (status, "MISSING_VECTORS" in text) == (HTTPStatus.BAD_REQUEST, True), text
+    for send in (True, False):
+        with ThreadPoolExecutor(API_SERVERS) as pool:
+            for done in [pool.submit(steer, at, like=at if send else 1 - at, send=send) for at in range(API_SERVERS)]:
+                done.result()
+        for at in range(API_SERVERS):
+            like = at if send else 1 - at
+            for number, push in enumerate(pushes[like]):
+                acts = captures.activations(f"steered-{at}-by-{like}-{number}")
+                expected = reference.rows(acts.token_ids.tolist(), {LAYER: adding(push)})["resid_post"]
+                assert relative_error(acts.stack(), expected) < CLOSE
+
+
+def test_each_api_server_makes_random_projections(
+    served: tuple[openai.OpenAI, residuum.Client], connections: list[HTTPConnection], references: dict[str, Reference]
+) -> None:
+    captures, reference = served[1], references[MODEL]
+
+    def project(server: int) -> None:
+        for seed in range(8):
+            capture = residuum.Capture(layers=[LAYER], encoding="rp", dimensions=16, seed=10 * server + seed)
+            xargs = residuum.vllm_xargs(capture, request_id=f"projected-{server}-{seed}")
+            status, text = post(connections[server], [40 + seed, 7, 8], xargs)
+            assert status == HTTPStatus.OK, text
+
+    with ThreadPoolExecutor(API_SERVERS) as pool:
+        list(pool.map(project, range(API_SERVERS)))
+    for server in range(API_SERVERS):
+        for seed in range(8):
+            acts = captures.activations(f"projected-{server}-{seed}")
+            rows = reference.rows(acts.token_ids.tolist())["resid_post"][LAYER]
+            signs = projection_signs(10 * server + seed, rows.shape[1], 16).astype(np.float64)
+            assert relative_error(acts[LAYER], rows @ signs / np.sqrt(16)) < CLOSE

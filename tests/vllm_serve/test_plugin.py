@@ -21,8 +21,9 @@ from inference_svc.vllm_serve import plugin
 from svc_common.settings import BadSettingsError, from_environment
 
 
-def config(worker_cls, replicas=1):
-    return SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker_cls, data_parallel_size=replicas))
+def config(worker_cls, replicas=1, api_servers=1):
+    parallel = {"worker_cls": worker_cls, "data_parallel_size": replicas, "_api_process_count": api_servers}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
 
 
 def test_vllm_finds_the_plugin():
@@ -40,6 +41,12 @@ def test_data_parallelism_is_refused_before_the_model_is_loaded():
     with pytest.raises(SystemExit, match="data parallelism is not supported"):
         plugin._front_end_factory(config(vllm_serve.WORKER, replicas=2))
     assert plugin._front_end_factory(config("auto", replicas=2)) is None
+
+
+def test_fewer_active_vectors_than_api_servers_are_refused_before_the_model_is_loaded(monkeypatch):
+    monkeypatch.setenv("RESIDUUM_MAX_ACTIVE_VECTORS", "3")
+    with pytest.raises(SystemExit, match="RESIDUUM_MAX_ACTIVE_VECTORS is 3, but the 4 API servers"):
+        plugin._front_end_factory(config(vllm_serve.WORKER, api_servers=4))
 
 
 def test_bad_settings_are_reported_before_the_model_is_loaded(monkeypatch):

@@ -51,14 +51,16 @@ class Bases:
             return self._signs.get(encoding.seed, encoding.dimensions, dtype)
         return None
 
-    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]], owner: int) -> list[bool | str]:
         """Make the signs of these projections on a thread and keep them; see `SignCache.keep`.
 
         Args:
             projections: The seed and the dimensions of each, and whether its rows are computed (see `is_computed`).
+            owner: The process that keeps them.
         """
         return self._signs.keep(
-            [Signs(seed, dimensions, self._dtype(computed=computed)) for seed, dimensions, computed in projections]
+            [Signs(seed, dimensions, self._dtype(computed=computed)) for seed, dimensions, computed in projections],
+            owner,
         )
 
     def _dtype(self, *, computed: bool) -> torch.dtype:

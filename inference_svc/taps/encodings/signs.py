@@ -29,12 +29,12 @@ class Signs(NamedTuple):
     dtype: torch.dtype
 
 
-def max_sign_bytes(width: int) -> int:
+def max_sign_bytes(width: int, owners: int = 1) -> int:
     """Return an upper bound on the bytes of all matrices for rows of `width` elements.
 
-    No matrix has more than `width` dimensions.
+    Each owner keeps at most its part of `KEPT_BYTES`, or one matrix. No matrix has more than `width` dimensions.
     """
-    return max(KEPT_BYTES, 4 * width * width) + IDLE_BYTES
+    return max(KEPT_BYTES, owners * 4 * width * width) + IDLE_BYTES
 
 
 class SignCache:
@@ -51,7 +51,8 @@ class SignCache:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._matrices: OrderedDict[Signs, Tensor] = OrderedDict()
-        self._kept: frozenset[Signs] = frozenset()
+        self._kept_by: dict[int, frozenset[Signs]] = {}
+        self._kept: frozenset[Signs] = frozenset()  # by any owner
         self._to_make: deque[Signs] = deque()
         self._making: Signs | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -64,15 +65,16 @@ class SignCache:
         with self._lock:
             return sum(matrix.nbytes for matrix in self._matrices.values())
 
-    def keep(self, wanted: Sequence[Signs]) -> list[bool | str]:
-        """Keep these matrices, and no others. Start to make those that are missing.
+    def keep(self, wanted: Sequence[Signs], owner: int = 0) -> list[bool | str]:
+        """Keep these matrices for an owner, and no others of its own. Start to make those that are missing.
 
         Returns:
             For each matrix, whether it is ready. If it could not be made, for example without memory, the name of the
             error, once; the next call tries again.
         """
         with self._lock:
-            self._kept = frozenset(wanted)
+            self._kept_by[owner] = frozenset(wanted)
+            self._kept = frozenset().union(*self._kept_by.values())
             for key in self._errors.keys() - self._kept:
                 del self._errors[key]
             states = {key: self._state(key) for key in dict.fromkeys(wanted)}

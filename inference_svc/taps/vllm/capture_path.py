@@ -230,12 +230,13 @@ class CapturePath:
         stream = self._all[0]
         if stream.sink is None:
             return None
-        return torch.empty(max_sign_bytes(stream.format.hidden), dtype=torch.uint8, device=self._device)
+        owners = self._config.parallel_config._api_process_count  # noqa: SLF001 - the API servers of `vllm serve`
+        return torch.empty(max_sign_bytes(stream.format.hidden, owners), dtype=torch.uint8, device=self._device)
 
-    def keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
+    def keep_signs(self, projections: Sequence[tuple[int, int, bool]], owner: int) -> list[bool | str]:
         """See `BlockSink.keep_signs`. Only rows as wide as the stream are projected."""
         stream = self._all[0].sink
-        return stream.keep_signs(projections) if stream else [True] * len(projections)
+        return stream.keep_signs(projections, owner) if stream else [True] * len(projections)
 
     def take_probe(self, capture_id: str) -> list[Probe]:
         """Return the blocks of the self-test's capture."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
+from vllm.platforms import current_platform
+
 
 class UnsupportedEngineError(RuntimeError):
     """The engine's configuration or this machine would make captures inexact."""
@@ -29,4 +32,8 @@ def refuse_unsupported(config: Any) -> None:
     if refused:
         raise UnsupportedEngineError(
             f"residuum does not serve {'; nor '.join(refused)}. Remove these options from the engine's arguments."
+        )
+    if envs.VLLM_BATCH_INVARIANT and current_platform.is_cpu():
+        raise UnsupportedEngineError(
+            "VLLM_BATCH_INVARIANT is 1, but vLLM has no batch-invariant kernels for a CPU. Unset it, or use a GPU."
         )

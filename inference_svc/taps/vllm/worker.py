@@ -137,9 +137,9 @@ class TappedWorker:
         }
 
     @_answered
-    def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]]) -> list[bool | str]:
+    def residuum_keep_signs(self, projections: Sequence[tuple[int, int, bool]], owner: int) -> list[bool | str]:
         """Keep the signs of projections; see `BlockSink.keep_signs`. A rank that does not capture needs none."""
-        return self._residuum.path.keep_signs(projections)
+        return self._residuum.path.keep_signs(projections, owner)
 
     @_answered
     def residuum_forget(self, names: Sequence[str]) -> None:
@@ -248,6 +248,11 @@ class _Taps:
         adapter = runner_v2 if worker.use_v2_model_runner else runner_v1
         adapter.attach(runner, self.runtime.place, vllm.__version__)
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that the taps take for as long as the worker runs."""
+        return self.path.pool_bytes + self._table_bytes + self.path.bank_bytes + self.path.sink_bytes
+
     def describe(self) -> dict[str, Any]:
         """See `TappedWorker.residuum_describe`."""
         producer = self.path.producer
@@ -266,7 +271,7 @@ class _Taps:
             "dtype": int(self._format.dtype),
             "captures": producer is not None,
             "pool_bytes": self.path.pool_bytes,
-            "table_bytes": self._table_bytes + self.path.bank_bytes + self.path.sink_bytes,
+            "table_bytes": self.device_bytes - self.path.pool_bytes,
             "ring_bytes": producer.ring_bytes if producer else 0,
             "control_path": self._control_path if producer else "",
         }
