@@ -31,8 +31,10 @@ MLP take, and the logits of a router of experts."""
 SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *WIDE_SITES[:-1])
 """The sites of a layer: the residual stream that enters it, what the attention block takes and adds, the stream after
 that, what the MLP takes and adds, the stream that leaves the layer, and those with a width of their own."""
-ALL_SITES = (*SITES, "router_logits")
-"""With the site that only a mixture of experts has."""
+FINAL_NORM = "final_norm"
+"""The site after the model's final norm, in the last layer."""
+ALL_SITES = (*SITES, "router_logits", FINAL_NORM)
+"""With the site that only a mixture of experts has, and the one that only the last layer has."""
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer", "mamba", "conv")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "fc1")
@@ -85,8 +87,8 @@ class Reference:
 
         Returns:
             For each site, float32 [layers, positions, width]. A part that a layer does not have has zeros. Rows of
-            sites that have a width of their own are NaN in layers that do not have the site; sites that no layer has,
-            or that have several widths, are left out.
+            sites that have a width of their own, and of the final norm, are NaN in layers that do not have the site;
+            sites that no layer has, or that have several widths, are left out.
         """
         self._routing = routing
         with routing or nullcontext():
@@ -95,7 +97,7 @@ class Reference:
         like = self._kept["resid_post"][0]
         assert like is not None  # noqa: S101 - the model has just been run
         kept = {
-            site: _stacked(self._of_width(site, rows), like if site not in WIDE_SITES else None)
+            site: _stacked(self._of_width(site, rows), None if site in {FINAL_NORM, *WIDE_SITES} else like)
             for site, rows in self._kept.items()
         }
         return {site: rows for site, rows in kept.items() if rows is not None}
@@ -106,6 +108,7 @@ class Reference:
         with torch.inference_mode(), self._changing(changes or {}):
             output = self._body(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
             last: Tensor = output.last_hidden_state[0]
+            self._keep(FINAL_NORM, len(self._layers) - 1, last)
             return last
 
     def logprobs(self, rows: Rows) -> Rows:

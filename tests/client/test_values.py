@@ -342,6 +342,7 @@ def test_names_of_others_mean_the_same_rows(name, point):
         ("blocks.3.attn.hook_q", residuum.UnknownSite, r'before rotary embedding; "q" has them'),
         ("blocks.3.hook_mlp_in", residuum.UnknownSite, 'the stream before the norm; "mlp_in" has'),
         ("blocks.3.ln1.hook_normalized", residuum.UnknownSite, '"attn_in" has them after it'),
+        ("ln_final.hook_normalized", residuum.UnknownSite, 'the final norm\'s weight; "final_norm" has them after it'),
         ("blocks.3.attn.hook_pattern", residuum.UnknownSite, "attention_weights"),
         ("blocks.x.hook_resid_post", residuum.UnknownSite, "is not a point"),
         (

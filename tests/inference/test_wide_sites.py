@@ -16,7 +16,7 @@ from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.insertion import layers_of_sites, put_taps, row_shapes, steering_sites
 from inference_svc.taps.model.structure import observe
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
-from inference_svc.taps.points import INNER_SITES, WIDE_SITES, RowShape, TapPoints
+from inference_svc.taps.points import FINAL_NORM, INNER_SITES, WIDE_SITES, RowShape, TapPoints
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.steps.runtimes import TapRuntimes
@@ -302,10 +302,12 @@ def test_every_place_has_a_number_of_its_own():
     points = points_of(2, 3, SHAPES)
     assert [group.inner for group in points.groups] == [INNER_SITES, (K, V), (ACT,), (Q, Z)]
     numbers = [points.of(site, layer) for site in (POST, *INNER_SITES, *OF_ALL) for layer in (2, 3, 4)]
+    numbers.append(points.of(FINAL_NORM, 4))
     assert len(set(numbers)) == len(numbers)
+    assert points.groups[0].sites(points.of(FINAL_NORM, 4)) == ((FINAL_NORM, 4),)
     assert points_of(2, 3, {}).groups == (TapPoints(2, 3),)
     for group, first in zip(points.groups, points.firsts, strict=True):
-        for point in range(1 + group.num_layers, group.count):
+        for point in range(1 + group.num_layers, group.count - 1):  # the last one is after the final norm
             ((site, layer),) = group.sites(point)
             assert points.of(site, layer) == first + point
 
@@ -340,7 +342,9 @@ def path(tmp_path, monkeypatch):
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
     )
     points = points_of(0, 2, {K: RowShape(4), ACT: RowShape(6)})
-    made = CapturePath(config, CPU, points, [RowShape(8), RowShape(4), RowShape(6)], [POST, K, ACT], 4)
+    made = CapturePath(
+        config, CPU, points, [RowShape(8), RowShape(4), RowShape(6)], dict.fromkeys([POST, K, ACT], (0, 1)), 4
+    )
     made.make_ring(str(tmp_path / "ring"), 1 << 20, [""])
     taps, _ = made.make_taps()
     op.install(taps, points.firsts)

@@ -16,6 +16,8 @@ MIDDLE = frozenset({"resid_mid"})
 HEADS, NEURONS, ROUTER = frozenset({"q", "k", "v"}), frozenset({"mlp_act"}), frozenset({"router_logits"})
 """The sites that a model lacks if its attention takes something else, if its MLP is a mixture of experts, and if it is
 none."""
+FINAL = frozenset({"final_norm"})
+"""The site that only the last layer has."""
 INNER = PARTS | MIDDLE | {"attn_in", "mlp_in"}
 """The sites that layers lack if they have no attention and MLP after each other."""
 MAX_LENGTH = 256
@@ -70,7 +72,7 @@ class Architecture:
     lacks: frozenset[str] = frozenset()
     """Further sites that the service refuses, because no module of its own takes their rows."""
     partial: frozenset[str] = frozenset()
-    """Sites that only some of its layers have."""
+    """Sites that only some of its layers have, besides that of the final norm."""
     unseen: frozenset[str] = frozenset()
     """Sites that are not compared, because transformers computes them inside a function."""
     refused_stream: bool = False

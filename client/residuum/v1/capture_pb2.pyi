@@ -15,6 +15,7 @@ from residuum.v1 import steering_pb2 as _steering_pb2
 from residuum.v1 import tensor_pb2 as _tensor_pb2
 from residuum.v1.site_pb2 import SITE_ATTN_IN as SITE_ATTN_IN
 from residuum.v1.site_pb2 import SITE_ATTN_OUT as SITE_ATTN_OUT
+from residuum.v1.site_pb2 import SITE_FINAL_NORM as SITE_FINAL_NORM
 from residuum.v1.site_pb2 import SITE_K as SITE_K
 from residuum.v1.site_pb2 import SITE_MLP_ACT as SITE_MLP_ACT
 from residuum.v1.site_pb2 import SITE_MLP_IN as SITE_MLP_IN

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from residuum.v1.site_pb2 import SITE_ATTN_IN as SITE_ATTN_IN
 from residuum.v1.site_pb2 import SITE_ATTN_OUT as SITE_ATTN_OUT
+from residuum.v1.site_pb2 import SITE_FINAL_NORM as SITE_FINAL_NORM
 from residuum.v1.site_pb2 import SITE_K as SITE_K
 from residuum.v1.site_pb2 import SITE_MLP_ACT as SITE_MLP_ACT
 from residuum.v1.site_pb2 import SITE_MLP_IN as SITE_MLP_IN

@@ -50,6 +50,10 @@ class _SiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Site.ValueType],
     """The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
     SITE_ROUTER_LOGITS: _Site.ValueType  # 13
     """The router of a mixture of experts: its logits, one for each expert, in the model's dtype."""
+    SITE_FINAL_NORM: _Site.ValueType  # 14
+    """What the unembedding takes: the residual stream after the last layer, after the model's final norm. Only the last
+    layer has it.
+    """
 
 class Site(_Site, metaclass=_SiteEnumTypeWrapper):
     """A place in a decoder layer."""
@@ -82,4 +86,8 @@ SITE_MLP_ACT: Site.ValueType  # 12
 """The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
 SITE_ROUTER_LOGITS: Site.ValueType  # 13
 """The router of a mixture of experts: its logits, one for each expert, in the model's dtype."""
+SITE_FINAL_NORM: Site.ValueType  # 14
+"""What the unembedding takes: the residual stream after the last layer, after the model's final norm. Only the last
+layer has it.
+"""
 Global___Site: _TypeAlias = Site  # noqa: Y015

@@ -56,6 +56,13 @@ _OTHERS = {
 }
 """Names of TransformerLens whose rows no site has, and what they are."""
 
+_OTHERS_AFTER_LAYERS = {
+    "ln_final.hook_normalized": 'the rows before they are multiplied with the final norm\'s weight; "final_norm" has '
+    "them after it",
+    "ln_final.hook_scale": 'the lengths by which the final norm divides; "final_norm" has its rows',
+}
+"""The same, after the last layer."""
+
 EMBEDDINGS = "embeddings"
 """Another name of resid_pre.0: what enters the first layer, with embeddings of positions if the model adds them."""
 
@@ -126,6 +133,11 @@ def parse_point(name: str) -> Point:
     if not isinstance(name, str):
         raise TypeError(f"A point is a text such as 'resid_post.12', not {name!r}.")
     text = name.strip()
+    if text in _OTHERS_AFTER_LAYERS:
+        raise UnknownSite(
+            f"{name!r} names no rows that are captured here: it has {_OTHERS_AFTER_LAYERS[text]}.",
+            reason="UNKNOWN_SITE",
+        )
     block = _BLOCK.fullmatch(text)
     if block:
         return _of_block(text, *block.groups())

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from torch import Tensor
 
 from inference_svc.taps.model.calls import Argument, Call, recorded_calls
-from inference_svc.taps.model.hooked_runs import CannotTapError, fixed_attention, name_of
+from inference_svc.taps.model.hooked_runs import CannotTapError, calling, fixed_attention, is_sequence, name_of
 from inference_svc.taps.model.residual import adds_residual
 from inference_svc.taps.points import WIDE_SITES
 from residuum.v1 import capture_pb2
@@ -20,7 +22,7 @@ from residuum.v1 import capture_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from inference_svc.taps.points import Site
 
@@ -70,6 +72,8 @@ class Structure:
     """Whether the stream after each layer follows a change that is made between its attention and its MLP."""
     wide: dict[Site.ValueType, dict[int, WideEntry]] = field(default_factory=lambda: {site: {} for site in WIDE_SITES})
     """The places whose rows have a width of their own, by site and layer."""
+    final_norm: nn.Module | None = None
+    """The norm after the last layer whose rows the model returns. Other stages than the last one have none."""
 
 
 _HEADS = (capture_pb2.SITE_Q, capture_pb2.SITE_K, capture_pb2.SITE_V)
@@ -96,7 +100,7 @@ def observe(
             result.
     """
     with fixed_attention(model, is_attention):
-        calls = recorded_calls(model, run)
+        calls, returned = _run(model, run)
         by_layer = {index: call for index, layer in layers.items() for call in calls if call.module is layer}
         _check_shapes(model, by_layer.values())
         structure = Structure(adds_residual=_adds_residual(model, layers, by_layer, run))
@@ -105,8 +109,40 @@ def observe(
         attention = _find_parts(structure, calls, index, call, is_attention)
         if num_experts:
             _find_router(structure, calls, index, call, attention, num_experts)
+    structure.final_norm = _final_norm(calls, by_layer[max(layers)], returned)
     _drop_shared(structure, calls)
     return structure
+
+
+def _run(model: nn.Module, run: Callable[[], object]) -> tuple[list[Call], list[Tensor]]:
+    """Run a model; return the calls of its modules, and the tensors that it returned itself."""
+    forward, returned = model.forward, []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        first = output[0] if is_sequence(output) else output
+        if isinstance(first, Tensor):
+            returned.append(first)
+        return output
+
+    with calling(model, noting):
+        calls = recorded_calls(model, run)
+    return calls, returned
+
+
+def _final_norm(calls: list[Call], last: Call, returned: list[Tensor]) -> nn.Module | None:
+    """Return the norm after the last layer whose rows the model returns, if there is one."""
+    found = [
+        call
+        for call in calls[last.left :]
+        if is_norm(call.module) and call.output and any(_are_same(call.output[0], tensor) for tensor in returned)
+    ]
+    return found[0].module if len(found) == 1 else None
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same rows; one may be a view, [1, tokens, hidden]."""
+    return (one.data_ptr(), one.numel(), one.dtype) == (other.data_ptr(), other.numel(), other.dtype)
 
 
 def _check_shapes(model: nn.Module, calls: Iterable[Call]) -> None:

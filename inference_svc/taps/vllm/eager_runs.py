@@ -59,6 +59,8 @@ class EagerRuns:
             if set(insertion.PARTS) & set(sites):
                 insertion.check_parts(self._layers, structure)
                 insertion.check_sum(sum_error(*experiment))
+            if capture_pb2.SITE_FINAL_NORM in sites and get_pp_group().is_last_rank:
+                insertion.check_final_norm(self._model, structure)
             if capture_pb2.SITE_RESID_MID in sites:
                 insertion.check_middles(self._layers, structure)
                 insertion.check_middle(middle_error(*experiment))
