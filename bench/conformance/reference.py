@@ -25,16 +25,18 @@ Changes = Mapping[Any, Change]
 """Changes by layer, of the layer's output; or by site and layer, of the rows at a site."""
 
 
-WIDE_SITES = ("q", "k", "v", "z", "mlp_act", "router_logits")
+_OF_EXPERTS = ("router_logits", "routing_weights")
+_OF_ALL = ("q", "k", "v", "z", "mlp_act")
+WIDE_SITES = (*_OF_ALL, *_OF_EXPERTS)
 """The sites whose rows have a width of their own: queries, keys, values, what the output projections of attention and
-MLP take, and the logits of a router of experts."""
-SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *WIDE_SITES[:-1])
+MLP take; in a mixture of experts, the logits of the router, and the weights of the experts that it chose."""
+SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *_OF_ALL)
 """The sites of a layer: the residual stream that enters it, what the attention block takes and adds, the stream after
 that, what the MLP takes and adds, the stream that leaves the layer, and those with a width of their own."""
 FINAL_NORM = "final_norm"
 """The site after the model's final norm, in the last layer."""
-ALL_SITES = (*SITES, "router_logits", FINAL_NORM)
-"""With the site that only a mixture of experts has, and the one that only the last layer has."""
+ALL_SITES = (*SITES, *_OF_EXPERTS, FINAL_NORM)
+"""With the sites that only a mixture of experts has, and the one that only the last layer has."""
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer", "mamba", "conv")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "fc1")
@@ -158,6 +160,10 @@ class Reference:
     def _hook_inputs(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
         for router in _routers(_first(layer, architecture.mlp_in or _MLP)):
             router.register_forward_pre_hook(self._route(index), with_kwargs=True)
+            router.register_forward_hook(self._score(index))
+        for part in _first(layer, architecture.mlp_in or _MLP):
+            for experts in _first(part, ["experts"]):
+                experts.register_forward_pre_hook(self._choose(index))
         for part in _first(layer, architecture.middle):
             part.register_forward_pre_hook(self._before("resid_mid", index), with_kwargs=True)
 
@@ -185,6 +191,27 @@ class Reference:
             bias = getattr(module, "bias", None)
             logits = nn.functional.linear(taken, module.weight.to(taken.dtype), bias)
             self._keep("router_logits", index, logits)
+
+        return hook
+
+    def _choose(self, index: int) -> Callable[..., None]:
+        """Return a hook that keeps the chosen experts, which the module of the experts takes."""
+
+        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if len(arguments) > 1:
+                _, experts, weights = arguments
+                rows = torch.zeros(len(weights), module.num_experts, dtype=weights.dtype)
+                self._keep("routing_weights", index, rows.scatter(1, experts, weights))
+
+        return hook
+
+    def _score(self, index: int) -> Callable[..., None]:
+        """Return a hook that keeps them where each expert takes all rows, multiplied with its weight: in Llama 4."""
+
+        def hook(module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            del arguments
+            if type(module).__name__ == "Llama4Router":
+                self._keep("routing_weights", index, output[0])
 
         return hook
 

@@ -34,6 +34,7 @@ WIDE_SITES = (
     capture_pb2.SITE_Z,
     capture_pb2.SITE_MLP_ACT,
     capture_pb2.SITE_ROUTER_LOGITS,
+    capture_pb2.SITE_ROUTING_WEIGHTS,
 )
 """The sites inside a layer whose rows have a width of their own."""
 

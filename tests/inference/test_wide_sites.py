@@ -25,7 +25,7 @@ from residuum.v1 import capture_pb2
 from tests.inference.taps_support import CPU, select
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
-*OF_ALL, ROUTER = WIDE_SITES
+*OF_ALL, ROUTER, _ = WIDE_SITES
 Q, K, V, Z, ACT = OF_ALL
 WIDTHS = {Q: 8, K: 4, V: 4, Z: 8, ACT: 6}
 SHAPES = {site: RowShape(width) for site, width in WIDTHS.items()}

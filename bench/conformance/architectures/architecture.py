@@ -13,7 +13,11 @@ PARTS = frozenset({"attn_out", "mlp_out"})
 """The sites that a model lacks if it scales or merges what the parts of a layer add."""
 MIDDLE = frozenset({"resid_mid"})
 """The site that layers lack if they compute attention and MLP from the same input."""
-HEADS, NEURONS, ROUTER = frozenset({"q", "k", "v"}), frozenset({"mlp_act"}), frozenset({"router_logits"})
+HEADS, NEURONS, ROUTER = (
+    frozenset({"q", "k", "v"}),
+    frozenset({"mlp_act"}),
+    frozenset({"router_logits", "routing_weights"}),
+)
 """The sites that a model lacks if its attention takes something else, if its MLP is a mixture of experts, and if it is
 none."""
 FINAL = frozenset({"final_norm"})

@@ -25,6 +25,7 @@ from residuum.v1.site_pb2 import SITE_RESID_MID as SITE_RESID_MID
 from residuum.v1.site_pb2 import SITE_RESID_POST as SITE_RESID_POST
 from residuum.v1.site_pb2 import SITE_RESID_PRE as SITE_RESID_PRE
 from residuum.v1.site_pb2 import SITE_ROUTER_LOGITS as SITE_ROUTER_LOGITS
+from residuum.v1.site_pb2 import SITE_ROUTING_WEIGHTS as SITE_ROUTING_WEIGHTS
 from residuum.v1.site_pb2 import SITE_UNSPECIFIED as SITE_UNSPECIFIED
 from residuum.v1.site_pb2 import SITE_V as SITE_V
 from residuum.v1.site_pb2 import SITE_Z as SITE_Z

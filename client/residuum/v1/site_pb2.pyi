@@ -54,6 +54,10 @@ class _SiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Site.ValueType],
     """What the unembedding takes: the residual stream after the last layer, after the model's final norm. Only the last
     layer has it.
     """
+    SITE_ROUTING_WEIGHTS: _Site.ValueType  # 15
+    """The chosen experts of a mixture of experts: for each expert the weight with which its output is added, 0 for experts
+    that were not chosen. In the model's dtype.
+    """
 
 class Site(_Site, metaclass=_SiteEnumTypeWrapper):
     """A place in a decoder layer."""
@@ -89,5 +93,9 @@ SITE_ROUTER_LOGITS: Site.ValueType  # 13
 SITE_FINAL_NORM: Site.ValueType  # 14
 """What the unembedding takes: the residual stream after the last layer, after the model's final norm. Only the last
 layer has it.
+"""
+SITE_ROUTING_WEIGHTS: Site.ValueType  # 15
+"""The chosen experts of a mixture of experts: for each expert the weight with which its output is added, 0 for experts
+that were not chosen. In the model's dtype.
 """
 Global___Site: _TypeAlias = Site  # noqa: Y015

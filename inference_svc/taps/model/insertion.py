@@ -347,6 +347,9 @@ def _put_inputs(
 
 
 def _put_wide(wide: WideEntry, point: int, *, steerable: bool) -> None:
+    if wide.tap is not None:
+        wide.tap(point)
+        return
     if wide.hidden is None:
         wide.module.register_forward_hook(_after_module(point, adds_residual=False))
         return

@@ -42,6 +42,8 @@ class WideEntry(NamedTuple):
     hidden: Argument | None
     """The argument that has the rows; None: they are the module's output."""
     width: int
+    tap: Callable[[int], None] | None = None
+    """Puts the tap of a point there, if a hook of the module does not see the rows."""
 
 
 @dataclass

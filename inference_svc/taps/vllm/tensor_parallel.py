@@ -40,8 +40,8 @@ def shape_of(config: Any, site: Site.ValueType, entry: WideEntry) -> RowShape | 
         site: A site whose rows have a width of their own.
         entry: The place before or after the module.
     """
-    if num_ranks() == 1:
-        return RowShape(entry.width)
+    if num_ranks() == 1 or site == capture_pb2.SITE_ROUTING_WEIGHTS:
+        return RowShape(entry.width)  # every rank chooses among all experts
     if isinstance(entry.module, Attention):
         copies = copies_of_keys(config, entry.module)
         return None if copies is None else _divided(entry.width, 1 if site == capture_pb2.SITE_Q else copies)
