@@ -26,10 +26,11 @@ Changes = Mapping[Any, Change]
 
 
 _OF_EXPERTS = ("router_logits", "routing_weights")
-_OF_ALL = ("q", "k", "v", "z", "mlp_act")
+_OF_ALL = ("q", "k", "v", "z", "mlp_act", "q_pre", "k_pre")
 WIDE_SITES = (*_OF_ALL, *_OF_EXPERTS)
 """The sites whose rows have a width of their own: queries, keys, values, what the output projections of attention and
-MLP take; in a mixture of experts, the logits of the router, and the weights of the experts that it chose."""
+MLP take, queries and keys as their projection returns them; in a mixture of experts, the logits of the router, and the
+weights of the experts that it chose."""
 SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *_OF_ALL)
 """The sites of a layer: the residual stream that enters it, what the attention block takes and adds, the stream after
 that, what the MLP takes and adds, the stream that leaves the layer, and those with a width of their own."""
@@ -46,6 +47,9 @@ _PROJECTIONS = {
     "mlp_act": ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "fc_out", "proj_out", "w2", "output_linear"),
 }
 """The names of the output projections within these modules."""
+_QUERIES, _KEYS, _JOINT = ("q_proj",), ("k_proj",), ("c_attn", "qkv_proj")
+"""The names of the projections of queries and keys within the attention, and of those that return both and values. In
+the joint projections of other models, the heads' queries, keys and values follow each other head by head."""
 _ROUTERS = ("gate", "router", "gate.wg", "router.layer")
 """The names of the routers within the MLP. A router has a weight for each expert, and may have a bias."""
 
@@ -146,6 +150,7 @@ class Reference:
                 part.register_forward_pre_hook(self._before(site, index), with_kwargs=True)
         for attention in _first(layer, _ATTENTION):
             record_heads(attention, self._heads(index))
+            self._hook_projections(index, attention)
         for site, parts in {"z": _ATTENTION, "mlp_act": architecture.mlp_in or _MLP}.items():
             for part in _first(layer, parts):
                 for projection in _first(layer if part is getattr(layer, "fc1", None) else part, _PROJECTIONS[site]):
@@ -156,6 +161,13 @@ class Reference:
                 has_middle = bool(_first(layer, architecture.middle))
                 part.register_forward_hook(self._part(site, index, scale, has_middle=has_middle))
         layer.register_forward_hook(self._leave(index))
+
+    def _hook_projections(self, index: int, attention: nn.Module) -> None:
+        for site, names in {"q_pre": _QUERIES, "k_pre": _KEYS}.items():
+            for projection in _first(attention, names):
+                projection.register_forward_hook(self._after(site, index))
+        for projection in _first(attention, _JOINT):
+            projection.register_forward_hook(self._split(index))
 
     def _hook_inputs(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
         for router in _routers(_first(layer, architecture.mlp_in or _MLP)):
@@ -182,6 +194,24 @@ class Reference:
             taken = arguments[0] if arguments else options["hidden_states"]
             self._change(site, index, taken)
             self._keep(site, index, taken)
+
+        return hook
+
+    def _after(self, site: str, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: object, output: Tensor) -> None:
+            del module, arguments
+            self._keep(site, index, output)
+
+        return hook
+
+    def _split(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: object, output: Tensor) -> None:
+            del module, arguments
+            widths = [self.widths[site] for site in ("q_pre", "k_pre") if site in self.widths]
+            if len(widths) > 1:
+                queries, keys, _ = output.split([*widths, output.shape[-1] - sum(widths)], dim=-1)
+                self._keep("q_pre", index, queries)
+                self._keep("k_pre", index, keys)
 
         return hook
 

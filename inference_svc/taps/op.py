@@ -4,8 +4,11 @@
 `tap_norm` replaces a model's own add and RMS norm and returns their results. `tap_copy` returns a copy, with which the
 model continues. Everything that changes from step to step is data that the ops read, not an argument.
 
-`tap_experts` takes what the router of a mixture of experts chose. It changes nothing; its schema says that it changes
-the weights, which the model uses afterwards, so that the compiler keeps it.
+`tap_columns` captures a part of the columns of a tensor. It changes nothing; its schema says that it changes the whole
+tensor, so that the compiler keeps it.
+
+`tap_experts` takes what the router of a mixture of experts chose. It changes nothing, either; its
+schema says that it changes the weights, which the model uses afterwards.
 
 `tap_copy` is for rows that may be slices of one tensor, as q, k and v often are. If an op changes such slices in place,
 PyTorch's compiler copies the whole tensor for each of them, and with three of them, PyTorch 2.13 computes wrong values.
@@ -30,6 +33,7 @@ _LIBRARY.define(
     " -> (Tensor, Tensor)"
 )
 _LIBRARY.define("tap_copy(Tensor hidden, int point) -> Tensor")
+_LIBRARY.define("tap_columns(Tensor(a!) hidden, int first, int width, int point) -> ()")
 _LIBRARY.define("tap_experts(Tensor(a!) weights, Tensor experts, int num_experts, float scale, int point) -> ()")
 
 
@@ -91,6 +95,18 @@ def call_copy(hidden: Tensor, point: int) -> Tensor:
     """Call the op `tap_copy`. The compiler traces this call into the graph, and keeps it if the copy is used."""
     copy: Tensor = torch.ops.residuum.tap_copy(hidden, point)
     return copy
+
+
+def call_columns(hidden: Tensor, first: int, width: int, point: int) -> None:
+    """Call the op `tap_columns`. The compiler traces this call into the graph.
+
+    Args:
+        hidden: [rows, columns].
+        first: The first column that is captured.
+        width: How many columns are captured.
+        point: The tap point. Rows cannot be steered there.
+    """
+    torch.ops.residuum.tap_columns(hidden, first, width, point)
 
 
 def call_experts(weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int) -> None:
@@ -158,6 +174,15 @@ def _fake_tap_copy(hidden: Tensor, point: int) -> Tensor:
     return hidden.new_empty(hidden.shape)
 
 
+def _tap_columns(hidden: Tensor, first: int, width: int, point: int) -> None:
+    tap, own = _at(point)
+    tap.tap(hidden[:, first : first + width], None, own)
+
+
+def _fake_tap_columns(hidden: Tensor, first: int, width: int, point: int) -> None:
+    del hidden, first, width, point
+
+
 def _tap_experts(weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int) -> None:
     tap, own = _at(point)
     tap.tap_experts(weights, experts, num_experts, scale, own)
@@ -171,8 +196,10 @@ for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("tap", _tap, _device)
     _LIBRARY.impl("tap_norm", _tap_norm, _device)
     _LIBRARY.impl("tap_copy", _tap_copy, _device)
+    _LIBRARY.impl("tap_columns", _tap_columns, _device)
     _LIBRARY.impl("tap_experts", _tap_experts, _device)
 _LIBRARY._register_fake("tap", _fake_tap)  # noqa: SLF001 - the documented way for a Library object
 _LIBRARY._register_fake("tap_norm", _fake_tap_norm)  # noqa: SLF001 - see above
 _LIBRARY._register_fake("tap_copy", _fake_tap_copy)  # noqa: SLF001 - see above
+_LIBRARY._register_fake("tap_columns", _fake_tap_columns)  # noqa: SLF001 - see above
 _LIBRARY._register_fake("tap_experts", _fake_tap_experts)  # noqa: SLF001 - see above

@@ -35,6 +35,8 @@ WIDE_SITES = (
     capture_pb2.SITE_MLP_ACT,
     capture_pb2.SITE_ROUTER_LOGITS,
     capture_pb2.SITE_ROUTING_WEIGHTS,
+    capture_pb2.SITE_Q_PRE,
+    capture_pb2.SITE_K_PRE,
 )
 """The sites inside a layer whose rows have a width of their own."""
 

@@ -14,7 +14,7 @@ PARTS = frozenset({"attn_out", "mlp_out"})
 MIDDLE = frozenset({"resid_mid"})
 """The site that layers lack if they compute attention and MLP from the same input."""
 HEADS, NEURONS, ROUTER = (
-    frozenset({"q", "k", "v"}),
+    frozenset({"q", "k", "v", "q_pre", "k_pre"}),
     frozenset({"mlp_act"}),
     frozenset({"router_logits", "routing_weights"}),
 )

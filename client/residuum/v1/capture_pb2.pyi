@@ -17,10 +17,12 @@ from residuum.v1.site_pb2 import SITE_ATTN_IN as SITE_ATTN_IN
 from residuum.v1.site_pb2 import SITE_ATTN_OUT as SITE_ATTN_OUT
 from residuum.v1.site_pb2 import SITE_FINAL_NORM as SITE_FINAL_NORM
 from residuum.v1.site_pb2 import SITE_K as SITE_K
+from residuum.v1.site_pb2 import SITE_K_PRE as SITE_K_PRE
 from residuum.v1.site_pb2 import SITE_MLP_ACT as SITE_MLP_ACT
 from residuum.v1.site_pb2 import SITE_MLP_IN as SITE_MLP_IN
 from residuum.v1.site_pb2 import SITE_MLP_OUT as SITE_MLP_OUT
 from residuum.v1.site_pb2 import SITE_Q as SITE_Q
+from residuum.v1.site_pb2 import SITE_Q_PRE as SITE_Q_PRE
 from residuum.v1.site_pb2 import SITE_RESID_MID as SITE_RESID_MID
 from residuum.v1.site_pb2 import SITE_RESID_POST as SITE_RESID_POST
 from residuum.v1.site_pb2 import SITE_RESID_PRE as SITE_RESID_PRE

@@ -58,6 +58,12 @@ class _SiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Site.ValueType],
     """The chosen experts of a mixture of experts: for each expert the weight with which its output is added, 0 for experts
     that were not chosen. In the model's dtype.
     """
+    SITE_Q_PRE: _Site.ValueType  # 16
+    """The queries as the projection returns them, before their norm and rotary embedding: the heads, one after the other."""
+    SITE_K_PRE: _Site.ValueType  # 17
+    """The keys as the projection returns them, before their norm and rotary embedding: the key-value heads, one after the
+    other.
+    """
 
 class Site(_Site, metaclass=_SiteEnumTypeWrapper):
     """A place in a decoder layer."""
@@ -97,5 +103,11 @@ layer has it.
 SITE_ROUTING_WEIGHTS: Site.ValueType  # 15
 """The chosen experts of a mixture of experts: for each expert the weight with which its output is added, 0 for experts
 that were not chosen. In the model's dtype.
+"""
+SITE_Q_PRE: Site.ValueType  # 16
+"""The queries as the projection returns them, before their norm and rotary embedding: the heads, one after the other."""
+SITE_K_PRE: Site.ValueType  # 17
+"""The keys as the projection returns them, before their norm and rotary embedding: the key-value heads, one after the
+other.
 """
 Global___Site: _TypeAlias = Site  # noqa: Y015

@@ -28,6 +28,8 @@ _OF_TRANSFORMER_LENS = {
     "hook_resid_mid": "resid_mid",
     "hook_resid_post": "resid_post",
     "attn.hook_in": "attn_in",
+    "attn.hook_q": "q_pre",
+    "attn.hook_k": "k_pre",
     "attn.hook_rot_q": "q",
     "attn.hook_rot_k": "k",
     "attn.hook_v": "v",
@@ -39,12 +41,16 @@ _OF_TRANSFORMER_LENS = {
 }
 """The part of a TransformerLens name after "blocks.N.", and the site with the same rows."""
 
-_OF_INTERP_ENGINE = {"value": "v", "attn_out_post": "attn_out", "mlp_out_post": "mlp_out"}
+_OF_INTERP_ENGINE = {
+    "value": "v",
+    "q_norm_in": "q_pre",
+    "k_norm_in": "k_pre",
+    "attn_out_post": "attn_out",
+    "mlp_out_post": "mlp_out",
+}
 """The names of interp-engine that differ from ours, and the site with the same rows."""
 
 _OTHERS = {
-    "attn.hook_q": 'the queries before rotary embedding; "q" has them as the attention takes them',
-    "attn.hook_k": 'the keys before rotary embedding; "k" has them as the attention takes them',
     "attn.hook_out": 'the output before a norm that some models apply to it; "attn_out" has what the attention adds',
     "mlp.hook_out": 'the output before a norm that some models apply to it; "mlp_out" has what the MLP adds',
     "hook_attn_in": 'the stream before the norm; "attn_in" has what the attention takes, and "resid_pre" the stream',

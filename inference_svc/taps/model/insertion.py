@@ -350,6 +350,9 @@ def _put_wide(wide: WideEntry, point: int, *, steerable: bool) -> None:
     if wide.tap is not None:
         wide.tap(point)
         return
+    if wide.first is not None:
+        wide.module.register_forward_hook(_after_columns(wide.first, wide.width, point))
+        return
     if wide.hidden is None:
         wide.module.register_forward_hook(_after_module(point, adds_residual=False))
         return
@@ -391,6 +394,14 @@ def _after_module(point: int, *, adds_residual: bool) -> Any:
             _tap(output, None, point)
         else:
             _tap(output[0], output[1] if adds_residual and len(output) > 1 else None, point)
+
+    return hook
+
+
+def _after_columns(first: int, width: int, point: int) -> Any:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        del module, arguments
+        op.call_columns(output if isinstance(output, Tensor) else output[0], first, width, point)
 
     return hook
 

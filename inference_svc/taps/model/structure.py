@@ -44,6 +44,8 @@ class WideEntry(NamedTuple):
     width: int
     tap: Callable[[int], None] | None = None
     """Puts the tap of a point there, if a hook of the module does not see the rows."""
+    first: int | None = None
+    """If the rows are columns of the module's output: the first of them."""
 
 
 @dataclass
@@ -79,6 +81,8 @@ class Structure:
 
 
 _HEADS = (capture_pb2.SITE_Q, capture_pb2.SITE_K, capture_pb2.SITE_V)
+PROJECTED = (capture_pb2.SITE_Q_PRE, capture_pb2.SITE_K_PRE)
+"""Queries and keys as their projection returns them."""
 
 
 def observe(
@@ -223,8 +227,12 @@ def _find_parts(
     for site, part in ((capture_pb2.SITE_Z, attention), (capture_pb2.SITE_MLP_ACT, mlp)):
         if (projected := _before_projection(calls, part)) is not None:
             structure.wide[site][index] = projected
-    for site, taken in zip(_HEADS, _heads(calls, attention, is_attention), strict=False):
-        structure.wide[site][index] = taken
+    heads = _heads(calls, attention, is_attention)
+    if heads is not None:
+        for site, (argument, rows) in zip(_HEADS, heads.rows, strict=True):
+            structure.wide[site][index] = WideEntry(heads.call.module, argument, rows.shape[1])
+        for site, projected in zip(PROJECTED, _projected(calls, attention, heads), strict=False):
+            structure.wide[site][index] = projected
     return attention
 
 
@@ -297,20 +305,48 @@ def _is_rows(tensor: Tensor) -> bool:
     return tensor.dim() == 2 or (tensor.dim() == 3 and len(tensor) == 1)  # noqa: PLR2004 - see above
 
 
-def _heads(calls: list[Call], part: Call, is_attention: Callable[[nn.Module], bool]) -> list[WideEntry]:
-    """Return queries, keys and values as the attention takes them; empty if it takes something else."""
+class _Heads(NamedTuple):
+    """Queries, keys and values as the attention takes them."""
+
+    call: Call
+    """The call of the attention."""
+    rows: list[tuple[Argument, Tensor]]
+    """The argument of each, and its rows, [tokens, heads x size]."""
+
+
+def _heads(calls: list[Call], part: Call, is_attention: Callable[[nn.Module], bool]) -> _Heads | None:
+    """Return queries, keys and values as the attention takes them; None if it takes something else."""
     inside = [other for other in calls[part.entered : part.left] if is_attention(other.module)]
     if len(inside) != 1:
-        return []
+        return None
     call = inside[0]
     given = list(call.tensors())[: len(_HEADS)]
     rows = [tensor for _, tensor in given]
     if len(rows) != len(_HEADS) or any(tensor.dim() != 2 for tensor in rows):  # noqa: PLR2004 - [tokens, heads x size]
-        return []
+        return None
     query, key, value = (tensor.shape[1] for tensor in rows)
     if key != value or query % key or len({len(tensor) for tensor in rows}) != 1:
-        return []  # such as keys that are compressed
-    return [WideEntry(call.module, argument, tensor.shape[1]) for argument, tensor in given]
+        return None  # such as keys that are compressed
+    return _Heads(call, given)
+
+
+def _projected(calls: list[Call], part: Call, heads: _Heads) -> list[WideEntry]:
+    """Return queries and keys as one projection returns them together with the values; empty if none does.
+
+    `parts_check.other_projections` finds out whether they become the attention's queries and keys.
+    """
+    query, key, value = (rows for _, rows in heads.rows)
+    first_of_values = query.shape[1] + key.shape[1]
+    shape = (len(query), first_of_values + value.shape[1])
+    for call in calls[part.entered : heads.call.entered]:
+        # With a second output, such as a bias, the model may still add something.
+        is_projection = len(call.output) == 1 and call.output[0].shape == shape and _has_parameters(call.module)
+        if is_projection and call.output[0][:, first_of_values:].equal(value):
+            return [
+                WideEntry(call.module, None, query.shape[1], first=0),
+                WideEntry(call.module, None, key.shape[1], first=query.shape[1]),
+            ]
+    return []
 
 
 def _drop_shared(structure: Structure, calls: list[Call]) -> None:

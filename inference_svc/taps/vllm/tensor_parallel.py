@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from inference_svc.taps.points import RowShape
 from residuum.v1 import capture_pb2
@@ -45,6 +45,8 @@ def shape_of(config: Any, site: Site.ValueType, entry: WideEntry) -> RowShape | 
     if isinstance(entry.module, Attention):
         copies = copies_of_keys(config, entry.module)
         return None if copies is None else _divided(entry.width, 1 if site == capture_pb2.SITE_Q else copies)
+    if isinstance(entry.module, QKVParallelLinear):
+        return _divided(entry.width, 1 if site == capture_pb2.SITE_Q_PRE else entry.module.num_kv_head_replicas)
     if entry.hidden is None:  # its output
         return RowShape(entry.width) if isinstance(entry.module, ReplicatedLinear) else None
     return _shape_of_input(entry.module, entry.width)
