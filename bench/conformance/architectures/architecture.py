@@ -120,7 +120,8 @@ class Architecture:
             return self.refused
         if self.refused and not self.refused_sites.isdisjoint(sites):
             return ""
-        return NO_ROWS if not self.lacking.isdisjoint(sites) else ""
+        lacking = self.lacking.intersection(sites)
+        return NO_FINAL_NORM if FINAL & lacking else NO_ROWS if lacking else ""
 
 
 COMMON = {
@@ -166,6 +167,7 @@ SCALED, NO_PARTS = "scales or merges", "for an attention block and for an MLP af
 NO_ROWS = "for modules of the attention or the MLP that take or return rows of this kind"
 """Part of the reason for which a site is refused whose rows have a width of their own."""
 NO_MIDDLE = "resid_mid cannot be captured"
+NO_FINAL_NORM = "final_norm cannot be captured"
 BEFORE_MLP = ("post_attention_layernorm",)
 """The norm that takes the stream between attention and MLP, in most models."""
 HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
