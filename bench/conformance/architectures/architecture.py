@@ -20,6 +20,8 @@ HEADS, NEURONS, ROUTER = (
 )
 """The sites that a model lacks if its attention takes something else, if its MLP is a mixture of experts, and if it is
 none."""
+PROJECTED = frozenset({"q_pre", "k_pre"})
+"""The sites that a model lacks if no projection returns queries, keys and values as the attention takes the values."""
 FINAL = frozenset({"final_norm"})
 """The site that only the last layer has."""
 INNER = PARTS | MIDDLE | {"attn_in", "mlp_in"}

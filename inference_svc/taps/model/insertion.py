@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from inference_svc.taps.model.calls import Argument
-    from inference_svc.taps.model.structure import Structure, WideEntry
+    from inference_svc.taps.model.structure import Structure
+    from inference_svc.taps.model.wide_places import WideEntry
     from inference_svc.taps.points import AllPoints, RowShape, Site
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from inference_svc.taps.model.calls import Argument
-    from inference_svc.taps.model.structure import Structure, WideEntry
+    from inference_svc.taps.model.structure import Structure
+    from inference_svc.taps.model.wide_places import WideEntry
 
 _CHANGED = 1e-3
 """A larger relative difference between two runs of a few tokens is a change, not noise."""

@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
-from inference_svc.taps.model.calls import Argument, Call, recorded_calls
+from inference_svc.taps.model.calls import Argument, Call, has_parameters, is_norm, recorded_calls
 from inference_svc.taps.model.hooked_runs import CannotTapError, calling, fixed_attention, is_sequence, name_of
 from inference_svc.taps.model.residual import adds_residual
+from inference_svc.taps.model.wide_places import (
+    HEADS,
+    PROJECTED,
+    WideEntry,
+    before_projection,
+    find_heads,
+    find_projected,
+    find_router,
+)
 from inference_svc.taps.points import WIDE_SITES
 from residuum.v1 import capture_pb2
 
@@ -33,19 +42,6 @@ class Entry(NamedTuple):
     module: nn.Module
     hidden: Argument
     residual: Argument | None = None
-
-
-class WideEntry(NamedTuple):
-    """A place just before or after a call of a module, where rows have a width of their own."""
-
-    module: nn.Module
-    hidden: Argument | None
-    """The argument that has the rows; None: they are the module's output."""
-    width: int
-    tap: Callable[[int], None] | None = None
-    """Puts the tap of a point there, if a hook of the module does not see the rows."""
-    first: int | None = None
-    """If the rows are columns of the module's output: the first of them."""
 
 
 @dataclass
@@ -80,11 +76,6 @@ class Structure:
     """The norm after the last layer whose rows the model returns. Other stages than the last one have none."""
 
 
-_HEADS = (capture_pb2.SITE_Q, capture_pb2.SITE_K, capture_pb2.SITE_V)
-PROJECTED = (capture_pb2.SITE_Q_PRE, capture_pb2.SITE_K_PRE)
-"""Queries and keys as their projection returns them."""
-
-
 def observe(
     model: nn.Module,
     layers: Mapping[int, nn.Module],
@@ -113,8 +104,9 @@ def observe(
     for index, call in by_layer.items():
         _find_next(structure, calls, index, call, by_layer.get(index + 1))
         attention = _find_parts(structure, calls, index, call, is_attention)
-        if num_experts:
-            _find_router(structure, calls, index, call, attention, num_experts)
+        router = find_router(calls, call, attention, num_experts) if num_experts else None
+        if router is not None:
+            structure.wide[capture_pb2.SITE_ROUTER_LOGITS][index] = router
     structure.final_norm = _final_norm(calls, by_layer[max(layers)], returned)
     _drop_shared(structure, calls)
     return structure
@@ -209,7 +201,7 @@ def _find_parts(
     """
     children = list(call.module.children())
     inside = [other for other in calls[call.entered : call.left] if any(other.module is child for child in children)]
-    parts = [part for part in inside if part.output and not is_norm(part.module) and _has_parameters(part.module)]
+    parts = [part for part in inside if part.output and not is_norm(part.module) and has_parameters(part.module)]
     combine = [part for part in parts if any(is_attention(module) for module in part.module.modules())]
     attention = next(iter(combine), None)
     others = [part for part in parts if attention is not None and part.module is not attention.module]
@@ -225,34 +217,15 @@ def _find_parts(
     # After the MLP, a layer may have a third part, such as Gemma 4's gate for its own embeddings.
     mlp = first if _calls_within(calls, first) else others[-1]
     for site, part in ((capture_pb2.SITE_Z, attention), (capture_pb2.SITE_MLP_ACT, mlp)):
-        if (projected := _before_projection(calls, part)) is not None:
+        if (projected := before_projection(calls, part)) is not None:
             structure.wide[site][index] = projected
-    heads = _heads(calls, attention, is_attention)
+    heads = find_heads(calls, attention, is_attention)
     if heads is not None:
-        for site, (argument, rows) in zip(_HEADS, heads.rows, strict=True):
+        for site, (argument, rows) in zip(HEADS, heads.rows, strict=True):
             structure.wide[site][index] = WideEntry(heads.call.module, argument, rows.shape[1])
-        for site, projected in zip(PROJECTED, _projected(calls, attention, heads), strict=False):
+        for site, projected in zip(PROJECTED, find_projected(calls, attention, heads), strict=False):
             structure.wide[site][index] = projected
     return attention
-
-
-def _find_router(
-    structure: Structure, calls: list[Call], index: int, layer: Call, attention: Call | None, num_experts: int
-) -> None:
-    """Find the module beside the attention that returns a number for each token and expert, if there is only one.
-
-    A router may have a module for its logits within it.
-    """
-    shape = (layer.output[0].shape[-2], num_experts)
-    found = [
-        call
-        for call in calls[layer.entered + 1 : layer.left]
-        if not (attention is not None and attention.entered <= call.entered < attention.left)
-        and (call.output and call.output[0].shape == shape and _has_parameters(call.module))
-    ]
-    inner = [call for call in found if not any(call.entered < other.entered < call.left for other in found)]
-    if len(inner) == 1:
-        structure.wide[capture_pb2.SITE_ROUTER_LOGITS][index] = WideEntry(inner[0].module, None, num_experts)
 
 
 def _find_inputs(
@@ -278,75 +251,9 @@ def _find_inputs(
         structure.middles[index] = Entry(before.module, *given)
 
 
-def _before_projection(calls: list[Call], part: Call) -> WideEntry | None:
-    """Return what the output projection of a part takes: the last module of the part, whose output is the part's.
-
-    The projection may be the part itself. In a mixture of experts, it is not a module that is called.
-    """
-    inside = [other for other in calls[part.entered + 1 : part.left] if other.output and not is_norm(other.module)]
-    ends = [other for other in inside if other.output[0] is part.output[0] and _has_parameters(other.module)]
-    last = ends[-1] if ends else part
-    given = [(argument, tensor) for argument, tensor in last.tensors() if _is_rows(tensor)]
-    if len(given) != 1 or (last is part and inside) or given[0][1].shape[:-1] != part.output[0].shape[:-1]:
-        return None
-    argument, rows = given[0]
-    if ends and any(rows is tensor for _, tensor in part.tensors()):
-        return None  # the module takes what the part takes, so it is the whole part
-    return WideEntry(last.module, argument, rows.shape[-1])
-
-
 def _calls_within(calls: list[Call], part: Call) -> bool:
     """Return whether a part calls modules with parameters, so that it is more than one projection."""
-    return any(_has_parameters(other.module) for other in calls[part.entered + 1 : part.left])
-
-
-def _is_rows(tensor: Tensor) -> bool:
-    """Return whether a tensor is [tokens, width], or [1, tokens, width] as in models from transformers."""
-    return tensor.dim() == 2 or (tensor.dim() == 3 and len(tensor) == 1)  # noqa: PLR2004 - see above
-
-
-class _Heads(NamedTuple):
-    """Queries, keys and values as the attention takes them."""
-
-    call: Call
-    """The call of the attention."""
-    rows: list[tuple[Argument, Tensor]]
-    """The argument of each, and its rows, [tokens, heads x size]."""
-
-
-def _heads(calls: list[Call], part: Call, is_attention: Callable[[nn.Module], bool]) -> _Heads | None:
-    """Return queries, keys and values as the attention takes them; None if it takes something else."""
-    inside = [other for other in calls[part.entered : part.left] if is_attention(other.module)]
-    if len(inside) != 1:
-        return None
-    call = inside[0]
-    given = list(call.tensors())[: len(_HEADS)]
-    rows = [tensor for _, tensor in given]
-    if len(rows) != len(_HEADS) or any(tensor.dim() != 2 for tensor in rows):  # noqa: PLR2004 - [tokens, heads x size]
-        return None
-    query, key, value = (tensor.shape[1] for tensor in rows)
-    if key != value or query % key or len({len(tensor) for tensor in rows}) != 1:
-        return None  # such as keys that are compressed
-    return _Heads(call, given)
-
-
-def _projected(calls: list[Call], part: Call, heads: _Heads) -> list[WideEntry]:
-    """Return queries and keys as one projection returns them together with the values; empty if none does.
-
-    `parts_check.other_projections` finds out whether they become the attention's queries and keys.
-    """
-    query, key, value = (rows for _, rows in heads.rows)
-    first_of_values = query.shape[1] + key.shape[1]
-    shape = (len(query), first_of_values + value.shape[1])
-    for call in calls[part.entered : heads.call.entered]:
-        # With a second output, such as a bias, the model may still add something.
-        is_projection = len(call.output) == 1 and call.output[0].shape == shape and _has_parameters(call.module)
-        if is_projection and call.output[0][:, first_of_values:].equal(value):
-            return [
-                WideEntry(call.module, None, query.shape[1], first=0),
-                WideEntry(call.module, None, key.shape[1], first=query.shape[1]),
-            ]
-    return []
+    return any(has_parameters(other.module) for other in calls[part.entered + 1 : part.left])
 
 
 def _drop_shared(structure: Structure, calls: list[Call]) -> None:
@@ -374,12 +281,3 @@ def _after_norm(inside: list[Call], part: Call) -> nn.Module:
         if other.entered >= part.left and is_norm(other.module) and len(given) == 1 and given[0] is part.output[0]:
             return other.module
     return part.module
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm. Nemotron's are of the class NemotronLayerNorm1P."""
-    return type(module).__name__.lower().removesuffix("1p").endswith("norm")
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None

@@ -14,7 +14,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.logits_check import Explanation, LogitsCheck
 from inference_svc.taps.model.parts_check import middle_error, other_projections, sum_error
-from inference_svc.taps.model.structure import PROJECTED, Structure, observe
+from inference_svc.taps.model.structure import Structure, observe
+from inference_svc.taps.model.wide_places import PROJECTED
 from inference_svc.taps.vllm.experts import find_experts
 from residuum.v1 import capture_pb2
 

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError, run_hooked
-from inference_svc.taps.model.structure import WideEntry
+from inference_svc.taps.model.wide_places import WideEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

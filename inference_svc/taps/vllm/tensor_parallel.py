@@ -14,7 +14,7 @@ from residuum.v1 import capture_pb2
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from inference_svc.taps.model.structure import WideEntry
+    from inference_svc.taps.model.wide_places import WideEntry
     from inference_svc.taps.points import Site
 
 
