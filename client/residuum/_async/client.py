@@ -133,7 +133,8 @@ class AsyncClient(AsyncCaptureClient):
             prompt: A text, a list of token IDs, or a conversation as a list of {"role": ..., "content": ...}. If a
                 conversation ends with a message of the assistant, the reply continues that message.
             capture: What to capture; None captures nothing.
-            steer: How to steer: one operation, or several in the order in which they apply.
+            steer: How to steer: one operation, or several in the order in which they apply. If an operation has a
+                `StoredRow` in place of a vector, the client first reads the row.
             request_id: Your own ID for the request and its capture. By default the server makes one.
             registration: The result of `register`, which has its own capture, steer, request_id and model.
             model: The LoRA adapter to use, one of `client.info().adapters`; or the model that you expect. The server
@@ -154,6 +155,7 @@ class AsyncClient(AsyncCaptureClient):
             RequestExists: A request with this ID is registered or running.
             CaptureExists: A capture with this ID exists, and `if_exists` does not allow replacing or skipping it.
             UnknownRequest: The registration was used or has expired.
+            UnknownCapture: The capture of a `StoredRow` does not exist.
             StoreUnreachable: The request captures, and the inference service cannot reach its store.
             LimitReached: The request uses more vectors than the server allows, or waited too long for room for them.
             RequestAborted: A client called `abort`.
