@@ -284,8 +284,8 @@ class Activations(Mapping[int, FloatArray]):
         """Return the rows of a point, such as "mlp_act.3": a site and one layer; float32 [positions, width].
 
         Args:
-            point: The point, by any name that `Capture(points=...)` takes. The layer may be left out if these activations
-                have one layer at the site, as at "final_norm".
+            point: The point, by any name that `Capture(points=...)` takes. The layer may be left out if these
+                activations have one layer at the site, as at "final_norm".
 
         Raises:
             KeyError: The site or the layer is not in these activations; the message lists those that are.
