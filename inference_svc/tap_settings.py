@@ -74,9 +74,10 @@ class TapSettings(ServiceSettings):
         "resid_post",
     )
     """The sites that requests may capture, separated by commas: resid_post, resid_pre, attn_out, mlp_out, attn_in,
-    resid_mid, mlp_in, q, k, v, z, mlp_act, router_logits. Each site adds memory for capture blocks; see max-num-seqs.
-    All but resid_post and resid_pre add one kernel per layer to each step, even if no request captures them; resid_mid
-    adds none where its tap folds into a norm."""
+    resid_mid, mlp_in, q, k, v, z, mlp_act, router_logits, final_norm, routing_weights, q_pre, k_pre. Each site adds
+    memory for capture blocks; see max-num-seqs. All but resid_post and resid_pre add one kernel per layer to each step,
+    even if no request captures them; resid_mid adds none where its tap folds into a norm, and final_norm adds one in
+    all."""
     fold_norms: bool | None = None
     """Fold taps into the norms that follow them, so that idle taps cost almost nothing. Default: only on a GPU."""
 

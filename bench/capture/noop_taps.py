@@ -32,6 +32,9 @@ class NoopTap:
         del point
         return hidden.clone(memory_format=torch.contiguous_format)
 
+    def tap_experts(self, *arguments: Any) -> None:
+        """See `op.Tap`."""
+
     def tap_norm(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """See `op.Tap`. Never called, because no norm is folded."""
         raise NotImplementedError("taps that do nothing cannot compute norms; set fold_norms=False")

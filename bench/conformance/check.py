@@ -14,6 +14,7 @@ import torch
 
 import residuum
 from bench.conformance.architectures import Architecture
+from bench.conformance.architectures.architecture import FINAL
 from bench.conformance.compare import compare
 from bench.conformance.models import make_model
 from bench.conformance.quantized import QUANTIZATIONS, quantize
@@ -68,7 +69,7 @@ def check(
         faults = comparison.faults(setup.bounds(architecture))
         if refusal := architecture.refusal(setup.sites):
             faults.append(f"the service did not refuse with {refusal!r}")
-        if comparison.site_layers.keys() != architecture.partial.intersection(setup.sites):
+        if comparison.site_layers.keys() != (architecture.partial | FINAL).intersection(setup.sites):
             faults.append(f"the service has these sites in some layers only: {comparison.site_layers}")
         served = _told_when_ready(service.log.read_text(errors="replace"))
         return Outcome(

@@ -12,7 +12,7 @@ import numpy as np
 
 import residuum
 from bench.conformance.architectures import Architecture
-from bench.conformance.reference import WIDE_SITES, Change, Reference, adding
+from bench.conformance.reference import FINAL_NORM, WIDE_SITES, Change, Reference, adding
 from bench.conformance.results import Comparison, Rows
 from bench.conformance.setup import Setup
 from bench.conformance.stock import run_stock
@@ -21,6 +21,8 @@ from bench.conformance.workload import NEW_TOKENS, Request, make_changed_request
 _REQUEST_SECONDS = 120.0
 _TRIES = 3
 """How often the request whose steering changes is sent, if the change comes after its last token."""
+_NORMED = {"attn_in", "mlp_in", FINAL_NORM, *WIDE_SITES}
+"""Sites whose rows have a length of their own, as after a norm, and not that of the stream."""
 
 
 def compare(
@@ -207,9 +209,8 @@ def _add(
     of_stream = setup.bounds(architecture).of_stream
     for site in setup.sites:
         rows = answer.acts.select(site=site)
-        # Rows after a norm have a length of their own.
         layers = list(rows.layers)
-        stream = expected["resid_pre"] if of_stream and site not in {"attn_in", "mlp_in", *WIDE_SITES} else None
+        stream = expected["resid_pre"] if of_stream and site not in _NORMED else None
         comparison.add(rows.stack(), rows.present, expected[site][layers], None if stream is None else stream[layers])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.conformance.architectures import ARCHITECTURES
-from bench.conformance.reference import ALL_SITES
+from bench.conformance.reference import ALL_SITES, FINAL_NORM
 from bench.output import markdown_table, short_revision, vllm_version
 
 Result = Mapping[str, Any]
@@ -81,7 +81,7 @@ def _sites_table(outcomes: Mapping[str, Sequence[Result]]) -> str:
     for name, of_name in outcomes.items():
         exact = [outcome for outcome in of_name if outcome["verdict"] == "exact"]
         found = {site for outcome in exact for site in outcome["sites"]}
-        partial = {site for outcome in exact for site in outcome.get("site_layers", ())}
+        partial = _partial(exact)
         marks = ["" if site not in found else "some layers" if site in partial else "yes" for site in ALL_SITES]
         if exact:
             rows.append((f"`{name}`", *marks))
@@ -168,11 +168,16 @@ def _cell(outcomes: Sequence[Result]) -> str:
     exact = {site for outcome in outcomes if outcome["verdict"] == "exact" for site in outcome["sites"]}
     if exact:
         refused = {site for outcome in outcomes for site in outcome["sites"]} - exact
-        partial = {site for outcome in outcomes for site in outcome.get("site_layers", ())}
+        partial = _partial(outcomes)
         some = f"; in some layers: {_listed(partial)}" if partial else ""
         return ("without " + _listed(refused) if refused else "exact") + some
     reasons = [outcome["detail"] for outcome in outcomes]
     return "needs a GPU" if any(reason.startswith(_BY_VLLM) for reason in reasons) else "refused"
+
+
+def _partial(outcomes: Iterable[Result]) -> set[str]:
+    """Return the sites that only some layers have. Every model has its final norm only in the last one."""
+    return {site for outcome in outcomes for site in outcome.get("site_layers", ())} - {FINAL_NORM}
 
 
 def _listed(sites: Iterable[str]) -> str:

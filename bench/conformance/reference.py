@@ -25,14 +25,19 @@ Changes = Mapping[Any, Change]
 """Changes by layer, of the layer's output; or by site and layer, of the rows at a site."""
 
 
-WIDE_SITES = ("q", "k", "v", "z", "mlp_act", "router_logits")
+_OF_EXPERTS = ("router_logits", "routing_weights")
+_OF_ALL = ("q", "k", "v", "z", "mlp_act", "q_pre", "k_pre")
+WIDE_SITES = (*_OF_ALL, *_OF_EXPERTS)
 """The sites whose rows have a width of their own: queries, keys, values, what the output projections of attention and
-MLP take, and the logits of a router of experts."""
-SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *WIDE_SITES[:-1])
+MLP take, queries and keys as their projection returns them; in a mixture of experts, the logits of the router, and the
+weights of the experts that it chose."""
+SITES = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post", *_OF_ALL)
 """The sites of a layer: the residual stream that enters it, what the attention block takes and adds, the stream after
 that, what the MLP takes and adds, the stream that leaves the layer, and those with a width of their own."""
-ALL_SITES = (*SITES, "router_logits")
-"""With the site that only a mixture of experts has."""
+FINAL_NORM = "final_norm"
+"""The site after the model's final norm, in the last layer."""
+ALL_SITES = (*SITES, *_OF_EXPERTS, FINAL_NORM)
+"""With the sites that only a mixture of experts has, and the one that only the last layer has."""
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer", "mamba", "conv")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "fc1")
@@ -42,6 +47,9 @@ _PROJECTIONS = {
     "mlp_act": ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "fc_out", "proj_out", "w2", "output_linear"),
 }
 """The names of the output projections within these modules."""
+_QUERIES, _KEYS, _JOINT = ("q_proj",), ("k_proj",), ("c_attn", "qkv_proj")
+"""The names of the projections of queries and keys within the attention, and of those that return both and values. In
+the joint projections of other models, the heads' queries, keys and values follow each other head by head."""
 _ROUTERS = ("gate", "router", "gate.wg", "router.layer")
 """The names of the routers within the MLP. A router has a weight for each expert, and may have a bias."""
 
@@ -85,8 +93,8 @@ class Reference:
 
         Returns:
             For each site, float32 [layers, positions, width]. A part that a layer does not have has zeros. Rows of
-            sites that have a width of their own are NaN in layers that do not have the site; sites that no layer has,
-            or that have several widths, are left out.
+            sites that have a width of their own, and of the final norm, are NaN in layers that do not have the site;
+            sites that no layer has, or that have several widths, are left out.
         """
         self._routing = routing
         with routing or nullcontext():
@@ -95,7 +103,7 @@ class Reference:
         like = self._kept["resid_post"][0]
         assert like is not None  # noqa: S101 - the model has just been run
         kept = {
-            site: _stacked(self._of_width(site, rows), like if site not in WIDE_SITES else None)
+            site: _stacked(self._of_width(site, rows), None if site in {FINAL_NORM, *WIDE_SITES} else like)
             for site, rows in self._kept.items()
         }
         return {site: rows for site, rows in kept.items() if rows is not None}
@@ -106,6 +114,7 @@ class Reference:
         with torch.inference_mode(), self._changing(changes or {}):
             output = self._body(torch.tensor([[int(token) for token in token_ids]]), use_cache=False)
             last: Tensor = output.last_hidden_state[0]
+            self._keep(FINAL_NORM, len(self._layers) - 1, last)
             return last
 
     def logprobs(self, rows: Rows) -> Rows:
@@ -141,6 +150,7 @@ class Reference:
                 part.register_forward_pre_hook(self._before(site, index), with_kwargs=True)
         for attention in _first(layer, _ATTENTION):
             record_heads(attention, self._heads(index))
+            self._hook_projections(index, attention)
         for site, parts in {"z": _ATTENTION, "mlp_act": architecture.mlp_in or _MLP}.items():
             for part in _first(layer, parts):
                 for projection in _first(layer if part is getattr(layer, "fc1", None) else part, _PROJECTIONS[site]):
@@ -152,9 +162,20 @@ class Reference:
                 part.register_forward_hook(self._part(site, index, scale, has_middle=has_middle))
         layer.register_forward_hook(self._leave(index))
 
+    def _hook_projections(self, index: int, attention: nn.Module) -> None:
+        for site, names in {"q_pre": _QUERIES, "k_pre": _KEYS}.items():
+            for projection in _first(attention, names):
+                projection.register_forward_hook(self._after(site, index))
+        for projection in _first(attention, _JOINT):
+            projection.register_forward_hook(self._split(index))
+
     def _hook_inputs(self, architecture: Architecture, index: int, layer: nn.Module) -> None:
         for router in _routers(_first(layer, architecture.mlp_in or _MLP)):
             router.register_forward_pre_hook(self._route(index), with_kwargs=True)
+            router.register_forward_hook(self._score(index))
+        for part in _first(layer, architecture.mlp_in or _MLP):
+            for experts in _first(part, ["experts"]):
+                experts.register_forward_pre_hook(self._choose(index))
         for part in _first(layer, architecture.middle):
             part.register_forward_pre_hook(self._before("resid_mid", index), with_kwargs=True)
 
@@ -176,12 +197,51 @@ class Reference:
 
         return hook
 
+    def _after(self, site: str, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: object, output: Tensor) -> None:
+            del module, arguments
+            self._keep(site, index, output)
+
+        return hook
+
+    def _split(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: object, output: Tensor) -> None:
+            del module, arguments
+            widths = [self.widths[site] for site in ("q_pre", "k_pre") if site in self.widths]
+            if len(widths) > 1:
+                queries, keys, _ = output.split([*widths, output.shape[-1] - sum(widths)], dim=-1)
+                self._keep("q_pre", index, queries)
+                self._keep("k_pre", index, keys)
+
+        return hook
+
     def _route(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             taken = arguments[0] if arguments else options["hidden_states"]
             bias = getattr(module, "bias", None)
             logits = nn.functional.linear(taken, module.weight.to(taken.dtype), bias)
             self._keep("router_logits", index, logits)
+
+        return hook
+
+    def _choose(self, index: int) -> Callable[..., None]:
+        """Return a hook that keeps the chosen experts, which the module of the experts takes."""
+
+        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if len(arguments) > 1:
+                _, experts, weights = arguments
+                rows = torch.zeros(len(weights), module.num_experts, dtype=weights.dtype)
+                self._keep("routing_weights", index, rows.scatter(1, experts, weights))
+
+        return hook
+
+    def _score(self, index: int) -> Callable[..., None]:
+        """Return a hook that keeps them where each expert takes all rows, multiplied with its weight: in Llama 4."""
+
+        def hook(module: nn.Module, arguments: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            del arguments
+            if type(module).__name__ == "Llama4Router":
+                self._keep("routing_weights", index, output[0])
 
         return hook
 

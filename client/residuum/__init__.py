@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     from residuum.values.selections import Positions
     from residuum.values.spans import MessageSpan
     from residuum.values.steering import Ablate, Add, Cap, Multiply, Replace, Set
+    from residuum.values.stored_row import StoredRow
     from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
 
@@ -159,6 +160,7 @@ _MODULES = {
     "Multiply": "residuum.values.steering",
     "Replace": "residuum.values.steering",
     "Set": "residuum.values.steering",
+    "StoredRow": "residuum.values.stored_row",
     "MessageSpan": "residuum.values.spans",
     "Vector": "residuum.values.vector",
     "load_vectors": "residuum.values.vector",
@@ -249,6 +251,7 @@ __all__ = [
     "StoreFullCapture",
     "StoreStats",
     "StoreUnreachable",
+    "StoredRow",
     "Stream",
     "TokenDelta",
     "Unauthenticated",

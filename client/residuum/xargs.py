@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.requests import plan_spec
 from residuum.values.capture import Capture
-from residuum.values.steering import Operation
+from residuum.values.steering import Operation, operation_list, steering_spec
 
 if TYPE_CHECKING:
     from residuum.protocol.requests import IfExists
@@ -48,7 +48,9 @@ def vllm_xargs(
         ... )
         >>> acts = client.activations(answer.id)
     """
-    plan = plan_spec(capture, steer, request_id, None, if_exists=if_exists)
+    operations = operation_list(steer)
+    steering_spec(operations)  # refuses stored rows, which only clients read
+    plan = plan_spec(capture, operations, request_id, None, if_exists=if_exists)
     if not (plan.spec.HasField("capture") or plan.spec.HasField("steering")):
         raise InvalidRequest("Give capture=, steer= or both.", reason="INVALID_FIELD")
     arguments: dict[str, str | list[str]] = {

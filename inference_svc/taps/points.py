@@ -34,8 +34,14 @@ WIDE_SITES = (
     capture_pb2.SITE_Z,
     capture_pb2.SITE_MLP_ACT,
     capture_pb2.SITE_ROUTER_LOGITS,
+    capture_pb2.SITE_ROUTING_WEIGHTS,
+    capture_pb2.SITE_Q_PRE,
+    capture_pb2.SITE_K_PRE,
 )
 """The sites inside a layer whose rows have a width of their own."""
+
+FINAL_NORM = capture_pb2.SITE_FINAL_NORM
+"""The site after the final norm. Only the last layer of the model has it."""
 
 STEERABLE = frozenset(
     {
@@ -79,8 +85,9 @@ class RowShape(NamedTuple):
 class TapPoints:
     """The points of one pipeline stage: the entry, one after each layer, then one in each layer for each inner site.
 
-    The rows at all of them have the same shape. Points of another shape than the stream's also number the entry and the
-    places after layers, but have no op there.
+    The last point is after the final norm; only the last stage has an op there. The rows at all points have the same
+    shape. Points of another shape than the stream's also number the entry, the places after layers and the last one,
+    but have no op there.
     """
 
     first_layer: int
@@ -107,6 +114,11 @@ class TapPoints:
     @property
     def count(self) -> int:
         """How many points there are, including those without an op."""
+        return self._final + 1
+
+    @property
+    def _final(self) -> int:
+        """The point after the final norm."""
         return 1 + (1 + len(self.inner)) * self.num_layers
 
     @property
@@ -128,7 +140,8 @@ class TapPoints:
         index = layer - self.first_layer
         if site in self.inner:
             return 1 + (1 + self.inner.index(site)) * self.num_layers + index
-        return {capture_pb2.SITE_RESID_PRE: index, capture_pb2.SITE_RESID_POST: index + 1}[site]
+        outer = {capture_pb2.SITE_RESID_PRE: index, capture_pb2.SITE_RESID_POST: index + 1, FINAL_NORM: self._final}
+        return outer[site]
 
     def sites(self, point: int) -> tuple[tuple[Site.ValueType, int], ...]:
         """Return the (site, layer) pairs that a point sees. A pair may name a layer of a neighbouring stage."""
@@ -136,6 +149,8 @@ class TapPoints:
         if index < layers:
             layer = self.first_layer + index
             return (capture_pb2.SITE_RESID_POST, layer), (capture_pb2.SITE_RESID_PRE, layer + 1)
+        if point == self._final:
+            return ((FINAL_NORM, self.layers[-1]),)
         return ((self.inner[index // layers - 1], self.first_layer + index % layers),)
 
 

@@ -68,6 +68,18 @@ async def test_all_sequences_and_sites(client):
     assert chosen.token_ids.tolist() == [1, 2, 3, 204, 205, 206]
 
 
+async def test_rows_of_a_point(client):
+    reply = await client.generate(
+        "a bb ccc", max_tokens=1, capture=residuum.Capture([1, 3], sites="resid_post,resid_pre")
+    )
+    acts = await client.activations(reply)
+    assert np.array_equal(acts.at("resid_pre.3"), rows(0, PRE, 3, range(3)).astype(np.float32))
+    with pytest.raises(residuum.InvalidRequest, match="'resid_pre' names several layers"):
+        acts.at("resid_pre")
+    one = await client.activations(reply, layers=[3])
+    assert np.array_equal(one.at("resid_pre"), acts.at("resid_pre.3")), "these have no other layer"
+
+
 @pytest.mark.parametrize(
     ("positions", "expected"),
     [

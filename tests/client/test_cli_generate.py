@@ -170,7 +170,7 @@ def test_generate_captures_points(cli, peer):
             "",
             (
                 "choose among resid_post, resid_pre, attn_out, mlp_out, attn_in, resid_mid, mlp_in, q, k, v, z, "
-                "mlp_act, router_logits."
+                "mlp_act, router_logits, final_norm, routing_weights, q_pre, k_pre."
             ),
         ),
         ("attn_out,attn_out", "each site once"),

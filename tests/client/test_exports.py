@@ -34,7 +34,7 @@ NAMES = """
     PatchSweep PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
     Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
     SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
-    StoreStats StoreUnreachable Stream TLS TokenDelta Unauthenticated Unavailable Unembedding UnknownCapture
+    StoreStats StoreUnreachable StoredRow Stream TLS TokenDelta Unauthenticated Unavailable Unembedding UnknownCapture
     UnknownLayer UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__
     attention_weights directions load_vectors serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import residuum
-from bench.conformance.reference import SITES
+from bench.conformance.reference import FINAL_NORM, SITES
 from svc_common.launcher import Service, running_services
 from tests import one_process, warm_start
 from tests.conformance.journal import Journal, pace_file
@@ -137,7 +137,7 @@ def running_engine(
         f"--engine-args={json.dumps(vllm_arguments)}",
         f"--kv-cache-gib={_KV_GIB}",
         f"--ring-mib={RING_MIB}",
-        f"--capture-sites={','.join(SITES)}",
+        f"--capture-sites={','.join([*SITES, FINAL_NORM])}",
         *(["--enforce-eager", "--no-fold-norms"] if name == "eager" else ["--fold-norms"]),
         *further_arguments,
     ]

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-SITES = ("resid_post", "q", "k", "v", "z", "mlp_act")
-"""At the last five, each rank has a part of every row."""
+SITES = ("resid_post", "final_norm", "q", "k", "v", "z", "mlp_act", "q_pre", "k_pre")
+"""At the last seven, each rank has a part of every row."""
 
 
 @pytest.fixture
@@ -73,9 +73,8 @@ def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path) ->
     assert outcome.verdict is Verdict.EXACT, outcome.detail
     assert outcome.layout == (2, 1)
     assert outcome.capturing_ranks == 1
-    assert outcome.rows == len(SITES) * LAYERS * sum(
-        len(request.prompt) + NEW_TOKENS - 1 for request in make_requests()
-    )
+    points = (len(SITES) - 1) * LAYERS + 1  # only the last layer has the final norm
+    assert outcome.rows == points * sum(len(request.prompt) + NEW_TOKENS - 1 for request in make_requests())
 
 
 @pytest.mark.usefixtures("two_cores")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import residuum
 from tests.conformance.rows import make_prompt
 
 if TYPE_CHECKING:
@@ -50,3 +51,28 @@ def test_a_sweep_has_the_scores_of_the_reference(engine: Engine, reference: Refe
     if site == "resid_post":
         assert sweep.recovered[-1, -1] == pytest.approx(1.0, abs=1e-3), "the last row decides the answer"
         assert sweep.recovered[-1, 0] == pytest.approx(0.0, abs=1e-3), "nothing reads an earlier row of the last layer"
+
+
+@pytest.mark.parametrize("site", ["resid_post", "z"])
+def test_a_stored_row_steers_as_the_vector_with_its_values(engine: Engine, reference: Reference, site: str) -> None:
+    rng = np.random.default_rng(71)
+    clean, corrupted = make_prompt(rng, 6), make_prompt(rng, 6)
+    name = f"stored-row-{engine.name}-{site}"
+    points = residuum.Capture(points=[f"{site}.1", f"{site}.3"])
+    engine.client.generate(clean, max_tokens=1, request_id=name, capture=points)
+    values = engine.client.activations(name, layers=[1], sites=[site])[1][4]
+    np.testing.assert_allclose(values, reference.rows(clean)[site][1, 4], rtol=1e-3, atol=1e-4)
+    capture = residuum.Capture(points=[f"{site}.1", "resid_post.3"])
+    rows = []
+    for row in (residuum.StoredRow(name, layer=1, position=4, site=site), residuum.Vector(values)):
+        steer = [
+            residuum.Set(row, layer=1, positions=[2], site=site),
+            residuum.Add(row, layer=1, positions=[3], site=site, scale=0.5, keep_norm=True),
+        ]
+        reply = engine.client.generate(corrupted, max_tokens=1, steer=steer, capture=capture)
+        rows.append(engine.client.activations(reply))
+    stored, given = rows
+    np.testing.assert_allclose(stored.at(f"{site}.1")[2], values, rtol=1e-5, atol=1e-5)  # the change is rounded
+    for point in (f"{site}.1", "resid_post.3"):  # float32 rounds otherwise in another batch
+        np.testing.assert_allclose(stored.at(point), given.at(point), rtol=1e-4, atol=1e-4)
+    engine.client.delete(name)

@@ -66,6 +66,7 @@ def test_points_have_layers_of_their_own(engine: Engine, reference: Reference) -
         "q": (0, 2),
         "z": (1,),
         "mlp_act": (3,),
+        "final_norm": (LAYERS - 1,),
     }
     points = [f"{site}.{layer}" for site, of_site in layers.items() for layer in of_site]
     capture = residuum.Capture(points=points)

@@ -60,6 +60,7 @@ def main() -> None:
         ("tap of float32", float32_tap_differences),
         ("norm", norm_differences),
         ("tap copy", tap_copy_differences),
+        ("tap experts", tap_experts_differences),
         ("copy", copy_differences),
         ("blocks", block_copy_differences),
     )
@@ -142,6 +143,26 @@ def tap_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[f
         worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
         assert pools[0].memory.any()
     return worst
+
+
+def tap_experts_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    """Tap the experts of a router that chooses few or all, or for padding none."""
+    worst = 0.0
+    for width, chosen, numbers in ((70, 3, torch.int32), (48, 48, torch.int64)):
+        cpu, gpu, pools = prepare(rng, width, dtype)
+        for pool in pools:
+            pool.memory.zero_()
+        cpu._steering = {}  # it is only for points that cannot be steered
+        for layer in range(LAYERS):
+            point = POINTS.of(capture_pb2.SITE_ATTN_OUT, layer)  # a point with one site, as that of the experts
+            weights = torch.randn(ROWS, chosen)
+            experts = torch.rand(ROWS, width).topk(chosen).indices.to(numbers)
+            experts[-1] = -1
+            cpu.tap_experts(weights, experts, width, 1.5, point)
+            chunked_kernels.tap_experts(weights, experts, width, 1.5, point, gpu)
+        worst = max(worst, distance(pools[1].memory, pools[0].memory))
+        assert pools[0].memory.any()
+    return [0.0, worst]
 
 
 def copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:

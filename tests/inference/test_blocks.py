@@ -10,7 +10,7 @@ import inference_svc
 from inference_svc.settings import InferenceSettings
 from inference_svc.tap_settings import SITES
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.points import WIDE_SITES
+from inference_svc.taps.points import FINAL_NORM, WIDE_SITES
 from inference_svc.taps.vllm.capture_path import _STEPS_LEAVING
 
 PAGE = Path(inference_svc.__file__).parents[1] / "docs" / "operations" / "sizing.md"
@@ -19,8 +19,8 @@ LAYERS, HIDDEN, ELEMENT_BYTES = 32, 4096, 2
 TOKENS, REQUESTS = (InferenceSettings.model_fields[name].default for name in ("max_num_batched_tokens", "max_num_seqs"))
 GIB = 1 << 30
 
-_AS_THE_STREAM = len(SITES) - len(WIDE_SITES)
-"""How many sites have rows as wide as the residual stream."""
+_AS_THE_STREAM = len(set(SITES.values()) - {FINAL_NORM, *WIDE_SITES})
+"""How many sites of every layer have rows as wide as the residual stream."""
 
 
 def pool_bytes(tokens: int, requests: int, sites: int, leaving: int) -> int:

@@ -36,6 +36,11 @@ KERNELS = {
         {"HAS_RESIDUAL": True, "CHUNK": chunked_kernels._CHUNK},
     ),
     "tap a copy": (chunked_kernels._tap_copy_kernel, {}, {"CHUNK": chunked_kernels._CHUNK}),
+    "tap experts": (
+        chunked_kernels._tap_experts_kernel,
+        {"weights": "*fp32", "experts": "*i32", "scale": "fp32"},
+        {"CHUNK": 512},
+    ),
     "quantised rows": (encoding_kernels._quantize_rows_kernel, BYTES, CHUNKS),
     "quantised columns": (encoding_kernels._quantize_columns_kernel, BYTES, {"COLUMNS": 128}),
     "largest, quantised": (encoding_kernels._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": True, **CHUNKS}),

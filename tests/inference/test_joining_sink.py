@@ -39,7 +39,8 @@ class Group:
         self._threads = ThreadPoolExecutor(self.ranks)
         group_shapes = [RowShape(HIDDEN), *(shapes[group.inner[0]] for group in self.points.groups[1:])]
         self.paths = [
-            CapturePath(CONFIG, CPU, self.points, group_shapes, [POST, *shapes], 1) for _ in range(self.ranks)
+            CapturePath(CONFIG, CPU, self.points, group_shapes, dict.fromkeys([POST, *shapes], range(LAYERS)), 1)
+            for _ in range(self.ranks)
         ]
         self.paths[0].make_ring(str(folder / "ring"), 1 << 20, [""])
         self._taps = [path.make_taps()[0] for path in self.paths]

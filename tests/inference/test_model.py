@@ -12,17 +12,19 @@ from torch import nn
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.insertion import (
+    check_final_norm,
     check_middle,
     check_middles,
     check_parts,
     check_sum,
     find_decoder_layers,
     is_middle,
+    layers_of_sites,
     put_taps,
 )
 from inference_svc.taps.model.parts_check import middle_error, sum_error
 from inference_svc.taps.model.structure import Structure, observe
-from inference_svc.taps.points import TapPoints
+from inference_svc.taps.points import FINAL_NORM, TapPoints
 from residuum.v1 import capture_pb2
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
@@ -354,6 +356,54 @@ def test_taps_are_folded_where_they_can_be_and_hooked_where_not(tap):
     assert folded == [(model.layers[1].input_layernorm, 1), (model.layers[2].input_layernorm, 2), (model.norm, 3)]
     run()
     assert tap.points() == [3]
+
+
+class GPTModel(nn.Sequential):
+    """Adds in its layers. Its rows are behind a batch dimension until it returns them, as with transformers' code."""
+
+    def forward(self, hidden):
+        return super().forward(hidden[None])[0]
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("make", [LlamaModel, GPTModel])
+def test_the_final_norm_is_tapped_after_it(tap, make, fold, monkeypatch):
+    monkeypatch.setattr(Attention, "found", 0.0)
+    layers = [LlamaLayer(), LlamaLayer()] if make is LlamaModel else [GPTLayer(), GPTLayer()]
+    model = LlamaModel(layers) if make is LlamaModel else GPTModel(*layers, nn.LayerNorm(4))
+    norm = model.norm if make is LlamaModel else model[2]
+    tokens = torch.randn(3, 4)
+
+    def run():
+        with torch.no_grad():
+            return model(tokens.clone())
+
+    structure = observe(model, dict(enumerate(layers)), is_attention, run)
+    assert structure.final_norm is norm
+    check_final_norm(model, structure)
+    assert layers_of_sites(dict(enumerate(layers)), structure, [POST, FINAL_NORM]) == [[0, 1], [1]]
+    expected = run()
+    hook_layers(dict(enumerate(layers)), structure, [POST, FINAL_NORM], fold=lambda norm, point: fold)
+    run()
+    point, rows, residual = tap.seen[-1]
+    assert (point, residual) == (TapPoints(0, 2).of(FINAL_NORM, 1), None)
+    torch.testing.assert_close(rows, expected)
+
+
+class ScaledModel(LlamaModel):
+    """Returns other rows than its final norm."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) / 2
+
+
+@pytest.mark.parametrize("make", [ScaledModel, nn.Sequential])
+def test_a_model_without_a_final_norm_is_refused_by_name(make):
+    model = ScaledModel([LlamaLayer(), LlamaLayer()]) if make is ScaledModel else nn.Sequential(GPTLayer(), GPTLayer())
+    structure, numbered, _ = watch(model)
+    assert layers_of_sites(numbered, structure, [FINAL_NORM, POST]) == [[], [0, 1]]
+    with pytest.raises(CannotTapError, match=rf"^final_norm cannot be captured: looked in {make.__name__} for a norm"):
+        check_final_norm(model, structure)
 
 
 @pytest.mark.parametrize("make", [LlamaLayer, GemmaLayer, GPTLayer, LFMLayer])

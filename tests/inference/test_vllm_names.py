@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from vllm import config
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -45,6 +47,8 @@ OWNERS = {
     "llm": (AsyncLLM,),
     "_llm": (AsyncLLM,),
     "client": (DPLBAsyncMPClient,),
+    "mixture": (MoERunner,),
+    "router": (BaseRouter,),
 }
 """The classes of what has this name in the product. One of them must have each attribute."""
 OWN = {"_residuum"}

@@ -14,9 +14,10 @@ from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.insertion import layers_of_sites, put_taps, row_shapes, steering_sites
+from inference_svc.taps.model.parts_check import other_projections
 from inference_svc.taps.model.structure import observe
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
-from inference_svc.taps.points import INNER_SITES, WIDE_SITES, RowShape, TapPoints
+from inference_svc.taps.points import FINAL_NORM, INNER_SITES, WIDE_SITES, RowShape, TapPoints
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.steps.runtimes import TapRuntimes
@@ -25,7 +26,7 @@ from residuum.v1 import capture_pb2
 from tests.inference.taps_support import CPU, select
 
 POST, PRE = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE
-*OF_ALL, ROUTER = WIDE_SITES
+*OF_ALL, ROUTER, _, Q_PRE, K_PRE = WIDE_SITES
 Q, K, V, Z, ACT = OF_ALL
 WIDTHS = {Q: 8, K: 4, V: 4, Z: 8, ACT: 6}
 SHAPES = {site: RowShape(width) for site, width in WIDTHS.items()}
@@ -46,6 +47,40 @@ class Attention(nn.Module):
 
     def forward(self, hidden):
         return self.o_proj(self.heads(*self.qkv(hidden).split(self.sizes, dim=-1)))
+
+
+class Turned(Attention):
+    """Normalises the queries, and turns queries and keys in place, as a rotary embedding does."""
+
+    order = (0, 1, 2)
+
+    def __init__(self, queries=8, keys=4, values=4):
+        super().__init__(queries, keys, values)
+        self.norm = nn.LayerNorm(queries)
+
+    def forward(self, hidden):
+        parts = self.qkv(hidden).split(self.sizes, dim=-1)
+        query, key, value = (parts[index] for index in self.order)
+        turned = self.norm(query)
+        key.mul_(torch.arange(1.0, 1.0 + key.shape[-1])).add_(1.0)
+        return self.o_proj(self.heads(turned.flip(-1), key, value))
+
+
+class Swapped(Turned):
+    """Has the keys before the queries."""
+
+    order = (1, 0, 2)
+
+    def __init__(self):
+        super().__init__(4, 4, 4)
+
+
+class Normed(Turned):
+    """Normalises the values."""
+
+    def forward(self, hidden):
+        query, key, value = self.qkv(hidden).split(self.sizes, dim=-1)
+        return self.o_proj(self.heads(query, key, value / 2))
 
 
 class MLP(nn.Module):
@@ -90,6 +125,10 @@ class Layer(nn.Module):
         return hidden + self.mlp(hidden)
 
 
+def is_heads(module):
+    return isinstance(module, Heads)
+
+
 def structure_of(*layers, num_experts=0):
     model, tokens = nn.Sequential(*layers), torch.randn(3, 4)
 
@@ -98,7 +137,7 @@ def structure_of(*layers, num_experts=0):
             return model(tokens.clone())
 
     numbered = dict(enumerate(layers))
-    return numbered, observe(model, numbered, lambda module: isinstance(module, Heads), run, num_experts), run
+    return numbered, observe(model, numbered, is_heads, run, num_experts), run
 
 
 def shapes(layers, structure, sites):
@@ -150,6 +189,43 @@ def test_heads_and_neurons_are_found_and_tapped(monkeypatch):
                 middle = before + nn.functional.linear(z, layer.attn.o_proj.weight, layer.attn.o_proj.bias)
                 added = nn.functional.linear(act, layer.mlp.down.weight, layer.mlp.down.bias)
                 torch.testing.assert_close(after, middle + added)
+
+
+def test_queries_and_keys_are_tapped_as_their_projection_returns_them(monkeypatch):
+    monkeypatch.setattr(op._Current, "taps", (), raising=False)
+    monkeypatch.setattr(op._Current, "firsts", (), raising=False)
+    numbered, structure, run = structure_of(Layer(Turned()), Layer(Turned()))
+    assert not other_projections(nn.Sequential(*numbered.values()), is_heads, structure, run)
+    found = shapes(numbered, structure, [POST, K, Q_PRE, K_PRE])
+    assert found == {Q_PRE: RowShape(8), K: RowShape(4), K_PRE: RowShape(4)}
+    points, seen, projected = points_of(0, 2, found), {}, {}
+    groups = [
+        tap_calling(lambda hidden, point, group=group: seen.update({(group, point): hidden.clone()}))
+        for group in range(len(points.groups))
+    ]
+    for index, layer in numbered.items():
+        layer.attn.qkv.register_forward_hook(lambda *call, index=index: projected.update({index: call[-1].clone()}))
+    op.install(groups, points.firsts)
+    expected = run()
+    put_taps(numbered, points, structure, [POST, K, Q_PRE, K_PRE], lambda norm, point: False)
+    assert torch.equal(run(), expected)
+    for group, own in enumerate(points.groups[1:], start=1):
+        for layer in numbered:
+            if own.sees(Q_PRE):
+                assert torch.equal(seen[group, own.of(Q_PRE, layer)], projected[layer][:, :8])
+            else:
+                assert torch.equal(seen[group, own.of(K_PRE, layer)], projected[layer][:, 8:12])
+                assert not torch.equal(seen[group, own.of(K, layer)], projected[layer][:, 8:12])
+    assert steering_sites([Q_PRE, K_PRE], structure, found) == [POST]
+
+
+def test_what_is_not_the_projection_of_queries_and_keys_is_not_taken_for_it():
+    layers = [Layer(Turned(4, 4, 4)), Layer(Swapped())]
+    _, structure, run = structure_of(*layers)
+    assert structure.wide[Q_PRE].keys() == {0, 1}
+    assert other_projections(nn.Sequential(*layers), is_heads, structure, run) == [1]
+    with pytest.raises(CannotTapError, match=r"^q_pre and k_pre cannot be captured: looked in Layer"):
+        shapes(*structure_of(Layer(Normed()))[:2], [Q_PRE, K_PRE])
 
 
 @pytest.mark.parametrize(
@@ -302,10 +378,12 @@ def test_every_place_has_a_number_of_its_own():
     points = points_of(2, 3, SHAPES)
     assert [group.inner for group in points.groups] == [INNER_SITES, (K, V), (ACT,), (Q, Z)]
     numbers = [points.of(site, layer) for site in (POST, *INNER_SITES, *OF_ALL) for layer in (2, 3, 4)]
+    numbers.append(points.of(FINAL_NORM, 4))
     assert len(set(numbers)) == len(numbers)
+    assert points.groups[0].sites(points.of(FINAL_NORM, 4)) == ((FINAL_NORM, 4),)
     assert points_of(2, 3, {}).groups == (TapPoints(2, 3),)
     for group, first in zip(points.groups, points.firsts, strict=True):
-        for point in range(1 + group.num_layers, group.count):
+        for point in range(1 + group.num_layers, group.count - 1):  # the last one is after the final norm
             ((site, layer),) = group.sites(point)
             assert points.of(site, layer) == first + point
 
@@ -340,7 +418,9 @@ def path(tmp_path, monkeypatch):
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
     )
     points = points_of(0, 2, {K: RowShape(4), ACT: RowShape(6)})
-    made = CapturePath(config, CPU, points, [RowShape(8), RowShape(4), RowShape(6)], [POST, K, ACT], 4)
+    made = CapturePath(
+        config, CPU, points, [RowShape(8), RowShape(4), RowShape(6)], dict.fromkeys([POST, K, ACT], (0, 1)), 4
+    )
     made.make_ring(str(tmp_path / "ring"), 1 << 20, [""])
     taps, _ = made.make_taps()
     op.install(taps, points.firsts)

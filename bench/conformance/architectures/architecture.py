@@ -13,9 +13,17 @@ PARTS = frozenset({"attn_out", "mlp_out"})
 """The sites that a model lacks if it scales or merges what the parts of a layer add."""
 MIDDLE = frozenset({"resid_mid"})
 """The site that layers lack if they compute attention and MLP from the same input."""
-HEADS, NEURONS, ROUTER = frozenset({"q", "k", "v"}), frozenset({"mlp_act"}), frozenset({"router_logits"})
+HEADS, NEURONS, ROUTER = (
+    frozenset({"q", "k", "v", "q_pre", "k_pre"}),
+    frozenset({"mlp_act"}),
+    frozenset({"router_logits", "routing_weights"}),
+)
 """The sites that a model lacks if its attention takes something else, if its MLP is a mixture of experts, and if it is
 none."""
+PROJECTED = frozenset({"q_pre", "k_pre"})
+"""The sites that a model lacks if no projection returns queries, keys and values as the attention takes the values."""
+FINAL = frozenset({"final_norm"})
+"""The site that only the last layer has."""
 INNER = PARTS | MIDDLE | {"attn_in", "mlp_in"}
 """The sites that layers lack if they have no attention and MLP after each other."""
 MAX_LENGTH = 256
@@ -70,7 +78,7 @@ class Architecture:
     lacks: frozenset[str] = frozenset()
     """Further sites that the service refuses, because no module of its own takes their rows."""
     partial: frozenset[str] = frozenset()
-    """Sites that only some of its layers have."""
+    """Sites that only some of its layers have, besides that of the final norm."""
     unseen: frozenset[str] = frozenset()
     """Sites that are not compared, because transformers computes them inside a function."""
     refused_stream: bool = False
@@ -114,7 +122,8 @@ class Architecture:
             return self.refused
         if self.refused and not self.refused_sites.isdisjoint(sites):
             return ""
-        return NO_ROWS if not self.lacking.isdisjoint(sites) else ""
+        lacking = self.lacking.intersection(sites)
+        return NO_FINAL_NORM if FINAL & lacking else NO_ROWS if lacking else ""
 
 
 COMMON = {
@@ -160,6 +169,7 @@ SCALED, NO_PARTS = "scales or merges", "for an attention block and for an MLP af
 NO_ROWS = "for modules of the attention or the MLP that take or return rows of this kind"
 """Part of the reason for which a site is refused whose rows have a width of their own."""
 NO_MIDDLE = "resid_mid cannot be captured"
+NO_FINAL_NORM = "final_norm cannot be captured"
 BEFORE_MLP = ("post_attention_layernorm",)
 """The norm that takes the stream between attention and MLP, in most models."""
 HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)

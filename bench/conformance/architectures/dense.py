@@ -6,6 +6,7 @@ from bench.conformance.architectures.architecture import (
     AFTER_ATTENTION,
     AFTER_MLP,
     COMMON,
+    FINAL,
     GEMMA,
     GPT,
     HEADS,
@@ -17,6 +18,7 @@ from bench.conformance.architectures.architecture import (
     MIXED,
     PARTIAL_ROPE,
     PARTS,
+    PROJECTED,
     SCALED,
     TRITON_ATTENTION,
     VOCABULARY,
@@ -88,6 +90,7 @@ DENSE = (
         refused=SCALED,
         refused_sites=PARTS
         | MIDDLE,  # a third part adds the token's own embedding, and a factor scales the layer's output
+        lacks=PROJECTED,  # it normalises the values
     ),
     Architecture("phi3", "Phi3Config", {**LLAMA, "sliding_window": WINDOW}, gpu_args=TRITON_ATTENTION, everyday=True),
     Architecture("gpt2", "GPT2Config", GPT, attention=("attn",), everyday=True),
@@ -167,6 +170,7 @@ DENSE = (
         {**LLAMA, **_MLA, "num_key_value_heads": 8, "scale_emb": 2.0, "scale_depth": 1.4, "dim_model_base": 128},
         residual_scale="residual_scale",
         refused=SCALED,
+        lacks=FINAL | PROJECTED,  # it scales the rows of its final norm, and compresses queries and keys
     ),
     Architecture("nemotron", "NemotronConfig", {**LLAMA, **PARTIAL_ROPE, **_BIASES, "head_dim": 32}),
     Architecture("arcee", "ArceeConfig", {**LLAMA, **_BIASES, "head_dim": 32}, lacks=HEADS),

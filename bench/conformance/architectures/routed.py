@@ -165,7 +165,7 @@ ROUTED = (
         mlp=("feed_forward",),
         routed=True,
         partial=NEURONS | ROUTER,
-        unseen=frozenset({"q", "k"}),  # vLLM orders the elements of a head otherwise
+        unseen=HEADS - {"v"},  # vLLM orders the elements of a head otherwise
     ),
     Architecture(
         "hunyuan_v1_moe", "HunYuanMoEV1Config", {**LLAMA, "head_dim": 32, "num_experts": 8, "moe_topk": 2}, routed=True

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from residuum import exceptions as exc
@@ -16,6 +17,7 @@ from residuum.protocol import vector_upload
 from residuum.protocol.events import ReplyBuilder
 from residuum.protocol.lens import LensPlan, LogitLens, Transform, Unembedding, UnembedPlan, stream_of
 from residuum.protocol.patching import Metric, PatchSweep, SweepPlan
+from residuum.protocol.reading import Reading, plan_read
 from residuum.protocol.requests import (
     GenerationPlan,
     Prompt,
@@ -25,6 +27,7 @@ from residuum.protocol.requests import (
     plan_generation,
     plan_spec,
     plan_steering,
+    stored_rows,
 )
 from residuum.rpc import tracing
 from residuum.transport import health
@@ -36,6 +39,7 @@ from residuum.values.manifest import to_datetime
 from residuum.values.replies import Health, PutResult, Registration, Reply
 from residuum.values.selections import LayersLike, PositionsLike
 from residuum.values.steering import Operation
+from residuum.values.stored_row import StoredRow
 from residuum.values.vector import Vector
 
 if TYPE_CHECKING:
@@ -130,7 +134,8 @@ class Client(CaptureClient):
             prompt: A text, a list of token IDs, or a conversation as a list of {"role": ..., "content": ...}. If a
                 conversation ends with a message of the assistant, the reply continues that message.
             capture: What to capture; None captures nothing.
-            steer: How to steer: one operation, or several in the order in which they apply.
+            steer: How to steer: one operation, or several in the order in which they apply. If an operation has a
+                `StoredRow` in place of a vector, the client first reads the row.
             request_id: Your own ID for the request and its capture. By default the server makes one.
             registration: The result of `register`, which has its own capture, steer, request_id and model.
             model: The LoRA adapter to use, one of `client.info().adapters`; or the model that you expect. The server
@@ -151,6 +156,7 @@ class Client(CaptureClient):
             RequestExists: A request with this ID is registered or running.
             CaptureExists: A capture with this ID exists, and `if_exists` does not allow replacing or skipping it.
             UnknownRequest: The registration was used or has expired.
+            UnknownCapture: The capture of a `StoredRow` does not exist.
             StoreUnreachable: The request captures, and the inference service cannot reach its store.
             LimitReached: The request uses more vectors than the server allows, or waited too long for room for them.
             RequestAborted: A client called `abort`.
@@ -200,9 +206,11 @@ class Client(CaptureClient):
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
             updatable=updatable, if_exists=if_exists, sampling=sampling,
         )  # fmt: skip
+        return self._stream(plan, timeout, {})
 
+    def _stream(self, plan: GenerationPlan, timeout: float | None, rows: dict[StoredRow, Vector]) -> Stream:
         def start() -> tuple[io.Call, ReplyBuilder]:
-            return self._start(plan, timeout)
+            return self._start(plan, timeout, rows)
 
         return make_stream(start, self.endpoint, self.update_steering)
 
@@ -330,6 +338,8 @@ class Client(CaptureClient):
             >>> reply = client.generate("Hello", registration=registration)
         """
         plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
+        if rows := stored_rows(plan.operations):
+            plan = plan.filled(self._read_rows(rows, {}))
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
         self._check_understood(plan.spec.steering)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
@@ -516,6 +526,8 @@ class Client(CaptureClient):
             (5,)
         """
         plan = plan_steering(request_id, steer)
+        if rows := stored_rows(plan.operations):
+            plan = plan.filled(self._read_rows(rows, {}))
         self._check_understood(plan.request.steering)
         self._provide(plan.vectors)
         try:
@@ -573,13 +585,15 @@ class Client(CaptureClient):
         self, plan: BatchPlan, *, model: str | None, timeout: float | None, **sampling: Unpack[Sampling]
     ) -> Callable[[int], Stream]:
         """Return a function that starts the generation for the prompt with a given index."""
+        rows: dict[StoredRow, Vector] = {}  # the batch reads each only once
 
         def start(index: int) -> Stream:
-            return self.stream(
+            generation = plan_generation(
                 plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
-                request_id=plan.request_ids[index], model=model, if_exists=plan.if_exists[index], timeout=timeout,
-                **sampling,
+                request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
+                if_exists=plan.if_exists[index], sampling=sampling,
             )  # fmt: skip
+            return self._stream(generation, timeout, rows)
 
         return start
 
@@ -587,8 +601,33 @@ class Client(CaptureClient):
         name = plan.request.request_id
         return self._call(self.endpoint, self._inference.UpdateSteering, plan.request, request_id=name)
 
-    def _start(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
-        """Start a generation and wait until the request is accepted."""
+    def _read_rows(
+        self, rows: Sequence[StoredRow], known: dict[StoredRow, Vector], timeout: float | None = None
+    ) -> Mapping[StoredRow, Vector]:
+        """Read the stored rows that are not known, and return all of them.
+
+        Raises:
+            UnknownCapture: A capture does not exist.
+            InvalidRequest: A capture does not have a row, or not of the full width.
+        """
+        for row in rows:
+            if row not in known:
+                plan = plan_read(
+                    row.capture, layers=row.layer, sites=[row.site], sequences=row.sequence, positions=[row.position],
+                    follow=False, allow_partial=True,
+                )  # fmt: skip
+                reading = Reading(replace(plan, warns_if_empty=False))
+                for data in self._read(reading, timeout):
+                    reading.add(data)
+                known[row] = row.found_in(reading.activations())
+        return known
+
+    def _start(
+        self, plan: GenerationPlan, timeout: float | None, known: dict[StoredRow, Vector]
+    ) -> tuple[io.Call, ReplyBuilder]:
+        """Start a generation and wait until the request is accepted. `known` keeps the stored rows that it reads."""
+        if rows := stored_rows(plan.operations):
+            plan = plan.filled(self._read_rows(rows, known, timeout))
         self._check_understood(plan.request.spec.steering)
         self._provide(plan.vectors)
         try:

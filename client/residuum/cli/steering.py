@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import residuum
 from residuum.directions.files import saved_directions
 from residuum.values.gates import MEASURES
+from residuum.values.points import parse_point
 from residuum.values.steering import Operation
 from residuum.values.vector import load_vectors
 
@@ -24,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("steering", "operations apply in the order given; each flag may be repeated")
     bounds = "either bound may be left empty, as in joy.npy@12::3.5"
     vector = (
-        "VECTOR is a .npy file, FILE.safetensors:NAME, or a file of Directions.save, which has a vector for each layer"
+        "VECTOR is a .npy file, FILE.safetensors:NAME, a file of Directions.save, which has a vector for each layer, "
+        "or a stored row as REQUEST/LAYER/POSITION or REQUEST/SITE.LAYER/POSITION"
     )
     scale = "LAYERS as for --capture; SCALE defaults to 1"
     for name, metavar, help_text in (
@@ -180,6 +184,21 @@ def _gate_vector(source: str) -> residuum.Vector | residuum.Directions:
     return next(iter(directions.values())) if len(directions) == 1 else directions
 
 
+_ROW = re.compile(r"(?P<request>[^/]+)/(?P<point>[^/]+)/(?P<position>-?\d+)")
+"""A stored row. Request IDs have no slash."""
+
+
+def _stored_row(request: str, point: str, position: str) -> residuum.StoredRow:
+    """Return the row of a capture that a command line names; its point may be only a layer."""
+    site, layers = parse_point(f"resid_post.{point}" if point[0].isdigit() else point)
+    if layers is None or len(layers) != 1:
+        raise residuum.InvalidRequest(
+            f"{request}/{point}/{position} names no single row. A row of a capture names a point of one layer, such as "
+            f"{request}/12/{position} or {request}/z.12/{position}."
+        )
+    return residuum.StoredRow(request, layer=layers[0], position=int(position), site=site)
+
+
 def _with_numbers(text: str, count: int, advice: str) -> tuple[dict[str, Any], list[str]]:
     """Parse VECTOR@LAYERS:NUMBER... Return the vector with its layers, and the numbers."""
     source, at, rest = text.rpartition("@")
@@ -194,6 +213,8 @@ def _placed(text: str) -> dict[str, Any]:
     source, at, layers = text.rpartition("@")
     if not at:
         raise residuum.InvalidRequest(f"{text!r} names no layers; use VECTOR@LAYERS, such as joy.npy@12.")
+    if (stored := _ROW.fullmatch(source)) and not Path(source).exists():
+        return {"vector": _stored_row(**stored.groupdict()), "layers": layers}
     path, colon, name = source.rpartition(":")
     directions = None if colon else saved_directions(source)
     if directions is not None:

@@ -21,7 +21,7 @@ ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayL
 
 DEFAULT_POSITIONS: Literal["last_prompt"] = "last_prompt"
 
-_BESIDE_THE_STREAM = {"q", "k", "v", "z", "mlp_act", "router_logits"}
+_BESIDE_THE_STREAM = {"q", "k", "v", "q_pre", "k_pre", "z", "mlp_act", "router_logits", "routing_weights"}
 """Sites whose rows are of another kind than the residual stream, even if they are as wide."""
 _BATCH = 16
 """Examples of a plain mapping that are converted to float64 at once: 84 MB with 80 layers of 8192 elements."""

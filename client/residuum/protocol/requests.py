@@ -10,11 +10,12 @@ import numpy as np
 
 from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong, UnknownCapture
 from residuum.protocol.sampling import sampling_parameters
-from residuum.v1 import capture_pb2, inference_pb2
+from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.values.capture import Capture
 from residuum.values.replies import Registration, Reply
 from residuum.values.spans import CHAT_ROLES
 from residuum.values.steering import Operation, operation_list, steering_spec
+from residuum.values.stored_row import StoredRow
 from residuum.values.vector import Vector
 from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import MAX_ID_LENGTH, MAX_MESSAGE_BYTES
@@ -46,6 +47,14 @@ class SpecPlan:
     """The message."""
     vectors: tuple[Vector, ...]
     """The vectors, without repeats."""
+    operations: tuple[Operation, ...] = ()
+    """The steering."""
+
+    def filled(self, found: Mapping[StoredRow, Vector]) -> SpecPlan:
+        """Return the plan with vectors in place of stored rows."""
+        spec = inference_pb2.RequestSpec()
+        spec.CopyFrom(self.spec)
+        return SpecPlan(spec, distinct((*self.vectors, *_fill(spec.steering, self.operations, found))))
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,15 @@ class GenerationPlan:
     """The message."""
     vectors: tuple[Vector, ...]
     """The vectors, without repeats."""
+    operations: tuple[Operation, ...] = ()
+    """The steering; empty if the request is registered."""
+
+    def filled(self, found: Mapping[StoredRow, Vector]) -> GenerationPlan:
+        """Return the plan with vectors in place of stored rows."""
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self.request)
+        vectors = _fill(request.spec.steering, self.operations, found)
+        return GenerationPlan(request, distinct((*self.vectors, *vectors)))
 
 
 def plan_spec(
@@ -81,9 +99,9 @@ def plan_spec(
     if capture is not None:
         spec.capture.CopyFrom(capture.to_proto())
     if operations or updatable:
-        spec.steering.CopyFrom(steering_spec(operations, updatable=updatable))
+        spec.steering.CopyFrom(steering_spec(_without_rows(operations), updatable=updatable))
     projection = capture.projection_vectors if capture is not None else ()
-    return SpecPlan(spec, distinct((*vectors_of(operations), *projection)))
+    return SpecPlan(spec, distinct((*vectors_of(operations), *projection)), tuple(operations))
 
 
 def check_if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType:
@@ -111,6 +129,29 @@ def check_if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.Valu
     return IF_EXISTS[choice]
 
 
+_PLACEHOLDER = Vector([1.0])
+"""Stands for a stored row until the client has read it."""
+
+
+def stored_rows(operations: Iterable[Operation]) -> tuple[StoredRow, ...]:
+    """Return the stored rows that operations name, without repeats."""
+    return tuple(dict.fromkeys(row for operation in operations for row in operation.rows))
+
+
+def _without_rows(operations: Sequence[Operation]) -> list[Operation]:
+    found = dict.fromkeys(stored_rows(operations), _PLACEHOLDER)
+    return [operation.with_rows(found) for operation in operations]
+
+
+def _fill(
+    steering: steering_pb2.SteeringSpec, operations: Sequence[Operation], found: Mapping[StoredRow, Vector]
+) -> tuple[Vector, ...]:
+    """Put the operations with vectors in place of stored rows into a message, and return their vectors."""
+    filled = [operation.with_rows(found) for operation in operations]
+    steering.CopyFrom(steering_spec(filled, updatable=steering.updatable))
+    return vectors_of(filled)
+
+
 def vectors_of(operations: Sequence[Operation]) -> tuple[Vector, ...]:
     """Return the vectors that operations name, without repeats."""
     gates = [operation.gate for operation in operations if operation.gate is not None]
@@ -125,6 +166,14 @@ class SteeringPlan:
     """The message."""
     vectors: tuple[Vector, ...]
     """The vectors, without repeats."""
+    operations: tuple[Operation, ...] = ()
+    """The steering."""
+
+    def filled(self, found: Mapping[StoredRow, Vector]) -> SteeringPlan:
+        """Return the plan with vectors in place of stored rows."""
+        request = inference_pb2.UpdateSteeringRequest()
+        request.CopyFrom(self.request)
+        return SteeringPlan(request, _fill(request.steering, self.operations, found))
 
 
 def plan_steering(request_id: RequestLike, steer: Operation | Iterable[Operation] | None) -> SteeringPlan:
@@ -135,8 +184,9 @@ def plan_steering(request_id: RequestLike, steer: Operation | Iterable[Operation
         TypeError: `steer` contains something other than operations.
     """
     operations = operation_list(steer)
-    request = inference_pb2.UpdateSteeringRequest(request_id=check_id(request_id), steering=steering_spec(operations))
-    return SteeringPlan(request, vectors_of(operations))
+    steering = steering_spec(_without_rows(operations))
+    request = inference_pb2.UpdateSteeringRequest(request_id=check_id(request_id), steering=steering)
+    return SteeringPlan(request, vectors_of(operations), tuple(operations))
 
 
 def plan_generation(
@@ -165,7 +215,7 @@ def plan_generation(
     if registration is None:
         plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
         request.spec.CopyFrom(plan.spec)
-        return GenerationPlan(request, plan.vectors)
+        return GenerationPlan(request, plan.vectors, plan.operations)
     if capture is not None or steer or request_id or model or updatable or if_exists != "fail":
         raise InvalidRequest(
             "A registered request already has its capture, steer, request_id, model, updatable and if_exists. Pass "

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16residuum/v1/site.proto\x12\x0bresiduum.v1*\xfb\x01\n\x04Site\x12\x14\n\x10SITE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSITE_RESID_POST\x10\x01\x12\x12\n\x0eSITE_RESID_PRE\x10\x02\x12\x11\n\rSITE_ATTN_OUT\x10\x03\x12\x10\n\x0cSITE_MLP_OUT\x10\x04\x12\x10\n\x0cSITE_ATTN_IN\x10\x05\x12\x12\n\x0eSITE_RESID_MID\x10\x06\x12\x0f\n\x0bSITE_MLP_IN\x10\x07\x12\n\n\x06SITE_Q\x10\x08\x12\n\n\x06SITE_K\x10\t\x12\n\n\x06SITE_V\x10\n\x12\n\n\x06SITE_Z\x10\x0b\x12\x10\n\x0cSITE_MLP_ACT\x10\x0c\x12\x16\n\x12SITE_ROUTER_LOGITS\x10\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16residuum/v1/site.proto\x12\x0bresiduum.v1*\xca\x02\n\x04Site\x12\x14\n\x10SITE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSITE_RESID_POST\x10\x01\x12\x12\n\x0eSITE_RESID_PRE\x10\x02\x12\x11\n\rSITE_ATTN_OUT\x10\x03\x12\x10\n\x0cSITE_MLP_OUT\x10\x04\x12\x10\n\x0cSITE_ATTN_IN\x10\x05\x12\x12\n\x0eSITE_RESID_MID\x10\x06\x12\x0f\n\x0bSITE_MLP_IN\x10\x07\x12\n\n\x06SITE_Q\x10\x08\x12\n\n\x06SITE_K\x10\t\x12\n\n\x06SITE_V\x10\n\x12\n\n\x06SITE_Z\x10\x0b\x12\x10\n\x0cSITE_MLP_ACT\x10\x0c\x12\x16\n\x12SITE_ROUTER_LOGITS\x10\r\x12\x13\n\x0fSITE_FINAL_NORM\x10\x0e\x12\x18\n\x14SITE_ROUTING_WEIGHTS\x10\x0f\x12\x0e\n\nSITE_Q_PRE\x10\x10\x12\x0e\n\nSITE_K_PRE\x10\x11\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'residuum.v1.site_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SITE']._serialized_start=40
-  _globals['_SITE']._serialized_end=291
+  _globals['_SITE']._serialized_end=370
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,20 @@ class _SiteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Site.ValueType],
     """The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
     SITE_ROUTER_LOGITS: _Site.ValueType  # 13
     """The router of a mixture of experts: its logits, one for each expert, in the model's dtype."""
+    SITE_FINAL_NORM: _Site.ValueType  # 14
+    """What the unembedding takes: the residual stream after the last layer, after the model's final norm. Only the last
+    layer has it.
+    """
+    SITE_ROUTING_WEIGHTS: _Site.ValueType  # 15
+    """The chosen experts of a mixture of experts: for each expert the weight with which its output is added, 0 for experts
+    that were not chosen. In the model's dtype.
+    """
+    SITE_Q_PRE: _Site.ValueType  # 16
+    """The queries as the projection returns them, before their norm and rotary embedding: the heads, one after the other."""
+    SITE_K_PRE: _Site.ValueType  # 17
+    """The keys as the projection returns them, before their norm and rotary embedding: the key-value heads, one after the
+    other.
+    """
 
 class Site(_Site, metaclass=_SiteEnumTypeWrapper):
     """A place in a decoder layer."""
@@ -82,4 +96,18 @@ SITE_MLP_ACT: Site.ValueType  # 12
 """The MLP's neurons, which its output projection takes: after the activation, and after the gate if there is one."""
 SITE_ROUTER_LOGITS: Site.ValueType  # 13
 """The router of a mixture of experts: its logits, one for each expert, in the model's dtype."""
+SITE_FINAL_NORM: Site.ValueType  # 14
+"""What the unembedding takes: the residual stream after the last layer, after the model's final norm. Only the last
+layer has it.
+"""
+SITE_ROUTING_WEIGHTS: Site.ValueType  # 15
+"""The chosen experts of a mixture of experts: for each expert the weight with which its output is added, 0 for experts
+that were not chosen. In the model's dtype.
+"""
+SITE_Q_PRE: Site.ValueType  # 16
+"""The queries as the projection returns them, before their norm and rotary embedding: the heads, one after the other."""
+SITE_K_PRE: Site.ValueType  # 17
+"""The keys as the projection returns them, before their norm and rotary embedding: the key-value heads, one after the
+other.
+"""
 Global___Site: _TypeAlias = Site  # noqa: Y015

@@ -16,6 +16,7 @@ from residuum.values.manifest import Manifest
 from residuum.values.points import parse_point
 from residuum.values.spans import MessageSpan, SpanLike, places_in
 from residuum.values.tokens import offsets_of
+from residuum.values.vector import Vector
 from residuum.wire.projection import projection_matrix
 
 FloatArray = npt.NDArray[np.float32]
@@ -283,7 +284,8 @@ class Activations(Mapping[int, FloatArray]):
         """Return the rows of a point, such as "mlp_act.3": a site and one layer; float32 [positions, width].
 
         Args:
-            point: The point, by any name that `Capture(points=...)` takes.
+            point: The point, by any name that `Capture(points=...)` takes. The layer may be left out if these
+                activations have one layer at the site, as at "final_norm".
 
         Raises:
             KeyError: The site or the layer is not in these activations; the message lists those that are.
@@ -295,9 +297,42 @@ class Activations(Mapping[int, FloatArray]):
             (69, 576)
         """
         site, layers = parse_point(point)
-        if layers is None or len(layers) != 1:
+        of_site = self.select(site=site)
+        layers = of_site.layers if layers is None else layers
+        if len(layers) != 1:
             raise self._invalid(f"{point!r} names several layers. Name a point of one layer, such as '{site}.0'.")
-        return self.select(site=site)[layers[0]]
+        return of_site[layers[0]]
+
+    def vector(self, layer: int, position: int, *, site: str | None = None) -> Vector:
+        """Return a row as a `Vector`, for steering operations.
+
+        Args:
+            layer: The layer.
+            position: The position. A number below 0 counts from the prompt's end.
+            site: The site; None: the selected one.
+
+        Raises:
+            KeyError: The site is not in these activations.
+            InvalidRequest: The row is not there, the capture is reduced, or its rows are not of the full width.
+
+        Example:
+            >>> client.generate(corrupted, steer=residuum.Set(acts.vector(12, 4), layer=12, positions=[4]))
+        """
+        chosen = self if site is None else self.select(site=site)
+        chosen._check_not_reduced()  # noqa: SLF001 - the same class
+        width = self._manifest.format_at(chosen.site).width
+        if chosen.width != width:
+            raise self._invalid(
+                f"The rows of {self._manifest.capture_id} have {chosen.width} elements (encoding {self.encoding}), and "
+                f"rows of the model have {width}. Capture them as raw."
+            )
+        absolute = position + self.prompt_tokens if position < 0 else position
+        rows = np.flatnonzero(chosen.positions == absolute)
+        if layer not in chosen or not len(rows) or not chosen.present[chosen.layers.index(layer), rows[0]]:
+            raise self._invalid(
+                f"{self._manifest.capture_id} has no row of layer {layer} at position {position} ({chosen.site})."
+            )
+        return Vector.from_array(chosen[layer][rows[0]])
 
     def mean(self, layer: int, *, span: SpanLike | None = None) -> npt.NDArray[np.float32]:
         """Return the mean of a layer's rows, or of those of a span: float32 [width].

@@ -45,10 +45,12 @@ class Capture:
         sites: Where in a layer: "resid_post" (the residual stream after the layer and its steering), "resid_pre" (the
             stream before the layer), "resid_mid" (the stream between attention and MLP), "attn_in" and "mlp_in" (what
             attention and MLP take, after their norms), "attn_out" and "mlp_out" (what they add), "q", "k" and "v"
-            (queries, keys and values as the attention takes them), "z" and "mlp_act" (what the output projections of
-            attention and MLP take), "router_logits" (of a mixture of experts). The last six have widths of their own.
-            A list of names, or names separated by commas; the server must have been started with these sites. `acts[k]`
-            reads the first one, and `acts.select(site=...)` selects another.
+            (queries, keys and values as the attention takes them), "q_pre" and "k_pre" (before their norm and rotary
+            embedding), "z" and "mlp_act" (what the output projections of attention and MLP take), "router_logits" and
+            "routing_weights" (of a mixture of experts), "final_norm" (what the unembedding takes: the stream after the
+            last layer, after the final norm). Those from "q" to "routing_weights" have widths of their own. A list of
+            names, or names separated by commas; the server must have been started with these sites. `acts[k]` reads
+            the first one, and `acts.select(site=...)` selects another.
         positions: The positions; see `Positions.of`. By default all positions, of the prompt and of generated tokens.
         encoding: The encoding of the stored rows. By default the server's, which is "raw" unless its operator chose
             another. docs/encodings.md explains what each keeps and costs.

@@ -28,6 +28,8 @@ _OF_TRANSFORMER_LENS = {
     "hook_resid_mid": "resid_mid",
     "hook_resid_post": "resid_post",
     "attn.hook_in": "attn_in",
+    "attn.hook_q": "q_pre",
+    "attn.hook_k": "k_pre",
     "attn.hook_rot_q": "q",
     "attn.hook_rot_k": "k",
     "attn.hook_v": "v",
@@ -39,12 +41,16 @@ _OF_TRANSFORMER_LENS = {
 }
 """The part of a TransformerLens name after "blocks.N.", and the site with the same rows."""
 
-_OF_INTERP_ENGINE = {"value": "v", "attn_out_post": "attn_out", "mlp_out_post": "mlp_out"}
+_OF_INTERP_ENGINE = {
+    "value": "v",
+    "q_norm_in": "q_pre",
+    "k_norm_in": "k_pre",
+    "attn_out_post": "attn_out",
+    "mlp_out_post": "mlp_out",
+}
 """The names of interp-engine that differ from ours, and the site with the same rows."""
 
 _OTHERS = {
-    "attn.hook_q": 'the queries before rotary embedding; "q" has them as the attention takes them',
-    "attn.hook_k": 'the keys before rotary embedding; "k" has them as the attention takes them',
     "attn.hook_out": 'the output before a norm that some models apply to it; "attn_out" has what the attention adds',
     "mlp.hook_out": 'the output before a norm that some models apply to it; "mlp_out" has what the MLP adds',
     "hook_attn_in": 'the stream before the norm; "attn_in" has what the attention takes, and "resid_pre" the stream',
@@ -55,6 +61,13 @@ _OTHERS = {
     "attn.hook_attn_scores": "attention scores; residuum.attention_weights computes the weights from q and k",
 }
 """Names of TransformerLens whose rows no site has, and what they are."""
+
+_OTHERS_AFTER_LAYERS = {
+    "ln_final.hook_normalized": 'the rows before they are multiplied with the final norm\'s weight; "final_norm" has '
+    "them after it",
+    "ln_final.hook_scale": 'the lengths by which the final norm divides; "final_norm" has its rows',
+}
+"""The same, after the last layer."""
 
 EMBEDDINGS = "embeddings"
 """Another name of resid_pre.0: what enters the first layer, with embeddings of positions if the model adds them."""
@@ -126,6 +139,11 @@ def parse_point(name: str) -> Point:
     if not isinstance(name, str):
         raise TypeError(f"A point is a text such as 'resid_post.12', not {name!r}.")
     text = name.strip()
+    if text in _OTHERS_AFTER_LAYERS:
+        raise UnknownSite(
+            f"{name!r} names no rows that are captured here: it has {_OTHERS_AFTER_LAYERS[text]}.",
+            reason="UNKNOWN_SITE",
+        )
     block = _BLOCK.fullmatch(text)
     if block:
         return _of_block(text, *block.groups())

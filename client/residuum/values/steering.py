@@ -18,8 +18,8 @@ rows that point along the gate's vector. Rows always stay finite: elements are c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Union
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Union, cast
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
@@ -27,6 +27,7 @@ from residuum.values.gates import Gate
 from residuum.values.numbers import finite_float32
 from residuum.values.points import site_numbers
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
+from residuum.values.stored_row import StoredRow
 from residuum.values.vector import LayerVectors, Vector, by_steered_layer
 from residuum.wire.limits import MAX_DIRECTION_NORM, MAX_OPERATIONS, MIN_DIRECTION_NORM
 
@@ -42,8 +43,9 @@ class _Placed:
 
     _example: ClassVar[str] = "scale=6.0"
 
-    vector: Vector | Mapping[int, Vector]
-    """The vector, as long as a row at the site; or one vector for each layer, as {layer: vector} or Directions."""
+    vector: Vector | StoredRow | Mapping[int, Vector | StoredRow]
+    """The vector, as long as a row at the site; or one vector for each layer, as {layer: vector} or Directions. A
+    `StoredRow` stands for the row of a capture, which the client reads when it sends the request."""
     _: KW_ONLY
     layer: LayersLike | None = None
     """The layer at which the operation is applied."""
@@ -71,9 +73,9 @@ class _Placed:
     def __post_init__(self) -> None:
         if isinstance(self.vector, Mapping):
             vectors, site = by_steered_layer(self.vector, self.site)
-            object.__setattr__(self, "vector", LayerVectors(vectors))
+            object.__setattr__(self, "vector", LayerVectors(vectors, (Vector, StoredRow)))
             object.__setattr__(self, "site", site)
-        elif not isinstance(self.vector, Vector):
+        elif not isinstance(self.vector, (Vector, StoredRow)):
             raise TypeError(f"{self._name} takes a residuum.Vector; create one with Vector.from_array(array).")
         for name in ("layer", "layers"):  # copy now, because an iterator can be read only once
             value = getattr(self, name)
@@ -90,8 +92,32 @@ class _Placed:
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        """The vectors: one, or one for each layer in the order of the layers."""
-        return (self.vector,) if isinstance(self.vector, Vector) else tuple(self.vector.values())
+        """The vectors: one, or one for each layer in the order of the layers. Stored rows are not among them."""
+        return tuple(value for value in self._values if isinstance(value, Vector))
+
+    @property
+    def rows(self) -> tuple[StoredRow, ...]:
+        """The stored rows that stand for vectors."""
+        return tuple(value for value in self._values if isinstance(value, StoredRow))
+
+    def with_rows(self, found: Mapping[StoredRow, Vector]) -> Self:
+        """Return the operation with vectors in place of its stored rows.
+
+        Raises:
+            BadVector: The operation needs a direction, and a row is none.
+        """
+        if not self.rows:
+            return self
+        if isinstance(self.vector, StoredRow):
+            return replace(self, vector=found[self.vector])
+        given = cast("Mapping[int, Vector | StoredRow]", self.vector)
+        return replace(
+            self, vector={layer: found[item] if isinstance(item, StoredRow) else item for layer, item in given.items()}
+        )
+
+    @property
+    def _values(self) -> tuple[Vector | StoredRow, ...]:
+        return tuple(self.vector.values()) if isinstance(self.vector, Mapping) else (self.vector,)
 
     @property
     def _name(self) -> str:
@@ -100,6 +126,12 @@ class _Placed:
     @property
     def _digest(self) -> bytes:
         """The digest inside the operation; empty if each layer has its own vector."""
+        if self.rows:
+            raise InvalidRequest(
+                f"{self._name}: {self.rows[0]} must be read before the operation is sent. Clients do that; elsewhere, "
+                "give client.activations(...).vector(layer, position).",
+                reason="INVALID_FIELD",
+            )
         return self.vector.digest if isinstance(self.vector, Vector) else b""
 
     def check(self) -> None:
@@ -125,12 +157,12 @@ class _Placed:
         return gate
 
     def _check_direction(self) -> None:
-        for index, vector in enumerate(self.vectors):
+        for index, vector in enumerate(self._values):
+            if isinstance(vector, StoredRow):
+                continue
             if not MIN_DIRECTION_NORM <= vector.norm <= MAX_DIRECTION_NORM:
-                if isinstance(self.vector, Vector):
-                    subject = "this vector"
-                else:
-                    subject = f"the vector of layer {[*self.vector][index]}"
+                layers = [*self.vector] if isinstance(self.vector, Mapping) else []
+                subject = f"the vector of layer {layers[index]}" if layers else "this vector"
                 problem = f"has the norm {vector.norm:g}" if vector.norm else "is zero"
                 raise BadVector(f"{self._name} needs a direction, but {subject} {problem}.", reason="BAD_VALUES")
 
@@ -138,7 +170,7 @@ class _Placed:
         message = steering_pb2.SteeringOperation(layers=layer_selection(self._layers()), keep_norm=self.keep_norm)
         if self.site != "resid_post":  # the default
             (message.site,) = site_numbers([str(self.site)])
-        if not isinstance(self.vector, Vector):
+        if isinstance(self.vector, Mapping):
             message.layer_digests.extend(vector.digest for vector in self.vectors)
         if self.gate is not None:
             message.gate.CopyFrom(self.gate.to_proto())
@@ -149,7 +181,7 @@ class _Placed:
 
     def _layers(self) -> LayersLike:
         given = [layers for layers in (self.layer, self.layers) if layers is not None]
-        if not isinstance(self.vector, Vector):
+        if isinstance(self.vector, Mapping):
             if given:
                 raise InvalidRequest(f"{self._name}: {{layer: vector}} already names the layers; leave out layer(s)=.")
             return tuple(self.vector)
@@ -311,27 +343,20 @@ class Set(_Placed):
             >>> acts = client.activations("clean")
             >>> client.generate(corrupted, steer=residuum.Set.from_activations(acts, layers=[12], positions=[4]))
         """
-        width = acts.manifest.format_at(acts.site).width
-        if acts.width != width:
-            raise _bad_row(
-                f"the rows of {acts.manifest.capture_id} have {acts.width} elements (encoding {acts.encoding}), and "
-                f"rows of the model have {width}. Capture them as raw."
-            )
         shift = 1 if acts.site == "resid_pre" else 0
         site = "resid_post" if shift else acts.site
         sources = [int(position) for position in (acts.positions if positions is None else positions)]
         targets = sources if at is None else [int(position) for position in at]
         if len(sources) != len(targets):
-            raise _bad_row(f"there are {len(sources)} positions, and at= has {len(targets)}. Give one for each.")
+            raise InvalidRequest(
+                f"Set: there are {len(sources)} positions, and at= has {len(targets)}. Give one for each.",
+                reason="INVALID_FIELD",
+            )
         chosen = acts.layers if layers is None or selects_all(layers) else tuple(layer_list(layers))
-        row_of = {int(position): row for row, position in enumerate(acts.positions)}
-        made = []
-        for source, target in zip(sources, targets, strict=True):
-            vectors = {
-                layer - shift: Vector.from_array(_row(acts, layer, row_of.get(source), source)) for layer in chosen
-            }
-            made.append(cls(vectors, positions=[target], site=site))
-        return made
+        return [
+            cls({layer - shift: acts.vector(layer, source) for layer in chosen}, positions=[target], site=site)
+            for source, target in zip(sources, targets, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,16 +376,6 @@ class Multiply(_Placed):
         message = self._placed()
         message.multiply.CopyFrom(steering_pb2.Multiply(digest=self._digest))
         return message
-
-
-def _row(acts: Activations, layer: int, row: int | None, position: int) -> Any:
-    if layer not in acts or row is None or not acts.present[acts.layers.index(layer), row]:
-        raise _bad_row(f"{acts.manifest.capture_id} has no row of layer {layer} at position {position}.")
-    return acts[layer][row]
-
-
-def _bad_row(problem: str) -> InvalidRequest:
-    return InvalidRequest(f"Set: {problem}", reason="INVALID_FIELD")
 
 
 _WHERE = "vector, layer=12, scale=6.0"

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -101,18 +101,25 @@ class Vector:
         return f"Vector({len(self)} elements, norm {self.norm:.4g}, digest {self.hexdigest[:8]}…)"
 
 
-class LayerVectors(Mapping[int, Vector]):
+_T = TypeVar("_T")
+
+
+class LayerVectors(Mapping[int, _T]):
     """An immutable map from layer to vector, with ascending layers."""
 
-    def __init__(self, vectors: Mapping[int, Vector]) -> None:
+    def __init__(self, vectors: Mapping[int, _T], kinds: tuple[type, ...] = (Vector,)) -> None:
         """Copy a map from layer to vector.
 
+        Args:
+            vectors: The map.
+            kinds: The classes that count as vectors.
+
         Raises:
-            TypeError: A key is not a layer number, or a value is not a Vector.
+            TypeError: A key is not a layer number, or a value is not a vector.
             InvalidRequest: The map is empty; UnknownLayer if a layer is negative.
         """
         for layer, vector in vectors.items():
-            if not isinstance(vector, Vector) or isinstance(layer, bool) or not hasattr(layer, "__index__"):
+            if not isinstance(vector, kinds) or isinstance(layer, bool) or not hasattr(layer, "__index__"):
                 raise TypeError(
                     f"Vectors for layers must be {{layer number: residuum.Vector}}, not "
                     f"{{{layer!r}: {type(vector).__name__}}}."
@@ -122,7 +129,7 @@ class LayerVectors(Mapping[int, Vector]):
         self._vectors = {int(layer): vectors[layer] for layer in sorted(vectors)}
         layer_list(self._vectors)
 
-    def __getitem__(self, layer: int) -> Vector:
+    def __getitem__(self, layer: int) -> _T:
         return self._vectors[layer]
 
     def __iter__(self) -> Iterator[int]:
@@ -138,7 +145,7 @@ class LayerVectors(Mapping[int, Vector]):
         return repr(self._vectors)
 
 
-def by_steered_layer(vectors: Mapping[int, Vector], site: str | None) -> tuple[Mapping[int, Vector], str | None]:
+def by_steered_layer(vectors: Mapping[int, _T], site: str | None) -> tuple[Mapping[int, _T], str | None]:
     """Return vectors by the layer at which they apply, and their site.
 
     Args:

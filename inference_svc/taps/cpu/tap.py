@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from inference_svc.taps.op import expert_rows
 from inference_svc.taps.operations import GateBatch, OperationBatch, apply_batch, bounded, openness, reach
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, STRIDE
@@ -98,6 +99,11 @@ class CpuTap:
         """See `op.Tap.tap_copy`."""
         self.tap(hidden, None, point)
         return hidden.clone(memory_format=torch.contiguous_format)
+
+    def tap_experts(self, weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int) -> None:
+        """See `op.Tap.tap_experts`."""
+        if any(group.units[point] for group in self._captures):
+            self.tap(expert_rows(weights, experts, num_experts, scale), None, point)
 
     def _capture(self, hidden: Tensor, residual: Tensor | None, point: int, *, before_steering: bool) -> None:
         for group in self._captures:

@@ -2,7 +2,7 @@
 """The kernels of the tap that handle a row in chunks, so that rows of any width fit the registers.
 
 `tap` does what `kernel.tap` does, for rows wider than `tables.MAX_RESIDENT`. `tap_copy` captures rows that cannot be
-steered, and copies them in the same pass.
+steered, and copies them in the same pass. `tap_experts` captures the experts that a router chose.
 
 A kernel that needs more registers than a GPU has spills them to memory. This is slow, and ptxas has computed wrong
 addresses in such a kernel: a value that it computed again came from a register with new contents.
@@ -233,6 +233,28 @@ def _tap_copy_kernel(  # type: ignore[no-untyped-def]
         _keep_chunk(second_destination, h, h, columns, width, row_line, pool)
 
 
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _tap_experts_kernel(  # type: ignore[no-untyped-def]
+    weights, experts, row_table, lines, pool, point, num_points, weights_stride, experts_stride, chosen, scale, width,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    row_line = row_table + row * ROW_FIELDS
+    program = tl.load(row_line)
+    line = lines + (tl.maximum(program, 0) * num_points + point) * LINE_FIELDS
+    destination = tl.load(line + 2, mask=program >= 0, other=-1)
+    if destination < 0:
+        return
+    for start in range(0, width, CHUNK):
+        columns = start + tl.arange(0, CHUNK)
+        values = tl.zeros((CHUNK,), dtype=tl.float32)
+        for index in range(chosen):
+            expert = tl.load(experts + row.to(tl.int64) * experts_stride + index)
+            weight = tl.load(weights + row.to(tl.int64) * weights_stride + index).to(tl.float32)
+            values += tl.where(columns == expert, weight * scale, 0.0)
+        _keep_chunk(destination, values, values, columns, width, row_line, pool)
+
+
 def scratch_for(width: int, device: torch.device) -> Tensor | None:
     """Return the memory that `tap` needs for rows of this width; None if `kernel.tap` takes them."""
     return torch.empty(_PROGRAMS, width, dtype=torch.float32, device=device) if width > MAX_RESIDENT else None
@@ -280,3 +302,29 @@ def tap_copy(hidden: Tensor, point: int, tables: KernelTables) -> Tensor:
             num_warps=max(1, min(_WARPS, chunk // 512)),
         )
     return copy
+
+
+def tap_experts(
+    weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int, tables: KernelTables
+) -> None:
+    """Capture the rows of `op.expert_rows`. Nothing is computed for rows that are not captured."""
+    rows, chosen = weights.shape
+    if rows:
+        chunk = min(triton.next_power_of_2(num_experts), _CHUNK)
+        lines = tables.programs.lines
+        _tap_experts_kernel[(rows,)](
+            weights,
+            experts,
+            tables.rows,
+            lines,
+            tables.destination(weights),
+            point,
+            lines.shape[1],
+            weights.stride(0),
+            experts.stride(0),
+            chosen,
+            scale,
+            num_experts,
+            CHUNK=chunk,
+            num_warps=max(1, min(_WARPS, chunk // 512)),
+        )

@@ -107,6 +107,10 @@ class CudaTap:
         """See `op.Tap.tap_copy`."""
         return chunked_kernels.tap_copy(hidden, point, self._tables)
 
+    def tap_experts(self, weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int) -> None:
+        """See `op.Tap.tap_experts`."""
+        chunked_kernels.tap_experts(weights, experts, num_experts, scale, point, self._tables)
+
 
 class _Armed:
     """The fields of a layout's rows that stay the same while a steady batch goes on."""

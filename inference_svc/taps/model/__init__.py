@@ -9,4 +9,7 @@
 * The attention is the part of a layer that contains vLLM's attention or a state space. The MLP is the last part after
   it. If `attn_out` or `mlp_out` is enabled, the model runs once more, and the parts must add up to what each layer
   adds. A model that scales or merges its parts is refused by name; it can be served without these sites.
+* Queries and keys before their norm and rotary embedding are columns of one projection. An experiment finds out which:
+  if some columns change, only the queries that the attention takes may change, or only the keys.
+* The final norm is the norm after the last layer whose rows the model returns.
 """

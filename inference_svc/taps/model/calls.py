@@ -85,3 +85,13 @@ def _leave(calls: list[Call]) -> Any:
             call.output, call.written = (written,), call.argument(written)
 
     return hook
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm. Nemotron's are of the class NemotronLayerNorm1P."""
+    return type(module).__name__.lower().removesuffix("1p").endswith("norm")
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Return whether a module or one in it has parameters."""
+    return next(module.parameters(), None) is not None

@@ -46,6 +46,23 @@ def run_hooked(run: Callable[[], object], handles: Iterable[RemovableHandle]) ->
 
 
 @contextmanager
+def calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the method `forward` of a module while the context lasts.
+
+    To see the calls of a whole model, hooks are not enough: vLLM's decorator for compilation calls `forward` past the
+    hooks of the module that it decorates, which may be the whole model.
+    """
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+@contextmanager
 def fixed_attention(model: nn.Module, is_attention: Callable[[nn.Module], bool]) -> Iterator[None]:
     """Make attention return the same numbers in every run while the context lasts.
 

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from inference_svc.taps import op
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.structure import Entry
-from inference_svc.taps.points import ENTRY, STEERABLE, WIDE_SITES
+from inference_svc.taps.points import ENTRY, FINAL_NORM, STEERABLE, WIDE_SITES
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from inference_svc.taps.model.calls import Argument
-    from inference_svc.taps.model.structure import Structure, WideEntry
+    from inference_svc.taps.model.structure import Structure
+    from inference_svc.taps.model.wide_places import WideEntry
     from inference_svc.taps.points import AllPoints, RowShape, Site
 
 
@@ -106,6 +107,10 @@ def put_taps(
             _put_entry(layers, structure)
         elif site in PARTS:
             _put_parts(layers, points, structure, site)
+        elif site == FINAL_NORM:
+            if structure.final_norm is not None:  # only in the last pipeline stage
+                point = points.of(FINAL_NORM, max(layers))
+                structure.final_norm.register_forward_hook(_after_module(point, adds_residual=False))
         elif site != capture_pb2.SITE_RESID_POST:
             folded += _put_inputs(layers, points, structure, site, fold)
     return folded
@@ -221,12 +226,27 @@ def layers_of_sites(
     layers: Mapping[int, nn.Module], structure: Structure, sites: Iterable[Site.ValueType]
 ) -> list[list[int]]:
     """Return the layers of this stage that have each of the sites."""
-    return [sorted(structure.wide[site] if site in WIDE_SITES else layers) for site in sites]
+    final = [max(layers)] if structure.final_norm is not None else []
+    return [final if site == FINAL_NORM else sorted(structure.wide.get(site, layers)) for site in sites]
 
 
 def _names(sites: Sequence[Site.ValueType]) -> str:
     names = [capture_pb2.Site.Name(site).removeprefix("SITE_").lower() for site in sites]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def check_final_norm(model: nn.Module, structure: Structure) -> None:
+    """Check that the final norm of a model was found. Call it in the last pipeline stage only.
+
+    Raises:
+        CannotTapError: It was not.
+    """
+    if structure.final_norm is None:
+        raise CannotTapError(
+            f"final_norm cannot be captured: looked in {type(model).__name__} for a norm after the last layer whose "
+            "rows the model returns, found none. The model has no final norm, or changes its rows. Leave the site out "
+            "of --capture-sites."
+        )
 
 
 def check_parts(layers: Mapping[int, nn.Module], structure: Structure) -> None:
@@ -328,6 +348,12 @@ def _put_inputs(
 
 
 def _put_wide(wide: WideEntry, point: int, *, steerable: bool) -> None:
+    if wide.tap is not None:
+        wide.tap(point)
+        return
+    if wide.first is not None:
+        wide.module.register_forward_hook(_after_columns(wide.first, wide.width, point))
+        return
     if wide.hidden is None:
         wide.module.register_forward_hook(_after_module(point, adds_residual=False))
         return
@@ -369,6 +395,14 @@ def _after_module(point: int, *, adds_residual: bool) -> Any:
             _tap(output, None, point)
         else:
             _tap(output[0], output[1] if adds_residual and len(output) > 1 else None, point)
+
+    return hook
+
+
+def _after_columns(first: int, width: int, point: int) -> Any:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        del module, arguments
+        op.call_columns(output if isinstance(output, Tensor) else output[0], first, width, point)
 
     return hook
 

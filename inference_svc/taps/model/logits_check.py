@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from inference_svc.taps.model.hooked_runs import is_pair, relative_error, run_hooked
+from inference_svc.taps.model.hooked_runs import calling, is_pair, relative_error, run_hooked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,32 +46,15 @@ class Explanation(NamedTuple):
 
 @contextmanager
 def calls_seen(model: nn.Module, see: Callable[[ModelCall], None]) -> Iterator[None]:
-    """Show the calls of a model while the context lasts.
-
-    A hook is not enough: vLLM's decorator for compilation calls `forward` past the hooks of the module that it
-    decorates, which may be the whole model.
-    """
+    """Show the calls of a model while the context lasts."""
     forward = model.forward
 
     def seeing(*args: Any, **kwargs: Any) -> Any:
         see(ModelCall(args, kwargs))
         return forward(*args, **kwargs)
 
-    with _calling(model, seeing):
+    with calling(model, seeing):
         yield
-
-
-@contextmanager
-def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the method `forward` of a module while the context lasts."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 class LogitsCheck:
@@ -187,7 +170,7 @@ class LogitsCheck:
 
         with ExitStack() as layers:
             for layer, output in outputs.items():
-                layers.enter_context(_calling(layer, _returning(output)))
+                layers.enter_context(calling(layer, _returning(output)))
             run(call_model)
         return final[0]
 

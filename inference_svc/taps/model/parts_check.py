@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inference_svc.taps.model.hooked_runs import TINY, fixed_attention, is_pair, numbers, run_hooked
+from inference_svc.taps.model.hooked_runs import (
+    TINY,
+    fixed_attention,
+    is_pair,
+    numbers,
+    relative_error,
+    run_hooked,
+)
+from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,6 +24,10 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.model.calls import Argument
     from inference_svc.taps.model.structure import Structure
+    from inference_svc.taps.model.wide_places import WideEntry
+
+_CHANGED = 1e-3
+"""A larger relative difference between two runs of a few tokens is a change, not noise."""
 
 
 def sum_error(
@@ -104,6 +116,60 @@ def middle_error(
     with fixed_attention(model, is_attention):
         run_hooked(run, handles)
     return {index: _middle_error(*values) for index, values in seen.items()}
+
+
+def other_projections(
+    model: nn.Module,
+    is_attention: Callable[[nn.Module], bool],
+    structure: Structure,
+    run: Callable[[], object],
+) -> list[int]:
+    """Return the layers in which what was found is not the projection of queries and keys. Runs the model again.
+
+    The columns of the queries are replaced by fixed numbers, and then those of the keys. In the first run only the
+    queries that the attention takes may change, and in the second only the keys.
+
+    Args:
+        model: The model.
+        is_attention: Returns whether a module combines the tokens of a sequence.
+        structure: The structure that was found.
+        run: Runs the model once, uncompiled.
+    """
+    projected = structure.wide[capture_pb2.SITE_Q_PRE], structure.wide[capture_pb2.SITE_K_PRE]
+    taken = [structure.wide[site] for site in (capture_pb2.SITE_Q, capture_pb2.SITE_K, capture_pb2.SITE_V)]
+
+    def heads(replaced: Mapping[int, WideEntry]) -> dict[int, list[Tensor]]:
+        seen: dict[int, list[Tensor]] = {index: [] for index in projected[0]}
+        handles = [entry.module.register_forward_hook(_give_columns(entry)) for entry in replaced.values()]
+        for index, rows in seen.items():
+            for entries in taken:
+                module, argument = entries[index].module, entries[index].hidden
+                assert argument is not None  # noqa: S101 - the attention takes its heads
+                hook = _note_input(rows.append, argument, None)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        with fixed_attention(model, is_attention):
+            run_hooked(run, handles)
+        return seen
+
+    plain, *changed = heads({}), heads(projected[0]), heads(projected[1])
+    wrong = set()
+    for which, after in enumerate(changed):
+        for index, rows in after.items():
+            moved = [relative_error(other, own) > _CHANGED for other, own in zip(rows, plain[index], strict=True)]
+            if moved != [which == head for head in range(len(taken))]:
+                wrong.add(index)
+    return sorted(wrong)
+
+
+def _give_columns(entry: WideEntry) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        del module, args
+        first = output if isinstance(output, Tensor) else output[0]
+        assert entry.first is not None  # noqa: S101 - the rows are columns of the output
+        columns = first[:, entry.first : entry.first + entry.width]
+        columns.copy_(numbers(columns))
+
+    return hook
 
 
 def _middle_error(before: Tensor, middle: Tensor, after: Tensor) -> float:

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from inference_svc.taps.model.calls import Argument, Call, recorded_calls
-from inference_svc.taps.model.hooked_runs import CannotTapError, fixed_attention, name_of
+from torch import Tensor
+
+from inference_svc.taps.model.calls import Argument, Call, has_parameters, is_norm, recorded_calls
+from inference_svc.taps.model.hooked_runs import CannotTapError, calling, fixed_attention, is_sequence, name_of
 from inference_svc.taps.model.residual import adds_residual
+from inference_svc.taps.model.wide_places import (
+    HEADS,
+    PROJECTED,
+    WideEntry,
+    before_projection,
+    find_heads,
+    find_projected,
+    find_router,
+)
 from inference_svc.taps.points import WIDE_SITES
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from inference_svc.taps.points import Site
 
@@ -31,15 +42,6 @@ class Entry(NamedTuple):
     module: nn.Module
     hidden: Argument
     residual: Argument | None = None
-
-
-class WideEntry(NamedTuple):
-    """A place just before or after a call of a module, where rows have a width of their own."""
-
-    module: nn.Module
-    hidden: Argument | None
-    """The argument that has the rows; None: they are the module's output."""
-    width: int
 
 
 @dataclass
@@ -70,9 +72,8 @@ class Structure:
     """Whether the stream after each layer follows a change that is made between its attention and its MLP."""
     wide: dict[Site.ValueType, dict[int, WideEntry]] = field(default_factory=lambda: {site: {} for site in WIDE_SITES})
     """The places whose rows have a width of their own, by site and layer."""
-
-
-_HEADS = (capture_pb2.SITE_Q, capture_pb2.SITE_K, capture_pb2.SITE_V)
+    final_norm: nn.Module | None = None
+    """The norm after the last layer whose rows the model returns. Other stages than the last one have none."""
 
 
 def observe(
@@ -96,17 +97,50 @@ def observe(
             result.
     """
     with fixed_attention(model, is_attention):
-        calls = recorded_calls(model, run)
+        calls, returned = _run(model, run)
         by_layer = {index: call for index, layer in layers.items() for call in calls if call.module is layer}
         _check_shapes(model, by_layer.values())
         structure = Structure(adds_residual=_adds_residual(model, layers, by_layer, run))
     for index, call in by_layer.items():
         _find_next(structure, calls, index, call, by_layer.get(index + 1))
         attention = _find_parts(structure, calls, index, call, is_attention)
-        if num_experts:
-            _find_router(structure, calls, index, call, attention, num_experts)
+        router = find_router(calls, call, attention, num_experts) if num_experts else None
+        if router is not None:
+            structure.wide[capture_pb2.SITE_ROUTER_LOGITS][index] = router
+    structure.final_norm = _final_norm(calls, by_layer[max(layers)], returned)
     _drop_shared(structure, calls)
     return structure
+
+
+def _run(model: nn.Module, run: Callable[[], object]) -> tuple[list[Call], list[Tensor]]:
+    """Run a model; return the calls of its modules, and the tensors that it returned itself."""
+    forward, returned = model.forward, []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        first = output[0] if is_sequence(output) else output
+        if isinstance(first, Tensor):
+            returned.append(first)
+        return output
+
+    with calling(model, noting):
+        calls = recorded_calls(model, run)
+    return calls, returned
+
+
+def _final_norm(calls: list[Call], last: Call, returned: list[Tensor]) -> nn.Module | None:
+    """Return the norm after the last layer whose rows the model returns, if there is one."""
+    found = [
+        call
+        for call in calls[last.left :]
+        if is_norm(call.module) and call.output and any(_are_same(call.output[0], tensor) for tensor in returned)
+    ]
+    return found[0].module if len(found) == 1 else None
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same rows; one may be a view, [1, tokens, hidden]."""
+    return (one.data_ptr(), one.numel(), one.dtype) == (other.data_ptr(), other.numel(), other.dtype)
 
 
 def _check_shapes(model: nn.Module, calls: Iterable[Call]) -> None:
@@ -167,7 +201,7 @@ def _find_parts(
     """
     children = list(call.module.children())
     inside = [other for other in calls[call.entered : call.left] if any(other.module is child for child in children)]
-    parts = [part for part in inside if part.output and not is_norm(part.module) and _has_parameters(part.module)]
+    parts = [part for part in inside if part.output and not is_norm(part.module) and has_parameters(part.module)]
     combine = [part for part in parts if any(is_attention(module) for module in part.module.modules())]
     attention = next(iter(combine), None)
     others = [part for part in parts if attention is not None and part.module is not attention.module]
@@ -183,30 +217,15 @@ def _find_parts(
     # After the MLP, a layer may have a third part, such as Gemma 4's gate for its own embeddings.
     mlp = first if _calls_within(calls, first) else others[-1]
     for site, part in ((capture_pb2.SITE_Z, attention), (capture_pb2.SITE_MLP_ACT, mlp)):
-        if (projected := _before_projection(calls, part)) is not None:
+        if (projected := before_projection(calls, part)) is not None:
             structure.wide[site][index] = projected
-    for site, taken in zip(_HEADS, _heads(calls, attention, is_attention), strict=False):
-        structure.wide[site][index] = taken
+    heads = find_heads(calls, attention, is_attention)
+    if heads is not None:
+        for site, (argument, rows) in zip(HEADS, heads.rows, strict=True):
+            structure.wide[site][index] = WideEntry(heads.call.module, argument, rows.shape[1])
+        for site, projected in zip(PROJECTED, find_projected(calls, attention, heads), strict=False):
+            structure.wide[site][index] = projected
     return attention
-
-
-def _find_router(
-    structure: Structure, calls: list[Call], index: int, layer: Call, attention: Call | None, num_experts: int
-) -> None:
-    """Find the module beside the attention that returns a number for each token and expert, if there is only one.
-
-    A router may have a module for its logits within it.
-    """
-    shape = (layer.output[0].shape[-2], num_experts)
-    found = [
-        call
-        for call in calls[layer.entered + 1 : layer.left]
-        if not (attention is not None and attention.entered <= call.entered < attention.left)
-        and (call.output and call.output[0].shape == shape and _has_parameters(call.module))
-    ]
-    inner = [call for call in found if not any(call.entered < other.entered < call.left for other in found)]
-    if len(inner) == 1:
-        structure.wide[capture_pb2.SITE_ROUTER_LOGITS][index] = WideEntry(inner[0].module, None, num_experts)
 
 
 def _find_inputs(
@@ -232,47 +251,9 @@ def _find_inputs(
         structure.middles[index] = Entry(before.module, *given)
 
 
-def _before_projection(calls: list[Call], part: Call) -> WideEntry | None:
-    """Return what the output projection of a part takes: the last module of the part, whose output is the part's.
-
-    The projection may be the part itself. In a mixture of experts, it is not a module that is called.
-    """
-    inside = [other for other in calls[part.entered + 1 : part.left] if other.output and not is_norm(other.module)]
-    ends = [other for other in inside if other.output[0] is part.output[0] and _has_parameters(other.module)]
-    last = ends[-1] if ends else part
-    given = [(argument, tensor) for argument, tensor in last.tensors() if _is_rows(tensor)]
-    if len(given) != 1 or (last is part and inside) or given[0][1].shape[:-1] != part.output[0].shape[:-1]:
-        return None
-    argument, rows = given[0]
-    if ends and any(rows is tensor for _, tensor in part.tensors()):
-        return None  # the module takes what the part takes, so it is the whole part
-    return WideEntry(last.module, argument, rows.shape[-1])
-
-
 def _calls_within(calls: list[Call], part: Call) -> bool:
     """Return whether a part calls modules with parameters, so that it is more than one projection."""
-    return any(_has_parameters(other.module) for other in calls[part.entered + 1 : part.left])
-
-
-def _is_rows(tensor: Tensor) -> bool:
-    """Return whether a tensor is [tokens, width], or [1, tokens, width] as in models from transformers."""
-    return tensor.dim() == 2 or (tensor.dim() == 3 and len(tensor) == 1)  # noqa: PLR2004 - see above
-
-
-def _heads(calls: list[Call], part: Call, is_attention: Callable[[nn.Module], bool]) -> list[WideEntry]:
-    """Return queries, keys and values as the attention takes them; empty if it takes something else."""
-    inside = [other for other in calls[part.entered : part.left] if is_attention(other.module)]
-    if len(inside) != 1:
-        return []
-    call = inside[0]
-    given = list(call.tensors())[: len(_HEADS)]
-    rows = [tensor for _, tensor in given]
-    if len(rows) != len(_HEADS) or any(tensor.dim() != 2 for tensor in rows):  # noqa: PLR2004 - [tokens, heads x size]
-        return []
-    query, key, value = (tensor.shape[1] for tensor in rows)
-    if key != value or query % key or len({len(tensor) for tensor in rows}) != 1:
-        return []  # such as keys that are compressed
-    return [WideEntry(call.module, argument, tensor.shape[1]) for argument, tensor in given]
+    return any(has_parameters(other.module) for other in calls[part.entered + 1 : part.left])
 
 
 def _drop_shared(structure: Structure, calls: list[Call]) -> None:
@@ -300,12 +281,3 @@ def _after_norm(inside: list[Call], part: Call) -> nn.Module:
         if other.entered >= part.left and is_norm(other.module) and len(given) == 1 and given[0] is part.output[0]:
             return other.module
     return part.module
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm. Nemotron's are of the class NemotronLayerNorm1P."""
-    return type(module).__name__.lower().removesuffix("1p").endswith("norm")
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None

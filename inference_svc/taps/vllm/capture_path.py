@@ -106,7 +106,7 @@ class CapturePath:
         device: torch.device,
         points: AllPoints,
         shapes: Sequence[RowShape],
-        sites: Sequence[Site.ValueType],
+        sites: Mapping[Site.ValueType, Sequence[int]],
         bank_rows: int,
     ) -> None:
         """Prepare the path; `make_ring` lets it capture.
@@ -116,7 +116,7 @@ class CapturePath:
             device: The model's device.
             points: The points of this stage.
             shapes: The shape of a row at each of their groups.
-            sites: The sites that requests can capture.
+            sites: The sites that requests can capture, and the layers of this stage that have them.
             bank_rows: How many steering vectors can be active.
         """
         self._config = config
@@ -128,7 +128,7 @@ class CapturePath:
                 group,
                 shape,
                 ModelRows(shape.whole, WIRE_TYPES[self._dtype]),
-                sum(group.sees(site) for site in sites) * group.num_layers,
+                sum(len(layers) for site, layers in sites.items() if group.sees(site)),
                 VectorBank(bank_rows if group.can_steer else 1, shape.width, device),
             )
             for group, shape in zip(points.groups, shapes, strict=True)

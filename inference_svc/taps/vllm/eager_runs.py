@@ -13,8 +13,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.logits_check import Explanation, LogitsCheck
-from inference_svc.taps.model.parts_check import middle_error, sum_error
+from inference_svc.taps.model.parts_check import middle_error, other_projections, sum_error
 from inference_svc.taps.model.structure import Structure, observe
+from inference_svc.taps.model.wide_places import PROJECTED
+from inference_svc.taps.vllm.experts import find_experts
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -59,6 +61,14 @@ class EagerRuns:
             if set(insertion.PARTS) & set(sites):
                 insertion.check_parts(self._layers, structure)
                 insertion.check_sum(sum_error(*experiment))
+            if set(PROJECTED) & set(sites):
+                for index in other_projections(self._model, _is_attention, structure, run):
+                    for site in PROJECTED:
+                        del structure.wide[site][index]
+            if capture_pb2.SITE_ROUTING_WEIGHTS in sites:
+                structure.wide[capture_pb2.SITE_ROUTING_WEIGHTS] = find_experts(self._layers, run)
+            if capture_pb2.SITE_FINAL_NORM in sites and get_pp_group().is_last_rank:
+                insertion.check_final_norm(self._model, structure)
             if capture_pb2.SITE_RESID_MID in sites:
                 insertion.check_middles(self._layers, structure)
                 insertion.check_middle(middle_error(*experiment))

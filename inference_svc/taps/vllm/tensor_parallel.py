@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from inference_svc.taps.points import RowShape
 from residuum.v1 import capture_pb2
@@ -14,7 +14,7 @@ from residuum.v1 import capture_pb2
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from inference_svc.taps.model.structure import WideEntry
+    from inference_svc.taps.model.wide_places import WideEntry
     from inference_svc.taps.points import Site
 
 
@@ -40,11 +40,13 @@ def shape_of(config: Any, site: Site.ValueType, entry: WideEntry) -> RowShape | 
         site: A site whose rows have a width of their own.
         entry: The place before or after the module.
     """
-    if num_ranks() == 1:
-        return RowShape(entry.width)
+    if num_ranks() == 1 or site == capture_pb2.SITE_ROUTING_WEIGHTS:
+        return RowShape(entry.width)  # every rank chooses among all experts
     if isinstance(entry.module, Attention):
         copies = copies_of_keys(config, entry.module)
         return None if copies is None else _divided(entry.width, 1 if site == capture_pb2.SITE_Q else copies)
+    if isinstance(entry.module, QKVParallelLinear):
+        return _divided(entry.width, 1 if site == capture_pb2.SITE_Q_PRE else entry.module.num_kv_head_replicas)
     if entry.hidden is None:  # its output
         return RowShape(entry.width) if isinstance(entry.module, ReplicatedLinear) else None
     return _shape_of_input(entry.module, entry.width)

@@ -229,7 +229,8 @@ class _Taps:
         self._attention = [attention_of(layers[index], config) for index in sorted(layers)]
         self._format = ModelRows(hidden, WIRE_TYPES[dtype])
         group_shapes = [RowShape(hidden), *(shapes[group.inner[0]] for group in points.groups[1:])]
-        self.path = CapturePath(config, worker.device, points, group_shapes, self._sites, settings["bank_rows"])
+        places = dict(zip(self._sites, self._site_layers, strict=True))
+        self.path = CapturePath(config, worker.device, points, group_shapes, places, settings["bank_rows"])
         scores = None
         if tensor_parallel.is_first_rank():
             replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
