@@ -179,8 +179,8 @@ def age(span: datetime.timedelta) -> str:
 
 
 def _plain_number(value: np.generic) -> object:
-    """Return an array's number for JSON: None for NaN, which JSON does not have."""
-    return None if np.isnan(value) else value.item()
+    """Return an array's number for JSON: None for NaN and infinity, which JSON does not have."""
+    return value.item() if np.isfinite(value) else None
 
 
 def _plain(value: object) -> object:
