@@ -276,8 +276,7 @@ def _bias(given: npt.ArrayLike, outputs: int) -> FloatArray:
     values = _float32("bias", given)
     if values.shape not in {(), (outputs,)}:
         raise InvalidRequest(
-            f"Probe: bias must be one number, or one for each of the {outputs} outputs, not of the shape "
-            f"{list(values.shape)}.",
+            f"Probe: bias must be one number, or [outputs], which is [{outputs}], not {list(values.shape)}.",
             reason="INVALID_FIELD",
         )
     return _finite("bias", np.broadcast_to(values, (outputs,)).copy())
