@@ -204,6 +204,12 @@ class TestModels:
         two = self.LogisticRegression(coef_=DIRECTION[None], intercept_=[0.0], **how)
         assert residuum.Probe.from_sklearn(two, layer=4).activation == "sigmoid"
 
+    def test_a_multinomial_model_of_two_classes_is_refused(self):  # scikit-learn doubles its output
+        with pytest.raises(INVALID, match="is not the sigmoid of the output"):
+            residuum.Probe.from_sklearn(
+                self.LogisticRegression(coef_=DIRECTION[None], intercept_=[0.0], multi_class="multinomial"), layer=4
+            )
+
     @pytest.mark.parametrize("coef", [DIRECTION, DIRECTION[None]])
     def test_other_models_have_no_activation(self, coef):
         model = self.LinearSVC(coef_=coef, intercept_=0.5)
@@ -214,7 +220,8 @@ class TestModels:
     def test_a_scaler_becomes_part_of_the_weights(self, mean, scale, outputs):
         rng = np.random.default_rng(outputs)
         scaler = self.StandardScaler(
-            mean_=rng.normal(size=HIDDEN) * 10 if mean else None,
+            mean_=rng.normal(size=HIDDEN) * 10 if mean or scale else None,  # as scikit-learn sets it
+            with_mean=mean,
             scale_=rng.uniform(0.1, 5, size=HIDDEN) if scale else None,
         )
         model = self.LinearSVC(coef_=rng.normal(size=(outputs, HIDDEN)), intercept_=rng.normal(size=outputs))
@@ -225,8 +232,8 @@ class TestModels:
         np.testing.assert_allclose(probe.score(x), scaled @ model.coef_.T + model.intercept_, rtol=1e-4, atol=1e-3)
 
     def test_two_scalers_apply_in_their_order(self):
-        first = self.StandardScaler(mean_=np.array([1.0, 2.0]), scale_=np.array([2.0, 4.0]))
-        second = self.StandardScaler(mean_=np.array([3.0, 5.0]), scale_=np.array([0.5, 8.0]))
+        first = self.StandardScaler(with_mean=True, mean_=np.array([1.0, 2.0]), scale_=np.array([2.0, 4.0]))
+        second = self.StandardScaler(with_mean=True, mean_=np.array([3.0, 5.0]), scale_=np.array([0.5, 8.0]))
         model = self.LinearSVC(coef_=np.array([[1.0, -2.0]]), intercept_=np.array([0.5]))
         steps = [("a", first), ("b", second), ("c", model)]
         probe = residuum.Probe.from_sklearn(SimpleNamespace(steps=steps), layer=1)

@@ -45,7 +45,7 @@ def of_sklearn(model: Any) -> LinearModel:
     for scaler in reversed(scalers):  # x -> (x - mean) / scale
         if scaler.scale_ is not None:
             weights = weights / np.asarray(scaler.scale_, np.float64)
-        if scaler.mean_ is not None:
+        if scaler.with_mean:  # without it, mean_ may have the means all the same
             bias = bias - weights @ np.asarray(scaler.mean_, np.float64)
     return LinearModel(weights, bias, _activation(model, len(np.atleast_2d(weights))))
 
@@ -68,6 +68,11 @@ def _activation(model: Any, outputs: int) -> str | None:
     names = _class_names(model)
     if not names & _OF_PROBABILITIES:
         return None
+    if outputs == 1 and getattr(model, "multi_class", "") == "multinomial":
+        raise _refused(
+            "with multi_class='multinomial', the probability of two classes is not the sigmoid of the output. Train "
+            "without multi_class."
+        )
     if outputs == 1:
         return "sigmoid"
     if getattr(model, "multi_class", "") == "ovr" or getattr(model, "solver", "") == "liblinear":
