@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.model_info import ModelInfo
+    from residuum.values.probes import Probe
     from residuum.values.replies import (
         CapturePage,
         CaptureSummary,
@@ -142,6 +143,7 @@ _MODULES = {
     "Health": "residuum.values.replies",
     "AttentionLayer": "residuum.values.attention",
     "ModelInfo": "residuum.values.model_info",
+    "Probe": "residuum.values.probes",
     "PutResult": "residuum.values.replies",
     "Registration": "residuum.values.replies",
     "Reply": "residuum.values.replies",
@@ -227,6 +229,7 @@ __all__ = [
     "PermissionDenied",
     "Piece",
     "Positions",
+    "Probe",
     "PromptTooLong",
     "PutResult",
     "QuotaExceeded",

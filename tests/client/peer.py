@@ -27,6 +27,7 @@ from residuum.v1 import (
     capture_pb2,
     inference_pb2,
     inference_pb2_grpc,
+    probe_pb2,
     steering_pb2,
     store_pb2,
     store_pb2_grpc,
@@ -37,6 +38,7 @@ from residuum.wire.encodings import ENCODINGS, RowFormat, basis_of
 from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
 from residuum.wire.placement import parse_stores
+from residuum.wire.probes import score
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
 from svc_common.rpc.serving import ErrorInterceptor, add_health_and_reflection
 
@@ -111,6 +113,7 @@ class Script:
     store_error: str = ""  # why this service cannot reach its store
     clock_skew: float = 0.0  # seconds by which this service's clock is ahead
     skipped: bool = False  # say that the capture existed already
+    scored_probes: int | None = None  # send the scores of only so many probes
     is_old: bool = False  # an older service, which reports neither its clock nor its check of the store
 
 
@@ -154,7 +157,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             steering_operations=["add", "ablate", "cap", "replace", "set"], encodings=ENCODINGS.values(),
             reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
             limits=inference_pb2.Limits(
-                max_model_len=4096, max_operations=256, max_vectors=1000,
+                max_model_len=4096, max_operations=256, max_vectors=1000, max_probe_outputs=256,
                 capture_pool_bytes=3 << 30, ring_bytes=1 << 28, table_bytes=5 << 20,
             ),
             vllm_version="0.0.peer", server_version="0.1.0", store_endpoints=stores,
@@ -165,6 +168,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if not self.script.is_old:
             response.steering_sites.extend([capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT])
             response.gate_measures.extend([steering_pb2.GATE_MEASURE_PROJECTION, steering_pb2.GATE_MEASURE_COSINE])
+            response.probe_sites.extend([capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT])
             response.server_time.FromNanoseconds(int((time.time() + self.script.clock_skew) * 1e9))
             if request.check_store and self.store_endpoint:
                 response.store_check.CopyFrom(self._check_store())
@@ -329,7 +333,9 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             if sampling.HasField("prompt_logprobs"):
                 yield from _prompt_logprobs(prompt, sampling.prompt_logprobs)
-            yield from self._deltas(name, prompt, count, done, sampling, context)
+            if spec.probes.score_prompt:
+                yield from self._prompt_scores(spec.probes, len(prompt))
+            yield from self._deltas(name, prompt, count, done, sampling, spec.probes, context)
         except Failure:
             self._end_capture(spec, name, prompt, done, capture_pb2.CAPTURE_STATE_ABORTED, script)
             raise
@@ -337,7 +343,23 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if not script.truncate:
             yield inference_pb2.GenerateResponse(finished=_finished(prompt, done, handle))
 
-    def _deltas(self, name, prompt, count, done, sampling, context):
+    def _prompt_scores(self, probes, count):
+        """The deltas with the scores of a prompt, two positions in each, as if they were long."""
+        for at in range(0, count, 2):
+            delta = inference_pb2.TokenDelta(prompt_scores=self._scores(probes, 0, range(at, min(at + 2, count))))
+            yield inference_pb2.GenerateResponse(delta=delta)
+
+    def _scores(self, spec, sequence, positions):
+        """The scores of rows at positions, computed from the probes' vectors."""
+        found = []
+        for probe in spec.probes:
+            weights = np.stack([np.frombuffer(self.vectors[output.digest], "<f4") for output in probe.outputs])
+            biases = np.array([output.bias for output in probe.outputs], np.float32)
+            read = rows(sequence, probe.site or POST, probe.layer, positions).astype(np.float32)
+            found.append(probe_pb2.ProbeScores(values=score(read, weights, biases, probe.activation).ravel()))
+        return found[: self.script.scored_probes]
+
+    def _deltas(self, name, prompt, count, done, sampling, probes, context):
         """Generate tokens into `done` until there are enough or the request is stopped."""
         stop = self.running[name]
         ended = threading.Event()
@@ -357,6 +379,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                 delta = inference_pb2.TokenDelta(sequence=sequence, text=f" {tokens[-1]}", token_ids=[tokens[-1]])
                 if sampling.HasField("logprobs"):
                     delta.logprobs.CopyFrom(logprobs([tokens[-1]], sampling.logprobs))
+                if not self.script.skipped:
+                    delta.scores.extend(self._scores(probes, sequence, [len(prompt) + step - 1]))
                 yield inference_pb2.GenerateResponse(delta=delta)
             if hold:
                 hold.wait(30)
@@ -493,7 +517,10 @@ def _digests(what):
         for operation in what.steering.operations
         for digest in operation.layer_digests or [getattr(operation, operation.WhichOneof("operation")).digest]
     ]
-    return steering + list(what.capture.encoding_options.vectors if hasattr(what, "capture") else ())
+    if not hasattr(what, "capture"):
+        return steering
+    probed = [output.digest for probe in what.probes.probes for output in probe.outputs]
+    return steering + list(what.capture.encoding_options.vectors) + probed
 
 
 def _tokens(request) -> list[int]:

@@ -13,6 +13,8 @@ from peer import HIDDEN
 from safetensors.numpy import save_file
 
 import residuum
+from residuum.cli.output import Output
+from residuum.cli.probes import ScorePrinter
 from residuum.directions.values import Origin
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.values.selection_texts import parse_layers
@@ -392,3 +394,122 @@ def test_invalid_layer_messages_are_refused(text):
 def test_descending_layer_ranges_are_refused_with_advice():
     with pytest.raises(residuum.InvalidRequest, match=r"counts down.*use '1-3'"):
         parse_layers("5,3-1")
+
+
+@pytest.fixture
+def probes(tmp_path):
+    """Two files of probes, whose scores of the peer's rows are their positions, and 100 and 200 times the sequence."""
+    at_position, of_sequence = np.eye(HIDDEN, dtype=np.float32)[[3, 0]]
+    residuum.Probe(at_position, layer=2, name="position").save(tmp_path / "position.safetensors")
+    residuum.Probe([100 * of_sequence, 200 * of_sequence], 0.5, layer=2).save(tmp_path / "sequence.safetensors")
+    return tmp_path / "position.safetensors", tmp_path / "sequence.safetensors"
+
+
+def test_generate_prints_scores_before_each_token(cli, peer, probes):
+    position, sequence = probes
+    code, out, _ = cli("generate", "a bb ccc", "--max-tokens", 2, "--probe", position, "--probe", f"{sequence}:by.n")
+    assert (code, out) == (0, "2\t0.5\t0.5\t' 4'\n3\t0.5\t0.5\t' 5'\n")
+    assert [probe.name for probe in peer.requests[-1].spec.probes.probes] == ["position", "by.n"]
+    assert not peer.requests[-1].spec.probes.score_prompt
+
+
+def test_generate_prints_the_scores_of_the_prompt_first(cli, probes):
+    code, out, _ = cli("generate", "a bb ccc", "--max-tokens", 1, "--probe", probes[0], "--score-prompt")
+    assert code == 0
+    assert out.splitlines() == ["0\tprompt token 1", "1\tprompt token 2", "2\tprompt token 3", "2\t' 4'"]
+
+
+def test_scores_on_a_terminal_are_a_table(capsys):
+    output = Output(as_json=False)
+    output.is_terminal = True
+    several = residuum.Probe(np.eye(2), layer=1, name="x")
+    one = residuum.Probe(np.ones(2), layer=1, name="much-longer")
+    printer = ScorePrinter([several, one], [7, 8], output)
+    rows = {"x": np.float32([[0.25, 1], [1e-9, -123456]]), "much-longer": np.float32([0.5, 12])}
+    printer.add(
+        residuum.TokenDelta("", (), prompt_scores=rows, scores={"x": np.empty((0, 2)), "much-longer": np.empty(0)})
+    )
+    printer.add(residuum.TokenDelta("", (3, 4), scores=rows))
+    printer.add(residuum.TokenDelta(" café\n", (), scores={"x": np.empty((0, 2)), "much-longer": np.empty(0)}))
+    printer.add(residuum.TokenDelta(" it", (5, 6), scores=rows))
+    assert capsys.readouterr().out.splitlines() == [
+        "       x.0         x.1  much-longer  token",
+        "      0.25           1          0.5  prompt token 7",
+        "     1e-09  -1.235e+05           12  prompt token 8",
+        "      0.25           1          0.5  ''",
+        "     1e-09  -1.235e+05           12  ''",
+        "                                     ' café\\n'",
+        "      0.25           1          0.5  ''",
+        "     1e-09  -1.235e+05           12  ' it'",
+    ]
+
+
+def test_scores_of_several_replies_are_below_their_texts(cli, probes, tmp_path):
+    flags = ["--max-tokens", 2, "--probe", probes[0], "--probe", probes[1]]
+    code, out, _ = cli("generate", "a bb", "--n", 2, "--score-prompt", *flags)
+    assert code == 0
+    assert out.splitlines() == [
+        "[0] 3 4",
+        "  position (prompt): 0 1",
+        "  probe.0 (prompt): 0.5 0.5",
+        "  probe.1 (prompt): 0.5 0.5",
+        "  position: 1 2",
+        "  probe.0: 0.5 0.5",
+        "  probe.1: 0.5 0.5",
+        "[1] 103 104",
+        "  position: 1 2",
+        "  probe.0: 100.5 100.5",
+        "  probe.1: 200.5 200.5",
+    ]
+    (tmp_path / "prompts.txt").write_text("a bb\na\n")
+    code, out, _ = cli("generate", "--file", tmp_path / "prompts.txt", "--max-tokens", 2, "--probe", probes[0])
+    assert (code, out) == (0, "[1] 3 4\n  position: 1 2\n[2] 2 3\n  position: 0 1\n")
+
+
+def test_scores_are_in_the_json(cli, probes, tmp_path):
+    flags = ["--max-tokens", 1, "--probe", probes[0], "--probe", probes[1], "--score-prompt", "--json"]
+    reply = json.loads(cli("generate", "a bb", *flags)[1])
+    assert reply["sequences"][0]["scores"] == {"position": [1.0], "probe": [[0.5, 0.5]]}
+    assert reply["prompt_scores"] == {"position": [0.0, 1.0], "probe": [[0.5, 0.5], [0.5, 0.5]]}
+    (tmp_path / "prompts.txt").write_text("a bb\n")
+    reply = json.loads(cli("generate", "--file", tmp_path / "prompts.txt", *flags)[1])
+    assert reply["prompt_scores"]["position"] == [0.0, 1.0]
+
+
+def test_json_has_no_infinite_scores(cli, tmp_path):
+    huge = np.full(HIDDEN, 3e38, np.float32)
+    residuum.Probe(huge, layer=2).save(tmp_path / "p.safetensors")
+    out = cli("generate", "a bb", "--max-tokens", 1, "--probe", tmp_path / "p.safetensors", "--json")[1]
+    assert "Infinity" not in out
+    assert json.loads(out)["sequences"][0]["scores"] == {"probe": [None]}
+
+
+def test_a_skipped_reply_is_printed_without_scores(cli, peer, probes):
+    peer.script.skipped = True
+    assert cli("generate", "a", "--max-tokens", 2, "--probe", probes[0])[:2] == (0, " 2 3\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--probe", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--probe", "{}:a b"], "'a b' is not a valid name"),
+        (["--probe", "{}:"], "'' is not a valid name"),
+        (["--probe", "{}", "--probe", "{}"], "Give each its own with --probe FILE:NAME"),
+    ],
+)
+def test_bad_probes_are_refused(cli, peer, probes, flags, told):
+    code, _, err = cli("generate", "a", *(flag.format(probes[0]) for flag in flags))
+    assert (code, told in err) == (1, True), err
+    assert not peer.requests
+
+
+def test_the_advice_about_an_old_server_names_the_flag(cli, peer, probes):
+    peer.script.is_old = True
+    assert "leave out --probe." in cli("generate", "a", "--probe", probes[0])[2]
+
+
+def test_score_prompt_needs_a_probe(cli, peer, capsys):
+    with pytest.raises(SystemExit):
+        cli("generate", "a", "--score-prompt")
+    assert "--score-prompt needs --probe" in capsys.readouterr().err

@@ -36,6 +36,7 @@ from residuum.v1 import inference_pb2, steering_pb2
 from residuum.values.activations import Activations
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
+from residuum.values.probes import Probe
 from residuum.values.replies import Health, PutResult, Registration, Reply
 from residuum.values.selections import LayersLike, PositionsLike
 from residuum.values.steering import Operation
@@ -110,7 +111,7 @@ class Client(CaptureClient):
             shared_memory=shared_memory,
         )  # fmt: skip
         self._ledger = vector_upload.VectorLedger()
-        self._knows_sites = self._knows_gates = False  # whether the server is known to read these fields
+        self._server_reads: frozenset[str] = frozenset()  # the newer fields that the server is known to read
 
     def generate(
         self,
@@ -123,6 +124,8 @@ class Client(CaptureClient):
         model: str | None = None,
         updatable: bool = False,
         if_exists: IfExists = "fail",
+        probes: Probe | Iterable[Probe] | None = None,
+        score_prompt: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -146,7 +149,11 @@ class Client(CaptureClient):
                 generates again and replaces the capture. "skip" requires a capture of the same request, including the
                 labels in `capture`. If it is complete, nothing is generated, and the reply is what the capture holds
                 (`reply.skipped`); otherwise it is replaced. A capture whose request is running is never replaced or
-                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`.
+                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`. It holds no scores either:
+                those of a skipped reply are None.
+            probes: Probes, whose scores come with each token: `delta.scores` and `reply.scores`.
+            score_prompt: Also score every position of the prompt: `reply.prompt_scores`. The model then always computes
+                the whole prompt, as it does for a capture.
             timeout: Seconds that the generation may take; None means no limit.
             **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
                 json_schema and others; see `residuum.Sampling`.
@@ -170,7 +177,8 @@ class Client(CaptureClient):
         with tracing.span("client.generate"):
             stream = self.stream(
                 prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-                updatable=updatable, if_exists=if_exists, timeout=timeout, **sampling,
+                updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, timeout=timeout,
+                **sampling,
             )  # fmt: skip
             with stream:
                 for _ in stream:
@@ -189,6 +197,8 @@ class Client(CaptureClient):
         model: str | None = None,
         updatable: bool = False,
         if_exists: IfExists = "fail",
+        probes: Probe | Iterable[Probe] | None = None,
+        score_prompt: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Stream:
@@ -204,7 +214,7 @@ class Client(CaptureClient):
         """
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            updatable=updatable, if_exists=if_exists, sampling=sampling,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, sampling=sampling,
         )  # fmt: skip
         return self._stream(plan, timeout, {})
 
@@ -223,6 +233,8 @@ class Client(CaptureClient):
         request_ids: Iterable[str] | None = None,
         model: str | None = None,
         if_exists: IfExists = "fail",
+        probes: Probe | Iterable[Probe] | None = None,
+        score_prompt: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -246,6 +258,8 @@ class Client(CaptureClient):
             if_exists: What to do if a capture with a request's ID exists, as for `generate`. With "skip", you can run
                 a job again after it was killed: with the same IDs, it generates only what is not complete. A prompt
                 whose capture is None is always generated.
+            probes: The probes of every prompt, as for `generate`.
+            score_prompt: Also score the positions of the prompts, as for `generate`.
             timeout: Seconds that each generation may take.
             max_concurrency: How many generations run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
@@ -270,7 +284,10 @@ class Client(CaptureClient):
             >>> acts = [client.activations(reply.request_id) for reply in replies]
             >>> both = client.generate_many(["One", "One"], steer=[[Add(joy, layer=12)], None])
         """
-        plan = BatchPlan.of(prompts, capture, steer, sampling, request_ids=request_ids, if_exists=if_exists)
+        plan = BatchPlan.of(
+            prompts, capture, steer, sampling,
+            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+        )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
         return run_batch(start, BatchResults(plan), outage, max_concurrency=max_concurrency, progress=progress)
@@ -284,6 +301,8 @@ class Client(CaptureClient):
         request_ids: Iterable[str] | None = None,
         model: str | None = None,
         if_exists: IfExists = "fail",
+        probes: Probe | Iterable[Probe] | None = None,
+        score_prompt: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -306,7 +325,10 @@ class Client(CaptureClient):
             >>> for index, reply in client.generate_as_completed(["One", "Two"], max_tokens=8):
             ...     print(index, reply.text)
         """
-        plan = BatchPlan.of(prompts, capture, steer, sampling, request_ids=request_ids, if_exists=if_exists)
+        plan = BatchPlan.of(
+            prompts, capture, steer, sampling,
+            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+        )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
         return run_as_completed(start, BatchResults(plan), outage, max_concurrency=max_concurrency, progress=progress)
@@ -320,6 +342,8 @@ class Client(CaptureClient):
         model: str | None = None,
         updatable: bool = False,
         if_exists: IfExists = "fail",
+        probes: Probe | Iterable[Probe] | None = None,
+        score_prompt: bool = False,
     ) -> Registration:
         """Check a request before its prompt is known, and send the vectors that it needs.
 
@@ -337,16 +361,19 @@ class Client(CaptureClient):
             >>> registration = client.register(capture=residuum.Capture(layers="all"))
             >>> reply = client.generate("Hello", registration=registration)
         """
-        plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
+        plan = plan_spec(
+            capture, steer, request_id, model,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+        )  # fmt: skip
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, {}))
         request = inference_pb2.RegisterRequestRequest(spec=plan.spec)
-        self._check_understood(plan.spec.steering)
+        self._check_understood(plan.spec.steering, plan.probes)
         answer = self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
-        return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors)
+        return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors, plan.probes)
 
     def patch_sweep(
         self,
@@ -591,7 +618,7 @@ class Client(CaptureClient):
             generation = plan_generation(
                 plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
                 request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
-                if_exists=plan.if_exists[index], sampling=sampling,
+                if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, sampling=sampling,
             )  # fmt: skip
             return self._stream(generation, timeout, rows)
 
@@ -628,7 +655,7 @@ class Client(CaptureClient):
         """Start a generation and wait until the request is accepted. `known` keeps the stored rows that it reads."""
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, known, timeout))
-        self._check_understood(plan.request.spec.steering)
+        self._check_understood(plan.request.spec.steering, plan.probes)
         self._provide(plan.vectors)
         try:
             call, builder = self._generate(plan, timeout)
@@ -644,34 +671,46 @@ class Client(CaptureClient):
     def _generate(self, plan: GenerationPlan, timeout: float | None) -> tuple[io.Call, ReplyBuilder]:
         call = self._inference.Generate(plan.request, timeout=timeout)
         try:
-            builder = accept(call, self.endpoint, has_answered=self._channels.has_answered(self.endpoint))
+            has_answered = self._channels.has_answered(self.endpoint)
+            builder = accept(call, self.endpoint, has_answered=has_answered, probes=plan.probes)
         except exc.ServerFault as failure:
             raise self._explained(failure, self.endpoint) from None
         self._channels.note_answer(self.endpoint)
         return call, builder
 
-    def _check_understood(self, steering: steering_pb2.SteeringSpec) -> None:
-        """Check that the server reads the site and the gate of each operation. An older one ignores them, in silence.
+    def _check_understood(self, steering: steering_pb2.SteeringSpec, probes: Sequence[Probe] = ()) -> None:
+        """Check that the server reads the probes, and the site and the gate of each operation.
+
+        An older server ignores them, in silence.
 
         Raises:
             UnknownSite: The server does not read the site.
             UnknownOperation: The server does not read the gate.
+            InvalidRequest: The server does not read the probes.
         """
         has_site = any(operation.site for operation in steering.operations)
         has_gate = any(operation.HasField("gate") for operation in steering.operations)
-        if (self._knows_sites or not has_site) and (self._knows_gates or not has_gate):
+        needed = {name for name, is_used in (("sites", has_site), ("gates", has_gate), ("probes", probes)) if is_used}
+        if needed <= self._server_reads:
             return
         info = self.info()
-        self._knows_sites, self._knows_gates = bool(info.steering_sites), bool(info.gate_measures)
-        if has_site and not self._knows_sites:
+        lists = {"sites": info.steering_sites, "gates": info.gate_measures, "probes": info.probe_sites}
+        self._server_reads = frozenset(name for name, known in lists.items() if known)
+        if has_site and "sites" not in self._server_reads:
             raise exc.UnknownSite(
                 "This server is older than the client, and steers only at resid_post. Update it, or leave out site=.",
                 reason="UNKNOWN_SITE",
             )
-        if has_gate and not self._knows_gates:
+        if has_gate and "gates" not in self._server_reads:
             raise exc.UnknownOperation(
                 "This server is older than the client, and would ignore the gate. Update it, or leave out gate=.",
                 reason="UNKNOWN_OPERATION",
+            )
+        if probes and "probes" not in self._server_reads:
+            raise exc.InvalidRequest(
+                "This server is older than the client, and would ignore the probes. Update it, or leave out probes=.",
+                reason="INVALID_FIELD",
+                metadata={"field": "probes"},
             )
 
     def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from residuum.values.probes import Probe
     from residuum.values.steering import Operation
 
     Steer = Operation | Iterable[Operation] | None
@@ -103,15 +104,15 @@ class TokenStream(Iterator[TokenDelta]):
         return self._call
 
 
-def accept(call: io.Call, endpoint: str, *, has_answered: bool = False) -> ReplyBuilder:
+def accept(call: io.Call, endpoint: str, *, has_answered: bool = False, probes: Sequence[Probe] = ()) -> ReplyBuilder:
     """Wait until the server accepts a request, and return the builder of its reply.
 
-    `has_answered` says whether the endpoint has answered an earlier call.
+    `has_answered` says whether the endpoint has answered an earlier call. `probes` are those of the request.
 
     Raises:
         ResiduumError: The server refused the request.
     """
-    builder = ReplyBuilder()
+    builder = ReplyBuilder(probes)
     _next_delta(call, builder, endpoint, has_answered=has_answered)
     return builder
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import residuum
-from residuum.cli import sampling, steering
+from residuum.cli import probes, sampling, steering
 from residuum.cli.connection import advice_if_cut_off, open_client, outages
 from residuum.cli.labels import parse_labels
 from residuum.cli.output import Output
@@ -27,6 +27,7 @@ residuum generate "I love this" --max-tokens 20
 residuum generate "I love this" --capture 12 --id joyful
 residuum generate "Tell me more" --chat --add joy.safetensors@12*4
 residuum generate "Tell me more" --model ADAPTER
+residuum generate "Tell me more" --probe question.safetensors
 residuum generate --file prompts.txt --capture all --positions last_prompt
 residuum generate --file prompts.txt --capture all --id job --if-exists skip"""
 
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_arguments(parser)
     _add_capture(parser)
     steering.add_arguments(parser)
+    probes.add_arguments(parser)
 
 
 def _add_capture(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +169,7 @@ def generate(options: argparse.Namespace, output: Output) -> int:
         "steer": steering.operations_of(options),
         "model": options.model,
         "timeout": options.timeout,
+        **probes.arguments_of(options),
         **sampling.parameters_of(options, output),
     }
     if options.file is not None:
@@ -180,12 +183,23 @@ def _generate_one(prompt: Prompt, arguments: dict[str, Any], options: argparse.N
         with client.stream(prompt, request_id=options.request_id, if_exists=options.if_exists, **arguments) as stream:
             request_id, captures = stream.request_id, arguments["capture"] is not None
             rows = f" The rows so far: residuum pull {request_id} --allow-partial" if captures else ""
+            show = _printer(stream, arguments, output)
             with advice_if_cut_off(f"The request {request_id} was aborted.{rows}"):
                 for delta in stream:
-                    if arguments.get("n", 1) == 1:  # texts of several sequences would interleave
-                        output.write(delta.text)
-        _show_reply(stream.reply, output)
+                    show(delta)
+        _show_reply(stream.reply, output, is_shown=arguments.get("n", 1) == 1)
     return 0
+
+
+def _printer(
+    stream: residuum.Stream, arguments: dict[str, Any], output: Output
+) -> Callable[[residuum.TokenDelta], None]:
+    """Return the function that prints a delta as it arrives."""
+    if output.as_json or arguments.get("n", 1) > 1:  # texts of several sequences would interleave
+        return lambda _: None
+    if arguments["probes"] and not stream.started.skipped:
+        return probes.ScorePrinter(arguments["probes"], stream.started.prompt_token_ids, output).add
+    return lambda delta: output.write(delta.text)
 
 
 def _generate_many(
@@ -227,7 +241,8 @@ def _show_replies(
             output.json({"prompt": index + 1, **dataclasses.asdict(reply), "text": reply.text})
         elif reply is not None:
             name = f" {reply.request_id}" if reply.captured else ""
-            output.say("\n".join(f"[{index + 1}{name}]{sequence.text}" for sequence in reply.sequences))
+            for sequence in reply.sequences:
+                output.say("\n".join((f"[{index + 1}{name}]{sequence.text}", *probes.score_lines(reply, sequence))))
     skipped = sum(reply is not None and reply.skipped for reply in replies)
     if skipped:
         output.note(f"nothing generated for {skipped} of {len(replies)} prompts: their captures exist")
@@ -295,14 +310,16 @@ def _names_points(text: str) -> bool:
     return "." in text or text.split(",", maxsplit=1)[0].strip() in SITES
 
 
-def _show_reply(reply: residuum.Reply, output: Output) -> None:
+def _show_reply(reply: residuum.Reply, output: Output, *, is_shown: bool) -> None:
+    """Print a reply and where its capture is; without the text if that is shown already."""
     if output.as_json:
         output.json({**dataclasses.asdict(reply), "text": reply.text})
         return
-    if len(reply.sequences) > 1:
-        output.say("\n".join(f"[{number}]{sequence.text}" for number, sequence in enumerate(reply.sequences)))
-    else:
-        output.say("")
+    if not is_shown:
+        for number, sequence in enumerate(reply.sequences):
+            output.say("\n".join((f"[{number}]{sequence.text}", *probes.score_lines(reply, sequence))))
+    elif reply.scores is None:
+        output.say("")  # ends the line of the text
     if reply.captured:
         # Print to stderr, so that a pipe gets only the text.
         what = "nothing generated, the capture exists" if reply.skipped else "captured"

@@ -34,6 +34,8 @@ _COMMAND_LINE_ADVICE = {
     "seed= ": "--encoding-seed ",
     "flush_interval= ": "--flush-interval ",
     'encoding="': '--encoding "',
+    "leave out probes=": "leave out --probe",
+    "Give each its own: Probe(..., name='question')": "Give each its own with --probe FILE:NAME",
     "client.info().num_layers": "num_layers of `residuum info`",
     "use sites=client.info().sites for all": "`residuum info` lists all",
 }
@@ -179,8 +181,8 @@ def age(span: datetime.timedelta) -> str:
 
 
 def _plain_number(value: np.generic) -> object:
-    """Return an array's number for JSON: None for NaN, which JSON does not have."""
-    return None if np.isnan(value) else value.item()
+    """Return an array's number for JSON: None for NaN and infinity, which JSON does not have."""
+    return value.item() if np.isfinite(value) else None
 
 
 def _plain(value: object) -> object:

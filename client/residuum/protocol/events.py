@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from residuum.exceptions import ResiduumError, ServerFault
-from residuum.v1 import inference_pb2
+from residuum.v1 import inference_pb2, probe_pb2
 from residuum.values.logprobs import Logprobs
+from residuum.values.probes import Probe
 from residuum.values.replies import Reply, Sequence, TokenDelta, Usage
+from residuum.values.scores import ScoreList, Scores
 from residuum.values.tokens import split_texts
 
 
 class ReplyBuilder:
-    """Collects the events of a generation, in order, and builds the reply after the last one."""
+    """Collects the events of a generation, in order, and builds the reply after the last one.
 
-    def __init__(self) -> None:
+    Args:
+        probes: The request's probes, in the order of their scores.
+    """
+
+    def __init__(self, probes: Items[Probe] = ()) -> None:
         self._started: inference_pb2.GenerationStarted | None = None
         self._finished: inference_pb2.GenerationFinished | None = None
         self._texts: dict[int, list[str]] = {}
         self._tokens: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[inference_pb2.Logprobs]] = {}
         self._prompt_logprobs: list[inference_pb2.Logprobs] = []
+        self._probes = probes
+        self._scores: dict[int, ScoreList] = {}
+        self._prompt_scores: ScoreList | None = None
 
     @property
     def is_started(self) -> bool:
@@ -81,6 +92,7 @@ class ReplyBuilder:
             captured=bool(handle.capture_id),
             skipped=self.started.skipped,
             prompt_logprobs=_logprobs(self._prompt_logprobs, of_prompt=True),
+            prompt_scores=self._prompt_scores.all() if self._prompt_scores else None,
         )
 
     def check_end(self) -> None:
@@ -99,15 +111,39 @@ class ReplyBuilder:
             )
 
     def _add_delta(self, delta: inference_pb2.TokenDelta) -> TokenDelta | None:
+        prompt_scores = self._add_prompt_scores(delta)
         if delta.HasField("prompt_logprobs"):
             self._prompt_logprobs.append(delta.prompt_logprobs)
-            if not (delta.text or delta.token_ids):
+            if not (delta.text or delta.token_ids or prompt_scores):
                 return None
         own = [delta.logprobs] if delta.HasField("logprobs") else []
         self._logprobs.setdefault(delta.sequence, []).extend(own)
         self._texts.setdefault(delta.sequence, []).append(delta.text)
         self._tokens.setdefault(delta.sequence, []).extend(delta.token_ids)
-        return TokenDelta(delta.text, tuple(delta.token_ids), delta.sequence, _logprobs(own))
+        scores = self._add_scores(delta)
+        return TokenDelta(delta.text, tuple(delta.token_ids), delta.sequence, _logprobs(own), scores, prompt_scores)
+
+    def _add_scores(self, delta: inference_pb2.TokenDelta) -> Scores | None:
+        if not self._has_scores:
+            return None
+        return _extended(self._scores_of(delta.sequence), delta.scores, len(delta.token_ids))
+
+    def _add_prompt_scores(self, delta: inference_pb2.TokenDelta) -> Scores | None:
+        if not (self._has_scores and delta.prompt_scores):
+            return None
+        if self._prompt_scores is None:
+            self._prompt_scores = ScoreList(self._probes)
+        return _extended(self._prompt_scores, delta.prompt_scores, None)
+
+    @property
+    def _has_scores(self) -> bool:
+        """Whether the reply has scores. One that repeats what a capture holds has none."""
+        return bool(self._probes) and not self.started.skipped
+
+    def _scores_of(self, sequence: int) -> ScoreList:
+        if sequence not in self._scores:
+            self._scores[sequence] = ScoreList(self._probes)
+        return self._scores[sequence]
 
     def _sequence(self, index: int, end: inference_pb2.SequenceFinish) -> Sequence:
         text = "".join(self._texts.get(index, ()))
@@ -120,6 +156,7 @@ class ReplyBuilder:
             end.stop_token_id if end.HasField("stop_token_id") else None,
             _logprobs(self._logprobs.get(index, [])),
             _token_texts(end, len(token_ids)),
+            self._scores_of(index).all() if self._has_scores else None,
         )
 
 
@@ -147,3 +184,15 @@ def _logprobs(protos: list[inference_pb2.Logprobs], *, of_prompt: bool = False) 
         return Logprobs.from_protos(protos, of_prompt=of_prompt) if protos else None
     except ValueError as error:
         raise ServerFault(f"The server sent inconsistent log-probabilities: {error}.") from None
+
+
+def _extended(scores: ScoreList, protos: Items[probe_pb2.ProbeScores], rows: int | None) -> Scores:
+    """Add the scores of further rows, and return them alone.
+
+    Raises:
+        ServerFault: Their number is wrong.
+    """
+    try:
+        return scores.extend(protos, rows)
+    except ValueError as error:
+        raise ServerFault(f"The server sent inconsistent scores: {error}.") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Union
 
 import numpy as np
@@ -12,6 +12,7 @@ from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong, Unkn
 from residuum.protocol.sampling import sampling_parameters
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.values.capture import Capture
+from residuum.values.probes import Probe, probe_list, probe_spec
 from residuum.values.replies import Registration, Reply
 from residuum.values.spans import CHAT_ROLES
 from residuum.values.steering import Operation, operation_list, steering_spec
@@ -49,12 +50,15 @@ class SpecPlan:
     """The vectors, without repeats."""
     operations: tuple[Operation, ...] = ()
     """The steering."""
+    probes: tuple[Probe, ...] = ()
+    """The probes."""
 
     def filled(self, found: Mapping[StoredRow, Vector]) -> SpecPlan:
         """Return the plan with vectors in place of stored rows."""
         spec = inference_pb2.RequestSpec()
         spec.CopyFrom(self.spec)
-        return SpecPlan(spec, distinct((*self.vectors, *_fill(spec.steering, self.operations, found))))
+        vectors = distinct((*self.vectors, *_fill(spec.steering, self.operations, found)))
+        return replace(self, spec=spec, vectors=vectors)
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,15 @@ class GenerationPlan:
     """The vectors, without repeats."""
     operations: tuple[Operation, ...] = ()
     """The steering; empty if the request is registered."""
+    probes: tuple[Probe, ...] = ()
+    """The probes, in the order of their scores. Empty if another client made the registration."""
 
     def filled(self, found: Mapping[StoredRow, Vector]) -> GenerationPlan:
         """Return the plan with vectors in place of stored rows."""
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self.request)
         vectors = _fill(request.spec.steering, self.operations, found)
-        return GenerationPlan(request, distinct((*self.vectors, *vectors)))
+        return replace(self, request=request, vectors=distinct((*self.vectors, *vectors)))
 
 
 def plan_spec(
@@ -84,12 +90,15 @@ def plan_spec(
     *,
     updatable: bool = False,
     if_exists: str = "fail",
+    probes: Probe | Iterable[Probe] | None = None,
+    score_prompt: bool = False,
 ) -> SpecPlan:
     """Return the plan of a spec.
 
     Raises:
         InvalidRequest: The spec is invalid; the message says what to change.
-        TypeError: `capture` is not a Capture, or `steer` contains something other than operations.
+        TypeError: `capture` is not a Capture, `steer` contains something other than operations, or `probes` something
+            other than probes.
     """
     if capture is not None and not isinstance(capture, Capture):
         raise TypeError(f"capture= takes a residuum.Capture, not {short(capture)}.")
@@ -100,8 +109,32 @@ def plan_spec(
         spec.capture.CopyFrom(capture.to_proto())
     if operations or updatable:
         spec.steering.CopyFrom(steering_spec(_without_rows(operations), updatable=updatable))
+    chosen = check_probes(probes, score_prompt=score_prompt)
+    if chosen:
+        spec.probes.CopyFrom(probe_spec(chosen, score_prompt=score_prompt))
     projection = capture.projection_vectors if capture is not None else ()
-    return SpecPlan(spec, distinct((*vectors_of(operations), *projection)), tuple(operations))
+    probed = (vector for probe in chosen for vector in probe.vectors)
+    vectors = distinct((*vectors_of(operations), *projection, *probed))
+    return SpecPlan(spec, vectors, tuple(operations), chosen)
+
+
+def check_probes(probes: Probe | Iterable[Probe] | None, *, score_prompt: bool) -> tuple[Probe, ...]:
+    """Return the probes of a request.
+
+    Raises:
+        InvalidRequest: Two probes have the same name, or `score_prompt` is set without probes.
+        TypeError: `probes` contains something other than probes, or `score_prompt` is not a bool.
+    """
+    chosen = probe_list(probes)
+    if not isinstance(score_prompt, bool):
+        raise TypeError(f"score_prompt must be True or False, not {short(score_prompt)}.")
+    if score_prompt and not chosen:
+        raise InvalidRequest(
+            "score_prompt=True needs probes=, which compute the scores. Give both.",
+            reason="INVALID_FIELD",
+            metadata={"field": "probes"},
+        )
+    return chosen
 
 
 def check_if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType:
@@ -199,6 +232,8 @@ def plan_generation(
     model: str | None,
     updatable: bool,
     if_exists: str = "fail",
+    probes: Probe | Iterable[Probe] | None = None,
+    score_prompt: bool = False,
     sampling: Mapping[str, Any],
 ) -> GenerationPlan:
     """Return the plan of a generation, either of a registered request or of one with its own spec.
@@ -213,18 +248,21 @@ def plan_generation(
     if sampling:
         request.sampling.CopyFrom(sampling_parameters(sampling))
     if registration is None:
-        plan = plan_spec(capture, steer, request_id, model, updatable=updatable, if_exists=if_exists)
+        plan = plan_spec(
+            capture, steer, request_id, model,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+        )  # fmt: skip
         request.spec.CopyFrom(plan.spec)
-        return GenerationPlan(request, plan.vectors, plan.operations)
-    if capture is not None or steer or request_id or model or updatable or if_exists != "fail":
+        return GenerationPlan(request, plan.vectors, plan.operations, plan.probes)
+    if capture is not None or any((steer, request_id, model, updatable, if_exists != "fail", probes, score_prompt)):
         raise InvalidRequest(
-            "A registered request already has its capture, steer, request_id, model, updatable and if_exists. Pass "
-            "them only to register().",
+            "A registered request already has its capture, steer, request_id, model, updatable, if_exists, probes and "
+            "score_prompt. Pass them only to register().",
             reason="INVALID_FIELD",
         )
     if isinstance(registration, Registration):
         request.request_id = check_id(registration.request_id)
-        return GenerationPlan(request, registration.vectors)
+        return GenerationPlan(request, registration.vectors, probes=registration.probes)
     request.request_id = check_id(registration)
     return GenerationPlan(request, ())
 

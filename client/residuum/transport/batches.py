@@ -24,10 +24,11 @@ from residuum.exceptions import (
     UnknownSite,
 )
 from residuum.protocol.deadlines import Deadline
-from residuum.protocol.requests import IfExists, Prompt, check_if_exists, short
+from residuum.protocol.requests import IfExists, Prompt, check_if_exists, check_probes, short
 from residuum.protocol.sampling import sampling_parameters
 from residuum.transport.connections import ReadRetries, is_away
 from residuum.values.capture import Capture
+from residuum.values.probes import Probe
 from residuum.values.replies import Reply
 from residuum.values.steering import Operation, operation_list
 
@@ -86,6 +87,10 @@ class BatchPlan:
     """What to do if the capture of a prompt exists."""
     is_uniform: bool
     """Whether all prompts share their capture and steering."""
+    probes: tuple[Probe, ...] = ()
+    """The probes of every prompt."""
+    score_prompt: bool = False
+    """Whether the positions of the prompts are scored."""
 
     @classmethod
     def of(
@@ -97,6 +102,8 @@ class BatchPlan:
         *,
         request_ids: Iterable[str] | None = None,
         if_exists: IfExists = "fail",
+        probes: Probe | Iterable[Probe] | None = None,
+        score_prompt: bool = False,
     ) -> BatchPlan:
         """Return the arguments for each prompt after checking them.
 
@@ -108,13 +115,15 @@ class BatchPlan:
         items = _check_prompts(prompts, sampling)
         captures, steering = _captures(capture, len(items)), _steering(steer, len(items))
         names = _request_ids(request_ids, len(items))
+        chosen = check_probes(probes, score_prompt=score_prompt)
         is_uniform = all(item is captures[0] for item in captures) and all(item is steering[0] for item in steering)
         if items:
             sampling_parameters(sampling)
             check_if_exists(if_exists, has_both=names[0] is not None and any(captures))
             if is_uniform and captures[0] is not None:
                 captures[0].to_proto()
-        return cls(items, captures, steering, names, _if_exists(if_exists, captures), is_uniform)
+        choices = _if_exists(if_exists, captures)
+        return cls(items, captures, steering, names, choices, is_uniform, chosen, score_prompt)
 
     @property
     def can_skip(self) -> bool:
@@ -269,7 +278,7 @@ class Outage:
 
 
 _COMMON: tuple[type[ResiduumError], ...] = (BadVector, UnknownLayer, UnknownModel, UnknownOperation, UnknownSite)
-_COMMON_FIELDS = ("capture", "if_exists", "sampling", "steering")
+_COMMON_FIELDS = ("capture", "if_exists", "probes", "sampling", "steering")
 
 
 def _is_common(failure: ResiduumError | None) -> bool:

@@ -52,6 +52,8 @@ class ModelInfo:
             only at "resid_post".
         gate_measures: What the gate of a steering operation may measure. Empty: the server is older than this field,
             and has no gates.
+        probe_sites: The sites at which probes can read rows; `limits["max_probe_outputs"]` says how many outputs the
+            probes of a request may have. Empty: the server is older than this field, and has no probes.
         attention: What determines the attention weights of each layer; empty if the server does not say.
         store_reachable: Whether all stores answer the inference service; None without stores, or without a check
             (`check_store`).
@@ -82,6 +84,7 @@ class ModelInfo:
     site_layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     steering_sites: tuple[str, ...] = ()
     gate_measures: tuple[str, ...] = ()
+    probe_sites: tuple[str, ...] = ()
     attention: tuple[AttentionLayer, ...] = ()
     store_reachable: bool | None = None
     store_detail: str = ""
@@ -111,6 +114,7 @@ class ModelInfo:
             },
             steering_sites=tuple(site_name(site) for site in proto.steering_sites),
             gate_measures=tuple(MEASURE_NAMES[number] for number in proto.gate_measures if number in MEASURE_NAMES),
+            probe_sites=tuple(site_name(site) for site in proto.probe_sites),
             attention=tuple(map(AttentionLayer.from_proto, proto.attention)),
             steering_operations=tuple(proto.steering_operations),
             max_model_len=proto.limits.max_model_len,

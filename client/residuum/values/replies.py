@@ -11,6 +11,8 @@ from residuum.exceptions import NoTokenTexts
 from residuum.v1 import store_pb2
 from residuum.values.logprobs import Logprobs
 from residuum.values.manifest import STATES, to_datetime
+from residuum.values.probes import Probe
+from residuum.values.scores import Scores
 from residuum.values.vector import Vector
 from residuum.wire.labels import LabelValue, to_dict
 from residuum.wire.placement import StoreAddress
@@ -25,12 +27,18 @@ class TokenDelta:
         token_ids: The new token IDs.
         sequence: The sequence; 0 unless n > 1.
         logprobs: The log-probabilities of the new tokens; None unless `logprobs` was given.
+        scores: The scores of the new tokens by the names of the request's probes: float32 [tokens], or [tokens,
+            outputs] if the probe has several outputs. See `Sequence.scores`.
+        prompt_scores: The same for the next positions of the prompt; None if there are none. With `score_prompt`, they
+            come in deltas before the first token, or with it. These deltas continue each other, and may have no tokens.
     """
 
     text: str
     token_ids: tuple[int, ...]
     sequence: int = 0
     logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
+    scores: Scores | None = field(default=None, repr=False, compare=False)
+    prompt_scores: Scores | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.text
@@ -62,6 +70,11 @@ class Sequence:
         stop_token_id: The stop token that ended the sequence, which is its last token; None if none did.
         logprobs: The log-probabilities of the generated tokens; None unless `logprobs` was given.
         token_texts: As `tokens`; None if the server did not send them.
+        scores: The scores of the generated tokens by the names of the request's probes: float32 [tokens], or [tokens,
+            outputs] if the probe has several outputs. The score of a token is that of the row from which the model
+            predicted it, which is the row of the position before. None if nothing was generated because the capture
+            existed, without `probes`, and for a registration that was given as an ID, whose probes the client does not
+            know.
     """
 
     text: str
@@ -71,6 +84,7 @@ class Sequence:
     stop_token_id: int | None = None
     logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
     token_texts: tuple[str, ...] | None = field(default=None, repr=False)
+    scores: Scores | None = field(default=None, repr=False, compare=False)
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -104,6 +118,9 @@ class Reply:
         store_endpoint: The address of the store that holds the capture.
         skipped: Whether nothing was generated, because the capture existed already (`if_exists="skip"`).
         prompt_logprobs: The log-probabilities of the prompt's tokens; None unless `prompt_logprobs` was given.
+        prompt_scores: The scores of the prompt's positions by the names of the request's probes: float32 [positions],
+            or [positions, outputs] if the probe has several outputs. The last one is also the score of the first
+            generated token. None unless `score_prompt` was given.
     """
 
     request_id: str
@@ -114,6 +131,7 @@ class Reply:
     store_endpoint: str = ""
     skipped: bool = False
     prompt_logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
+    prompt_scores: Scores | None = field(default=None, repr=False, compare=False)
 
     @property
     def text(self) -> str:
@@ -148,6 +166,16 @@ class Reply:
         """The log-probabilities of the generated tokens of the first sequence; None unless `logprobs` was given."""
         return self.sequences[0].logprobs
 
+    @property
+    def scores(self) -> Scores | None:
+        """The scores of the generated tokens of the first sequence; see `Sequence.scores`.
+
+        Example:
+            >>> client.generate("Once upon a time", max_tokens=3, probes=[probe]).scores["question"]
+            array([0.02, 0.91, 0.33], dtype=float32)
+        """
+        return self.sequences[0].scores
+
     def __str__(self) -> str:
         return self.text
 
@@ -161,12 +189,14 @@ class Registration:
         expire_time: When the registration expires if it is not used.
         time_to_live: Seconds from the server's answer until then.
         vectors: The request's vectors. The client sends them again if the server has dropped them.
+        probes: The request's probes, which name the scores.
     """
 
     request_id: str
     expire_time: datetime.datetime | None
     time_to_live: float
     vectors: tuple[Vector, ...] = field(default=(), repr=False)
+    probes: tuple[Probe, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

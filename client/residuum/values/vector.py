@@ -36,7 +36,7 @@ class Vector:
     __slots__ = ("__dict__", "_values")
 
     def __init__(self, array: npt.ArrayLike) -> None:
-        self._values = _checked(_as_float32(array))
+        self._values = _checked(as_float32(array))
         self._values.setflags(write=False)  # this is a copy, so the caller's array stays writable
 
     @classmethod
@@ -224,7 +224,12 @@ def _checked(values: FloatArray) -> FloatArray:
     return values
 
 
-def _as_float32(array: npt.ArrayLike) -> FloatArray:
+def as_float32(array: npt.ArrayLike) -> FloatArray:
+    """Return a copy of an array or a tensor as float32. Numbers beyond float32 become infinite.
+
+    Raises:
+        BadVector: It is not an array of real numbers.
+    """
     if hasattr(array, "detach"):  # a torch tensor; numpy supports neither CUDA nor bfloat16
         tensor = array.detach().cpu()
         array = tensor.numpy() if tensor.is_complex() else tensor.float().numpy()

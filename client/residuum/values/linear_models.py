@@ -1,0 +1,103 @@
+"""The weights of linear models that scikit-learn and torch train, without importing either."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.exceptions import InvalidRequest
+
+_OF_PROBABILITIES = {"LogisticRegression", "LinearDiscriminantAnalysis"}
+"""Classes of scikit-learn whose probabilities are the sigmoid or the softmax of linear outputs."""
+
+
+class LinearModel(NamedTuple):
+    """What a linear model computes."""
+
+    weights: npt.NDArray[Any]
+    """float64 [outputs, width]; [width] for one output."""
+    bias: npt.NDArray[Any]
+    """float64, one number or [outputs]."""
+    activation: str | None
+    """What makes probabilities of the outputs; None: the model has none."""
+
+
+def of_sklearn(model: Any) -> LinearModel:
+    """Return the weights of a fitted model of scikit-learn, or of a pipeline of StandardScaler and such a model.
+
+    Raises:
+        InvalidRequest: The model is not linear or not fitted, or the pipeline has other steps.
+    """
+    model = getattr(model, "best_estimator_", model)  # of a GridSearchCV
+    scalers: list[Any] = []
+    if hasattr(model, "steps"):
+        *before, (_, model) = model.steps
+        scalers = [step for name, step in before if _is_scaler(name, step)]
+    if not (hasattr(model, "coef_") and hasattr(model, "intercept_")):
+        raise _refused(
+            f"{type(model).__name__} has no coef_ and intercept_: it is not linear, or not fitted. Fit a linear model "
+            "such as LogisticRegression first."
+        )
+    weights = np.asarray(model.coef_, np.float64)
+    bias = np.asarray(model.intercept_, np.float64)
+    for scaler in reversed(scalers):  # x -> (x - mean) / scale
+        if scaler.scale_ is not None:
+            weights = weights / np.asarray(scaler.scale_, np.float64)
+        if scaler.with_mean:  # without it, mean_ may have the means all the same
+            bias = bias - weights @ np.asarray(scaler.mean_, np.float64)
+    return LinearModel(weights, bias, _activation(model, len(np.atleast_2d(weights))))
+
+
+def _is_scaler(name: str, step: Any) -> bool:
+    """Tell whether a step of a pipeline scales rows; False if it leaves them as they are."""
+    if step is None or isinstance(step, str):  # "passthrough"
+        return False
+    if "StandardScaler" not in _class_names(step):
+        raise _refused(
+            f"the pipeline's step {name!r} is a {type(step).__name__}, and only StandardScaler can become part of the "
+            "weights. Train without this step."
+        )
+    if not hasattr(step, "scale_"):
+        raise _refused(f"the pipeline's step {name!r} is not fitted. Fit the pipeline first.")
+    return True
+
+
+def _activation(model: Any, outputs: int) -> str | None:
+    names = _class_names(model)
+    if not names & _OF_PROBABILITIES:
+        return None
+    if outputs == 1 and getattr(model, "multi_class", "") == "multinomial":
+        raise _refused(
+            "with multi_class='multinomial', the probability of two classes is not the sigmoid of the output. Train "
+            "without multi_class."
+        )
+    if outputs == 1:
+        return "sigmoid"
+    if getattr(model, "multi_class", "") == "ovr" or getattr(model, "solver", "") == "liblinear":
+        raise _refused(
+            "the model has a classifier for each class (one-vs-rest), and scales their probabilities to add up to 1, "
+            "which no probe does. Train a multinomial model: solver='lbfgs', without multi_class."
+        )
+    return "softmax"
+
+
+def _class_names(model: Any) -> set[str]:
+    return {kind.__name__ for kind in type(model).__mro__}
+
+
+def of_torch(module: Any) -> tuple[Any, Any]:
+    """Return the weight and the bias of a torch.nn.Linear, as tensors; the bias is 0.0 if it has none.
+
+    Raises:
+        TypeError: The module has no weight.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not hasattr(weight, "detach"):
+        raise TypeError(f"Probe.from_torch takes a torch.nn.Linear, not {type(module).__name__}.")
+    return weight, 0.0 if bias is None else bias
+
+
+def _refused(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"Probe.from_sklearn: {problem}", reason="INVALID_FIELD")

@@ -1,0 +1,338 @@
+"""Probes: linear classifiers whose scores the server sends with each token."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.exceptions import BadVector, InvalidRequest
+from residuum.v1 import probe_pb2
+from residuum.values.linear_models import of_sklearn, of_torch
+from residuum.values.points import site_numbers
+from residuum.values.selections import layer_list
+from residuum.values.vector import Vector, as_float32
+from residuum.wire.probes import is_valid_probe_name, score
+
+FloatArray = npt.NDArray[np.float32]
+
+ACTIVATIONS: dict[str | None, probe_pb2.ProbeActivation.ValueType] = {
+    None: probe_pb2.PROBE_ACTIVATION_UNSPECIFIED,
+    "sigmoid": probe_pb2.PROBE_ACTIVATION_SIGMOID,
+    "softmax": probe_pb2.PROBE_ACTIVATION_SOFTMAX,
+}
+"""What a probe may apply to its outputs."""
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Probe:
+    """A linear probe: it gives scores to the rows at a site of a layer.
+
+    A row's outputs are its inner products with the weights, plus the bias. Its scores are the outputs after the
+    activation.
+
+    With `probes=[...]`, the server computes the scores on the device while the model generates, and sends them with the
+    tokens: see `TokenDelta.scores` and `Reply.scores`. If the request is steered, the probe reads the steered row.
+
+    Args:
+        weights: [outputs, width], or [width] for one output: any array or tensor of real, finite numbers. Width is the
+            length of a row at the site. The attribute is float32 [outputs, width], read-only.
+        bias: One number for all outputs, or [outputs]. The attribute is float32 [outputs], read-only.
+        layer: The layer whose rows it reads.
+        site: The site: one of `client.info().probe_sites`.
+        activation: What is applied to the outputs of a row: "sigmoid" to each, "softmax" to all, or None.
+        name: The name of its scores, 1 to 64 of the characters a-z A-Z 0-9 . _ -. The probes of a request have
+            different names.
+
+    Raises:
+        BadVector: The weights are not of this shape, or not finite.
+        InvalidRequest: The bias, the layer, the activation or the name is invalid; UnknownSite if there is no such
+            site.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> probe = residuum.Probe(direction, bias=-0.5, layer=12, activation="sigmoid", name="question")
+        >>> for delta in client.stream("Once upon a time", probes=[probe]):
+        ...     print(delta.text, delta.scores["question"])
+    """
+
+    weights: FloatArray
+    bias: FloatArray
+    layer: int
+    site: str
+    activation: str | None
+    name: str
+
+    def __init__(
+        self,
+        weights: npt.ArrayLike,
+        bias: npt.ArrayLike = 0.0,
+        *,
+        layer: int,
+        site: str = "resid_post",
+        activation: str | None = None,
+        name: str = "probe",
+    ) -> None:
+        checked = _weights(weights)
+        fields = {
+            "weights": checked,
+            "bias": _bias(bias, len(checked)),
+            "layer": _layer(layer),
+            "site": _site(site),
+            "activation": _activation(activation, len(checked)),
+            "name": _name(name),
+        }
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+
+    @classmethod
+    def from_sklearn(cls, model: Any, *, layer: int, site: str = "resid_post", name: str = "probe") -> Probe:
+        """Return the probe of a fitted linear model of scikit-learn, such as LogisticRegression, LinearSVC or Ridge.
+
+        A logistic regression's scores are its probabilities: for two classes that of `classes_[1]`, else those of all
+        classes in the order of `classes_`. Scores of other models are their linear outputs: `decision_function`, or
+        `predict` of a linear regression. For another activation use `dataclasses.replace(probe, activation="sigmoid")`.
+
+        Args:
+            model: Any model with `coef_` and `intercept_`; or a Pipeline of it with StandardScaler before it, which
+                becomes part of the weights.
+            layer: As for `Probe`; so are the others.
+            site: The site.
+            name: The name.
+
+        Raises:
+            InvalidRequest: The model is not linear, is not fitted, or has other steps before it.
+
+        Example:
+            >>> classifier = LogisticRegression().fit(rows, labels)
+            >>> probe = residuum.Probe.from_sklearn(classifier, layer=12, name="question")
+        """
+        weights, bias, activation = of_sklearn(model)
+        return cls(weights, bias, layer=layer, site=site, activation=activation, name=name)
+
+    @classmethod
+    def from_torch(
+        cls, module: Any, *, layer: int, site: str = "resid_post", activation: str | None = None, name: str = "probe"
+    ) -> Probe:
+        """Return the probe of a `torch.nn.Linear`.
+
+        Args:
+            module: The module, of any dtype and on any device.
+            layer: As for `Probe`; so are the others.
+            site: The site.
+            activation: The activation. The module itself has none.
+            name: The name.
+
+        Raises:
+            TypeError: The module is none.
+
+        Example:
+            >>> probe = residuum.Probe.from_torch(linear, layer=12, activation="softmax")
+        """
+        weights, bias = of_torch(module)
+        return cls(weights, bias, layer=layer, site=site, activation=activation, name=name)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Probe:
+        """Read a probe that `save` wrote.
+
+        Raises:
+            InvalidRequest: The file holds no probe.
+            FileNotFoundError: The file does not exist.
+        """
+        from residuum.exports import probe_files
+
+        return probe_files.load(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the probe to a safetensors file.
+
+        The file has the tensors `weight`, float32 [outputs, width], and `bias`, float32 [outputs]. Its metadata has
+        `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax") and `name`.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        from residuum.exports import probe_files
+
+        probe_files.save(self, path)
+
+    def score(self, rows: npt.ArrayLike) -> FloatArray:
+        """Return the scores of rows, computed here: float32 [rows, outputs], also for one output.
+
+        Args:
+            rows: [rows, width], such as `acts[12]`; or one row, [width], which gives [outputs].
+
+        Raises:
+            BadVector: The rows are not of the probe's width.
+
+        Example:
+            >>> probe.score(client.activations(reply)[12])[:, 0]
+            array([0.02, 0.91, …], dtype=float32)
+        """
+        values = as_float32(rows)
+        if not values.ndim or values.shape[-1] != self.width:
+            raise BadVector(
+                f"The probe {self.name!r} reads rows of {self.width} elements, but this array has the shape "
+                f"{list(values.shape)}.",
+                reason="WRONG_LENGTH",
+            )
+        return score(values, self.weights, self.bias, ACTIVATIONS[self.activation])
+
+    @property
+    def width(self) -> int:
+        """Elements of a row that the probe reads."""
+        return int(self.weights.shape[1])
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs for each row."""
+        return len(self.weights)
+
+    @functools.cached_property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The vector of each output. The client sends those that the server lacks."""
+        return tuple(map(Vector, self.weights))
+
+    def to_proto(self) -> probe_pb2.Probe:
+        """Return the probe's message, with the vectors' digests instead of their values."""
+        message = probe_pb2.Probe(name=self.name, layer=self.layer, activation=ACTIVATIONS[self.activation])
+        if self.site != "resid_post":  # the default
+            (message.site,) = site_numbers([self.site])
+        for vector, bias in zip(self.vectors, self.bias, strict=True):
+            message.outputs.add(digest=vector.digest, bias=float(bias))
+        return message
+
+    def __eq__(self, other: object) -> bool:
+        return self._bytes == other._bytes if isinstance(other, Probe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+    @functools.cached_property
+    def _bytes(self) -> bytes:
+        return self.to_proto().SerializeToString(deterministic=True)
+
+    def __repr__(self) -> str:
+        outputs = "1 output" if self.num_outputs == 1 else f"{self.num_outputs} outputs"
+        return (
+            f"Probe({self.name!r}, {self.site}.{self.layer}, {outputs} of {self.width} elements, "
+            f"activation {self.activation})"
+        )
+
+
+def probe_list(probes: Probe | Iterable[Probe] | None) -> tuple[Probe, ...]:
+    """Return the probes that a user gave as `probes=`.
+
+    Raises:
+        TypeError: An item is not a probe.
+        InvalidRequest: Two have the same name.
+    """
+    given: Any = probes  # typed as Any, because users may pass anything
+    single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
+    items: list[Any] = [] if given is None else [given] if single else list(given)
+    for item in items:
+        if not isinstance(item, Probe):
+            raise TypeError(f"probes= takes a list of residuum.Probe, not {_kind(item)}.")
+    twice = [name for name, times in Counter(item.name for item in items).items() if times > 1]
+    if twice:
+        raise InvalidRequest(
+            f"Several probes have the name {twice[0]!r}. Give each its own: Probe(..., name='question').",
+            reason="INVALID_FIELD",
+            metadata={"field": "probes"},
+        )
+    return tuple(items)
+
+
+def probe_spec(probes: Iterable[Probe], *, score_prompt: bool) -> probe_pb2.ProbeSpec:
+    """Return the message for probes, in this order."""
+    return probe_pb2.ProbeSpec(probes=[probe.to_proto() for probe in probes], score_prompt=score_prompt)
+
+
+def _kind(item: object) -> str:
+    return f"a {type(item).__name__}" if isinstance(item, (Mapping, Iterable)) else repr(item)
+
+
+def _weights(given: npt.ArrayLike) -> FloatArray:
+    values = _float32("weights", given)
+    shown = list(values.shape)
+    if values.ndim == 1:
+        values = values[None]
+    if values.ndim != 2 or not values.size:  # noqa: PLR2004 - [outputs, width]
+        raise BadVector(
+            f"Probe: weights must have the shape [outputs, width], or [width] for one output, not {shown}.",
+            reason="WRONG_LENGTH",
+        )
+    return _finite("weights", values)
+
+
+def _bias(given: npt.ArrayLike, outputs: int) -> FloatArray:
+    values = _float32("bias", given)
+    if values.shape not in {(), (outputs,)}:
+        raise InvalidRequest(
+            f"Probe: bias must be one number, or [outputs], which is [{outputs}], not {list(values.shape)}.",
+            reason="INVALID_FIELD",
+        )
+    return _finite("bias", np.broadcast_to(values, (outputs,)).copy())
+
+
+def _float32(what: str, given: npt.ArrayLike) -> FloatArray:
+    try:
+        return as_float32(given)
+    except BadVector as error:
+        raise BadVector(f"Probe: {what}: {error}", reason=error.reason) from None
+
+
+def _finite(what: str, values: FloatArray) -> FloatArray:
+    bad = int(np.count_nonzero(~np.isfinite(values)))
+    if bad:
+        raise BadVector(
+            f"Probe: {bad} of {values.size} elements of {what} are NaN, infinite or beyond float32. Every element must "
+            "be finite.",
+            reason="BAD_VALUES",
+        )
+    values.setflags(write=False)  # this is a copy, so the caller's array stays writable
+    return values
+
+
+def _layer(given: Any) -> int:
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise TypeError(f"Probe: layer must be the number of one layer, not {given!r}.")
+    return layer_list(given)[0]
+
+
+def _site(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"Probe: site must be the name of one site, not {given!r}.")
+    site_numbers([given])
+    return given
+
+
+def _activation(given: Any, outputs: int) -> str | None:
+    if given not in [*ACTIVATIONS]:
+        raise InvalidRequest(
+            f"Probe: activation must be None, 'sigmoid' or 'softmax', not {given!r}.", reason="INVALID_FIELD"
+        )
+    if given == "softmax" and outputs == 1:
+        raise InvalidRequest(
+            "Probe: the softmax of one output is always 1. Use 'sigmoid', or give a row of weights for each class.",
+            reason="INVALID_FIELD",
+        )
+    return None if given is None else str(given)
+
+
+def _name(given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"Probe: name must be a text, not {given!r}.")
+    if not is_valid_probe_name(given):
+        raise InvalidRequest(
+            f"Probe: {given!r} is not a valid name. Use 1 to 64 of the characters a-z A-Z 0-9 . _ -",
+            reason="INVALID_FIELD",
+        )
+    return given
