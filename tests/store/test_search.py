@@ -16,9 +16,16 @@ from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import checksum, chunk_prefix, chunk_view
 from residuum.wire.labels import to_label
 from store_svc.database.db import Table
-from store_svc.searching.search import Searcher
 from tests.store.support import (
-    ABORTED, COMPLETE, INCOMPLETE, POST, PRE, describe, failing_with, seal_request, serving,
+    ABORTED,
+    COMPLETE,
+    INCOMPLETE,
+    POST,
+    PRE,
+    describe,
+    failing_with,
+    seal_request,
+    serving,
 )  # fmt: skip
 
 INVALID = errors_pb2.ERROR_REASON_INVALID_FIELD
