@@ -12,7 +12,7 @@ from residuum.rpc.errors import Failure, Reason
 SHORT_CALLS = 32
 """Call slots beyond those of reads and writes. They keep health checks and short calls working at the limits."""
 
-MAX_SEARCHES = 4
+MAX_SEARCHES = 2
 """Searches that may run at once. They share threads, and count as reads too."""
 
 

@@ -28,9 +28,9 @@ _CALL = _MIB // 2
 _SHORT_CALL = 4 * _MIB
 """For each short call: its message."""
 
-_SEARCH = 24 * _MIB
-"""For each search: its best hits, up to twice their number and once more for each thread, the numbers of a million
-selected captures, and the blocks of rows of its threads."""
+_SEARCH = 32 * _MIB
+"""For each search: its best hits and those of each thread, the numbers of a million selected captures, the blocks of
+rows of its threads, and the messages with hits."""
 
 _CAPTURE = 3 * 1024 // 2
 """For each ended capture: its entry in the catalog."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _SLACK = 256
-"""Hits that are kept beyond the limit, at least, so that sorting is rare."""
+"""Hits that are kept beyond the limit, at least, so that sorting is rare. Of many, a quarter is kept beyond it."""
 
 
 class Hit(NamedTuple):
@@ -47,7 +47,7 @@ class BestHits:
     def add(self, hits: Iterable[Hit]) -> None:
         """Add hits."""
         self._hits.extend(hits)
-        if len(self._hits) >= 2 * self._limit + _SLACK:
+        if len(self._hits) >= self._limit + max(_SLACK, self._limit // 4):
             self._cut()
 
     def best(self) -> list[Hit]:

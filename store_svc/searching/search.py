@@ -32,12 +32,14 @@ from store_svc.searching.scores import Scorer
 from store_svc.searching.texts import TokenTexts
 from store_svc.searching.turns import Turns
 
-MAX_THREADS = 8
-"""Threads of all searches, on a machine with many cores."""
+MAX_THREADS = 4
+"""Threads of all searches, on a machine with many cores. More would wait for Python's lock, and each keeps hits."""
 
 _PROGRESS_SECONDS = 0.25
 _MESSAGE_BYTES = 1 << 20
 """The size at which a message with hits is sent."""
+_HITS_AT_ONCE = 256
+"""Hits whose texts are looked up together, because each manifest is read once for them."""
 _CHECKED_AT_ONCE = 1024
 """Captures that are selected before the store checks whether the caller is still there."""
 
@@ -123,10 +125,9 @@ class Searcher:
     def _results(
         self, scan: Scan, hits: list[Hit], context: int, unknown: list[str]
     ) -> Iterator[store_pb2.SearchResponse]:
-        messages = self._messages(hits, context)
         response = store_pb2.SearchResponse(progress=scan.progress.message())
         num_bytes = 0
-        for message in messages:
+        for message in self._messages(hits, context):
             if num_bytes + message.ByteSize() > _MESSAGE_BYTES:
                 yield response
                 response, num_bytes = store_pb2.SearchResponse(progress=response.progress), 0
@@ -136,18 +137,23 @@ class Searcher:
         response.unknown_capture_ids.extend(unknown)
         yield response
 
-    def _messages(self, hits: list[Hit], context: int) -> list[store_pb2.SearchHit]:
-        """Return hits as messages, without those of captures that are gone by now."""
-        order = {id(hit): at for at, hit in enumerate(hits)}
-        found: list[tuple[int, store_pb2.SearchHit]] = []
-        for number, own in groupby(sorted(hits, key=lambda hit: hit.number), key=lambda hit: hit.number):
-            with self._db.read() as txn:
-                value = txn.get(Table.ENDED, pack_number(number))
-                data = None if value is None else bytes(value)
-            if data is not None:
-                texts = TokenTexts(capture_pb2.CaptureManifest.FromString(data))
-                found.extend((order[id(hit)], texts.message(hit, context)) for hit in own)
-        return [message for _, message in sorted(found, key=lambda item: item[0])]
+    def _messages(self, hits: list[Hit], context: int) -> Iterator[store_pb2.SearchHit]:
+        """Yield hits as messages, without those of captures that are gone by now."""
+        for first in range(0, len(hits), _HITS_AT_ONCE):
+            part = hits[first : first + _HITS_AT_ONCE]
+            messages: dict[Hit, store_pb2.SearchHit] = {}
+            for number, own in groupby(sorted(part, key=_number_of), key=_number_of):
+                with self._db.read() as txn:
+                    value = txn.get(Table.ENDED, pack_number(number))
+                    data = None if value is None else bytes(value)
+                if data is not None:
+                    texts = TokenTexts(capture_pb2.CaptureManifest.FromString(data))
+                    messages.update((hit, texts.message(hit, context)) for hit in own)
+            yield from (messages[hit] for hit in part if hit in messages)
+
+
+def _number_of(hit: Hit) -> int:
+    return hit.number
 
 
 def vector_of(request: store_pb2.SearchRequest) -> npt.NDArray[np.float32]:

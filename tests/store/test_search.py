@@ -386,7 +386,7 @@ def test_more_searches_than_the_limit_are_refused_and_all_take_turns(tmp_path, m
     with serving(tmp_path / "store", shards=1) as (_, client):
         put(client, "a", np.ones((30, 2)))
         request = store_pb2.SearchRequest(vector=np.ones(2, "<f4").tobytes(), layer=1, max_hits=1)
-        calls = [client.stub.Search(request, timeout=30) for _ in range(4)]
+        calls = [client.stub.Search(request, timeout=30) for _ in range(2)]
         firsts = [next(call) for call in calls]
         assert not any(answer.is_last for answer in firsts)
         with failing_with(errors_pb2.ERROR_REASON_LIMIT_REACHED):

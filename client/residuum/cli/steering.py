@@ -74,6 +74,20 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
     return [_OPERATIONS[name](text, where) for name, text in options.steer]
 
 
+def vector_at(source: str, layer: int) -> residuum.Vector:
+    """Return the vector that VECTOR names; of directions, that of a layer.
+
+    Raises:
+        InvalidRequest: There is none.
+    """
+    found = _load(source)
+    if isinstance(found, residuum.Vector):
+        return found
+    if layer not in found:
+        raise residuum.InvalidRequest(f"{source} has no direction for layer {layer}; choose among {found.layers}.")
+    return found[layer]
+
+
 def load_all(files: list[str]) -> dict[str, residuum.Vector]:
     """Return the vectors of files by their names."""
     return {name: vector for file in files for name, vector in load_vectors(file).items()}
@@ -131,14 +145,22 @@ def _placed(text: str) -> dict[str, Any]:
     source, at, layers = text.rpartition("@")
     if not at:
         raise residuum.InvalidRequest(f"{text!r} names no layers; use VECTOR@LAYERS, such as joy.npy@12.")
+    found = _load(source)
+    if isinstance(found, residuum.Directions):
+        chosen = {layer: vector for layer, _, vector in found.placed(layers)}
+        return {"vector": residuum.Directions(chosen, origin=found.origin)}
+    return {"vector": found, "layers": layers}
+
+
+def _load(source: str) -> residuum.Directions | residuum.Vector:
+    """Return what VECTOR names."""
     path, colon, name = source.rpartition(":")
     directions = None if colon else saved_directions(source)
     if directions is not None:
-        chosen = {layer: vector for layer, _, vector in directions.placed(layers)}
-        return {"vector": residuum.Directions(chosen, origin=directions.origin)}
+        return directions
     vectors = load_vectors(path if colon else source)
     if not colon and len(vectors) == 1:
-        return {"vector": next(iter(vectors.values())), "layers": layers}
+        return next(iter(vectors.values()))
     if name not in vectors or not colon:
         raise residuum.InvalidRequest(f"{source}: choose one of its vectors: {', '.join(vectors)}.")
-    return {"vector": vectors[name], "layers": layers}
+    return vectors[name]
