@@ -52,7 +52,7 @@ WORDS = {
     "await ": "",
     "anext(": "next(",
     "StopAsyncIteration": "StopIteration",
-    **{name: NAMES[name] for name in ("AsyncClient", "AsyncStream")},
+    **{name: NAMES[name] for name in ("AsyncClient", "AsyncSearchClient", "AsyncStream")},
 }
 """Texts that unasync does not replace: in docstrings, comments and strings, and names of two parts."""
 

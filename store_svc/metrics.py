@@ -42,10 +42,7 @@ class StoreMetrics:
         )
         self.read_chunks = Counter("residuum_store_read_chunks", "Messages sent to readers.", registry=self.registry)
         self.read_bytes = Counter("residuum_store_read_bytes", "Bytes sent to readers.", registry=self.registry)
-        self._searched_rows = Counter(
-            "residuum_store_searched_rows", "Rows that searches have scanned.", registry=self.registry
-        )
-        self._searched_bytes = Counter(
+        self.searched_bytes = Counter(
             "residuum_store_searched_bytes", "Bytes of rows that searches have scanned.", registry=self.registry
         )
         shared_memory = Counter(
@@ -56,11 +53,6 @@ class StoreMetrics:
         )
         self.shared_memory_read_bytes = shared_memory.labels("read")
         self.shared_memory_write_bytes = shared_memory.labels("write")
-
-    def searched(self, rows: int, num_bytes: int) -> None:
-        """Count rows that a search has scanned."""
-        self._searched_rows.inc(rows)
-        self._searched_bytes.inc(num_bytes)
 
 
 class StoreCollector(Collector):

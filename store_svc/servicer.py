@@ -303,7 +303,7 @@ class StoreServicer:
         check_search(request)
         with self.calls.running(), self.calls.reading(), self.calls.searching():
             yield from self._searcher.search(
-                request, scope, caller.own_tenant, lambda: not context.is_active(), self._metrics.searched
+                request, scope, caller.own_tenant, lambda: not context.is_active(), self._metrics.searched_bytes.inc
             )
 
     def _sent(

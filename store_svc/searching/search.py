@@ -60,7 +60,7 @@ class Searcher:
         scope: str | None,
         own_tenant: str,
         is_cancelled: Callable[[], bool],
-        scanned: Callable[[int, int], None],
+        scanned: Callable[[int], None],
     ) -> Iterator[store_pb2.SearchResponse]:
         """Yield the responses to a request.
 
@@ -69,7 +69,7 @@ class Searcher:
             scope: The tenant whose captures are searched; None for those of all tenants.
             own_tenant: The tenant of `capture_ids`, if `scope` is None.
             is_cancelled: Returns whether the caller has cancelled.
-            scanned: Called with the rows and bytes that were scanned since the last call.
+            scanned: Called with the bytes that were scanned since the last call.
 
         Raises:
             Failure: INVALID_FIELD or NOT_SERVING, or the caller has cancelled.
@@ -77,7 +77,7 @@ class Searcher:
         scorer = Scorer(vector_of(request), request.measure, request.order)
         numbers, unknown = self._select(request, scope, own_tenant, is_cancelled)
         scan = Scan(self._db, self._catalog, request, scorer, numbers)
-        rows = num_bytes = 0
+        num_bytes = 0
         with self._turns.working(scan.lane) as lanes:
             is_done = False
             while not is_done:
@@ -86,8 +86,8 @@ class Searcher:
                     raise Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping; try again later.")
                 check_not_cancelled(is_cancelled)
                 progress = scan.progress.message()
-                scanned(progress.rows_scanned - rows, progress.bytes_scanned - num_bytes)
-                rows, num_bytes = progress.rows_scanned, progress.bytes_scanned
+                scanned(progress.bytes_scanned - num_bytes)
+                num_bytes = progress.bytes_scanned
                 if not is_done:
                     yield store_pb2.SearchResponse(progress=progress)
         hits = scan.best(lambda: check_not_cancelled(is_cancelled))
