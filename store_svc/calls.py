@@ -12,6 +12,9 @@ from residuum.rpc.errors import Failure, Reason
 SHORT_CALLS = 32
 """Call slots beyond those of reads and writes. They keep health checks and short calls working at the limits."""
 
+MAX_SEARCHES = 2
+"""Searches that may run at once. They share threads, and count as reads too."""
+
 
 @dataclass
 class _Slots:
@@ -35,6 +38,7 @@ class Calls:
         self._running = 0
         self._readers = _Slots(max_streams, "reads and waits")
         self._writers = _Slots(max_writers, "writer streams")
+        self._searches = _Slots(MAX_SEARCHES, "searches")
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -63,6 +67,14 @@ class Calls:
             Failure: LIMIT_REACHED, when the context is entered.
         """
         return self._occupy(self._writers)
+
+    def searching(self) -> AbstractContextManager[None]:
+        """Count a call as a search for as long as the context lasts.
+
+        Raises:
+            Failure: LIMIT_REACHED, when the context is entered.
+        """
+        return self._occupy(self._searches)
 
     @property
     def num_reading(self) -> int:

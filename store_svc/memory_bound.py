@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from store_svc.calls import SHORT_CALLS
+from store_svc.calls import MAX_SEARCHES, SHORT_CALLS
 
 _MIB = 1 << 20
 
@@ -28,6 +28,10 @@ _CALL = _MIB // 2
 _SHORT_CALL = 4 * _MIB
 """For each short call: its message."""
 
+_SEARCH = 32 * _MIB
+"""For each search: its best hits and those of each thread, the numbers of a million selected captures, the blocks of
+rows of its threads, and the messages with hits."""
+
 _CAPTURE = 3 * 1024 // 2
 """For each ended capture: its entry in the catalog."""
 
@@ -45,6 +49,7 @@ def memory_bound(*, max_streams: int, max_writers: int, max_open_mib: int, max_c
         + _STREAM * max_streams
         + _CALL * (max_streams + max_writers + SHORT_CALLS)
         + _SHORT_CALL * SHORT_CALLS
+        + _SEARCH * MAX_SEARCHES
         + _MIB * max_open_mib
         + _CAPTURE * max_captures
     )  # fmt: skip

@@ -42,6 +42,9 @@ class StoreMetrics:
         )
         self.read_chunks = Counter("residuum_store_read_chunks", "Messages sent to readers.", registry=self.registry)
         self.read_bytes = Counter("residuum_store_read_bytes", "Bytes sent to readers.", registry=self.registry)
+        self.searched_bytes = Counter(
+            "residuum_store_searched_bytes", "Bytes of rows that searches have scanned.", registry=self.registry
+        )
         shared_memory = Counter(
             "residuum_store_shared_memory_bytes",
             "Bytes of payloads that went through shared memory instead of gRPC, by direction.",

@@ -19,6 +19,7 @@ from store_svc.captures.leases import Leases
 from store_svc.captures.lifecycle import Wait
 from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
 from store_svc.metrics import StoreCollector, StoreMetrics
+from store_svc.searching.search import MAX_THREADS
 from store_svc.servicer import SERVICE, StoreServicer
 from store_svc.settings import StoreSettings
 from store_svc.shared_memory.listener import Listener
@@ -73,7 +74,7 @@ class Store:
         self._health = health.HealthServicer()
         self._access = Access(settings.tokens, [SERVICE])
         synced = settings.ack == "synced"
-        readers = settings.max_streams + 2 * SHORT_CALLS
+        readers = settings.max_streams + 2 * SHORT_CALLS + MAX_THREADS
         self._db = Database(
             settings.path, settings.max_bytes, sync_roots=synced, max_readers=readers, shards=settings.num_shards
         )
@@ -153,6 +154,7 @@ class Store:
         self._servicer.calls.wait_until_idle(self._settings.grace_seconds)
         self._server.stop(min(self._settings.grace_seconds, _FLUSH_SECONDS)).wait()
         self._stall_interceptor.close()
+        self._servicer.close()
         self._shared_memory.close()
         self._db.close()
         _log.info("stopped")

@@ -42,6 +42,7 @@ from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
 from store_svc.reading.prefetch import ahead
 from store_svc.reading.reader import Reader
+from store_svc.searching.search import Searcher, check_search
 from store_svc.shared_memory.listener import Listener
 from store_svc.shared_memory.memories import ReadUse
 from store_svc.traces import CaptureTraces
@@ -102,6 +103,7 @@ class StoreServicer:
         self._writer = writer
         self._reader = Reader(db, catalog)
         self._labels = LabelReader(db)
+        self._searcher = Searcher(db, catalog)
         self._store_id = store_id
         self._version = version
         self._retention = retention
@@ -135,6 +137,7 @@ class StoreServicer:
             for name, (method, kind) in unary.items()
         }
         methods["AppendChunks"] = grpc.stream_stream_rpc_method_handler(self.append_chunks, None, _serialize)
+        methods["Search"] = grpc.unary_stream_rpc_method_handler(self.search, None, _serialize)
         methods["ReadChunks"] = grpc.unary_stream_rpc_method_handler(self.read_chunks, None, None)
         methods["ReadCaptures"] = grpc.unary_stream_rpc_method_handler(self.read_captures, None, None)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -292,6 +295,17 @@ class StoreServicer:
             context, request.shared_memory_key, lambda *calls: self._reader.read_many(names, request, *calls)
         )
 
+    def search(self, data: bytes, context: grpc.ServicerContext) -> Iterator[store_pb2.SearchResponse]:
+        """See store.proto."""
+        caller = current_caller()
+        request = _parse(store_pb2.SearchRequest, data)
+        scope = resolve_scope(caller, request)
+        check_search(request)
+        with self.calls.running(), self.calls.reading(), self.calls.searching():
+            yield from self._searcher.search(
+                request, scope, caller.own_tenant, lambda: not context.is_active(), self._metrics.searched_bytes.inc
+            )
+
     def _sent(
         self,
         context: grpc.ServicerContext,
@@ -391,6 +405,10 @@ class StoreServicer:
         if self._retention.max_age is not None:
             stats.max_age.FromNanoseconds(round(self._retention.max_age * 1e9))
         return stats
+
+    def close(self) -> None:
+        """End the threads of searches, once no call runs."""
+        self._searcher.close()
 
     def end_streams(self) -> None:
         """End all writer streams. The Writer must have stopped, so that every accepted message is acknowledged."""

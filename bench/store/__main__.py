@@ -10,14 +10,15 @@ from pathlib import Path
 from bench.machine import Machine
 from bench.options import add_output, positive, positives, words
 from bench.parts import Part, run_parts
-from bench.store import compare, latency, scale, small
+from bench.store import compare, latency, scale, search, small
 from bench.store.captures import Shape
 from bench.store.compare import CompareJob
 from bench.store.latency import LatencyJob
 from bench.store.scale import ScaleJob
+from bench.store.search import SearchJob
 from bench.store.small import SmallJob
 
-PARTS = ("compare", "latency", "small", "scale")
+PARTS = ("compare", "latency", "small", "search", "scale")
 
 _LARGE_MACHINE = 8
 """The number of cores from which part `scale` runs by default."""
@@ -43,6 +44,9 @@ def _measure(name: str, options: argparse.Namespace) -> Part:
         if name == "small":
             part = small.measure(small_job(options), folder)
             return Part(part, small.show(part), small.bars(part))
+        if name == "search":
+            part = search.measure(search_job(options), folder)
+            return Part(part, search.show(part), search.bars(part))
         part = scale.measure(scale_job(options), folder)
         return Part(part, scale.show(part), scale.bars(part))
 
@@ -73,6 +77,15 @@ def small_job(options: argparse.Namespace) -> SmallJob:
     )
 
 
+def search_job(options: argparse.Namespace) -> SearchJob:
+    """Return the job of part `search` from the command line. The captures have four layers."""
+    return SearchJob(
+        Shape(min(options.layers, SearchJob().shape.layers), options.hidden),
+        store_gib=options.store_gib or (1.0 if options.quick else SearchJob.store_gib),
+        rounds=options.rounds or SearchJob.rounds,
+    )
+
+
 def scale_job(options: argparse.Namespace) -> ScaleJob:
     """Return the job of part `scale` from the command line."""
     captures, rounds = (8, 3) if options.quick else (ScaleJob.captures, ScaleJob.rounds)
@@ -92,7 +105,7 @@ def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.store", description=__doc__)
     parser.add_argument(
         "--parts", type=words(PARTS), default=[name for name in PARTS if cores >= _LARGE_MACHINE or name != "scale"],
-        help="compare, latency, small, scale, separated by commas (default: all; scale only with 8 cores or more)",
+        help=f"{', '.join(PARTS)}, separated by commas (default: all; scale only with 8 cores or more)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="smaller sizes, for less than a minute on two cores")
     parser.add_argument(
@@ -106,11 +119,13 @@ def parse(arguments: Sequence[str] | None, *, cores: int) -> argparse.Namespace:
         type=positive,
         help="compare, scale: captures in a round (639 positions each); small: captures (30 rows each)",
     )
-    parser.add_argument("--rounds", type=positive, help="compare, small, scale: rounds after one warm-up")
+    parser.add_argument("--rounds", type=positive, help="compare, small, search, scale: rounds after one warm-up")
     parser.add_argument(
         "--compare-shippers", type=positive, default=1, metavar="N", help="compare: shippers (default: 1)"
     )
-    parser.add_argument("--store-gib", type=float, help="latency: rows in the store (default: 20, with --quick 1)")
+    parser.add_argument(
+        "--store-gib", type=float, help="latency, search: rows in the store (default: 20, with --quick 1)"
+    )
     parser.add_argument(
         "--shippers", type=positives, default=(1, 2, 4, 8), help="scale: shippers of all stores together"
     )

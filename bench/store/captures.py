@@ -81,8 +81,13 @@ class Shape:
 
 
 def random_bytes(size: int) -> npt.NDArray[np.uint8]:
-    """Return random bytes, which cannot be compressed. They are the same each time."""
-    return np.frombuffer(np.random.default_rng(_SEED).bytes(size), dtype=np.uint8)
+    """Return random bytes, which cannot be compressed, but are finite numbers in bfloat16. They are the same each time.
+
+    Args:
+        size: How many, an even number.
+    """
+    numbers = np.frombuffer(np.random.default_rng(_SEED).bytes(size), dtype=np.uint16)
+    return (numbers & np.uint16(0xBFFF)).view(np.uint8)
 
 
 def differs(values: npt.NDArray[Any], ring: npt.NDArray[np.uint8], offsets: Sequence[int]) -> bool:

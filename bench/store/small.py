@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +15,12 @@ from bench.machine import filesystem
 from bench.output import Bar, table
 from bench.processes import RunFailedError
 from bench.store.captures import Shape
-from bench.store.lane import Lane, running_lane
+from bench.store.lane import Lane, processor_seconds, running_lane
 
 ONE_BY_ONE, LIST, ROWS, LARGE = "one by one", "activations([ids])", "rows(ids)", "one large capture"
 
 _LEAST_PER_SECOND = 3000.0
 _CAPTURES_AT_ONCE = 64
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -101,16 +99,11 @@ def _check(ways: Mapping[str, Callable[[], Any]], rows: int) -> None:
 
 
 def _run(way: Callable[[], Any], store_pid: int) -> Run:
-    store, client, started = _processor_seconds(store_pid), time.process_time(), time.perf_counter()
+    store, client, started = processor_seconds(store_pid), time.process_time(), time.perf_counter()
     way()
     return Run(
-        time.perf_counter() - started, time.process_time() - client, round(_processor_seconds(store_pid) - store, 2)
+        time.perf_counter() - started, time.process_time() - client, round(processor_seconds(store_pid) - store, 2)
     )
-
-
-def _processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def _ratio(slow: Sequence[Run], fast: Sequence[Run]) -> float:

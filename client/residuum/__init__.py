@@ -109,6 +109,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from residuum.values.rows import Rows
+    from residuum.values.search import SearchHit, SearchResult
     from residuum.values.selections import Positions
     from residuum.values.spans import MessageSpan
     from residuum.values.steering import Ablate, Add, Cap, Multiply, Replace, Set
@@ -124,6 +125,8 @@ _MODULES = {
     "Sampling": "residuum.protocol.sampling",
     "Activations": "residuum.values.activations",
     "Rows": "residuum.values.rows",
+    "SearchHit": "residuum.values.search",
+    "SearchResult": "residuum.values.search",
     "AsyncClient": "residuum.aio",
     "AsyncStream": "residuum.aio",
     "BatchCancelled": "residuum.aio",
@@ -243,6 +246,8 @@ __all__ = [
     "RowSet",
     "Rows",
     "Sampling",
+    "SearchHit",
+    "SearchResult",
     "Sequence",
     "SequenceOutcome",
     "ServerFault",

@@ -52,8 +52,8 @@ def resolve_names(caller: Caller, request: store_pb2.ReadCapturesRequest) -> lis
     return [CaptureName(tenant, capture_id) for capture_id in request.capture_ids]
 
 
-def resolve_scope(caller: Caller, request: store_pb2.ListCapturesRequest) -> str | None:
-    """Return the tenant whose captures a request lists; None for all tenants.
+def resolve_scope(caller: Caller, request: store_pb2.ListCapturesRequest | store_pb2.SearchRequest) -> str | None:
+    """Return the tenant whose captures a request lists or searches; None for all tenants.
 
     Raises:
         Failure: PERMISSION_DENIED if the request names a tenant that the caller may not act for.

@@ -152,7 +152,7 @@ class Catalog:
     def state_of(self, name: CaptureName) -> capture_pb2.CaptureState.ValueType | None:
         """Return the state of a capture, or None if it does not exist."""
         number = self._numbers.get(name)
-        summary = None if number is None else self._summary(number)
+        summary = None if number is None else self.summary_of(number)
         return None if summary is None else summary.state
 
     def require(self, name: CaptureName) -> tuple[int, Feed | None]:
@@ -291,7 +291,7 @@ class Catalog:
             among: Yield only these captures, of those that `before` and `tenant` select, newest first; None yields all.
         """
         for number in among if among is not None else self._numbers_before(before, tenant):
-            summary = self._summary(number)
+            summary = self.summary_of(number)
             if summary is not None and not (
                 summary.capture_id.startswith(prefix) and (not states or summary.state in states)
             ):
@@ -351,7 +351,8 @@ class Catalog:
             for state, count in states.items():
                 holdings.states[state] += count
 
-    def _summary(self, number: int) -> store_pb2.CaptureSummary | None:
+    def summary_of(self, number: int) -> store_pb2.CaptureSummary | None:
+        """Return the summary of a capture, or None if it does not exist."""
         with self._lock:
             feed, ended = self._feeds.get(number), self._ended.get(number)
         return feed.capture.summary() if feed else ended

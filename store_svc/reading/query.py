@@ -14,6 +14,7 @@ from residuum.wire.selection import (
     captured_positions,
     check_positions,
     expected_rows,
+    is_reduced,
     layers_by_site,
     to_ranges,
     wanted_positions,
@@ -69,7 +70,21 @@ class Query:
         self._spec = description.spec
         self._positions = request.positions
         self._asks_for_all = request.positions == _EVERYTHING
+        self._takes_all = self._asks_for_all and description.spec.positions == _EVERYTHING
+        self._takes_all = self._takes_all and not is_reduced(description.spec)
         self._lengths = [expected_rows(self._prompt_tokens, len(item.generated_token_ids)) for item in outcomes]
+
+    def layers_at(self, site: int) -> Sequence[int]:
+        """Return the wanted layers that the capture has at one of its sites."""
+        return self._layers[site]
+
+    def layers_between(self, key: FrameKey) -> Sequence[int]:
+        """Return the captured layers from the first to the last one of a frame, wanted or not."""
+        return _between(self._captured[key.site], key.first_layer, key.last_layer)
+
+    def wants_positions(self, key: FrameKey) -> bool:
+        """Tell whether every position from the first to the last one of a frame is certainly wanted."""
+        return self._wants_positions(key.sequence, key.first_position, key.last_position)
 
     def wants_group(self, key: FrameKey) -> bool:
         """Tell whether a frame with this key's sequence, site, first and last layer can have a wanted row."""
@@ -83,15 +98,15 @@ class Query:
         """Tell whether this frame can have a wanted row."""
         if not self.wants_group(key):
             return False
+        if self._takes_all:
+            return not self._lengths or key.first_position < self._lengths[key.sequence]
         span = key.last_position - key.first_position + 1
         return span > _LONGEST_SPAN or bool(self._mask(key.sequence, key.first_position, span).any())
 
     def wants_whole(self, key: FrameKey) -> bool:
         """Tell whether every row of this frame is certainly wanted."""
-        captured = _between(self._captured[key.site], key.first_layer, key.last_layer)
-        return len(_between(self._layers[key.site], key.first_layer, key.last_layer)) == len(captured) and (
-            self._wants_positions(key.sequence, key.first_position, key.last_position)
-        )
+        layers = _between(self._layers[key.site], key.first_layer, key.last_layer)
+        return len(layers) == len(self.layers_between(key)) and self.wants_positions(key)
 
     def cut(self, header: capture_pb2.ChunkHeader) -> tuple[Sequence[int], Sequence[int]]:
         """Return the indices of the wanted layers and positions in the chunk's lists of layers and positions."""
@@ -105,6 +120,8 @@ class Query:
 
     def _wants_positions(self, sequence: int, first: int, last: int) -> bool:
         """Tell whether every position of a frame from `first` to `last` is certainly wanted."""
+        if self._takes_all:
+            return not self._lengths or last < self._lengths[sequence]
         span = last - first + 1
         return span <= _LONGEST_SPAN and bool(self._mask(sequence, first, span).all())
 

@@ -33,6 +33,7 @@ RIGHTS: dict[str, Right | None] = {
     _STORE + "ListCaptures": Right.READ,
     _STORE + "ReadChunks": Right.READ,
     _STORE + "ReadCaptures": Right.READ,
+    _STORE + "Search": Right.READ,
     # Callers that create captures may delete them; callers that only read them may not.
     _STORE + "DeleteCapture": Right.GENERATE,
     # For the same reason they may label them: they can set labels at registration, so they may also change them later.

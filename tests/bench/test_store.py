@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 
-from bench.store import compare, latency, scale, small
+from bench.store import compare, latency, scale, search, small
 from bench.store.__main__ import main
 from bench.store.captures import Shape, differs, random_bytes
 from bench.store.compare import CompareJob
 from bench.store.latency import LatencyJob, quantile, summary
 from bench.store.scale import ScaleJob, spread
+from bench.store.search import SearchJob
 from bench.store.small import SmallJob
 from bench.store.ways import pieces
 from inference_svc.shipping.framing import payload_bytes
@@ -134,6 +135,17 @@ def test_small_captures_are_read_in_each_way(tmp_path):
     assert all(len(runs) == 2 for runs in part["runs"].values())
     assert set(part["ratios"]) == {bar.name.split(",")[0] for bar in small.bars(part)}
     assert "captures/s" in "\n".join(small.show(part))
+
+
+def test_searches_are_measured(tmp_path):
+    shape = Shape(layers=2, hidden=64, positions=70)
+    part = search.measure(SearchJob(shape, 20 * shape.num_bytes / (1 << 30), rounds=3), tmp_path)
+    assert part["parameters"]["captures"] == 20
+    scanned = 20 * 70 * 64 * 2 / 1e9
+    assert [run["gb"] for run in part["runs"]["cosine"]] == [scanned] * 3
+    assert "numpy alone" in "\n".join(search.show(part))
+    (bar,) = search.bars(part)
+    assert (bar.value, bar.limit, bar.at_most) == (part["gb_per_core_second"]["projection"], 2.0, False)
 
 
 def test_scale_is_written_with_its_bars(tmp_path):

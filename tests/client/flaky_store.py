@@ -15,7 +15,7 @@ Change = Callable[[int, list[bytes]], Iterator[bytes]]
 """Takes the number of a read, from 0, and its messages, and yields the messages that the reader gets. It may raise a
 Failure, or `Unknown` for a code of gRPC itself."""
 
-READS = ("/residuum.v1.StoreService/ReadChunks", "/residuum.v1.StoreService/ReadCaptures")
+READS = tuple(f"/residuum.v1.StoreService/{name}" for name in ("ReadChunks", "ReadCaptures", "Search"))
 
 
 class Unknown(Exception):  # noqa: N818 - named like gRPC's class

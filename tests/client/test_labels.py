@@ -70,6 +70,15 @@ async def test_labels_are_changed_later(client, made, run):
         await client.label("none", {"a": 1})
 
 
+def test_the_command_line_counts_by_label(cli, made, run):
+    code, out, _ = cli("ls", "--where", f"run = '{run}'", "--by", "split", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(row["value"], row["captures"]) for row in rows] == [("train", 3), ("test", 1)]
+    assert all(row["rows"] > 0 and row["bytes"] > 0 for row in rows)
+    assert cli("ls", "--prefix", f"{run}-0", "--by", "none")[1].split("\t")[:2] == ["", "1"]
+
+
 @pytest.mark.parametrize(
     ("labels", "error", "message"),
     [

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import os
 import secrets
+import struct
 import tempfile
 from pathlib import Path
 
@@ -177,6 +178,7 @@ def _seeds(method: str) -> list[Message]:
     positions = selection_pb2.PositionSelection(
         ranges=[selection_pb2.PositionRange(first=0, last=2**31 - 1)], phases=[selection_pb2.PHASE_PROMPT], every=2
     )
+    vector = struct.pack("<4f", 1, -1, 0.5, 2)
     return {
         "OpenCapture": [
             store_pb2.OpenCaptureRequest(description=item, if_exists=if_exists)
@@ -211,6 +213,22 @@ def _seeds(method: str) -> list[Message]:
         "ReadCaptures": [
             store_pb2.ReadCapturesRequest(capture_ids=["b", "a"], layers=[0], positions=positions),
             store_pb2.ReadCapturesRequest(capture_ids=["a", "none", "b"], sites=[POST], sequences=[1], follow=True),
+        ],
+        "Search": [
+            store_pb2.SearchRequest(vector=vector, layer=0, max_hits=10, site=POST, context_tokens=2),
+            store_pb2.SearchRequest(
+                vector=vector,
+                layer=5,
+                max_hits=1,
+                measure=store_pb2.SEARCH_MEASURE_COSINE,
+                prefix="a",
+                order=store_pb2.SEARCH_ORDER_LEAST,
+                states=[COMPLETE],
+                where="split = x",
+                positions=positions,
+                max_hits_per_capture=1,
+            ),
+            store_pb2.SearchRequest(vector=vector, layer=1, max_hits=10_000, capture_ids=["a", "none"]),
         ],
         "LabelCapture": [
             store_pb2.LabelCaptureRequest(

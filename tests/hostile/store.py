@@ -150,6 +150,27 @@ def readers_that_do_not_read(port: int, count: int) -> str:
     return f"{count} readers, {refused} of them refused"
 
 
+def searches(port: int, count: int) -> str:
+    """Searches with the most hits of the widest rows; half of the callers vanish at once."""
+    channels = [open_channel(f"127.0.0.1:{port}") for _ in range(count)]
+    calls, refused = [], 0
+    for channel in channels:
+        request = store_pb2.SearchRequest(vector=b"\0\0\x80\x3f" * WIDE, layer=0, max_hits=10_000, context_tokens=64)
+        calls.append(store_pb2_grpc.StoreServiceStub(channel).Search(request, timeout=60))
+    for at, call in enumerate(calls):
+        if at % 2:
+            call.cancel()
+            continue
+        try:
+            assert list(call)[-1].is_last
+        except grpc.RpcError as error:
+            _expect(error, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            refused += 1
+    for channel in channels:
+        channel.close()
+    return f"{count} searches, {refused} of them refused"
+
+
 def bombs(port: int, count: int) -> str:
     """Compressed messages of 256 MiB."""
     options = [("grpc.max_send_message_length", -1)]
@@ -203,6 +224,7 @@ ATTACKS: dict[str, Attack] = {
     "slow writers": lambda port: slow_writers(port, 64, 11.0),
     "silent connections": lambda port: silent_connections(port, 400),
     "readers that do not read": lambda port: readers_that_do_not_read(port, 160),
+    "searches": lambda port: searches(port, 64),
     "append flood": lambda port: append_flood(port, 64),
     "open flood": lambda port: open_flood(port, 2000),
     "zip bombs": lambda port: bombs(port, 3),

@@ -73,7 +73,7 @@ def test_a_sentence_that_is_not_found_is_an_error(copy):
     assert "Cancelling the task" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["captures.py", "client.py", "tokens.py"])
+@pytest.mark.parametrize("name", ["captures.py", "client.py", "searches.py", "tokens.py"])
 def test_nothing_asynchronous_is_left(name):
     text = (ROOT / "client/residuum/_sync" / name).read_text().partition("\n")[2]
     for word in ("await", "async", "aio", "Async", "aclos", "anext", "coroutine", "task"):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf import descriptor_pool
 
@@ -106,6 +107,26 @@ def test_a_list_of_captures_shows_none_of_another_tenant(writer, alice, bob, nam
     (answer,) = alice.stub.ReadCaptures(store_pb2.ReadCapturesRequest(capture_ids=["a"]), timeout=20)
     assert answer.captures[0].manifest.description.tenant == "alice"
     assert answer.captures[0].chunks
+
+
+def test_searches_find_only_the_callers_rows(writer, alice, bob, admin):
+    """Bob gets the same answer for alice's captures as for none."""
+
+    def search(caller, **named):
+        request = store_pb2.SearchRequest(vector=np.ones(4, "<f4").tobytes(), layer=0, max_hits=100, **named)
+        *_, answer = caller.stub.Search(request, timeout=20)
+        return {hit.tenant for hit in answer.hits}, answer.progress.num_captures, list(answer.unknown_capture_ids)
+
+    assert search(bob, capture_ids=["a"]) == (set(), 0, ["a"])
+    writer.write(tenant="alice")
+    assert search(bob) == (set(), 0, [])
+    assert search(bob, capture_ids=["a"]) == (set(), 0, ["a"])
+    assert search(alice) == search(alice, capture_ids=["a"]) == ({"alice"}, 1, [])
+    assert search(admin) == search(admin, tenant="alice") == ({"alice"}, 1, [])
+    assert search(admin, tenant="bob") == (set(), 0, [])
+    for tenant in ("alice", "", "nobody"):
+        with failing_with(DENIED):
+            search(bob, tenant=tenant)
 
 
 def test_an_id_with_another_tenants_name_in_it_is_unknown(writer, bob):

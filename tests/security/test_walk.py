@@ -42,6 +42,7 @@ EXPECTED = {
     f"/{STORE}/ListCaptures": "read",
     f"/{STORE}/ReadChunks": "read",
     f"/{STORE}/ReadCaptures": "read",
+    f"/{STORE}/Search": "read",
     f"/{STORE}/DeleteCapture": "generate",
     f"/{STORE}/LabelCapture": "generate",
     f"/{STORE}/GetStats": ANY,

@@ -43,7 +43,7 @@ from residuum.wire.placement import StoreAddress
 
 
 class AsyncCaptureClient(AsyncStoreClient):
-    """The methods that read, list and delete captures; the base class of `residuum.AsyncClient`."""
+    """The methods that read, list and delete captures; the base class of `AsyncSearchClient`."""
 
     @overload
     async def activations(  # type: ignore[overload-overlap] # a str is one request, although it is iterable

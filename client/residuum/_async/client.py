@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from residuum import exceptions as exc
 from residuum._async import io
 from residuum._async.batches import run_as_completed, run_batch
-from residuum._async.captures import AsyncCaptureClient
+from residuum._async.searches import AsyncSearchClient
 from residuum._async.streams import AsyncStream, make_stream
 from residuum._async.tokens import accept
 from residuum.protocol import vector_upload
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from residuum.transport.connection_settings import Token
 
 
-class AsyncClient(AsyncCaptureClient):
+class AsyncClient(AsyncSearchClient):
     """An asyncio client of one inference service and of the stores that keep its captures.
 
     Channels are opened when they are first used. Use a client within one event loop.

@@ -44,7 +44,7 @@ from residuum.wire.placement import StoreAddress
 
 
 class CaptureClient(StoreClient):
-    """The methods that read, list and delete captures; the base class of `residuum.Client`."""
+    """The methods that read, list and delete captures; the base class of `SearchClient`."""
 
     @overload
     def activations(  # type: ignore[overload-overlap] # a str is one request, although it is iterable

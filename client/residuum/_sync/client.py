@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from residuum import exceptions as exc
 from residuum._sync import io
 from residuum._sync.batches import run_as_completed, run_batch
-from residuum._sync.captures import CaptureClient
+from residuum._sync.searches import SearchClient
 from residuum._sync.streams import Stream, make_stream
 from residuum._sync.tokens import accept
 from residuum.protocol import vector_upload
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from residuum.transport.connection_settings import Token
 
 
-class Client(CaptureClient):
+class Client(SearchClient):
     """A client of one inference service and of the stores that keep its captures.
 
     Channels are opened when they are first used. Threads may share a client. Create it after any fork.

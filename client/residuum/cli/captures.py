@@ -8,7 +8,7 @@ import datetime
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,11 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--limit", type=positive_count, default=None, metavar="N", help="at most this many (default: all)"
     )
+    parser.add_argument(
+        "--by",
+        metavar="LABEL",
+        help="list how many captures have each value of this label, with their rows and bytes (default: list captures)",
+    )
 
 
 def list_captures(options: argparse.Namespace, output: Output) -> int:
@@ -65,6 +70,10 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
         if client.credentials.has_token and options.tenant is None:  # admins see the captures of all tenants
             columns.append("tenant")
         summaries = client.captures(**_filter_of(options), allow_partial=True)
+        if options.by is not None:
+            columns = ["value", "captures", "rows", "bytes"]
+            output.rows(columns, _totals_by(options.by, itertools.islice(summaries, options.limit), output))
+            return 1 if silent else 0
         shown = output.rows(
             columns,
             (_summary_row(item, output) for item in itertools.islice(summaries, options.limit)),
@@ -73,6 +82,20 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
     if not shown and not silent:
         output.note("no captures" + (" match" if _filter_of(options) else ""))
     return 1 if silent else 0
+
+
+def _totals_by(label: str, summaries: Iterable[residuum.CaptureSummary], output: Output) -> list[dict[str, Any]]:
+    """Return a row for each value of a label, the largest first; captures without it have the value None."""
+    totals: dict[Any, list[int]] = {}
+    for item in summaries:
+        value = item.labels.get(label)
+        total = totals.setdefault((type(value), value), [0, 0, 0])
+        for at, count in enumerate((1, item.num_rows, item.num_bytes)):
+            total[at] += count
+    return [
+        {"value": value, "captures": captures, "rows": rows, "bytes": size(total) if output.is_terminal else total}
+        for (_, value), (captures, rows, total) in sorted(totals.items(), key=lambda item: -item[1][2])
+    ]
 
 
 def _summary_row(summary: residuum.CaptureSummary, output: Output) -> dict[str, Any]:

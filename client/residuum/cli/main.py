@@ -12,7 +12,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import captures, doctor, generate, health, labels, lens, patch, serve, services, token, vectors
+from residuum.cli import (
+    captures,
+    doctor,
+    generate,
+    health,
+    labels,
+    lens,
+    patch,
+    search,
+    serve,
+    services,
+    token,
+    vectors,
+)
 from residuum.cli.output import Output
 from residuum.cli.parser import Command, Parser, add_command, add_service_command
 from residuum.exceptions import ResiduumError
@@ -115,6 +128,15 @@ def _add_captures(commands: Commands) -> None:
         ),
     ):
         add_command(commands, name, run, text, arguments=arguments, timeout=None)
+    add_command(
+        commands,
+        "search",
+        search.run,
+        "find the tokens whose rows project most onto a direction",
+        arguments=search.add_arguments,
+        timeout=None,
+        examples=search.EXAMPLES,
+    )
     text = "set and remove labels of a capture"
     add_command(commands, "label", labels.label, text, arguments=labels.add_arguments)
     add_command(commands, "rm", captures.remove, "delete captures", arguments=captures.add_remove_arguments)

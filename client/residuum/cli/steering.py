@@ -94,6 +94,20 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
     return [_OPERATIONS[name](text, where) for name, text in options.steer]
 
 
+def vector_at(source: str, layer: int) -> residuum.Vector:
+    """Return the vector that VECTOR names; of directions, that of a layer.
+
+    Raises:
+        InvalidRequest: There is none.
+    """
+    found = _load(source)
+    if isinstance(found, residuum.Vector):
+        return found
+    if layer not in found:
+        raise residuum.InvalidRequest(f"{source} has no direction for layer {layer}; choose among {found.layers}.")
+    return found[layer]
+
+
 def load_all(files: list[str]) -> dict[str, residuum.Vector]:
     """Return the vectors of files by their names."""
     return {name: vector for file in files for name, vector in load_vectors(file).items()}
@@ -170,17 +184,16 @@ def _gate_fields(threshold: str, *options: str) -> dict[str, Any]:
 
 def _gate_vector(source: str) -> residuum.Vector | residuum.Directions:
     """Return the vector of a gate, or those of several layers: VECTOR, or VECTOR@LAYERS of saved Directions."""
-    path, _, name = source.partition(":")
     if "@" in source:
         placed = _placed(source)
         if "layers" in placed:
             raise residuum.InvalidRequest(f"{source}: only a file of Directions.save has layers; leave out @LAYERS.")
         directions: residuum.Directions = placed["vector"]
     else:
-        saved = None if name else saved_directions(path)
-        if saved is None:
-            return _vector(path, name)
-        directions = saved
+        found = _load(source)
+        if isinstance(found, residuum.Vector):
+            return found
+        directions = found
     return next(iter(directions.values())) if len(directions) == 1 else directions
 
 
@@ -215,19 +228,22 @@ def _placed(text: str) -> dict[str, Any]:
         raise residuum.InvalidRequest(f"{text!r} names no layers; use VECTOR@LAYERS, such as joy.npy@12.")
     if (stored := _ROW.fullmatch(source)) and not Path(source).exists():
         return {"vector": _stored_row(**stored.groupdict()), "layers": layers}
+    found = _load(source)
+    if isinstance(found, residuum.Directions):
+        chosen = {layer: vector for layer, _, vector in found.placed(layers)}
+        return {"vector": residuum.Directions(chosen, origin=found.origin)}
+    return {"vector": found, "layers": layers}
+
+
+def _load(source: str) -> residuum.Directions | residuum.Vector:
+    """Return what VECTOR names."""
     path, colon, name = source.rpartition(":")
     directions = None if colon else saved_directions(source)
     if directions is not None:
-        chosen = {layer: vector for layer, _, vector in directions.placed(layers)}
-        return {"vector": residuum.Directions(chosen, origin=directions.origin)}
-    return {"vector": _vector(path if colon else source, name if colon else ""), "layers": layers}
-
-
-def _vector(path: str, name: str) -> residuum.Vector:
-    """Return a vector of a file; without a name, the only one."""
-    vectors = load_vectors(path)
-    if not name and len(vectors) == 1:
+        return directions
+    vectors = load_vectors(path if colon else source)
+    if not colon and len(vectors) == 1:
         return next(iter(vectors.values()))
-    if name not in vectors:
-        raise residuum.InvalidRequest(f"{path}: choose one of its vectors: {', '.join(vectors)}.")
+    if name not in vectors or not colon:
+        raise residuum.InvalidRequest(f"{source}: choose one of its vectors: {', '.join(vectors)}.")
     return vectors[name]

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
@@ -24,6 +25,98 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SearchMeasure:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SearchMeasureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SearchMeasure.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEARCH_MEASURE_UNSPECIFIED: _SearchMeasure.ValueType  # 0
+    """Not set: SEARCH_MEASURE_PROJECTION."""
+    SEARCH_MEASURE_PROJECTION: _SearchMeasure.ValueType  # 1
+    """The dot product of row and vector."""
+    SEARCH_MEASURE_COSINE: _SearchMeasure.ValueType  # 2
+    """The cosine of the angle between row and vector."""
+
+class SearchMeasure(_SearchMeasure, metaclass=_SearchMeasureEnumTypeWrapper):
+    """What a score measures."""
+
+SEARCH_MEASURE_UNSPECIFIED: SearchMeasure.ValueType  # 0
+"""Not set: SEARCH_MEASURE_PROJECTION."""
+SEARCH_MEASURE_PROJECTION: SearchMeasure.ValueType  # 1
+"""The dot product of row and vector."""
+SEARCH_MEASURE_COSINE: SearchMeasure.ValueType  # 2
+"""The cosine of the angle between row and vector."""
+Global___SearchMeasure: _TypeAlias = SearchMeasure  # noqa: Y015
+
+class _SearchOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SearchOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SearchOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEARCH_ORDER_UNSPECIFIED: _SearchOrder.ValueType  # 0
+    """Not set: SEARCH_ORDER_MOST."""
+    SEARCH_ORDER_MOST: _SearchOrder.ValueType  # 1
+    """The largest scores."""
+    SEARCH_ORDER_LEAST: _SearchOrder.ValueType  # 2
+    """The smallest scores, negative ones first."""
+    SEARCH_ORDER_ABSOLUTE: _SearchOrder.ValueType  # 3
+    """The largest absolute values."""
+
+class SearchOrder(_SearchOrder, metaclass=_SearchOrderEnumTypeWrapper):
+    """Which scores come first."""
+
+SEARCH_ORDER_UNSPECIFIED: SearchOrder.ValueType  # 0
+"""Not set: SEARCH_ORDER_MOST."""
+SEARCH_ORDER_MOST: SearchOrder.ValueType  # 1
+"""The largest scores."""
+SEARCH_ORDER_LEAST: SearchOrder.ValueType  # 2
+"""The smallest scores, negative ones first."""
+SEARCH_ORDER_ABSOLUTE: SearchOrder.ValueType  # 3
+"""The largest absolute values."""
+Global___SearchOrder: _TypeAlias = SearchOrder  # noqa: Y015
+
+class _LeftOutReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeftOutReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeftOutReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEFT_OUT_REASON_UNSPECIFIED: _LeftOutReason.ValueType  # 0
+    """Not set. Never valid."""
+    LEFT_OUT_REASON_OPEN: _LeftOutReason.ValueType  # 1
+    """It has not ended."""
+    LEFT_OUT_REASON_NO_LAYER: _LeftOutReason.ValueType  # 2
+    """It does not have the layer at the site."""
+    LEFT_OUT_REASON_OTHER_WIDTH: _LeftOutReason.ValueType  # 3
+    """Its rows have another width than the vector."""
+    LEFT_OUT_REASON_ENCODING: _LeftOutReason.ValueType  # 4
+    """Its encoding does not decode to the row itself: rp, rp8 or project."""
+    LEFT_OUT_REASON_DAMAGED: _LeftOutReason.ValueType  # 5
+    """A row of a hit does not match its checksum, or a chunk cannot be parsed."""
+    LEFT_OUT_REASON_GONE: _LeftOutReason.ValueType  # 6
+    """It was deleted, or has expired, during the search."""
+
+class LeftOutReason(_LeftOutReason, metaclass=_LeftOutReasonEnumTypeWrapper):
+    """Why a search leaves out a capture."""
+
+LEFT_OUT_REASON_UNSPECIFIED: LeftOutReason.ValueType  # 0
+"""Not set. Never valid."""
+LEFT_OUT_REASON_OPEN: LeftOutReason.ValueType  # 1
+"""It has not ended."""
+LEFT_OUT_REASON_NO_LAYER: LeftOutReason.ValueType  # 2
+"""It does not have the layer at the site."""
+LEFT_OUT_REASON_OTHER_WIDTH: LeftOutReason.ValueType  # 3
+"""Its rows have another width than the vector."""
+LEFT_OUT_REASON_ENCODING: LeftOutReason.ValueType  # 4
+"""Its encoding does not decode to the row itself: rp, rp8 or project."""
+LEFT_OUT_REASON_DAMAGED: LeftOutReason.ValueType  # 5
+"""A row of a hit does not match its checksum, or a chunk cannot be parsed."""
+LEFT_OUT_REASON_GONE: LeftOutReason.ValueType  # 6
+"""It was deleted, or has expired, during the search."""
+Global___LeftOutReason: _TypeAlias = LeftOutReason  # noqa: Y015
 
 @_typing.final
 class DescribeStoreRequest(_message.Message):
@@ -957,6 +1050,261 @@ class CaptureRows(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CaptureRows: _TypeAlias = CaptureRows  # noqa: Y015
+
+@_typing.final
+class SearchRequest(_message.Message):
+    """Searches rows for a direction."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VECTOR_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    SITE_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    MAX_HITS_FIELD_NUMBER: _builtins.int
+    MAX_HITS_PER_CAPTURE_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    CAPTURE_IDS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    vector: _builtins.bytes
+    """The direction: float32 values, little-endian, without padding. It need not be normalized. Its length is the width of
+    the rows; captures with rows of another width are left out.
+    """
+    layer: _builtins.int
+    """The layer."""
+    site: _site_pb2.Site.ValueType
+    """The site. Unset: SITE_RESID_POST."""
+    measure: Global___SearchMeasure.ValueType
+    """What a score measures."""
+    order: Global___SearchOrder.ValueType
+    """Which scores come first."""
+    max_hits: _builtins.int
+    """The most hits, 1 to 10000."""
+    max_hits_per_capture: _builtins.int
+    """The most hits of one capture. 0: no limit."""
+    context_tokens: _builtins.int
+    """Tokens of text before and after each hit, at most 64. 0: none."""
+    prefix: _builtins.str
+    """Only captures whose ID starts with this."""
+    where: _builtins.str
+    """Only captures whose labels match this filter; see ListCapturesRequest. Empty: all."""
+    tenant: _builtins.str
+    """Only captures of this tenant. Unset: those of the caller's tenant, or for admins those of all tenants."""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_capture_pb2.CaptureState.ValueType]:
+        """Only captures in one of these states. Empty: all that have ended."""
+
+    @_builtins.property
+    def capture_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these captures, at most 4096. Empty: all. Those that do not exist are in `unknown_capture_ids`."""
+
+    @_builtins.property
+    def positions(self) -> _selection_pb2.PositionSelection:
+        """Only these positions of each capture. Unset: all that were captured."""
+
+    def __init__(
+        self,
+        *,
+        vector: _builtins.bytes = ...,
+        layer: _builtins.int = ...,
+        site: _site_pb2.Site.ValueType = ...,
+        measure: Global___SearchMeasure.ValueType = ...,
+        order: Global___SearchOrder.ValueType = ...,
+        max_hits: _builtins.int = ...,
+        max_hits_per_capture: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+        prefix: _builtins.str = ...,
+        states: _abc.Iterable[_capture_pb2.CaptureState.ValueType] | None = ...,
+        where: _builtins.str = ...,
+        capture_ids: _abc.Iterable[_builtins.str] | None = ...,
+        positions: _selection_pb2.PositionSelection | None = ...,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "positions", b"positions", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_ids", b"capture_ids", "context_tokens", b"context_tokens", "layer", b"layer", "max_hits", b"max_hits", "max_hits_per_capture", b"max_hits_per_capture", "measure", b"measure", "order", b"order", "positions", b"positions", "prefix", b"prefix", "site", b"site", "states", b"states", "tenant", b"tenant", "vector", b"vector", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___SearchRequest: _TypeAlias = SearchRequest  # noqa: Y015
+
+@_typing.final
+class SearchResponse(_message.Message):
+    """The state of a search, and its hits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    UNKNOWN_CAPTURE_IDS_FIELD_NUMBER: _builtins.int
+    is_last: _builtins.bool
+    """Whether this is the last message."""
+    @_builtins.property
+    def progress(self) -> Global___SearchProgress:
+        """What was scanned so far."""
+
+    @_builtins.property
+    def hits(self) -> _containers.RepeatedCompositeFieldContainer[Global___SearchHit]:
+        """The next hits."""
+
+    @_builtins.property
+    def unknown_capture_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the last message: those of `capture_ids` that do not exist."""
+
+    def __init__(
+        self,
+        *,
+        progress: Global___SearchProgress | None = ...,
+        hits: _abc.Iterable[Global___SearchHit] | None = ...,
+        is_last: _builtins.bool = ...,
+        unknown_capture_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "is_last", b"is_last", "progress", b"progress", "unknown_capture_ids", b"unknown_capture_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SearchResponse: _TypeAlias = SearchResponse  # noqa: Y015
+
+@_typing.final
+class SearchProgress(_message.Message):
+    """What a search has scanned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_CAPTURES_FIELD_NUMBER: _builtins.int
+    CAPTURES_DONE_FIELD_NUMBER: _builtins.int
+    ROWS_SCANNED_FIELD_NUMBER: _builtins.int
+    BYTES_SCANNED_FIELD_NUMBER: _builtins.int
+    ROWS_WITHOUT_SCORE_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    num_captures: _builtins.int
+    """Captures that the filter selects."""
+    captures_done: _builtins.int
+    """Captures that are done: scanned or left out."""
+    rows_scanned: _builtins.int
+    """Rows that were scanned."""
+    bytes_scanned: _builtins.int
+    """Bytes of these rows, as they are stored."""
+    rows_without_score: _builtins.int
+    """Rows without a finite score. They count as scanned."""
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftOutCaptures]:
+        """Captures that were left out, by reason."""
+
+    def __init__(
+        self,
+        *,
+        num_captures: _builtins.int = ...,
+        captures_done: _builtins.int = ...,
+        rows_scanned: _builtins.int = ...,
+        bytes_scanned: _builtins.int = ...,
+        rows_without_score: _builtins.int = ...,
+        left_out: _abc.Iterable[Global___LeftOutCaptures] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_scanned", b"bytes_scanned", "captures_done", b"captures_done", "left_out", b"left_out", "num_captures", b"num_captures", "rows_scanned", b"rows_scanned", "rows_without_score", b"rows_without_score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SearchProgress: _TypeAlias = SearchProgress  # noqa: Y015
+
+@_typing.final
+class LeftOutCaptures(_message.Message):
+    """A number of captures that were left out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    reason: Global___LeftOutReason.ValueType
+    """The reason."""
+    count: _builtins.int
+    """The number of captures."""
+    def __init__(
+        self,
+        *,
+        reason: Global___LeftOutReason.ValueType = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeftOutCaptures: _TypeAlias = LeftOutCaptures  # noqa: Y015
+
+@_typing.final
+class SearchHit(_message.Message):
+    """A found token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTURE_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TEXT_BEFORE_FIELD_NUMBER: _builtins.int
+    TEXT_AFTER_FIELD_NUMBER: _builtins.int
+    capture_id: _builtins.str
+    """The ID of the capture."""
+    tenant: _builtins.str
+    """The capture's tenant. Empty: the default tenant."""
+    sequence: _builtins.int
+    """The sequence."""
+    position: _builtins.int
+    """The position of the row. A reduced row has the position of the last token that it covers."""
+    score: _builtins.float
+    """The score."""
+    token_id: _builtins.int
+    """The token at this position. Unset: it is not known, because the capture was never sealed."""
+    text: _builtins.str
+    """The text of the token, at most 256 characters. Unset: the capture does not have the texts of its tokens."""
+    text_before: _builtins.str
+    """The text before the token, at most 1024 characters."""
+    text_after: _builtins.str
+    """The text after the token, at most 1024 characters."""
+    def __init__(
+        self,
+        *,
+        capture_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        position: _builtins.int = ...,
+        score: _builtins.float = ...,
+        token_id: _builtins.int | None = ...,
+        text: _builtins.str | None = ...,
+        text_before: _builtins.str = ...,
+        text_after: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "_token_id", b"_token_id", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "_token_id", b"_token_id", "capture_id", b"capture_id", "position", b"position", "score", b"score", "sequence", b"sequence", "tenant", b"tenant", "text", b"text", "text_after", b"text_after", "text_before", b"text_before", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    _WhichOneofReturnType__token_id: _TypeAlias = _typing.Literal["token_id"]  # noqa: Y015
+    _WhichOneofArgType__token_id: _TypeAlias = _typing.Literal["_token_id", b"_token_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_id) -> _WhichOneofReturnType__token_id | None: ...
+
+Global___SearchHit: _TypeAlias = SearchHit  # noqa: Y015
 
 @_typing.final
 class LabelCaptureRequest(_message.Message):

@@ -40,7 +40,7 @@ class StoreServiceStub:
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
@@ -93,6 +93,11 @@ class StoreServiceStub:
                 request_serializer=residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.FromString,
                 _registered_method=True)
+        self.Search = channel.unary_stream(
+                '/residuum.v1.StoreService/Search',
+                request_serializer=residuum_dot_v1_dot_store__pb2.SearchRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.SearchResponse.FromString,
+                _registered_method=True)
         self.LabelCapture = channel.unary_unary(
                 '/residuum.v1.StoreService/LabelCapture',
                 request_serializer=residuum_dot_v1_dot_store__pb2.LabelCaptureRequest.SerializeToString,
@@ -130,7 +135,7 @@ class StoreServiceServicer:
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
@@ -293,6 +298,32 @@ class StoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Search(self, request, context):
+        """Finds the tokens whose rows project most onto a direction, over all rows of one layer and site. The store scans the
+        rows; only the found tokens leave it, with their text.
+
+        store: {progress} ...                     at least every second
+        store: {progress, hits} ...               the best first; many hits take several messages
+        store: {progress, hits, is_last}
+        store: OK
+
+        The store searches captures that have ended, whatever their state, in the encodings that decode to the row itself:
+        all but rp, rp8 and project. `progress` counts the captures that it left out, with the reason. The store scans in
+        float32, and computes the scores of hits in float64. Hits with equal scores are sorted by capture, sequence and
+        position. A row that is missed scores less than the last hit, up to the rounding of float32. The store compares the
+        rows of hits with their checksums, not those of other rows. Rows without a finite score are counted and left out.
+        When the caller cancels, the scan stops.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: a field is wrong, such as a vector that is zero or not finite.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: the store already serves as many searches or reads as it may.
+        * PERMISSION_DENIED: the token may not act for this tenant.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LabelCapture(self, request, context):
         """Sets and removes labels of a capture in any state.
 
@@ -395,6 +426,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     request_deserializer=residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.SerializeToString,
             ),
+            'Search': grpc.unary_stream_rpc_method_handler(
+                    servicer.Search,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.SearchRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.SearchResponse.SerializeToString,
+            ),
             'LabelCapture': grpc.unary_unary_rpc_method_handler(
                     servicer.LabelCapture,
                     request_deserializer=residuum_dot_v1_dot_store__pb2.LabelCaptureRequest.FromString,
@@ -438,7 +474,7 @@ class StoreService:
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
@@ -651,6 +687,33 @@ class StoreService:
             '/residuum.v1.StoreService/ReadCaptures',
             residuum_dot_v1_dot_store__pb2.ReadCapturesRequest.SerializeToString,
             residuum_dot_v1_dot_store__pb2.ReadCapturesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Search(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/residuum.v1.StoreService/Search',
+            residuum_dot_v1_dot_store__pb2.SearchRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.SearchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,7 +41,7 @@ class StoreServiceStub:
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
@@ -176,6 +176,28 @@ class StoreServiceStub:
     * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
+    Search: _grpc.UnaryStreamMultiCallable[_store_pb2.SearchRequest, _store_pb2.SearchResponse]
+    """Finds the tokens whose rows project most onto a direction, over all rows of one layer and site. The store scans the
+    rows; only the found tokens leave it, with their text.
+
+        store: {progress} ...                     at least every second
+        store: {progress, hits} ...               the best first; many hits take several messages
+        store: {progress, hits, is_last}
+        store: OK
+
+    The store searches captures that have ended, whatever their state, in the encodings that decode to the row itself:
+    all but rp, rp8 and project. `progress` counts the captures that it left out, with the reason. The store scans in
+    float32, and computes the scores of hits in float64. Hits with equal scores are sorted by capture, sequence and
+    position. A row that is missed scores less than the last hit, up to the rounding of float32. The store compares the
+    rows of hits with their checksums, not those of other rows. Rows without a finite score are counted and left out.
+    When the caller cancels, the scan stops.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: a field is wrong, such as a vector that is zero or not finite.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: the store already serves as many searches or reads as it may.
+    * PERMISSION_DENIED: the token may not act for this tenant.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    """
     LabelCapture: _grpc.UnaryUnaryMultiCallable[_store_pb2.LabelCaptureRequest, _store_pb2.LabelCaptureResponse]
     """Sets and removes labels of a capture in any state.
 
@@ -236,7 +258,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
@@ -368,6 +390,28 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
     * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
+    Search: _aio.UnaryStreamMultiCallable[_store_pb2.SearchRequest, _store_pb2.SearchResponse]  # type: ignore[assignment]
+    """Finds the tokens whose rows project most onto a direction, over all rows of one layer and site. The store scans the
+    rows; only the found tokens leave it, with their text.
+
+        store: {progress} ...                     at least every second
+        store: {progress, hits} ...               the best first; many hits take several messages
+        store: {progress, hits, is_last}
+        store: OK
+
+    The store searches captures that have ended, whatever their state, in the encodings that decode to the row itself:
+    all but rp, rp8 and project. `progress` counts the captures that it left out, with the reason. The store scans in
+    float32, and computes the scores of hits in float64. Hits with equal scores are sorted by capture, sequence and
+    position. A row that is missed scores less than the last hit, up to the rounding of float32. The store compares the
+    rows of hits with their checksums, not those of other rows. Rows without a finite score are counted and left out.
+    When the caller cancels, the scan stops.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: a field is wrong, such as a vector that is zero or not finite.
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: the store already serves as many searches or reads as it may.
+    * PERMISSION_DENIED: the token may not act for this tenant.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    """
     LabelCapture: _aio.UnaryUnaryMultiCallable[_store_pb2.LabelCaptureRequest, _store_pb2.LabelCaptureResponse]  # type: ignore[assignment]
     """Sets and removes labels of a capture in any state.
 
@@ -427,7 +471,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A server with authentication requires a token in the metadata of each call, as `authorization: Bearer TOKEN`; only
     grpc.health.v1 needs none. Without a valid token a call fails with UNAUTHENTICATED, and without the required right
-    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list and read;
+    with PERMISSION_DENIED. The rights are `write` to open, append, seal and renew leases; `read` to get, list, read and search;
     `generate` to label and delete; any for GetStats and DescribeStore; `admin` for everything. A capture belongs to a tenant; for other
     tenants it does not exist.
 
@@ -603,6 +647,34 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long, or `positions` is invalid.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+
+    @_abc_1.abstractmethod
+    def Search(
+        self,
+        request: _store_pb2.SearchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_store_pb2.SearchResponse], _abc.AsyncIterator[_store_pb2.SearchResponse]]:
+        """Finds the tokens whose rows project most onto a direction, over all rows of one layer and site. The store scans the
+        rows; only the found tokens leave it, with their text.
+
+            store: {progress} ...                     at least every second
+            store: {progress, hits} ...               the best first; many hits take several messages
+            store: {progress, hits, is_last}
+            store: OK
+
+        The store searches captures that have ended, whatever their state, in the encodings that decode to the row itself:
+        all but rp, rp8 and project. `progress` counts the captures that it left out, with the reason. The store scans in
+        float32, and computes the scores of hits in float64. Hits with equal scores are sorted by capture, sequence and
+        position. A row that is missed scores less than the last hit, up to the rounding of float32. The store compares the
+        rows of hits with their checksums, not those of other rows. Rows without a finite score are counted and left out.
+        When the caller cancels, the scan stops.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: a field is wrong, such as a vector that is zero or not finite.
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: the store already serves as many searches or reads as it may.
+        * PERMISSION_DENIED: the token may not act for this tenant.
         * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
 

@@ -141,6 +141,15 @@ MAX_WAIT_SECONDS = 300.0
 MAX_CAPTURES_PER_READ = 4096
 """Captures in one ReadCaptures."""
 
+MAX_SEARCH_HITS = 10_000
+"""Hits of one search."""
+
+MAX_SEARCH_CONTEXT = 64
+"""Tokens of text before and after a hit of a search."""
+
+MAX_SEARCH_WIDTH = 1 << 18
+"""Elements of the vector of a search, which take a megabyte."""
+
 MAX_LABELS = 32
 """Labels of one capture."""
 
