@@ -277,7 +277,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         sequences = request.sampling.num_sequences or 1
         captures = spec.HasField("capture")
         if captures:
-            self._open(name, spec, prompt, sequences, request.text)
+            existing = self._open(name, spec, prompt, sequences, request.text)
+            if existing.HasField("existing"):
+                yield from self._replay(existing.existing)
+                return
         yield from self._events(name, spec, prompt, count, sequences, request.sampling, context)
 
     def _claim(self, request):
@@ -382,7 +385,24 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             request_time=timestamp_pb2.Timestamp(seconds=1_700_000_000),
         )  # fmt: skip
         request = store_pb2.OpenCaptureRequest(description=description, if_exists=spec.if_exists)
-        self.store.OpenCapture(request, timeout=10)
+        return self.store.OpenCapture(request, timeout=10)
+
+    def _replay(self, manifest):
+        """Answer with a capture that exists already (IF_EXISTS_SKIP)."""
+        what = manifest.description
+        handle = inference_pb2.CaptureHandle(capture_id=what.capture_id, store_endpoint=self.store_endpoint)
+        prompt, done = list(what.prompt_token_ids), [list(item.generated_token_ids) for item in manifest.sequences]
+        started = inference_pb2.GenerationStarted(
+            request_id=what.capture_id, prompt_token_ids=prompt, capture=handle, skipped=True
+        )
+        yield inference_pb2.GenerateResponse(started=started)
+        for sequence, tokens in enumerate(done):
+            if tokens:
+                delta = inference_pb2.TokenDelta(
+                    sequence=sequence, text="".join(f" {token}" for token in tokens), token_ids=tokens
+                )
+                yield inference_pb2.GenerateResponse(delta=delta)
+        yield inference_pb2.GenerateResponse(finished=_finished(prompt, done, handle))
 
     def _end_capture(self, spec, name, prompt, done, outcome, script):
         if not spec.HasField("capture"):

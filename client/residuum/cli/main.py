@@ -12,7 +12,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import residuum
-from residuum.cli import captures, doctor, generate, health, labels, lens, patch, serve, services, token, vectors
+from residuum.cli import (
+    captures,
+    doctor,
+    extract,
+    generate,
+    health,
+    labels,
+    lens,
+    patch,
+    serve,
+    services,
+    token,
+    vectors,
+)
 from residuum.cli.output import Output
 from residuum.cli.parser import Command, Parser, add_command, add_service_command
 from residuum.exceptions import ResiduumError
@@ -71,6 +84,16 @@ def make_parser() -> argparse.ArgumentParser:
         arguments=generate.add_arguments,
         timeout=None,
         examples=generate.EXAMPLES,
+    )
+    add_command(
+        commands,
+        "extract",
+        extract.extract,
+        "capture the rows of all prompts of a data set into files",
+        arguments=extract.add_arguments,
+        timeout=None,
+        examples=extract.EXAMPLES,
+        many_endpoints=True,
     )
     _add_captures(commands)
     _add_vectors(commands)
