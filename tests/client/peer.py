@@ -103,6 +103,7 @@ class Script:
     hold: threading.Event | None = None  # generation waits here after its first token
     drop_vectors: bool = False  # forget all vectors before the next Generate or UpdateSteering
     truncate: bool = False  # end the stream without the last event
+    num_layers: int = LAYERS  # what the service says of its model
     outcome: int = capture_pb2.CAPTURE_STATE_COMPLETE
     lost_layers: tuple = ()  # layers whose rows are shed
     bad_order: bool = False  # a delta before `started`
@@ -149,7 +150,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if stores is None:
             stores = [self.store_endpoint] if self.store_endpoint else []
         response = inference_pb2.GetModelInfoResponse(
-            model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+            model="peer", num_layers=self.script.num_layers, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
             steering_operations=["add", "ablate", "cap", "replace", "set"], encodings=ENCODINGS.values(),
             reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
