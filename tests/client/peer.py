@@ -132,6 +132,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         self.calls: list[str] = []
         self.requests: list = []
         self.vectors_received = 0
+        self.replayed = 0
         self.cancelled = threading.Event()
         self.generating = threading.Event()
         self.running: dict[str, threading.Event] = {}
@@ -390,6 +391,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _replay(self, manifest):
         """Answer with a capture that exists already (IF_EXISTS_SKIP)."""
+        self.replayed += 1
         what = manifest.description
         handle = inference_pb2.CaptureHandle(capture_id=what.capture_id, store_endpoint=self.store_endpoint)
         prompt, done = list(what.prompt_token_ids), [list(item.generated_token_ids) for item in manifest.sequences]

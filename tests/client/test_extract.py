@@ -40,6 +40,11 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "log.jsonl"}
 
 
+def job_id(folder):
+    """The start of the names of a job's captures."""
+    return json.loads((folder / "log.jsonl").read_text().splitlines()[0])["job"]
+
+
 class FullDisk:
     """Lets a file of rows fail half-way, after some that succeed."""
 
@@ -84,7 +89,7 @@ async def test_all_rows_arrive_in_the_order_of_the_prompts(client, prompts, tmp_
     wanted = [len(word) for line in lines for word in json.loads(line)["text"].split()]
     assert found.token_ids.tolist() == wanted
     assert (found.summary.prompts, found.summary.failed, found.summary.tokens) == (40, 0, len(wanted))
-    assert await client.captures(prefix="extract-") == []
+    assert await client.captures(prefix=job_id(found.folder)) == []
 
 
 async def test_a_shard_is_a_safetensors_file(client, prompts, tmp_path):
@@ -143,7 +148,7 @@ async def test_kinds_of_prompts(client, peer, tmp_path):
 
 async def test_captures_can_be_kept(client, tmp_path):
     found = await client.extract(["a", "b"], tmp_path / "out", capture=WHAT, keep_captures=True, progress=False)
-    kept = await client.captures(prefix=json.loads((found.folder / "log.jsonl").read_text().splitlines()[0])["job"])
+    kept = await client.captures(prefix=job_id(found.folder))
     assert [item.state for item in kept] == ["complete", "complete"]
 
 
@@ -155,7 +160,8 @@ async def stopped(client, source, folder, match, kind=residuum.ResiduumError, **
         await client.extract(source, folder, **{"capture": WHAT, "progress": False, **more})
 
 
-async def test_a_broken_row_stops_the_job_and_is_named(client, prompts, tmp_path):
+async def test_a_broken_row_stops_the_job_and_is_named(client, peer, prompts, tmp_path):
+    """The next run computes nothing again that the first one has computed."""
     lines = prompts.read_text().splitlines()
     lines[17] = '{"text": "a'
     prompts.write_text("\n".join(lines))
@@ -163,6 +169,7 @@ async def test_a_broken_row_stops_the_job_and_is_named(client, prompts, tmp_path
         client, prompts, tmp_path / "out", r"^line 18 of prompts.jsonl is not JSON.*0 of 40", shard_bytes=1 << 20
     )
     await client.extract(prompts, tmp_path / "out", capture=WHAT, on_error="skip", shard_bytes=1 << 20, progress=False)
+    assert peer.replayed >= 17
 
 
 async def test_broken_rows_are_recorded_and_left_out(client, tmp_path):
