@@ -526,6 +526,8 @@ def _tokens(request) -> list[int]:
         tokens = [len(message.content) for message in request.chat.messages]
     else:
         tokens = [len(word) for word in request.text.split()]
+    if request.sampling.truncate_prompt and kind != "chat":
+        tokens = tokens[: request.sampling.truncate_prompt]
     if not tokens:
         raise Failure(Reason.ERROR_REASON_EMPTY_PROMPT, "The prompt has no tokens.")
     if len(tokens) > 4000:

@@ -197,13 +197,17 @@ async def test_broken_rows_are_recorded_and_left_out(client, tmp_path):
 
 async def test_long_prompts(client, tmp_path):
     source = [[1, 2, 3], [4] * 9, "a b c d e f g h i"]
-    await stopped(client, source, tmp_path / "a", "item 1 of the input: The prompt has 9 tokens", context_length=5)
+    await stopped(
+        client, source, tmp_path / "a", "item 1 of the input: The prompt has more than 5 tokens", context_length=5
+    )
     more = {"context_length": 5, "capture": WHAT, "progress": False}
     found = await client.extract(source, tmp_path / "b", on_long="skip", **more)
     assert found.prompt.tolist() == [0, 0, 0]
     assert [line["failed"]["reason"] for line in found.failures] == ["PROMPT_TOO_LONG"] * 2
-    found = await client.extract(source[:2], tmp_path / "c", on_long="truncate", **more)
-    assert found.token_ids.tolist() == [1, 2, 3, 4, 4, 4, 4, 4]
+    chat = [{"role": "user", "content": "hi"}] * 6
+    found = await client.extract([*source, chat], tmp_path / "c", on_long="truncate", on_error="skip", **more)
+    assert found.token_ids.tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 1, 1, 1, 1, 1]
+    assert "conversation cannot be truncated" in found.failures[0]["failed"]["message"]
     await stopped(client, ["x " * 4001], tmp_path / "d", "Too long", residuum.ExtractStopped)
 
 

@@ -390,7 +390,7 @@ class AsyncClient(AsyncCaptureClient):
                 is a random sample.
             context_length: The most tokens of a prompt; None leaves this to the model.
             on_long: What to do with a prompt that is longer: "fail" treats it as an error; "skip" leaves it out;
-                "truncate" uses its first tokens, which needs prompts of token IDs.
+                "truncate" uses its first tokens. A conversation cannot be truncated.
             on_error: What to do if a row of the input is broken, or its prompt fails: "stop" the job, or "skip" the
                 prompt and record the reason. Failures that would concern all prompts always stop the job.
             dtype: "stored" writes rows in the dtype in which they were captured, and decoded ones as float32. "float32"

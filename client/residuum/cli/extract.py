@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--on-long",
         choices=("fail", "skip", "truncate"),
         default="fail",
-        help="what to do with a longer prompt: treat it as an error, leave it out, or use its first tokens, which "
-        "needs prompts of token IDs (default: fail)",
+        help="what to do with a longer prompt: treat it as an error, leave it out, or use its first tokens; a "
+        "conversation cannot be truncated (default: fail)",
     )
     group.add_argument(
         "--on-error",

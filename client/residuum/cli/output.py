@@ -29,7 +29,7 @@ _COMMAND_LINE_ADVICE = {
     "insecure=True": "--insecure",
     "on_error='skip'": "--on-error skip",
     "with on_long=": "with --on-long",
-    "and context_length is": "and --context-length is",
+    "which context_length allows": "which --context-length allows",
     "with column=": "with --column",
     "with keep=": "with --keep",
     "dimensions= ": "--dimensions ",

@@ -26,6 +26,7 @@ _SINGLE: dict[str, tuple[type, str]] = {
     ),
     "logprobs": (int, "with --json: print log-probabilities, and this many most likely tokens (default: none)"),
     "prompt_logprobs": (int, "with --json: the same for the prompt's tokens (default: none)"),
+    "truncate_prompt": (int, "use only this many tokens of the prompt, from its start (default: all)"),
     "regex": (str, "make the reply match this regular expression (default: none)"),
 }
 """The parameters that are one number or text, with their help texts."""

@@ -106,12 +106,12 @@ class PromptSender:
                 return Failed(item, _without_name(failure, name))
 
     async def _send_once(self, item: Item, prompt: Prompt, name: str, attempt: int) -> Answered | Failed:
-        spec, sampling = self._spec, {"max_tokens": 0, **self._spec.sampling}
+        spec = self._spec
         async with self._services.slot() as service:
             try:
                 reply = await service.client.generate(
-                    self._shortened(prompt), capture=spec.capture, steer=spec.steer, request_id=name, model=spec.model,
-                    if_exists="skip", timeout=self._timeout, **sampling,
+                    prompt, capture=spec.capture, steer=spec.steer, request_id=name, model=spec.model,
+                    if_exists="skip", timeout=self._timeout, **self._sampling(prompt),
                 )  # fmt: skip
             except AlreadyExists as failure:
                 raise _Again(failure) from None
@@ -123,24 +123,32 @@ class PromptSender:
             self._services.note_answer(service)
         return self._checked(Answered(item, service, reply, attempt))
 
-    def _shortened(self, prompt: Prompt) -> Prompt:
-        limit = self._spec.context_length
-        is_tokens = not isinstance(prompt, str) and not any(isinstance(part, Mapping) for part in prompt)
-        return prompt[:limit] if is_tokens and self._spec.on_long == "truncate" else prompt
+    def _sampling(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the sampling parameters of a prompt."""
+        limit, sampling = self._spec.context_length, {"max_tokens": 0, **self._spec.sampling}
+        if limit is not None and not _is_chat(prompt):
+            # One token more than the limit shows that the prompt is too long. The others need not be computed.
+            sampling["truncate_prompt"] = limit + (self._spec.on_long != "truncate")
+        return sampling
 
     def _checked(self, answered: Answered) -> Answered | Failed:
         limit, count = self._spec.context_length, len(answered.reply.prompt_token_ids)
         if limit is None or count <= limit:
             return answered
+        what = "conversation" if _is_chat(answered.item.prompt or "") else "prompt"
+        cannot = " A conversation cannot be truncated." if what == "conversation" else ""
         message = (
-            f"The prompt has {count} tokens, and context_length is {limit}. Shorten it, or choose what happens to such "
-            "prompts with on_long=."
+            f"The {what} has more than {limit} tokens, which context_length allows.{cannot} Shorten it, or choose what "
+            "happens to such prompts with on_long=."
         )
-        facts = {"prompt_tokens": str(count), "limit": str(limit)}
-        return Failed(answered.item, PromptTooLong(message, reason="PROMPT_TOO_LONG", metadata=facts))
+        return Failed(answered.item, PromptTooLong(message, reason="PROMPT_TOO_LONG", metadata={"limit": str(limit)}))
 
     def _name(self, item: Item, attempt: int) -> str:
         return f"{self._job_id}-{item.index:09}" + (f".{attempt}" if attempt else "")
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
 
 
 class _Again(Exception):  # noqa: N818 - it is no error
