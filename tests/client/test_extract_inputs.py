@@ -149,6 +149,19 @@ def test_failures_are_shown(cli, tmp_path):
     assert "prompt 1 failed: line 2" in errors
 
 
+def test_a_dry_run_estimates_bytes_and_writes_nothing(cli, tmp_path):
+    source = write_prompts(tmp_path / "prompts.jsonl", 300)
+    code, said, _ = cli("extract", source, "--output", tmp_path / "out", "--capture", "1,4", "--dry-run", "--json")
+    found = json.loads(said)
+    assert (code, found["prompts"], found["sampled"], found["failed"]) == (0, 300, 64, 0)
+    assert found["tokens"] == pytest.approx(600, rel=0.2)
+    assert found["bytes"] == pytest.approx(found["tokens"] * 2 * 8 * 2, rel=0.01)
+    assert found["seconds"] > 0
+    _, said, _ = cli("extract", source, "--output", tmp_path / "out", "--capture", "1,4", "--dry-run", "--limit", "5")
+    assert said.startswith("5 prompts take about ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_progress_is_lines_in_a_pipe(cli, tmp_path, monkeypatch):
     monkeypatch.setattr("residuum.extraction.progress._SECONDS", 0.0)
     source = write_prompts(tmp_path / "prompts.jsonl", 10)

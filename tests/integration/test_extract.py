@@ -47,3 +47,19 @@ def test_rows_of_a_job_equal_those_of_transformers(client: residuum.Client, smol
     assert client.extract(
         source, tmp_path / "rows", capture=residuum.Capture(layers="all"), keep="y", shard_bytes=1 << 20, progress=False
     ).summary.prompts == 0  # fmt: skip
+
+
+def test_a_truncated_prompt_has_the_first_tokens(client: residuum.Client) -> None:
+    text = PROMPTS[0]
+    whole = client.generate(text, max_tokens=0).prompt_token_ids
+    what = residuum.Capture(layers=[3], keep_prompt=True)
+    for prompt in (text, list(whole)):
+        reply = client.generate(prompt, max_tokens=0, truncate_prompt=5)
+        assert reply.prompt_token_ids == whole[:5]
+    reply = client.generate(f"{text} x" * 2000, max_tokens=1, truncate_prompt=5, capture=what)
+    assert reply.prompt_token_ids == whole[:5]
+    manifest = client.manifest(reply, wait=10)
+    assert manifest.prompt_text == "The capital of France is"
+    assert client.generate(text, max_tokens=0, truncate_prompt=500).prompt_token_ids == whole
+    with pytest.raises(residuum.InvalidRequest, match="A conversation cannot be truncated"):
+        client.generate([{"role": "user", "content": "Hi"}], truncate_prompt=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import datetime
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ import residuum
 from residuum.cli import sampling, steering
 from residuum.cli.connection import CALL_SECONDS, credentials_of, outages
 from residuum.cli.generate import add_capture, capture_of
-from residuum.cli.output import Output
+from residuum.cli.output import Output, age, size
 from residuum.cli.parser import DEFAULT_ENDPOINT, positive_count
+from residuum.extraction.estimate import Estimate, estimate
 from residuum.extraction.job import job_of, run_in_thread
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, DEFAULT_SHARD_BYTES
 
@@ -108,6 +110,11 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help=f"the approximate size of a file of rows (default: {DEFAULT_SHARD_BYTES})",
     )
     group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write nothing: run a random sample of the prompts, and estimate the job's bytes and time (default: run)",
+    )
+    group.add_argument(
         "--keep-captures", action="store_true", help="keep the captures in the stores (default: delete them)"
     )
 
@@ -130,6 +137,9 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         progress=not output.as_json, lines=not output.as_json,
     )  # fmt: skip
     with outages(output):
+        if options.dry_run:
+            _show_estimate(estimate(job, clients), output)
+            return 0
         try:
             rows = run_in_thread(job, clients)
         except KeyboardInterrupt:
@@ -155,6 +165,18 @@ class _Connection:
             "tenant": options.tenant,
             **credentials_of(options),
         }
+
+
+def _show_estimate(found: Estimate, output: Output) -> None:
+    if output.as_json:
+        output.json(found)
+        return
+    failed = f", {found.failed} of which failed" if found.failed else ""
+    time = age(datetime.timedelta(seconds=found.seconds))
+    output.say(
+        f"{found.prompts} prompts take about {size(found.bytes)} and {time}: {found.tokens} tokens, estimated from "
+        f"{found.sampled} prompts{failed}. The disk has {size(found.free_bytes)} free."
+    )
 
 
 def _show(rows: residuum.Extracted, output: Output) -> None:
