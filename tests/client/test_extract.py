@@ -7,12 +7,15 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from peer import HIDDEN, POST, rows
 from safetensors import safe_open
 
 import residuum
 from residuum.extraction import shards
 from residuum.extraction.folder import open_folder
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 
 COMPLETE, INCOMPLETE = capture_pb2.CAPTURE_STATE_COMPLETE, capture_pb2.CAPTURE_STATE_INCOMPLETE
@@ -263,6 +266,29 @@ async def test_no_room_on_the_disk(client, prompts, tmp_path):
     assert list(out.glob("*.part")) == []
     await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False)
     assert files(out) == files(tmp_path / "whole")
+
+
+async def test_a_full_store_stops_the_job(client, peer, prompts, tmp_path):
+    peer.script.failures = [None, Failure(Reason.ERROR_REASON_STORE_FULL, "The store is full.")] * 9
+    await stopped(
+        client, prompts, tmp_path / "out", "store is full. .*smaller shard_bytes", residuum.StoreFull, on_error="skip"
+    )
+
+
+@given(
+    splits=st.lists(st.integers(0, 5), max_size=6), start=st.integers(-40, 40), stop=st.integers(-40, 40),
+    step=st.sampled_from([1, 1, 2, -1, -3]), data=st.data(),
+)  # fmt: skip
+def test_rows_of_several_shards_are_indexed_like_one_array(splits, start, stop, step, data):
+    every = np.arange(sum(splits) * 3, dtype=np.float32).reshape(-1, 3)
+    parts = np.split(every, np.cumsum(splits)[:-1]) if splits else []
+    layer = residuum.LayerRows(parts, 3, every.dtype)
+    assert np.array_equal(np.asarray(layer), every)
+    assert np.array_equal(layer[start:stop:step], every[start:stop:step])
+    if len(every):
+        numbers = data.draw(st.lists(st.integers(-len(every), len(every) - 1)))
+        assert np.array_equal(layer[numbers], every[np.array(numbers, int)])
+        assert all(np.array_equal(layer[number], every[number]) for number in numbers)
 
 
 async def test_a_lost_capture_is_computed_again(client, peer, prompts, tmp_path):

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import datetime
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -239,11 +240,11 @@ def _tokens(path: str) -> Iterator[str]:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ImportError:
+    else:
         try:
-            import tomli as tomllib  # type: ignore[import-not-found,no-redef,unused-ignore] # Python 3.10
+            import tomli as tomllib
         except ImportError:
             raise residuum.InvalidRequest("Python 3.10 reads TOML with the package tomli. Install it") from None
     return tomllib.loads(text)

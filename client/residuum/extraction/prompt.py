@@ -14,9 +14,11 @@ from residuum.exceptions import (
     DeadlineExceeded,
     InvalidRequest,
     PromptTooLong,
+    QuotaExceeded,
     RequestAborted,
     ResiduumError,
     ServerFault,
+    StoreFull,
 )
 from residuum.extraction.inputs import Item
 from residuum.extraction.services import Service, Services, goes_away
@@ -115,6 +117,8 @@ class PromptSender:
                 )  # fmt: skip
             except AlreadyExists as failure:
                 raise _Again(failure) from None
+            except (StoreFull, QuotaExceeded) as failure:
+                raise with_advice(failure) from None
             except ResiduumError as failure:
                 if not goes_away(failure):
                     raise
@@ -145,6 +149,16 @@ class PromptSender:
 
     def _name(self, item: Item, attempt: int) -> str:
         return f"{self._job_id}-{item.index:09}" + (f".{attempt}" if attempt else "")
+
+
+def with_advice(failure: ResiduumError) -> ResiduumError:
+    """Return the failure of a store without room, with what a job can do."""
+    advice = (
+        "The stores hold the captures of a job until their rows are on the disk: up to two files of rows. Give the "
+        "store more room and run the same job again, or start it with a smaller shard_bytes in another folder."
+    )
+    failure.args = (f"{failure} {advice}",)
+    return failure
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -14,11 +14,11 @@ from residuum.exceptions import ExtractStopped, IncompleteCapture, OutageWarning
 from residuum.extraction.folder import JobFolder
 from residuum.extraction.inputs import Items
 from residuum.extraction.progress import Report, Totals
-from residuum.extraction.prompt import Answered, Failed, PromptSender
+from residuum.extraction.prompt import Answered, Failed, PromptSender, with_advice
 from residuum.extraction.services import Service, goes_away
 from residuum.extraction.shards import SHARD_PROMPTS, Shard
 from residuum.extraction.spec import JobSpec, OnError
-from residuum.protocol.reading import plan_read
+from residuum.protocol.reading import not_complete, plan_read
 from residuum.values.activations import Activations
 
 _READ_BYTES = 64 << 20
@@ -123,6 +123,9 @@ class Runner:
         for _ in ended:
             self._waiting.popleft()
             self._room.release()
+        failures = [failure for task in ended if (failure := task.exception()) is not None]
+        if failures:
+            raise failures[0]
         return [task.result() for task in ended]
 
     async def _read(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Activations | None]]:
@@ -180,6 +183,8 @@ class Runner:
             acts = (await self._read_captures([again])).get(again.reply.request_id)
             if acts is not None and acts.manifest.state == "complete":
                 return again, acts
+        if acts is not None and acts.manifest.reason == "STORE_FULL":  # other prompts would lose their rows, too
+            raise with_advice(not_complete(acts.manifest))
         why = "it was deleted or has expired" if acts is None else f"{acts.manifest.reason}: {acts.manifest.detail}"
         message = f"Its capture was not complete in {_LOST_ATTEMPTS} attempts ({why})."
         error = (
