@@ -208,7 +208,7 @@ class _Spec(argparse.Action):
         path = str(values)
         try:
             tokens = list(_tokens(path))
-        except (OSError, ValueError, residuum.InvalidRequest) as error:
+        except (ImportError, OSError, ValueError) as error:
             parser.error(f"{option_string} {path} cannot be used: {error}")
         found = copy.copy(parser).parse_args(tokens)
         namespace.spec = path
@@ -224,8 +224,13 @@ def _tokens(path: str) -> Iterator[str]:
     Raises:
         InvalidRequest: A value has no form on the command line.
         ValueError: It is not TOML.
+        ImportError: Python 3.10 lacks the package tomli.
     """
-    for name, value in _toml(Path(path).read_text(encoding="utf-8")).items():
+    if sys.version_info >= (3, 11):
+        import tomllib  # novm
+    else:
+        import tomli as tomllib
+    for name, value in tomllib.loads(Path(path).read_text(encoding="utf-8")).items():
         flag = f"--{name.replace('_', '-')}"
         if name in _NOT_IN_A_SPEC or isinstance(value, dict):
             raise residuum.InvalidRequest(f"{name} is not a flag with a value")
@@ -237,14 +242,3 @@ def _tokens(path: str) -> Iterator[str]:
             joined = name in {"keep", "capture", "sites", "positions"} and isinstance(value, list)
             each = [",".join(map(str, value))] if joined else value if isinstance(value, list) else [value]
             yield from (f"{flag}={item}" for item in each)
-
-
-def _toml(text: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError:
-            raise residuum.InvalidRequest("Python 3.10 reads TOML with the package tomli. Install it") from None
-    return tomllib.loads(text)
