@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 
@@ -36,6 +37,12 @@ def prompts(tmp_path):
 
 
 WHAT = residuum.Capture(layers=[1, 4])
+
+
+@pytest.fixture
+def kind():
+    """Both clients run the same job, so one of them is enough here; `test_the_asyncio_client` has the other."""
+    return residuum.Client
 
 
 def files(folder):
@@ -95,6 +102,19 @@ async def test_all_rows_arrive_in_the_order_of_the_prompts(client, prompts, tmp_
     assert await client.captures(prefix=job_id(found.folder)) == []
 
 
+async def test_the_asyncio_client(endpoint, prompts, tmp_path):
+    async with residuum.AsyncClient(endpoint) as client:
+        found = await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False)
+        check_rows(found, 40)
+        stopping = asyncio.ensure_future(client.extract(prompts, tmp_path / "two", capture=WHAT, progress=False))
+        await asyncio.sleep(0.05)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        await client.extract(prompts, tmp_path / "two", capture=WHAT, progress=False)
+    assert files(tmp_path / "two") == files(tmp_path / "out")
+
+
 async def test_a_shard_is_a_safetensors_file(client, prompts, tmp_path):
     await client.extract(prompts, tmp_path / "out", capture=WHAT, dtype="float32", progress=False)
     with safe_open(tmp_path / "out" / "rows-00000.safetensors", framework="np") as file:
@@ -147,6 +167,15 @@ async def test_kinds_of_prompts(client, peer, tmp_path):
     kinds = [request.WhichOneof("prompt") for request in peer.requests if hasattr(request, "sampling")]
     assert sorted(kinds[:3]) == ["chat", "text", "token_ids"]
     assert kinds[3] == "chat"
+
+
+async def test_every_prompt_is_steered(client, peer, tmp_path):
+    joy = residuum.Vector.from_array(np.ones(HIDDEN, np.float32))
+    steer = iter([residuum.Add(joy, layer=2)])
+    found = await client.extract(["a", "b", "c"], tmp_path / "out", capture=WHAT, steer=steer, progress=False)
+    steered = [len(request.spec.steering.operations) for request in peer.requests if hasattr(request, "sampling")]
+    assert steered == [1, 1, 1]
+    assert "operations" in found.spec["steering"]
 
 
 async def test_captures_can_be_kept(client, tmp_path):

@@ -12,12 +12,18 @@ import time
 
 import pytest
 from peer import RunningPeer
+from running_store import RunningStore
 from test_extract import WHAT, check_rows, files, job_id, write_prompts
 
 import residuum
 
 COUNT = 200
 FLAGS = ["--capture", "1,4", "--keep", "y,id", "--shard-bytes", "600", "--max-concurrency", "4"]
+
+
+@pytest.fixture
+def kind():
+    return residuum.Client
 
 
 def start(source, folder, endpoint):
@@ -109,6 +115,21 @@ async def test_two_services_share_the_prompts(client, peer, second, source, tmp_
     counts = [servicer.calls.count("Generate") for servicer in (peer, second.servicer)]
     assert sum(counts) == COUNT
     assert min(counts) > COUNT / 4
+
+
+async def test_services_may_have_stores_of_their_own(client, source, tmp_path):
+    own = RunningStore(tmp_path / "store")
+    second = RunningPeer(own.endpoint)
+    try:
+        found = await client.extract(
+            source, tmp_path / "out", capture=WHAT, endpoints=[second.endpoint], progress=False
+        )
+        check_rows(found, COUNT)
+        with residuum.Client(store=own.endpoint) as stored:
+            assert list(stored.captures()) == []
+    finally:
+        second.stop()
+        own.stop()
 
 
 def slowly(deltas):

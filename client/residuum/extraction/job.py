@@ -23,6 +23,7 @@ from residuum.extraction.runner import Runner, clean_up
 from residuum.extraction.services import Services
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError
 from residuum.transport.batches import check_concurrency
+from residuum.values.steering import operation_list
 
 
 class HasSettings(Protocol):
@@ -91,7 +92,8 @@ def job_of(
             reason="INVALID_FIELD",
         )
     names = list(dict.fromkeys([client.endpoint, *endpoints]))
-    job = Job(source, folder, JobSpec(**{**spec, "keep": names_of(spec["keep"])}), **options)
+    fixed = {"keep": names_of(spec["keep"]), "steer": operation_list(spec["steer"])}  # both may be iterators
+    job = Job(source, folder, JobSpec(**{**spec, **fixed}), **options)
     return job, lambda: [AsyncClient(name, **client.settings) for name in names]
 
 

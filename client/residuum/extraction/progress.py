@@ -81,5 +81,10 @@ def line_of(totals: Totals, total: int, done_before: int, seconds: float) -> str
     failed = f", {totals.failed} failed" if totals.failed else ""
     return (
         f"{done} of {total} prompts{failed}, {speed:.1f} prompts/s, {totals.tokens / max(seconds, 1e-9):.0f} tokens/s, "
-        f"{totals.bytes / 1e9:.3f} GB, {left}"
+        f"{size(totals.bytes)}, {left}"
     )
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people, in MB (10⁶ bytes) or GB (10⁹ bytes)."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"  # noqa: PLR2004 - a GB

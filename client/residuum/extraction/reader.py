@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.extraction.folder import JOB, shards_in
+from residuum.extraction.progress import size
 from residuum.extraction.shards import map_arrays, read_lines
 
 Array = npt.NDArray[Any]
@@ -59,10 +60,10 @@ class ExtractSummary:
     def __str__(self) -> str:
         before = f" ({self.done_before} were done before)" if self.done_before else ""
         return (
-            f"{self.prompts} prompts{before}, {self.failed} failed; {self.rows} rows, {self.bytes / 1e9:.3f} GB in "
+            f"{self.prompts} prompts{before}, {self.failed} failed; {self.rows} rows, {size(self.bytes)} in "
             f"{self.seconds:.1f} s: {self.prompts / max(self.seconds, 1e-9):.1f} prompts/s, "
             f"{self.tokens_per_second:.0f} tokens/s, {self.bytes_per_token:.0f} bytes/token, "
-            f"{self.gigabytes_per_second:.3f} GB/s"
+            f"{size(self.gigabytes_per_second * 1e9)}/s"
         )
 
 

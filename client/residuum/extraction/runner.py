@@ -106,7 +106,7 @@ class Runner:
         if shard.prompts:
             await self._finish(shard, total)
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)  # a cancelled job waits for the thread in `run`
 
     async def _next(self, feeding: asyncio.Task[None]) -> list[Outcome]:
         """Wait for the next prompt, and return it with those after it that have ended, too."""
@@ -222,7 +222,7 @@ class Runner:
     async def _finish(self, shard: Shard, total: int) -> Shard:
         """Write a shard in a thread, after the one before it, and return the next shard."""
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)  # a cancelled job waits for the thread in `run`
         used, self._used = self._used, []
         self._writing = asyncio.ensure_future(self._write(shard, total, used))
         return self._new_shard(after=shard)

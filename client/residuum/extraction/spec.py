@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from google.protobuf import json_format
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.sampling import sampling_parameters
 from residuum.values.capture import Capture
-from residuum.values.steering import Operation, operation_list, steering_spec
+from residuum.values.steering import Operation, steering_spec
 
 OnError = Literal["stop", "skip"]
 """What to do with a prompt that fails: stop the job, or leave the prompt out."""
@@ -33,7 +33,7 @@ class JobSpec:
     column: str = "text"
     keep: tuple[str, ...] = ()
     chat: bool = False
-    steer: Operation | Iterable[Operation] | None = None
+    steer: Sequence[Operation] = ()
     model: str | None = None
     limit: int | None = None
     shuffle: int | None = None
@@ -52,7 +52,6 @@ class JobSpec:
         """
         if not isinstance(self.capture, Capture):
             raise TypeError(f"capture= takes a residuum.Capture, not {self.capture!r}.")
-        operation_list(self.steer)
         sampling_parameters(dict(self.sampling))
         for name, value in (
             ("limit", self.limit),
@@ -75,10 +74,9 @@ class JobSpec:
             prompts: The number of prompts.
             model: The model that the services serve.
         """
-        operations = operation_list(self.steer)
         return {
             "capture": json_format.MessageToDict(self.capture.to_proto(), preserving_proto_field_name=True),
-            "steering": json_format.MessageToDict(steering_spec(operations)) if operations else {},
+            "steering": json_format.MessageToDict(steering_spec(self.steer)) if self.steer else {},
             "sampling": dict(sorted(self.sampling.items())),
             "model": model,
             "adapter": self.model or "",
