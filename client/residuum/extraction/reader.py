@@ -71,7 +71,8 @@ class LayerRows(Sequence[Array]):
     """The rows of one layer at one site: an array [rows, width] over all shards, mapped into memory.
 
     Index it with a number, a slice, an array of numbers or a boolean mask: only these rows are read, as a numpy array.
-    `numpy.asarray` reads all of them.
+    `numpy.asarray` reads all of them. Many libraries do not know numpy's bfloat16; convert such rows first, as in
+    `numpy.asarray(rows, numpy.float32)`.
     """
 
     def __init__(self, parts: Sequence[Array], width: int, dtype: np.dtype[Any]) -> None:
@@ -219,7 +220,8 @@ class Extracted:
             KeyError: The job did not keep this column; the message lists those that it kept.
 
         Example:
-            >>> probe = LogisticRegression().fit(rows.layer(12), rows.labels("y"))
+            >>> values = np.asarray(rows.layer(12), np.float32)
+            >>> probe = LogisticRegression().fit(values, rows.labels("y"))
         """
         if name not in self.spec["keep"]:
             kept = ", ".join(self.spec["keep"]) or "none: name columns with keep= when you extract"
