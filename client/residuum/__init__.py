@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         EmptyCaptureWarning,
         EmptyPrompt,
         EngineDead,
+        ExtractStopped,
         IncompleteCapture,
         InvalidRequest,
         LeftOutWarning,
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
         Unreachable,
     )
     from residuum.exports.job import Export
+    from residuum.extraction.reader import Extracted, ExtractSummary, LayerRows
     from residuum.protocol.lens import LogitLens, Unembedding
     from residuum.protocol.patching import PatchSweep
     from residuum.protocol.reading import Piece
@@ -135,6 +137,9 @@ _MODULES = {
     "Stream": "residuum.client",
     "Directions": "residuum.directions.values",
     "Export": "residuum.exports.job",
+    "ExtractSummary": "residuum.extraction.reader",
+    "Extracted": "residuum.extraction.reader",
+    "LayerRows": "residuum.extraction.reader",
     "Logprobs": "residuum.values.logprobs",
     "Manifest": "residuum.values.manifest",
     "RowSet": "residuum.values.manifest",
@@ -206,11 +211,15 @@ __all__ = [
     "EmptyPrompt",
     "EngineDead",
     "Export",
+    "ExtractStopped",
+    "ExtractSummary",
+    "Extracted",
     "Gate",
     "GateRecord",
     "Health",
     "IncompleteCapture",
     "InvalidRequest",
+    "LayerRows",
     "LeftOutWarning",
     "LimitReached",
     "LogitLens",

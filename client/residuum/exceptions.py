@@ -44,6 +44,7 @@
     ├── RequestAborted                  a client called abort
     ├── CallerStalled                   the stream was not read for too long, and the service ended it
     ├── BatchFailed                     some prompts of generate_many failed; .replies, .errors
+    ├── ExtractStopped                  a prompt of an extraction failed; .done
     ├── ClientClosed
     └── ServerFault                     a bug of the server, or an answer that breaks the contract
 
@@ -325,6 +326,25 @@ class BatchFailed(ResiduumError):
         )
         self.replies = list(replies)
         self.errors = dict(errors)
+
+
+class ExtractStopped(ResiduumError):
+    """A prompt of `Client.extract` failed, and the job was to stop then. The shards before it are on the disk.
+
+    Attributes:
+        done: The number of prompts that are in shards.
+    """
+
+    def __init__(self, where: str, failure: Exception, done: int, total: int) -> None:
+        text = str(failure)
+        super().__init__(
+            f"{text if text.startswith(where) else f'{where}: {text}'} The job has stopped, with {done} of {total} "
+            "prompts on the disk. Correct the cause and run the same job again, or leave such prompts out with "
+            "on_error='skip'.",
+            reason=getattr(failure, "reason", ""),
+            metadata=getattr(failure, "metadata", {}),
+        )
+        self.done = done
 
 
 class BatchInterrupted(KeyboardInterrupt):

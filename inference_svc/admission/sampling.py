@@ -127,6 +127,7 @@ def _check_ranges(p: inference_pb2.SamplingParameters, facts: ModelFacts) -> Non
         ),
         ("logprobs", p.logprobs <= facts.max_logprobs, top),
         ("prompt_logprobs", p.prompt_logprobs <= facts.max_logprobs, top),
+        ("truncate_prompt", not p.HasField("truncate_prompt") or p.truncate_prompt > 0, "at least 1"),
     )
     for field, holds, allowed in rules:
         if not holds:

@@ -22,6 +22,10 @@ _NEED_TOKENIZER = {
 """Sampling parameters that are texts, and what an engine without a tokenizer cannot do."""
 
 
+_MARGIN = 64
+"""Tokens at the end of a text whose tokens may depend on where the text ends."""
+
+
 class PromptReader:
     """Turns prompts into token IDs.
 
@@ -33,7 +37,8 @@ class PromptReader:
         self._thread = thread
         self._tokenizer = tokenizer = thread.tokenizer
         self._facts = facts
-        self._max_characters = facts.max_model_len * _longest_token(tokenizer) if tokenizer is not None else 0
+        self._longest_token = _longest_token(tokenizer) if tokenizer is not None else 0
+        self._max_characters = facts.max_model_len * self._longest_token
 
     async def read(self, request: inference_pb2.GenerateRequest) -> list[int]:
         """Return the token IDs of a request's prompt.
@@ -42,14 +47,22 @@ class PromptReader:
             Failure: The prompt is missing, malformed, or certainly longer than the model's context.
         """
         kind = request.WhichOneof("prompt")
+        limit = request.sampling.truncate_prompt or None
         if self._tokenizer is None:
             _refuse_text(request)
         if kind == "token_ids":
-            return self._checked_ids(list(request.token_ids.ids))
+            return self._checked_ids(list(request.token_ids.ids[:limit]))
         if kind == "text":
-            self._check_characters(len(request.text))
-            return await self._thread.do(self._encode, request.text)
+            text = request.text if limit is None else self._start(request.text, limit)
+            self._check_characters(len(text))
+            return (await self._thread.do(self._encode, text))[:limit]
         if kind == "chat":
+            if limit is not None:
+                raise invalid(
+                    "sampling.truncate_prompt",
+                    "A conversation cannot be truncated: it would lose the place where the reply begins. Leave "
+                    "truncate_prompt out, or send the conversation's token IDs.",
+                )
             self._check_chat(request.chat)
             return await self._thread.do(self._apply_chat_template, request.chat)
         raise invalid("prompt", "Set a prompt: text, token_ids or chat.")
@@ -61,11 +74,15 @@ class PromptReader:
             Failure: The prompt is token IDs.
         """
         kind = request.WhichOneof("prompt")
-        if kind == "text":
+        if kind == "text" and len(token_ids) != request.sampling.truncate_prompt:
             return request.text
-        if kind == "chat":
+        if kind in {"text", "chat"}:
             return str(await self._thread.do(self._tokenizer.decode, token_ids))
         raise no_prompt_text()
+
+    def _start(self, text: str, limit: int) -> str:
+        """Return as much of a text as surely has `limit` tokens, and some more: the cut may change the last ones."""
+        return text[: min(limit + _MARGIN, self._facts.max_model_len) * self._longest_token]
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text)) if text else []

@@ -105,6 +105,7 @@ class Script:
     hold: threading.Event | None = None  # generation waits here after its first token
     drop_vectors: bool = False  # forget all vectors before the next Generate or UpdateSteering
     truncate: bool = False  # end the stream without the last event
+    num_layers: int = LAYERS  # what the service says of its model
     outcome: int = capture_pb2.CAPTURE_STATE_COMPLETE
     lost_layers: tuple = ()  # layers whose rows are shed
     bad_order: bool = False  # a delta before `started`
@@ -134,6 +135,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         self.calls: list[str] = []
         self.requests: list = []
         self.vectors_received = 0
+        self.replayed = 0
         self.cancelled = threading.Event()
         self.generating = threading.Event()
         self.running: dict[str, threading.Event] = {}
@@ -152,7 +154,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if stores is None:
             stores = [self.store_endpoint] if self.store_endpoint else []
         response = inference_pb2.GetModelInfoResponse(
-            model="peer", num_layers=LAYERS, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+            model="peer", num_layers=self.script.num_layers, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
             steering_operations=["add", "ablate", "cap", "replace", "set"], encodings=ENCODINGS.values(),
             reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
@@ -282,7 +284,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         sequences = request.sampling.num_sequences or 1
         captures = spec.HasField("capture")
         if captures:
-            self._open(name, spec, prompt, sequences, request.text)
+            existing = self._open(name, spec, prompt, sequences, request.text)
+            if existing.HasField("existing"):
+                yield from self._replay(existing.existing)
+                return
         yield from self._events(name, spec, prompt, count, sequences, request.sampling, context)
 
     def _claim(self, request):
@@ -407,7 +412,25 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             request_time=timestamp_pb2.Timestamp(seconds=1_700_000_000),
         )  # fmt: skip
         request = store_pb2.OpenCaptureRequest(description=description, if_exists=spec.if_exists)
-        self.store.OpenCapture(request, timeout=10)
+        return self.store.OpenCapture(request, timeout=10)
+
+    def _replay(self, manifest):
+        """Answer with a capture that exists already (IF_EXISTS_SKIP)."""
+        self.replayed += 1
+        what = manifest.description
+        handle = inference_pb2.CaptureHandle(capture_id=what.capture_id, store_endpoint=self.store_endpoint)
+        prompt, done = list(what.prompt_token_ids), [list(item.generated_token_ids) for item in manifest.sequences]
+        started = inference_pb2.GenerationStarted(
+            request_id=what.capture_id, prompt_token_ids=prompt, capture=handle, skipped=True
+        )
+        yield inference_pb2.GenerateResponse(started=started)
+        for sequence, tokens in enumerate(done):
+            if tokens:
+                delta = inference_pb2.TokenDelta(
+                    sequence=sequence, text="".join(f" {token}" for token in tokens), token_ids=tokens
+                )
+                yield inference_pb2.GenerateResponse(delta=delta)
+        yield inference_pb2.GenerateResponse(finished=_finished(prompt, done, handle))
 
     def _end_capture(self, spec, name, prompt, done, outcome, script):
         if not spec.HasField("capture"):
@@ -531,6 +554,8 @@ def _tokens(request) -> list[int]:
         tokens = [len(message.content) for message in request.chat.messages]
     else:
         tokens = [len(word) for word in request.text.split()]
+    if request.sampling.truncate_prompt and kind != "chat":
+        tokens = tokens[: request.sampling.truncate_prompt]
     if not tokens:
         raise Failure(Reason.ERROR_REASON_EMPTY_PROMPT, "The prompt has no tokens.")
     if len(tokens) > 4000:

@@ -24,19 +24,18 @@ from residuum.v1 import capture_pb2, errors_pb2
 ROOT = Path(__file__).parents[2]
 
 NAMES = """
-    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream AttentionLayer
-    BadCredentials BadVector BatchCancelled BatchFailed BatchInterrupted
-    CallerStalled Cap Capture CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary Client
-    ClientClosed DamagedCapture DeadlineExceeded Directions EmptyCaptureWarning EmptyPrompt EngineDead Export Gate
-    GateRecord Health IncompleteCapture InvalidRequest LeftOutWarning LimitReached LogitLens Logprobs Manifest
-    MessageSpan MissingVectors ModelInfo Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable
-    OpenCapture OutageWarning
-    PatchSweep PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded Registration
-    Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling Sequence
-    SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture
-    StoreStats StoreUnreachable StoredRow Stream TLS TokenDelta Unauthenticated Unavailable Unembedding UnknownCapture
-    UnknownLayer UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__
-    attention_weights directions load_vectors serve vllm_xargs
+    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream AttentionLayer BadCredentials
+    BadVector BatchCancelled BatchFailed BatchInterrupted CallerStalled Cap Capture CaptureEnded CaptureExists
+    CaptureNotComplete CapturePage CaptureSummary Client ClientClosed DamagedCapture DeadlineExceeded Directions
+    EmptyCaptureWarning EmptyPrompt EngineDead Export ExtractStopped ExtractSummary Extracted Gate GateRecord Health
+    IncompleteCapture InvalidRequest LayerRows LeftOutWarning LimitReached LogitLens Logprobs Manifest MessageSpan
+    MissingVectors ModelInfo Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable
+    OpenCapture OutageWarning PatchSweep PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded
+    Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling
+    Sequence SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull
+    StoreFullCapture StoreStats StoreUnreachable StoredRow Stream TLS TokenDelta Unauthenticated Unavailable
+    Unembedding UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable
+    Usage Vector __version__ attention_weights directions load_vectors serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 
@@ -134,6 +133,7 @@ def _errors():
     manifest = residuum.Manifest.from_proto(capture_pb2.CaptureManifest())
     special = {
         residuum.Unreachable: lambda: residuum.Unreachable("away", endpoint="host:1"),
+        residuum.ExtractStopped: lambda: residuum.ExtractStopped("line 3", residuum.EmptyPrompt("empty"), 2, 9),
         residuum.BatchFailed: lambda: residuum.BatchFailed([None], {0: residuum.EmptyPrompt("empty", reason="X")}),
         **{
             kind: lambda kind=kind: kind("not whole", manifest, reason="OVERFLOW")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import os
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
@@ -12,8 +13,11 @@ from residuum.exceptions import ResiduumError
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
+    from residuum._async.client import AsyncClient
     from residuum.exports.job import Export, ExportJob
     from residuum.exports.target import Workplace
+    from residuum.extraction.inputs import Source
+    from residuum.extraction.reader import Extracted
     from residuum.values.activations import Activations
 
     Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -77,6 +81,20 @@ async def read_event(call: Call) -> inference_pb2.GenerateResponse | None:
     """
     response = await call.read()
     return response if isinstance(response, inference_pb2.GenerateResponse) else None
+
+
+async def extract(
+    client: AsyncClient,
+    source: Source,
+    folder: str | os.PathLike[str],
+    spec: Mapping[str, Any],
+    endpoints: Iterable[str],
+    **options: Any,
+) -> Extracted:
+    """Run an extraction in this event loop; see `AsyncClient.extract`."""
+    from residuum.extraction.job import job_of, run_job
+
+    return await run_job(*job_of(client, source, folder, spec, endpoints, **options))
 
 
 async def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:

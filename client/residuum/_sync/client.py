@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from residuum import exceptions as exc
 from residuum._sync import io
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self, Unpack
 
+    from residuum.extraction.inputs import Source
+    from residuum.extraction.reader import Extracted
     from residuum.protocol.requests import IfExists
     from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
@@ -374,6 +377,99 @@ class Client(SearchClient):
         self._ledger.add(plan.vectors)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
         return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors, plan.probes)
+
+    def extract(
+        self,
+        source: Source,
+        folder: str | os.PathLike[str],
+        *,
+        capture: Capture,
+        column: str = "text",
+        keep: str | Iterable[str] = (),
+        chat: bool = False,
+        steer: Operation | Iterable[Operation] | None = None,
+        model: str | None = None,
+        limit: int | None = None,
+        shuffle: int | None = None,
+        context_length: int | None = None,
+        on_long: Literal["fail", "skip", "truncate"] = "fail",
+        on_error: Literal["stop", "skip"] = "stop",
+        dtype: Literal["stored", "float32"] = "stored",
+        shard_bytes: int = 256 << 20,
+        keep_captures: bool = False,
+        endpoints: Iterable[str] = (),
+        timeout: float | None = None,
+        max_concurrency: int = 64,
+        progress: bool = True,
+        **sampling: Unpack[Sampling],
+    ) -> Extracted:
+        """Capture the rows of all prompts of a data set, and write them to files that need no store.
+
+        The job can be stopped or killed at any moment. The same call then continues it: no prompt is computed twice
+        whose rows are in a file or complete in the store, and the files are those of a job that was never stopped.
+        A prompt is computed once, without a reply, unless you give `max_tokens`.
+
+        If a service does not answer, the job leaves it out until it answers again. If none does, it waits as
+        `generate_many` does.
+
+        Args:
+            source: The prompts: a file that ends in .jsonl, .txt (one prompt per line), .parquet or .arrow; a folder
+                with Parquet files or of `Dataset.save_to_disk`; or a list of prompts, or of rows with columns. Tables
+                need the extra `parquet`.
+            folder: The folder to write. It must not exist, be empty, or have the same job.
+            capture: What to capture of every prompt.
+            column: The column with the prompt: a text, a list of token IDs, or a conversation as a list of messages.
+            keep: The columns to keep as labels, as a list or separated by commas.
+            chat: Whether a text is a user's message in a chat.
+            steer: How to steer every prompt.
+            model: The LoRA adapter to use, or the model that you expect, as for `generate`.
+            limit: The most prompts; None means all.
+            shuffle: The seed of a random order of the prompts; None keeps the order of the input. With `limit`, the job
+                is a random sample.
+            context_length: The most tokens of a prompt; None leaves this to the model.
+            on_long: What to do with a prompt that is longer: "fail" treats it as an error; "skip" leaves it out;
+                "truncate" uses its first tokens. A conversation cannot be truncated.
+            on_error: What to do if a row of the input is broken, or its prompt fails: "stop" the job, or "skip" the
+                prompt and record the reason. Failures that would concern all prompts always stop the job.
+            dtype: "stored" writes rows in the dtype in which they were captured, and decoded ones as float32. "float32"
+                writes all as float32.
+            shard_bytes: The approximate size of a file of rows. The client holds up to two of them in memory, and the
+                stores hold the captures of as many.
+            keep_captures: Keep the captures in the stores. By default they are deleted when their rows are on the disk.
+            endpoints: Further inference services of the same model. Each prompt goes to the one that has the fewest.
+            timeout: Seconds that each prompt may take.
+            max_concurrency: How many prompts run at once, on all services together.
+            progress: Show a progress bar, on a terminal or in Jupyter.
+            **sampling: As for `generate`; max_tokens is 0 by default.
+
+        Returns:
+            The rows, mapped into memory; its `summary` has the speed and the failures.
+
+        Raises:
+            ExtractStopped: A prompt failed, and `on_error` is "stop".
+            InvalidRequest: The folder has another job, the input is empty or has changed, or an argument is invalid.
+            FileExistsError: The folder has other files, or another process runs the job.
+            OSError: The input cannot be read, or a file cannot be written.
+            Unreachable: No service answers.
+
+        Warns:
+            OutageWarning: A service does not answer, and is left out.
+
+        Example:
+            >>> what = residuum.Capture(layers=[12], positions="last_prompt")
+            >>> rows = client.extract("train.jsonl", "train-rows", capture=what, keep="label")
+            >>> rows.layer(12).shape, rows.labels("label")[:3]
+            ((2000, 576), [1, 0, 0])
+        """
+        spec: dict[str, Any] = {
+            "capture": capture, "column": column, "keep": keep, "chat": chat, "steer": steer, "model": model,
+            "limit": limit, "shuffle": shuffle, "context_length": context_length, "on_long": on_long, "dtype": dtype,
+            "shard_bytes": shard_bytes, "sampling": sampling,
+        }  # fmt: skip
+        return io.extract(
+            self, source, folder, spec, endpoints, on_error=on_error, keep_captures=keep_captures, timeout=timeout,
+            max_concurrency=max_concurrency, progress=progress,
+        )  # fmt: skip
 
     def patch_sweep(
         self,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from residuum.exceptions import ResiduumError
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:
+    from residuum._sync.client import Client
     from residuum.exports.job import Export, ExportJob
     from residuum.exports.target import Workplace
+    from residuum.extraction.inputs import Source
+    from residuum.extraction.reader import Extracted
     from residuum.values.activations import Activations
 
     class Call(Iterator[inference_pb2.GenerateResponse], Protocol):
@@ -97,6 +101,20 @@ def read_event(call: Call) -> inference_pb2.GenerateResponse | None:
         grpc.RpcError: The call failed.
     """
     return next(call, None)
+
+
+def extract(
+    client: Client,
+    source: Source,
+    folder: str | os.PathLike[str],
+    spec: Mapping[str, Any],
+    endpoints: Iterable[str],
+    **options: Any,
+) -> Extracted:
+    """Run an extraction, in an event loop of its own; see `Client.extract`."""
+    from residuum.extraction.job import job_of, run_in_thread
+
+    return run_in_thread(*job_of(client, source, folder, spec, endpoints, **options))
 
 
 def write_export(job: ExportJob, acts: Activations, place: Workplace, touch: Callable[[int], None]) -> Export:

@@ -78,12 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "capture of the same request holds, and replaces one that is not complete (default: fail)",
     )
     sampling.add_arguments(parser)
-    _add_capture(parser)
+    add_capture(parser)
     steering.add_arguments(parser)
     probes.add_arguments(parser)
 
 
-def _add_capture(parser: argparse.ArgumentParser) -> None:
+def add_capture(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what to capture."""
     group = parser.add_argument_group("capture")
     group.add_argument(
         "--capture",
@@ -165,7 +166,7 @@ def generate(options: argparse.Namespace, output: Output) -> int:
     if (options.prompt is None) == (options.file is None):
         options.usage_error("give either a prompt or --file FILE")
     arguments: dict[str, Any] = {
-        "capture": _capture(options),
+        "capture": capture_of(options),
         "steer": steering.operations_of(options),
         "model": options.model,
         "timeout": options.timeout,
@@ -281,7 +282,8 @@ def _text_of(path: str) -> str:
         ) from None
 
 
-def _capture(options: argparse.Namespace) -> residuum.Capture | None:
+def capture_of(options: argparse.Namespace) -> residuum.Capture | None:
+    """Return what the command line captures; None without --capture."""
     if options.capture is None:
         return None
     what = {"points": options.capture} if _names_points(options.capture) else {"layers": options.capture}

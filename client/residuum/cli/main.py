@@ -15,6 +15,7 @@ import residuum
 from residuum.cli import (
     captures,
     doctor,
+    extract,
     generate,
     health,
     labels,
@@ -84,6 +85,16 @@ def make_parser() -> argparse.ArgumentParser:
         arguments=generate.add_arguments,
         timeout=None,
         examples=generate.EXAMPLES,
+    )
+    add_command(
+        commands,
+        "extract",
+        extract.extract,
+        "capture the rows of all prompts of a data set into files",
+        arguments=extract.add_arguments,
+        timeout=None,
+        examples=extract.EXAMPLES,
+        many_endpoints=True,
     )
     _add_captures(commands)
     _add_vectors(commands)

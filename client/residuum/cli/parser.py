@@ -44,6 +44,7 @@ def add_command(
     arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None,
     timeout: float | None = CALL_SECONDS,
     examples: str = "",
+    many_endpoints: bool = False,
 ) -> None:
     """Add a command that calls both services.
 
@@ -55,10 +56,11 @@ def add_command(
         arguments: Adds the command's own arguments. The help shows them before those of the connection.
         timeout: The default timeout in seconds; None means no limit.
         examples: Examples, one per line. The first is the usage line; the help starts with the others.
+        many_endpoints: Whether --endpoint may be repeated; `options.endpoint` is then a list, or None.
     """
     parser = _new(commands, name, run, help_text, examples)
     arguments(parser)
-    group = _add_connection(parser, "the inference service", timeout)
+    group = _add_connection(parser, "the inference service", timeout, many=many_endpoints)
     group.add_argument(
         "--tenant",
         metavar="NAME",
@@ -108,16 +110,18 @@ def _new(commands: Commands, name: str, run: Command, help_text: str, examples: 
 
 
 def _add_connection(
-    parser: argparse.ArgumentParser, endpoint_text: str, timeout: float | None
+    parser: argparse.ArgumentParser, endpoint_text: str, timeout: float | None, *, many: bool = False
 ) -> argparse._ArgumentGroup:
     """Add the flags for the connection and the output. Return their group."""
     group = parser.add_argument_group("connection and output")
     endpoint = os.environ.get("RESIDUUM_ENDPOINT", DEFAULT_ENDPOINT)
+    repeated = "; may be repeated, for several services of one model" if many else ""
     group.add_argument(
         "--endpoint",
-        default=endpoint,
+        action="append" if many else "store",
+        default=None if many else endpoint,
         metavar="HOST:PORT",
-        help=f"{endpoint_text} (default: RESIDUUM_ENDPOINT, now {endpoint})",
+        help=f"{endpoint_text}{repeated} (default: RESIDUUM_ENDPOINT, now {endpoint})",
     )
     limit = f"none, and {CALL_SECONDS:g} for each short call" if timeout is None else f"{timeout:g}"
     seconds = f"the timeout in seconds (default: {limit})"

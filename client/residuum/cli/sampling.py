@@ -26,6 +26,7 @@ _SINGLE: dict[str, tuple[type, str]] = {
     ),
     "logprobs": (int, "with --json: print log-probabilities, and this many most likely tokens (default: none)"),
     "prompt_logprobs": (int, "with --json: the same for the prompt's tokens (default: none)"),
+    "truncate_prompt": (int, "use only this many tokens of the prompt, from its start (default: all)"),
     "regex": (str, "make the reply match this regular expression (default: none)"),
 }
 """The parameters that are one number or text, with their help texts."""
@@ -39,11 +40,12 @@ _REPEATED: dict[str, tuple[str, type, str, str]] = {
 """The parameters whose flags may be repeated: flag, kind, placeholder and help text."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
+def add_arguments(parser: argparse.ArgumentParser, *, max_tokens: int = 16) -> None:
+    """Add the flags. `max_tokens` is the default that the help shows."""
     group = parser.add_argument_group("sampling")
     for name, (kind, help_text) in _SINGLE.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[0].upper(), help=help_text)
+        text = help_text.replace("(default: 16)", f"(default: {max_tokens})")
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[0].upper(), help=text)
     for name, (flag, kind, metavar, text) in _REPEATED.items():
         help_text = f"{text}; may be repeated (default: none)"
         group.add_argument(flag, dest=name, action="append", type=kind, metavar=metavar, help=help_text)

@@ -7,7 +7,8 @@ header and the arrays.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ FORMAT = "residuum.activations.v1"
 """The value of "format" in the file's metadata."""
 
 _ALIGNMENT = 8
-_DTYPES = {
+DTYPES = {
     np.dtype(np.bool_): "BOOL",
     np.dtype("u1"): "U8",
     np.dtype("<u2"): "U16",
@@ -33,6 +34,7 @@ _DTYPES = {
     np.dtype("<f2"): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
 }
+"""The format's names of the element types that occur here."""
 
 
 def write(acts: Activations, path: Path, advance: Advance) -> None:
@@ -53,20 +55,29 @@ def _tensors(acts: Activations) -> Iterator[Stored]:
             yield Stored(f"{selection.name}.{item}", array, present=None, kept_bytes=0.0)
 
 
-def _header(acts: Activations, tensors: list[Stored]) -> bytes:
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "manifest": acts.manifest.to_json(),
-            "sites": ",".join(acts.sites),
-            "selected": f"{acts.sequence}/{acts.site}",
-        }
-    }
+def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, np.dtype[Any], Sequence[int]]]) -> bytes:
+    """Return the start of a file: everything before the arrays.
+
+    Args:
+        metadata: The file's metadata.
+        tensors: The name, element type and shape of each array, in the order in which they follow. Readers map the file
+            into memory, so arrays with larger elements must come first.
+    """
+    document: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.values.nbytes
-        shape, dtype = list(tensor.values.shape), _DTYPES[tensor.values.dtype]
-        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        document[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def _header(acts: Activations, tensors: list[Stored]) -> bytes:
+    metadata = {
+        "format": FORMAT,
+        "manifest": acts.manifest.to_json(),
+        "sites": ",".join(acts.sites),
+        "selected": f"{acts.sequence}/{acts.site}",
+    }
+    return header(metadata, ((tensor.name, tensor.values.dtype, tensor.values.shape) for tensor in tensors))

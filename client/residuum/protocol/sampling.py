@@ -54,6 +54,8 @@ class Sampling(TypedDict, total=False):
             With 0, only those of the generated tokens. The server has a limit, usually 20. See `Reply.logprobs`.
         prompt_logprobs: The same for the tokens of the prompt. The model then always computes the whole prompt. See
             `Reply.prompt_logprobs`.
+        truncate_prompt: Use only this many tokens of the prompt, from its start. A conversation cannot be truncated.
+            Default: all; a prompt that does not fit the model's context is refused.
     """
 
     max_tokens: int
@@ -76,6 +78,7 @@ class Sampling(TypedDict, total=False):
     regex: str
     logprobs: int
     prompt_logprobs: int
+    truncate_prompt: int
 
 
 def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingParameters:
@@ -118,6 +121,7 @@ _INTEGERS = {
     "min_tokens": (0, _UINT32),
     "logprobs": (0, _UINT32),
     "prompt_logprobs": (0, _UINT32),
+    "truncate_prompt": (1, _UINT32),
 }
 _NUMBERS = {
     "temperature": (0.0, 2.0),

@@ -281,7 +281,7 @@ _COMMON: tuple[type[ResiduumError], ...] = (BadVector, UnknownLayer, UnknownMode
 _COMMON_FIELDS = ("capture", "if_exists", "probes", "sampling", "steering")
 
 
-def _is_common(failure: ResiduumError | None) -> bool:
+def is_common(failure: ResiduumError | None) -> bool:
     """Tell whether a failure is about the arguments that all prompts may share."""
     field = failure.metadata.get("field", "") if isinstance(failure, InvalidRequest) else ""
     return isinstance(failure, _COMMON) or field.split(".")[0] in _COMMON_FIELDS
@@ -301,7 +301,7 @@ class BatchResults:
 
     def add(self, index: int, outcome: Reply | ResiduumError) -> None:
         """Record the outcome of a prompt."""
-        if isinstance(outcome, ResiduumError) and index == 0 and self._plan.is_uniform and _is_common(outcome):
+        if isinstance(outcome, ResiduumError) and index == 0 and self._plan.is_uniform and is_common(outcome):
             self._common = outcome
         if isinstance(outcome, ResiduumError):
             self.errors[index] = outcome

@@ -20,7 +20,7 @@ def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_byte
         enabled: Whether to show the bar.
         of_bytes: Whether the items are bytes.
     """
-    if not enabled or not (sys.stderr.isatty() or _is_jupyter()):
+    if not enabled or not shows_bars():
         yield _ignore
         return
     from rich.console import Console
@@ -31,6 +31,11 @@ def progress_bar(label: str, total: int | None, *, enabled: bool = True, of_byte
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def shows_bars() -> bool:
+    """Tell whether a bar can be shown: stderr is a terminal, or this is Jupyter."""
+    return sys.stderr.isatty() or _is_jupyter()
 
 
 def _is_jupyter() -> bool:

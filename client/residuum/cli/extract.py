@@ -1,0 +1,244 @@
+"""`residuum extract`: the rows of all prompts of a data set, as a job that continues after it was killed."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import datetime
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import residuum
+from residuum.cli import sampling, steering
+from residuum.cli.connection import CALL_SECONDS, credentials_of, outages
+from residuum.cli.generate import add_capture, capture_of
+from residuum.cli.output import Output, age, size
+from residuum.cli.parser import DEFAULT_ENDPOINT, positive_count
+from residuum.extraction.estimate import Estimate, estimate
+from residuum.extraction.job import job_of, run_in_thread
+from residuum.extraction.spec import DEFAULT_CONCURRENCY, DEFAULT_SHARD_BYTES
+
+EXAMPLES = """\
+INPUT --output FOLDER
+residuum extract train.jsonl --output rows --capture 12 --positions last_prompt --keep label
+residuum extract docs.parquet --output rows --capture 8,16,24 --column content --limit 10000 --shuffle 0
+residuum extract chats.jsonl --output rows --capture all --column messages --max-tokens 64
+residuum extract train.jsonl --output rows --spec job.toml --endpoint a:50051 --endpoint b:50051"""
+
+_NOT_IN_A_SPEC = {"spec", "json", "help"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument(
+        "input",
+        nargs="?",
+        metavar="INPUT",
+        help="a file that ends in .jsonl, .txt (one prompt per line), .parquet or .arrow, or a folder with a data set",
+    )
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="the folder to write; if it has this job already, the job continues"
+    )
+    parser.add_argument(
+        "--spec",
+        metavar="FILE",
+        action=_Spec,
+        help="a TOML file with flags of this command and their values, such as capture = 12; flags on the command line "
+        "take precedence (default: none)",
+    )
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--column",
+        metavar="NAME",
+        default="text",
+        help="the column with the prompt: a text, token IDs, or a conversation as a list of messages (default: text)",
+    )
+    group.add_argument(
+        "--keep", metavar="NAMES", default="", help="the columns to keep as labels, separated by commas (default: none)"
+    )
+    group.add_argument("--chat", action="store_true", help="treat a text as a user's message (default: as plain text)")
+    group.add_argument("--limit", type=positive_count, metavar="N", help="at most this many prompts (default: all)")
+    group.add_argument(
+        "--shuffle", type=int, metavar="SEED", help="the seed of a random order (default: the input's order)"
+    )
+    group.add_argument(
+        "--context-length", type=positive_count, metavar="N", help="the most tokens of a prompt (default: the model's)"
+    )
+    group.add_argument(
+        "--on-long",
+        choices=("fail", "skip", "truncate"),
+        default="fail",
+        help="what to do with a longer prompt: treat it as an error, leave it out, or use its first tokens; a "
+        "conversation cannot be truncated (default: fail)",
+    )
+    group.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do if a row is broken or its prompt fails: stop, or leave it out and record why (default: stop)",
+    )
+    _add_job(parser)
+    add_capture(parser)
+    sampling.add_arguments(parser, max_tokens=0)
+    steering.add_arguments(parser)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("job")
+    group.add_argument("--model", metavar="NAME", help="the LoRA adapter to use, or the model that you expect")
+    group.add_argument(
+        "--max-concurrency",
+        type=positive_count,
+        default=DEFAULT_CONCURRENCY,
+        metavar="N",
+        help=f"how many prompts run at once, on all services together (default: {DEFAULT_CONCURRENCY})",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("stored", "float32"),
+        default="stored",
+        help="write rows as they were captured, or as float32 (default: stored)",
+    )
+    group.add_argument(
+        "--shard-bytes",
+        type=positive_count,
+        default=DEFAULT_SHARD_BYTES,
+        metavar="N",
+        help=f"the approximate size of a file of rows (default: {DEFAULT_SHARD_BYTES})",
+    )
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write nothing: run a random sample of the prompts, and estimate the job's bytes and time (default: run)",
+    )
+    group.add_argument(
+        "--keep-captures", action="store_true", help="keep the captures in the stores (default: delete them)"
+    )
+
+
+def extract(options: argparse.Namespace, output: Output) -> int:
+    """Run the job, or continue it, and print what it did."""
+    source = options.input or getattr(options, "spec_input", None)
+    for flag, value in (("INPUT", source), ("--output", options.output), ("--capture", options.capture)):
+        if value is None:
+            options.usage_error(f"{flag} is missing; give it on the command line or in --spec")
+    spec = {
+        "capture": capture_of(options),
+        "steer": steering.operations_of(options),
+        "sampling": sampling.parameters_of(options, output),
+        **{name: getattr(options, name) for name in _SPEC_FLAGS},
+    }
+    job, clients = job_of(
+        _Connection(options), str(source), options.output, spec, options.endpoint or (), on_error=options.on_error,
+        keep_captures=options.keep_captures, timeout=options.timeout, max_concurrency=options.max_concurrency,
+        progress=not output.as_json, lines=not output.as_json,
+    )  # fmt: skip
+    with outages(output):
+        if options.dry_run:
+            _show_estimate(estimate(job, clients), output)
+            return 0
+        try:
+            rows = run_in_thread(job, clients)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("To continue the job, run the same command again") from None
+    _show(rows, output)
+    return 0
+
+
+_SPEC_FLAGS = (
+    "column", "keep", "chat", "model", "limit", "shuffle", "context_length", "on_long", "dtype", "shard_bytes",
+)  # fmt: skip
+
+
+class _Connection:
+    """The connection flags as the client that `job_of` expects."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        given = options.endpoint or [os.environ.get("RESIDUUM_ENDPOINT", DEFAULT_ENDPOINT)]
+        self.endpoint: str = given[0]
+        self.settings: dict[str, Any] = {
+            "store": options.store,
+            "timeout": options.timeout or CALL_SECONDS,
+            "tenant": options.tenant,
+            **credentials_of(options),
+        }
+
+
+def _show_estimate(found: Estimate, output: Output) -> None:
+    if output.as_json:
+        output.json(found)
+        return
+    failed = f", {found.failed} of which failed" if found.failed else ""
+    time = age(datetime.timedelta(seconds=found.seconds))
+    output.say(
+        f"{found.prompts} prompts take about {size(found.bytes)} and {time}: {found.tokens} tokens, estimated from "
+        f"{found.sampled} prompts{failed}. The disk has {size(found.free_bytes)} free."
+    )
+
+
+def _show(rows: residuum.Extracted, output: Output) -> None:
+    summary = rows.summary
+    if summary is None:
+        return
+    if output.as_json:
+        output.json({"folder": str(rows.folder), "points": rows.points, **dataclasses.asdict(summary)})
+        return
+    output.say(f"{rows.folder}: {summary}")
+    for line in rows.failures[:5]:
+        output.note(f"prompt {line['index']} failed: {line['failed']['message']}")
+    if len(rows.failures) > 5:  # noqa: PLR2004 - the rest is in the files
+        output.note(f"{len(rows.failures)} prompts failed in all; the prompts-*.jsonl files have the reasons")
+
+
+class _Spec(argparse.Action):
+    """Takes the values of flags from a TOML file, unless they were given before it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Set the flags."""
+        path = str(values)
+        try:
+            tokens = list(_tokens(path))
+        except (ImportError, OSError, ValueError) as error:
+            parser.error(f"{option_string} {path} cannot be used: {error}")
+        found = copy.copy(parser).parse_args(tokens)
+        namespace.spec = path
+        for name, value in vars(found).items():
+            default = parser.get_default(name)
+            if value != default and getattr(namespace, name, default) == default:
+                setattr(namespace, "spec_input" if name == "input" else name, value)
+
+
+def _tokens(path: str) -> Iterator[str]:
+    """Yield the file's values as they would be on the command line.
+
+    Raises:
+        InvalidRequest: A value has no form on the command line.
+        ValueError: It is not TOML.
+        ImportError: Python 3.10 lacks the package tomli.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib  # novm
+    else:
+        import tomli as tomllib
+    for name, value in tomllib.loads(Path(path).read_text(encoding="utf-8")).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in _NOT_IN_A_SPEC or isinstance(value, dict):
+            raise residuum.InvalidRequest(f"{name} is not a flag with a value")
+        if name == "input":
+            yield str(value)
+        elif value is True:
+            yield flag
+        elif value is not False:
+            joined = name in {"keep", "capture", "sites", "positions"} and isinstance(value, list)
+            each = [",".join(map(str, value))] if joined else value if isinstance(value, list) else [value]
+            yield from (f"{flag}={item}" for item in each)

@@ -1,0 +1,1 @@
+"""Jobs over datasets: prompts from a file go in, and shards of rows with an index come out. A killed job continues."""

@@ -1,0 +1,258 @@
+"""The output folder of a job: what the job is, the shards that are on the disk, and the log of its runs.
+
+    job.json                   the job's document, the model, and the versions at the start
+    rows-00000.safetensors     the rows of the first prompts
+    prompts-00000.jsonl        one line for each of these prompts
+    index.json                 all shards, for readers
+    log.jsonl                  when the job ran, and how fast; no other file depends on time
+
+A shard is on the disk when its file of rows has its name: it is written under another name, synced and renamed after
+the file of its prompts. Which prompts a shard has depends only on the prompts, so a killed job makes the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from residuum.exceptions import InvalidRequest
+from residuum.extraction.shards import FORMAT, Shard, ShardInfo, read_info, read_lines
+from residuum.extraction.spec import differences, digest_of
+
+JOB, INDEX, LOG = "job.json", "index.json", "log.jsonl"
+_PART = ".part"
+
+
+class JobFolder:
+    """The output folder of a job that runs. Only one process may have it open."""
+
+    def __init__(self, path: Path) -> None:
+        """Use `open_folder` instead."""
+        self.path = path
+        self.shards: list[ShardInfo] = []
+        """The shards on the disk."""
+        self.job_id = ""
+        """The start of the names of the job's captures."""
+
+    @property
+    def done(self) -> int:
+        """The number of prompts in the shards."""
+        return sum(shard.prompts for shard in self.shards)
+
+    def begin(self, document: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Start the job, or continue it.
+
+        Args:
+            document: What the job does.
+            facts: The versions, for people.
+
+        Raises:
+            InvalidRequest: The folder has another job; the message says what differs.
+            FileExistsError: The folder has other files.
+        """
+        job = self.path / JOB
+        if job.is_file():
+            before = _read_json(job)["spec"]
+            changed = differences(before, json.loads(json.dumps(document, default=str)))
+            if changed:
+                raise InvalidRequest(
+                    f"{self.path} has another job: {'; '.join(changed)}. Run the job as it was, or choose another "
+                    "folder.",
+                    reason="INVALID_FIELD",
+                )
+        else:
+            others = sorted(item.name for item in self.path.iterdir())
+            if others:
+                raise FileExistsError(
+                    f"{self.path} is a folder with other files, such as {others[0]}. Choose an empty folder, or one "
+                    "that does not exist."
+                )
+            _write_json(job, {"format": FORMAT, "spec": document, "spec_sha256": digest_of(document), **facts})
+        for left_over in self.path.glob(f"*{_PART}"):
+            left_over.unlink()
+        self.shards = list(shards_in(self.path))
+        self.job_id = self._id()
+
+    def digests(self) -> Iterator[str]:
+        """Yield the digest of each prompt in the shards, in order."""
+        for shard in self.shards:
+            for line in read_lines(self.path / shard.prompts_file):
+                yield line["sha256"]
+
+    def commit(self, shard: Shard, total: int) -> ShardInfo:
+        """Write a shard, so that it survives a crash of the process or of the machine.
+
+        Args:
+            shard: The rows.
+            total: The number of prompts of the whole job.
+
+        Raises:
+            OSError: The shard cannot be written. The files on the disk are those from before.
+        """
+        rows, prompts = (self.path / f"{kind}-{shard.number:05}{_PART}" for kind in ("rows", "prompts"))
+        try:
+            info = shard.write(rows, prompts)
+            for part, name in ((prompts, info.prompts_file), (rows, info.rows_file)):
+                _sync(part)
+                part.replace(self.path / name)
+            _sync(self.path)
+        except OSError as error:
+            for part in (rows, prompts):
+                part.unlink(missing_ok=True)
+            raise _with_room(error, self.path, shard.bytes) from None
+        self.shards.append(info)
+        self.write_index(total)
+        return info
+
+    def write_index(self, total: int) -> None:
+        """Write the list of the shards."""
+        _write_json(self.path / INDEX, index_of(self.shards, total))
+
+    def log(self, event: str, **facts: Any) -> None:
+        """Add a line to the log."""
+        with (self.path / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, **facts}) + "\n")
+
+    def _id(self) -> str:
+        """Return the job's own ID: that of the log's first line, or a new one."""
+        log = self.path / LOG
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            name = json.loads(log.read_text(encoding="utf-8").splitlines()[0])["job"]
+            if isinstance(name, str):
+                return name
+        log.unlink(missing_ok=True)
+        name = f"extract-{uuid.uuid4().hex[:12]}"
+        self.log("job", job=name)
+        _sync(log)
+        return name
+
+
+@contextlib.contextmanager
+def open_folder(path: str | os.PathLike[str]) -> Iterator[JobFolder]:
+    """Open the folder of a job, and keep other processes from running the same job meanwhile.
+
+    Raises:
+        FileExistsError: The path is a file, or another process runs this job.
+        OSError: The folder cannot be created, or one may not write there.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file. The output is a folder: choose another path.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(f"The folder {folder} cannot be created: {error.strerror}.") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"You may not write to the folder {folder}. Choose another one.")
+    with _locked(folder):
+        yield JobFolder(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(
+                f"Another process runs the job in {folder}. Wait until it has ended, or choose another folder."
+            ) from None
+        except OSError:  # some network file systems have no locks
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+def shards_in(folder: Path) -> Iterator[ShardInfo]:
+    """Yield the shards of a folder in order."""
+    number = prompts = 0
+    while (path := folder / f"rows-{number:05}.safetensors").is_file():
+        info = read_info(path)
+        if (info.number, info.first_prompt) != (number, prompts) or not (folder / info.prompts_file).is_file():
+            raise InvalidRequest(
+                f"{path} does not follow the shard before it. Delete it and those after it, and run the job again.",
+                reason="INVALID_FIELD",
+            )
+        yield info
+        number, prompts = number + 1, prompts + info.prompts
+
+
+def index_of(shards: Sequence[ShardInfo], total: int) -> dict[str, Any]:
+    """Return the content of index.json."""
+    tensors = {name: kind for shard in shards for name, kind in shard.tensors.items()}
+    sums = {name: sum(getattr(shard, name) for shard in shards) for name in _SUMS}
+    return {
+        "format": FORMAT,
+        "complete": sums["prompts"] == total,
+        "total_prompts": total,
+        **sums,
+        "tensors": {name: {"dtype": dtype, "width": width} for name, (dtype, width) in sorted(tensors.items())},
+        "shards": [
+            {
+                "rows_file": shard.rows_file,
+                "prompts_file": shard.prompts_file,
+                "first_prompt": shard.first_prompt,
+                **{name: getattr(shard, name) for name in _SUMS},
+            }
+            for shard in shards
+        ],
+    }
+
+
+_SUMS = tuple(
+    field.name for field in dataclasses.fields(ShardInfo) if field.name not in {"number", "first_prompt", "tensors"}
+)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise InvalidRequest(
+            f"{path} is damaged. Delete the folder, and run the job again.", reason="INVALID_FIELD"
+        ) from None
+    return document
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a file that is either whole or as before."""
+    part = path.with_name(f"{path.name}{_PART}")
+    try:
+        part.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+        _sync(part)
+        part.replace(path)
+        _sync(path.parent)
+    except OSError as error:
+        raise _with_room(error, path.parent, 0) from None
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _with_room(error: OSError, folder: Path, needed: int) -> OSError:
+    """Return the error of a failed write, with what to do."""
+    needs = f" The shard takes {needed / 1e6:.1f} MB." if needed else ""
+    found = OSError(
+        f"The job cannot write to {folder}: {error.strerror or error}.{needs} Correct this, and run the same job "
+        "again: it continues after the last shard."
+    )
+    found.errno = error.errno
+    return found

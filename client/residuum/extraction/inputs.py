@@ -1,0 +1,296 @@
+"""The prompts of a job: from JSONL, text, a table, or a list."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Union
+
+import numpy as np
+
+from residuum.exceptions import InvalidRequest
+from residuum.protocol.requests import Prompt, short
+
+Source = Union[str, "os.PathLike[str]", "Iterable[Prompt | Mapping[str, Any]]"]
+"""A file, a data set's folder, or a list of prompts or of rows with columns."""
+
+_JSON_SUFFIXES = {".jsonl", ".ndjson"}
+_TEXT_SUFFIXES = {".txt", ".text"}
+_TABLE_SUFFIXES = {".parquet", ".arrow"}
+
+
+class BadRow(InvalidRequest):
+    """A row of the input holds no prompt. The message names the row."""
+
+
+class Rows(Protocol):
+    """The rows of an input, by their number."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """Return a row as a mapping from column to value.
+
+        Raises:
+            BadRow: The row cannot be read.
+        """
+        ...
+
+    def where(self, number: int) -> str:
+        """Return where a row is, for people, such as "line 18 of prompts.jsonl"."""
+        ...
+
+    def close(self) -> None:
+        """Close the input."""
+        ...
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of a job."""
+
+    index: int
+    """Its place in the job."""
+    row: int
+    """Its row in the input, counted from 0."""
+    where: str
+    """Where it is, for people."""
+    prompt: Prompt | None
+    """The prompt; None if the row has none."""
+    labels: Mapping[str, Any]
+    """The columns to keep."""
+    digest: str
+    """A digest of the prompt and the kept columns, or of the error."""
+    error: InvalidRequest | None = None
+    """Why there is no prompt."""
+
+
+class Items:
+    """The prompts of a job in their order."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        column: str,
+        keep: Sequence[str] = (),
+        chat: bool = False,
+        limit: int | None = None,
+        shuffle: int | None = None,
+    ) -> None:
+        """Choose the prompts.
+
+        Args:
+            rows: The input.
+            column: The column with the prompt: a text, token IDs or a conversation.
+            keep: Further columns, which become labels of the rows.
+            chat: Whether a text is a user's message in a chat.
+            limit: The most prompts.
+            shuffle: The seed of a random order; None keeps the order of the input.
+
+        Raises:
+            InvalidRequest: The input has no rows.
+        """
+        if not len(rows):
+            raise InvalidRequest("The input has no prompts. Give at least one.", reason="INVALID_FIELD")
+        self._rows = rows
+        self._column = column
+        self._keep = tuple(keep)
+        self._chat = chat
+        self._order: Sequence[int] = range(len(rows))
+        if shuffle is not None:
+            self._order = array("q", self._order)
+            random.Random(shuffle).shuffle(self._order)  # noqa: S311 - the order is not a secret
+        if limit is not None:
+            self._order = self._order[:limit]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def close(self) -> None:
+        """Close the input."""
+        self._rows.close()
+
+    def item(self, index: int) -> Item:
+        """Return the prompt at a place of the job. If its row is bad, the item has the error."""
+        number = self._order[index]
+        where = self._rows.where(number)
+        try:
+            row = self._rows.row(number)
+            prompt = self._prompt(row, where)
+            labels = {name: _plain(self._value(row, name, where)) for name in self._keep}
+            digest = _digest([prompt, labels])
+        except BadRow as error:
+            return Item(index, number, where, None, {}, _digest([str(error)]), error)
+        return Item(index, number, where, prompt, labels, digest)
+
+    def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
+        value = _plain(self._value(row, self._column, where))
+        if isinstance(value, str) and self._chat:
+            return [{"role": "user", "content": value}]
+        if isinstance(value, (str, list)):
+            return value
+        raise BadRow(
+            f"{where}: the column {self._column!r} holds {short(value)}. A prompt must be a text, a list of token IDs, "
+            'or a conversation as a list of {"role": ..., "content": ...}.',
+            reason="INVALID_FIELD",
+        )
+
+    def _value(self, row: Mapping[str, Any], column: str, where: str) -> Any:
+        if column in row:
+            return row[column]
+        raise BadRow(
+            f"{where}: there is no column {column!r}. The row has {', '.join(map(repr, row)) or 'no columns'}. Name "
+            "the column with the prompt with column=, and those to keep with keep=.",
+            reason="INVALID_FIELD",
+        )
+
+
+def open_rows(source: Source, column: str, keep: Sequence[str]) -> Rows:
+    """Return the rows of an input.
+
+    Args:
+        source: A file that ends in .jsonl, .txt, .parquet or .arrow; a folder with Parquet files, or one that
+            `Dataset.save_to_disk` has written; or a list.
+        column: The column that holds the prompt. A list of plain prompts has only this column.
+        keep: The other columns that are needed.
+
+    Raises:
+        InvalidRequest: The kind of the input is unknown, or a table lacks a column.
+        OSError: The input cannot be read.
+        ImportError: The input is a table, and pyarrow is not installed.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return ListedRows(source, column)
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(f"The input {path} does not exist.")
+    if path.suffix in _JSON_SUFFIXES:
+        return JsonLines(path)
+    if path.suffix in _TEXT_SUFFIXES:
+        return TextLines(path, column)
+    if path.is_dir() or path.suffix in _TABLE_SUFFIXES:
+        from residuum.extraction.tables import open_table
+
+        return open_table(path, [column, *keep])
+    raise InvalidRequest(
+        f"The suffix of {path} names no kind of input. Use .jsonl, .txt (one prompt per line), .parquet or .arrow, or "
+        "a folder with a data set.",
+        reason="INVALID_FIELD",
+    )
+
+
+class ListedRows:
+    """The rows of a list in memory."""
+
+    def __init__(self, source: Iterable[Any], column: str) -> None:
+        if isinstance(source, (bytes, Mapping)) or not isinstance(source, Iterable):
+            raise TypeError(f"The input must be a path or a list of prompts or rows, not {short(source)}.")
+        self._items = list(source)
+        self._column = column
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """Return a row. A plain prompt is a row with one column."""
+        item = self._items[number]
+        return item if isinstance(item, Mapping) else {self._column: item}
+
+    def where(self, number: int) -> str:
+        """Return where a row is."""
+        return f"item {number} of the input"
+
+    def close(self) -> None:
+        """Do nothing: there is no file."""
+
+
+class _Lines:
+    """The lines of a file that are not blank. They are read when they are needed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts, self._numbers = array("q"), array("q")
+        self._file = path.open("rb")
+        start = 0
+        for number, line in enumerate(self._file, start=1):
+            if not line.isspace():
+                self._starts.append(start)
+                self._numbers.append(number)
+            start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def where(self, number: int) -> str:
+        """Return where a row is."""
+        return f"line {self._numbers[number]} of {self._path.name}"
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def text(self, number: int) -> str:
+        """Return the text of a line.
+
+        Raises:
+            BadRow: It is not UTF-8.
+        """
+        self._file.seek(self._starts[number])
+        try:
+            return self._file.readline().decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise BadRow(
+                f"{self.where(number)} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}. Convert "
+                "the file first, for example with iconv.",
+                reason="INVALID_FIELD",
+            ) from None
+
+
+class TextLines(_Lines):
+    """One prompt per line."""
+
+    def __init__(self, path: Path, column: str) -> None:
+        super().__init__(path)
+        self._column = column
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """Return a row with one column."""
+        return {self._column: self.text(number)}
+
+
+class JsonLines(_Lines):
+    """One JSON object per line."""
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """Return the object of a line."""
+        try:
+            row = json.loads(self.text(number))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise BadRow(f"{self.where(number)} is not JSON: {error}.", reason="INVALID_FIELD") from None
+        if isinstance(row, dict):
+            return row
+        raise BadRow(
+            f'{self.where(number)} is {short(row)}, not a JSON object such as {{"text": "The sea is"}}.',
+            reason="INVALID_FIELD",
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of numpy as one of Python."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,200 @@
+"""Starts and continues jobs: what `Client.extract` and `residuum extract` call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Protocol
+
+from residuum._async.client import AsyncClient
+from residuum.exceptions import InvalidRequest
+from residuum.extraction.folder import JobFolder, open_folder
+from residuum.extraction.inputs import Items, Source, open_rows
+from residuum.extraction.progress import show_progress
+from residuum.extraction.prompt import PromptSender
+from residuum.extraction.reader import Extracted, ExtractSummary
+from residuum.extraction.runner import Runner, clean_up
+from residuum.extraction.services import Services
+from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError
+from residuum.transport.batches import check_concurrency
+from residuum.values.steering import operation_list
+
+
+class HasSettings(Protocol):
+    """Either client."""
+
+    endpoint: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, and how to run it. Only `source`, `folder` and `spec` decide what it makes."""
+
+    source: Source
+    folder: str | os.PathLike[str]
+    spec: JobSpec
+    on_error: OnError = "stop"
+    keep_captures: bool = False
+    timeout: float | None = None
+    max_concurrency: int = DEFAULT_CONCURRENCY
+    progress: bool = True
+    lines: bool = False
+    """Whether to print plain lines where there is no terminal."""
+
+    def items(self) -> Items:
+        """Return the prompts.
+
+        Raises:
+            InvalidRequest: An argument is invalid, or the input is empty or of an unknown kind.
+            OSError: The input cannot be read.
+        """
+        self.spec.check()
+        check_concurrency(self.max_concurrency)
+        if self.on_error not in {"stop", "skip"}:
+            raise InvalidRequest(f"on_error={self.on_error!r} does not exist. Choose 'stop' or 'skip'.")
+        spec = self.spec
+        rows = open_rows(self.source, spec.column, spec.keep)
+        return Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat, limit=spec.limit, shuffle=spec.shuffle)
+
+
+def job_of(
+    client: HasSettings,
+    source: Source,
+    folder: str | os.PathLike[str],
+    spec: Mapping[str, Any],
+    endpoints: Iterable[str],
+    **options: Any,
+) -> tuple[Job, Callable[[], Sequence[AsyncClient]]]:
+    """Return a job, and a function that makes a client for each service.
+
+    Args:
+        client: The caller's client. The others get its settings.
+        source: The prompts.
+        folder: The output.
+        spec: The fields of `JobSpec`; `keep` may be one text.
+        endpoints: The further services.
+        options: The further fields of `Job`.
+
+    Raises:
+        InvalidRequest: The client has no inference service.
+    """
+    if not client.endpoint:
+        raise InvalidRequest(
+            "This client has no inference service: it was created with store= alone. To extract, create a client with "
+            "the endpoint of an inference service.",
+            reason="INVALID_FIELD",
+        )
+    names = list(dict.fromkeys([client.endpoint, *endpoints]))
+    fixed = {"keep": names_of(spec["keep"]), "steer": operation_list(spec["steer"])}  # both may be iterators
+    job = Job(source, folder, JobSpec(**{**spec, **fixed}), **options)
+    return job, lambda: [AsyncClient(name, **client.settings) for name in names]
+
+
+async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Extracted:
+    """Run a job in this event loop.
+
+    Args:
+        job: The job.
+        clients: Makes a client for each inference service. They are closed at the end.
+    """
+    with contextlib.closing(job.items()) as items, open_folder(job.folder) as folder:
+        services = Services(clients(), job.max_concurrency, job.timeout)
+        try:
+            await services.begin()
+            folder.begin(job.spec.document(len(items), services.info.model), _facts(services))
+            _check_prompts(folder, items)
+            summary = await _run(job, items, folder, services)
+        finally:
+            await services.close()
+    extracted = Extracted(job.folder)
+    extracted.summary = summary
+    return extracted
+
+
+def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Extracted:
+    """Run a job in an event loop of its own, in another thread, so that it works inside a running loop, too.
+
+    Ctrl-C stops the job and raises KeyboardInterrupt.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="residuum-extract", daemon=True)
+    thread.start()
+    task = asyncio.run_coroutine_threadsafe(run_job(job, clients), loop)
+    try:
+        return task.result()
+    except KeyboardInterrupt:
+        task.cancel()
+        raise
+    finally:
+        asyncio.run_coroutine_threadsafe(_drain(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _drain() -> None:
+    """Wait for the other tasks of this loop, which have been cancelled if they are not over."""
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def _run(job: Job, items: Items, folder: JobFolder, services: Services) -> ExtractSummary:
+    began, before = time.monotonic(), folder.done
+    sender = PromptSender(job.spec, services, folder.job_id, job.timeout)
+    endpoints = [service.client.endpoint for service in services.all]
+    folder.log("start", time=time.time(), done=before, endpoints=endpoints, **_facts(services))
+    with show_progress(len(items), before, enabled=job.progress, lines=job.lines) as report:
+        runner = Runner(
+            job.spec, items, folder, sender, report,
+            max_concurrency=job.max_concurrency, on_error=job.on_error, keep_captures=job.keep_captures,
+        )  # fmt: skip
+        try:
+            await runner.run()
+        finally:
+            totals, seconds = runner.totals, time.monotonic() - began
+            folder.log("end", time=time.time(), done=folder.done, seconds=round(seconds, 3), **vars(totals))
+    folder.write_index(len(items))
+    await clean_up(services.all, folder.job_id, keep_captures=job.keep_captures)
+    return ExtractSummary(done_before=before, seconds=seconds, **vars(totals))
+
+
+def _check_prompts(folder: JobFolder, items: Items) -> None:
+    """Check that the prompts in the shards are those of the input.
+
+    Raises:
+        InvalidRequest: A prompt has changed since then.
+    """
+    for index, digest in enumerate(folder.digests()):
+        item = items.item(index)
+        if item.digest != digest:
+            raise InvalidRequest(
+                f"{item.where} has changed since the job in {folder.path} has read it. Restore the input, or choose "
+                "another folder.",
+                reason="INVALID_FIELD",
+            )
+
+
+def _facts(services: Services) -> dict[str, Any]:
+    """Return the versions for people."""
+    try:
+        version = metadata.version("residuum")
+    except metadata.PackageNotFoundError:
+        version = "0+source"
+    info = services.info
+    return {
+        "model": {"name": info.model, "num_layers": info.num_layers, "hidden_size": info.hidden_size},
+        "versions": {"client": version, "server": info.server_version, "vllm": info.vllm_version},
+    }
+
+
+def names_of(columns: str | Iterable[str]) -> tuple[str, ...]:
+    """Return column names, given as a list or as one text with commas."""
+    found = columns.split(",") if isinstance(columns, str) else list(columns)
+    return tuple(name.strip() for name in found if name.strip())

@@ -1,0 +1,90 @@
+"""The progress of a job: a bar on a terminal or in Jupyter, or plain lines."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from residuum.transport.progress import shows_bars
+
+_SECONDS = 10.0
+"""The time between two plain lines."""
+
+
+@dataclass
+class Totals:
+    """What a run has done so far."""
+
+    prompts: int = 0
+    failed: int = 0
+    tokens: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+
+Report = Callable[[Totals], None]
+"""Called whenever prompts have ended."""
+
+
+@contextlib.contextmanager
+def show_progress(total: int, done_before: int, *, enabled: bool, lines: bool) -> Iterator[Report]:
+    """Show the progress while the block runs.
+
+    Args:
+        total: The prompts of the job.
+        done_before: Those of earlier runs.
+        enabled: Whether to show a bar, on a terminal or in Jupyter.
+        lines: Whether to print plain lines to stderr instead, now and then, where there is no terminal.
+    """
+    if lines and not sys.stderr.isatty():
+        yield _Lines(total, done_before).report
+        return
+    began = time.monotonic()
+    if not enabled or not shows_bars():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    with Progress(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("extracting", total=total, completed=done_before)
+
+        def report(totals: Totals) -> None:
+            text = line_of(totals, total, done_before, time.monotonic() - began)
+            bar.update(task, completed=done_before + totals.prompts, description=text)
+
+        yield report
+
+
+class _Lines:
+    def __init__(self, total: int, done_before: int) -> None:
+        self._total = total
+        self._before = done_before
+        self._began = self._last = time.monotonic()
+
+    def report(self, totals: Totals) -> None:
+        """Print a line if the last one is old enough."""
+        now = time.monotonic()
+        if now - self._last < _SECONDS:
+            return
+        self._last = now
+        print(line_of(totals, self._total, self._before, now - self._began), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def line_of(totals: Totals, total: int, done_before: int, seconds: float) -> str:
+    """Return the progress as one line."""
+    done, speed = done_before + totals.prompts, totals.prompts / max(seconds, 1e-9)
+    left = f"{(total - done) / speed:.0f} s left" if speed else "time left unknown"
+    failed = f", {totals.failed} failed" if totals.failed else ""
+    return (
+        f"{done} of {total} prompts{failed}, {speed:.1f} prompts/s, {totals.tokens / max(seconds, 1e-9):.0f} tokens/s, "
+        f"{size(totals.bytes)}, {left}"
+    )
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people, in MB (10⁶ bytes) or GB (10⁹ bytes)."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"  # noqa: PLR2004 - a GB

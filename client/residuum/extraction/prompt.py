@@ -1,0 +1,179 @@
+"""One prompt of a job: it is sent until a service has answered it, or it has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from residuum.exceptions import (
+    AlreadyExists,
+    CallerStalled,
+    CaptureEnded,
+    DamagedCapture,
+    DeadlineExceeded,
+    InvalidRequest,
+    PromptTooLong,
+    QuotaExceeded,
+    RequestAborted,
+    ResiduumError,
+    ServerFault,
+    StoreFull,
+)
+from residuum.extraction.inputs import Item
+from residuum.extraction.services import Service, Services, goes_away
+from residuum.extraction.spec import JobSpec
+from residuum.protocol.requests import Prompt
+from residuum.transport.batches import is_common
+from residuum.values.replies import Reply
+
+MAX_ATTEMPTS = 20
+"""How often a prompt is sent before the job gives up."""
+
+_OF_THE_PROMPT = (
+    InvalidRequest, DeadlineExceeded, RequestAborted, CallerStalled, CaptureEnded, DamagedCapture, ServerFault,
+    TypeError,
+)  # fmt: skip
+"""Failures that concern one prompt. Others would fail all prompts."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt that a service has answered. Its rows are in a store, or on the way there."""
+
+    item: Item
+    service: Service
+    reply: Reply
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A prompt that failed."""
+
+    item: Item
+    error: Exception
+
+    @property
+    def reason(self) -> str:
+        """The contract's reason, or the exception's name."""
+        return (self.error.reason if isinstance(self.error, ResiduumError) else "") or type(self.error).__name__
+
+
+class PromptSender:
+    """Sends prompts."""
+
+    def __init__(self, spec: JobSpec, services: Services, job_id: str, timeout: float | None) -> None:
+        self._spec = spec
+        self._services = services
+        self._job_id = job_id
+        self._timeout = timeout
+
+    def note_lost(self, service: Service, failure: ResiduumError) -> None:
+        """Note that the stores of a service do not answer, so that its prompts go to another service.
+
+        Raises:
+            ResiduumError: There is no other service.
+        """
+        if len(self._services.all) == 1:
+            raise failure
+        self._services.note_away(service, failure)
+
+    async def send(self, item: Item, attempt: int = 0) -> Answered | Failed:
+        """Send a prompt, to another service or again if one does not answer.
+
+        An attempt that broke off may still count as running, so the next one has another ID. In a later run of the job,
+        the first attempt has the same ID as now, so a complete capture is used again.
+
+        Args:
+            item: The prompt.
+            attempt: The number of attempts before.
+
+        Raises:
+            ResiduumError: All prompts would fail like this, or no service answers for too long.
+        """
+        if item.prompt is None:
+            return Failed(item, item.error or InvalidRequest(f"{item.where} has no prompt."))
+        while True:
+            name = self._name(item, attempt)
+            try:
+                return await self._send_once(item, item.prompt, name, attempt)
+            except _Again as again:
+                attempt += 1
+                if attempt >= MAX_ATTEMPTS:
+                    raise again.failure from None
+            except _OF_THE_PROMPT as failure:
+                if isinstance(failure, ResiduumError) and is_common(failure):
+                    raise
+                return Failed(item, _without_name(failure, name))
+
+    async def _send_once(self, item: Item, prompt: Prompt, name: str, attempt: int) -> Answered | Failed:
+        spec = self._spec
+        async with self._services.slot() as service:
+            try:
+                reply = await service.client.generate(
+                    prompt, capture=spec.capture, steer=spec.steer, request_id=name, model=spec.model,
+                    if_exists="skip", timeout=self._timeout, **self._sampling(prompt),
+                )  # fmt: skip
+            except AlreadyExists as failure:
+                raise _Again(failure) from None
+            except (StoreFull, QuotaExceeded) as failure:
+                raise with_advice(failure) from None
+            except ResiduumError as failure:
+                if not goes_away(failure):
+                    raise
+                self._services.note_away(service, failure)
+                raise _Again(failure) from None
+            self._services.note_answer(service)
+        return self._checked(Answered(item, service, reply, attempt))
+
+    def _sampling(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the sampling parameters of a prompt."""
+        limit, sampling = self._spec.context_length, {"max_tokens": 0, **self._spec.sampling}
+        if limit is not None and not _is_chat(prompt):
+            # One token more than the limit shows that the prompt is too long. The others need not be computed.
+            sampling["truncate_prompt"] = limit + (self._spec.on_long != "truncate")
+        return sampling
+
+    def _checked(self, answered: Answered) -> Answered | Failed:
+        limit, count = self._spec.context_length, len(answered.reply.prompt_token_ids)
+        if limit is None or count <= limit:
+            return answered
+        what = "conversation" if _is_chat(answered.item.prompt or "") else "prompt"
+        cannot = " A conversation cannot be truncated." if what == "conversation" else ""
+        message = (
+            f"The {what} has more than {limit} tokens, which context_length allows.{cannot} Shorten it, or choose what "
+            "happens to such prompts with on_long=."
+        )
+        return Failed(answered.item, PromptTooLong(message, reason="PROMPT_TOO_LONG", metadata={"limit": str(limit)}))
+
+    def _name(self, item: Item, attempt: int) -> str:
+        return f"{self._job_id}-{item.index:09}" + (f".{attempt}" if attempt else "")
+
+
+def with_advice(failure: ResiduumError) -> ResiduumError:
+    """Return the failure of a store without room, with what a job can do."""
+    advice = (
+        "The stores hold the captures of a job until their rows are on the disk: up to two files of rows. Give the "
+        "store more room and run the same job again, or start it with a smaller shard_bytes in another folder."
+    )
+    failure.args = (f"{failure} {advice}",)
+    return failure
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
+
+
+class _Again(Exception):  # noqa: N818 - it is no error
+    """The prompt is to be sent again."""
+
+    def __init__(self, failure: ResiduumError) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def _without_name(failure: Any, name: str) -> Any:
+    """Return a failure whose message does not depend on the job's ID, so that each run records the same one."""
+    failure.args = tuple(part.replace(name, "the request") if isinstance(part, str) else part for part in failure.args)
+    return failure

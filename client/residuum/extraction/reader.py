@@ -1,0 +1,241 @@
+"""Reads the output of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.extraction.folder import JOB, shards_in
+from residuum.extraction.progress import size
+from residuum.extraction.shards import map_arrays, read_lines
+
+Array = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtractSummary:
+    """What one run of a job did.
+
+    Attributes:
+        prompts: The prompts of this run, with those that failed.
+        failed: How many of them failed.
+        done_before: The prompts that were done before this run.
+        tokens: The tokens of the prompts and replies.
+        rows: The rows, counted once for all layers and sites.
+        bytes: The bytes of the rows.
+        seconds: How long it took.
+    """
+
+    prompts: int
+    failed: int
+    done_before: int
+    tokens: int
+    rows: int
+    bytes: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of prompts and replies per second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of rows for each token; 0 without tokens."""
+        return self.bytes / self.tokens if self.tokens else 0.0
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Rows per second in GB (10⁹ bytes)."""
+        return self.bytes / 1e9 / max(self.seconds, 1e-9)
+
+    def __str__(self) -> str:
+        before = f" ({self.done_before} were done before)" if self.done_before else ""
+        return (
+            f"{self.prompts} prompts{before}, {self.failed} failed; {self.rows} rows, {size(self.bytes)} in "
+            f"{self.seconds:.1f} s: {self.prompts / max(self.seconds, 1e-9):.1f} prompts/s, "
+            f"{self.tokens_per_second:.0f} tokens/s, {self.bytes_per_token:.0f} bytes/token, "
+            f"{size(self.gigabytes_per_second * 1e9)}/s"
+        )
+
+
+class LayerRows(Sequence[Array]):
+    """The rows of one layer at one site: an array [rows, width] over all shards, mapped into memory.
+
+    Index it with a number, a slice, an array of numbers or a boolean mask: only these rows are read, as a numpy array.
+    `numpy.asarray` reads all of them. Many libraries do not know numpy's bfloat16; convert such rows first, as in
+    `numpy.asarray(rows, numpy.float32)`.
+    """
+
+    def __init__(self, parts: Sequence[Array], width: int, dtype: np.dtype[Any]) -> None:
+        """Use `Extracted.layer` instead."""
+        self.shards = tuple(parts)
+        """The rows of each shard, mapped into memory."""
+        self.dtype = dtype
+        """The element type."""
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        self.shape = (int(self._ends[-1]) if len(parts) else 0, width)
+        """[rows, width]."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, (int, np.integer)):
+            return self._rows(np.array([index]))[0]
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            return self._span(start, stop) if step == 1 else self._rows(np.arange(start, stop, step))
+        numbers = np.asarray(index)
+        return self._rows(np.flatnonzero(numbers) if numbers.dtype == np.bool_ else numbers.astype(np.int64))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:  # noqa: FBT001 - numpy's protocol
+        rows = self._span(0, len(self))
+        return np.array(rows, dtype=dtype) if copy else rows.astype(dtype or rows.dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"LayerRows({self.shape[0]} × {self.shape[1]}, {self.dtype.name}, {len(self.shards)} shards)"
+
+    def _span(self, start: int, stop: int) -> Array:
+        """Return consecutive rows: a view if they are in one shard."""
+        parts, first = [], 0
+        for part, end in zip(self.shards, self._ends.tolist(), strict=True):
+            if start < end and stop > first:
+                parts.append(part[max(start - first, 0) : stop - first])
+            first = end
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty((0, self.shape[1]), self.dtype)
+
+    def _rows(self, numbers: npt.NDArray[np.int64]) -> Array:
+        numbers = np.where(numbers < 0, numbers + len(self), numbers)
+        if ((numbers < 0) | (numbers >= len(self))).any():
+            raise IndexError(f"There are only {len(self)} rows.")
+        rows = np.empty((len(numbers), self.shape[1]), self.dtype)
+        shards = np.searchsorted(self._ends, numbers, side="right")
+        for shard in np.unique(shards).tolist():
+            chosen = shards == shard
+            rows[chosen] = self.shards[shard][numbers[chosen] - (self._ends[shard] - len(self.shards[shard]))]
+        return rows
+
+
+class Extracted:
+    """The rows that `client.extract` or `residuum extract` has written. It needs no service.
+
+    All arrays have the same order: that of the prompts, and then of the positions. The files are mapped into memory, so
+    the rows may be larger than memory.
+
+    Args:
+        folder: The job's folder. If the job is not complete, the rows of its shards so far are read.
+
+    Attributes:
+        folder: The job's folder.
+        spec: What the job did: the `spec` of its job.json.
+        is_complete: Whether the job has all its prompts.
+        summary: What this run did; None if the folder was only opened.
+
+    Raises:
+        FileNotFoundError: There is no job in the folder.
+        InvalidRequest: A file is damaged.
+
+    Example:
+        >>> rows = residuum.Extracted("train-rows")
+        >>> rows.layer(12).shape, rows.labels("y")[:3]
+        ((2000, 576), [1, 0, 0])
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        job = self.folder / JOB
+        if not job.is_file():
+            raise FileNotFoundError(f"There is no job in {self.folder}: it has no {JOB}. Name the folder of a job.")
+        self.spec: Mapping[str, Any] = json.loads(job.read_text(encoding="utf-8"))["spec"]
+        self.summary: ExtractSummary | None = None
+        self._shards = list(shards_in(self.folder))
+        self.is_complete = sum(shard.prompts for shard in self._shards) == self.spec["prompts"]
+        self._arrays = [map_arrays(self.folder / shard.rows_file) for shard in self._shards]
+        self._tensors = {name: kind for shard in self._shards for name, kind in shard.tensors.items()}
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """The points, such as "resid_post.12": a site and a layer for each tensor of rows."""
+        return tuple(sorted(self._tensors, key=lambda name: (name.split(".")[0], int(name.split(".")[1]))))
+
+    def layer(self, layer: int, site: str = "resid_post") -> LayerRows:
+        """Return the rows of a layer at a site, [rows, width].
+
+        Raises:
+            KeyError: The job has no such rows; the message lists those that it has.
+        """
+        name = f"{site}.{layer}"
+        if name not in self._tensors:
+            raise KeyError(f"there are no rows of {name}; choose among {', '.join(self.points)}")
+        dtype, width = self._tensors[name]
+        kind = np.dtype(dtype)  # ml_dtypes makes bfloat16 known to numpy
+        empty = np.empty((0, width), kind)
+        return LayerRows([arrays.get(name, empty) for arrays in self._arrays], width, kind)
+
+    @cached_property
+    def prompts(self) -> tuple[Mapping[str, Any], ...]:
+        """The job's prompts: `index`, `input_row`, `labels`, `rows`, `tokens`, and `failed` for those without rows."""
+        return tuple(line for shard in self._shards for line in read_lines(self.folder / shard.prompts_file))
+
+    @property
+    def failures(self) -> tuple[Mapping[str, Any], ...]:
+        """The prompts that failed, each with a `reason` and a `message` in `failed`."""
+        return tuple(line for line in self.prompts if "failed" in line)
+
+    @property
+    def prompt(self) -> npt.NDArray[np.int64]:
+        """The prompt of each row, as an index into `prompts`; int64 [rows]."""
+        return self._column("prompt")
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """The position of each row, counted over prompt and reply; int64 [rows]."""
+        return self._column("positions")
+
+    @property
+    def sequences(self) -> npt.NDArray[np.int64]:
+        """The sequence of each row; int64 [rows]. It is 0 unless n > 1."""
+        return self._column("sequences")
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """The token ID at each row's position, -1 if unknown; int64 [rows]."""
+        return self._column("token_ids")
+
+    def labels(self, name: str) -> list[Any]:
+        """Return a kept column's value for each row.
+
+        Raises:
+            KeyError: The job did not keep this column; the message lists those that it kept.
+
+        Example:
+            >>> values = np.asarray(rows.layer(12), np.float32)
+            >>> probe = LogisticRegression().fit(values, rows.labels("y"))
+        """
+        if name not in self.spec["keep"]:
+            kept = ", ".join(self.spec["keep"]) or "none: name columns with keep= when you extract"
+            raise KeyError(f"the job did not keep the column {name!r}; it kept {kept}")
+        found = [line["labels"].get(name) for line in self.prompts]
+        return [found[index] for index in self.prompt.tolist()]
+
+    def __len__(self) -> int:
+        return sum(shard.rows for shard in self._shards)
+
+    def __repr__(self) -> str:
+        state = "complete" if self.is_complete else "not complete"
+        return f"Extracted({str(self.folder)!r}, {state}: {len(self)} rows of {len(self._tensors)} points)"
+
+    def _column(self, name: str) -> npt.NDArray[np.int64]:
+        parts = [arrays[name] for arrays in self._arrays]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)

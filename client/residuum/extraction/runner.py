@@ -1,0 +1,260 @@
+"""Runs a job: sends the prompts, reads their rows, and writes shards in the order of the prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import warnings
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from residuum.exceptions import ExtractStopped, IncompleteCapture, OutageWarning, ResiduumError, UnknownCapture
+from residuum.extraction.folder import JobFolder
+from residuum.extraction.inputs import Items
+from residuum.extraction.progress import Report, Totals
+from residuum.extraction.prompt import Answered, Failed, PromptSender, with_advice
+from residuum.extraction.services import Service, goes_away
+from residuum.extraction.shards import SHARD_PROMPTS, Shard
+from residuum.extraction.spec import JobSpec, OnError
+from residuum.protocol.reading import not_complete, plan_read
+from residuum.values.activations import Activations
+
+_READ_BYTES = 64 << 20
+"""The approximate bytes of rows that one read brings."""
+_READ_CAPTURES = 128
+"""The most captures that one read brings."""
+_AHEAD = 4
+"""How many prompts may wait to be written for each that runs. They wait for one that is slower."""
+_LOST_ATTEMPTS = 3
+"""How often a prompt is sent whose capture was lost or is not complete."""
+
+Outcome = Answered | Failed
+
+
+class Runner:
+    """The rest of a job, from the first prompt that is in no shard."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        items: Items,
+        folder: JobFolder,
+        sender: PromptSender,
+        report: Report,
+        *,
+        max_concurrency: int,
+        on_error: OnError,
+        keep_captures: bool,
+    ) -> None:
+        self._spec = spec
+        self._items = items
+        self._folder = folder
+        self._sender = sender
+        self._report = report
+        self._on_error = on_error
+        self._keep = keep_captures
+        self._waiting: deque[asyncio.Task[Outcome]] = deque()
+        self._started = asyncio.Event()
+        self._room = asyncio.Semaphore(max_concurrency * (1 + _AHEAD))
+        self._capture_bytes = _READ_BYTES // 8  # until the first capture is known
+        self._used: list[tuple[Service, str]] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
+        self.totals = Totals()
+        """What this run has done."""
+
+    async def run(self) -> None:
+        """Run until all prompts are in shards.
+
+        Raises:
+            ExtractStopped: A prompt failed, and the job is to stop then.
+            ResiduumError: All prompts would fail, or no service answers for too long.
+            OSError: A shard cannot be written.
+        """
+        feeding = asyncio.ensure_future(self._feed())
+        try:
+            await self._collect(feeding)
+            await asyncio.gather(*self._deleting)
+        finally:
+            tasks = [feeding, *self._waiting, *self._deleting]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._writing is not None:  # a thread cannot be cancelled; the shard that it writes is whole
+                await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _feed(self) -> None:
+        """Start the prompts in order, as there is room."""
+        for index in range(self._folder.done, len(self._items)):
+            await self._room.acquire()
+            item = self._items.item(index)
+            self._waiting.append(asyncio.ensure_future(self._sender.send(item)))
+            self._started.set()
+
+    async def _collect(self, feeding: asyncio.Task[None]) -> None:
+        """Bring the rows of prompts into shards, in the order of the prompts."""
+        shard = self._new_shard()
+        total = len(self._items)
+        while shard.first_prompt + shard.prompts < total:
+            for outcome, acts in await self._read(await self._next(feeding)):
+                self._add(shard, outcome, acts)
+                if shard.bytes >= self._spec.shard_bytes or shard.prompts >= SHARD_PROMPTS:
+                    shard = await self._finish(shard, total)
+            self._report(self.totals)
+        if shard.prompts:
+            await self._finish(shard, total)
+        if self._writing is not None:
+            await asyncio.shield(self._writing)  # a cancelled job waits for the thread in `run`
+
+    async def _next(self, feeding: asyncio.Task[None]) -> list[Outcome]:
+        """Wait for the next prompt, and return it with those after it that have ended, too."""
+        while not self._waiting:
+            if feeding.done():
+                feeding.result()
+            self._started.clear()
+            started = asyncio.ensure_future(self._started.wait())
+            await asyncio.wait([started, feeding], return_when=asyncio.FIRST_COMPLETED)
+            started.cancel()
+        await asyncio.wait([self._waiting[0]])
+        limit = max(1, min(_READ_CAPTURES, _READ_BYTES // self._capture_bytes))
+        ended = list(itertools.takewhile(asyncio.Task.done, itertools.islice(self._waiting, limit)))
+        for _ in ended:
+            self._waiting.popleft()
+            self._room.release()
+        failures = [failure for task in ended if (failure := task.exception()) is not None]
+        if failures:
+            raise failures[0]
+        return [task.result() for task in ended]
+
+    async def _read(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Activations | None]]:
+        """Return the rows of prompts. One whose capture was lost is sent again."""
+        answered = [outcome for outcome in outcomes if isinstance(outcome, Answered)]
+        found = await self._read_captures(answered)
+        results: list[tuple[Outcome, Activations | None]] = []
+        for outcome in outcomes:
+            name = outcome.reply.request_id if isinstance(outcome, Answered) else ""
+            acts = found.get(name)
+            if isinstance(outcome, Failed) or (acts is not None and acts.manifest.state == "complete"):
+                results.append((outcome, acts))
+            else:
+                results.append(await self._read_again(outcome, acts))
+        return results
+
+    async def _read_captures(self, answered: Iterable[Answered]) -> dict[str, Activations]:
+        """Return the captures that the stores have, by name. They may be incomplete."""
+        by_service: dict[Service, list[str]] = {}
+        for outcome in answered:
+            by_service.setdefault(outcome.service, []).append(outcome.reply.request_id)
+        found: dict[str, Activations] = {}
+        for service, names in by_service.items():
+            try:
+                captures = await self._activations(service, names)
+            except UnknownCapture:
+                captures = [acts for name in names for acts in await self._activations_if_known(service, name)]
+            except ResiduumError as failure:
+                if not goes_away(failure):
+                    raise
+                self._sender.note_lost(service, failure)  # another service may compute the rows again
+                continue
+            found.update({acts.manifest.capture_id: acts for acts in captures})
+        return found
+
+    async def _activations(self, service: Service, names: Sequence[str]) -> list[Activations]:
+        plan = plan_read(
+            names[0], layers=None, sites=None, sequences=None, positions=None, follow=True, allow_partial=True
+        )
+        return await service.client._activations_of(  # noqa: SLF001 - `activations` warns of each empty capture
+            names, replace(plan, warns_if_empty=False), None, progress=False
+        )
+
+    async def _activations_if_known(self, service: Service, name: str) -> list[Activations]:
+        try:
+            return await self._activations(service, [name])
+        except UnknownCapture:
+            return []
+
+    async def _read_again(self, outcome: Answered, acts: Activations | None) -> tuple[Outcome, Activations | None]:
+        for attempt in range(outcome.attempt + 1, outcome.attempt + _LOST_ATTEMPTS):
+            again = await self._sender.send(outcome.item, attempt)
+            if isinstance(again, Failed):
+                return again, None
+            acts = (await self._read_captures([again])).get(again.reply.request_id)
+            if acts is not None and acts.manifest.state == "complete":
+                return again, acts
+        if acts is not None and acts.manifest.reason == "STORE_FULL":  # other prompts would lose their rows, too
+            raise with_advice(not_complete(acts.manifest))
+        why = "it was deleted or has expired" if acts is None else f"{acts.manifest.reason}: {acts.manifest.detail}"
+        message = f"Its capture was not complete in {_LOST_ATTEMPTS} attempts ({why})."
+        error = (
+            ResiduumError(message, reason="INCOMPLETE") if acts is None else IncompleteCapture(message, acts.manifest)
+        )
+        return Failed(outcome.item, error), None
+
+    def _add(self, shard: Shard, outcome: Outcome, acts: Activations | None) -> None:
+        before = shard.bytes
+        self.totals.prompts += 1
+        if isinstance(outcome, Failed) or acts is None:
+            self._add_failure(shard, outcome)
+            return
+        shard.add(outcome.item, acts, outcome.reply)
+        self._used.append((outcome.service, outcome.reply.request_id))
+        self._capture_bytes = max(1, shard.bytes - before, self._capture_bytes * 3 // 4)
+        self.totals.bytes += shard.bytes - before
+        self.totals.rows += sum(len(acts.select(sequence=sequence).positions) for sequence in acts.sequences)
+        self.totals.tokens += len(outcome.reply.prompt_token_ids) + outcome.reply.usage.generated_tokens
+
+    def _add_failure(self, shard: Shard, outcome: Outcome) -> None:
+        if not isinstance(outcome, Failed):
+            raise TypeError(f"{outcome.item.where} has no rows")
+        is_skipped = self._spec.on_long == "skip" and outcome.reason == "PROMPT_TOO_LONG"
+        if self._on_error == "stop" and not is_skipped:
+            raise ExtractStopped(outcome.item.where, outcome.error, self._folder.done, len(self._items))
+        self.totals.failed += 1
+        shard.add_failure(outcome.item, outcome.reason, str(outcome.error))
+
+    def _new_shard(self, after: Shard | None = None) -> Shard:
+        number = len(self._folder.shards) if after is None else after.number + 1
+        first = self._folder.done if after is None else after.first_prompt + after.prompts
+        return Shard(number, first, as_float32=self._spec.dtype == "float32")
+
+    async def _finish(self, shard: Shard, total: int) -> Shard:
+        """Write a shard in a thread, after the one before it, and return the next shard."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)  # a cancelled job waits for the thread in `run`
+        used, self._used = self._used, []
+        self._writing = asyncio.ensure_future(self._write(shard, total, used))
+        return self._new_shard(after=shard)
+
+    async def _write(self, shard: Shard, total: int, used: list[tuple[Service, str]]) -> None:
+        await asyncio.to_thread(self._folder.commit, shard, total)
+        if not self._keep:
+            task = asyncio.ensure_future(_delete(used))
+            self._deleting.add(task)
+            task.add_done_callback(self._deleting.discard)
+
+
+async def _delete(used: Iterable[tuple[Service, str]]) -> None:
+    """Delete captures. What cannot be deleted now, the end of the job deletes."""
+    by_service: dict[Service, list[str]] = {}
+    for service, name in used:
+        by_service.setdefault(service, []).append(name)
+    for service, names in by_service.items():
+        with contextlib.suppress(ResiduumError):
+            await service.client.delete(names)
+
+
+async def clean_up(services: Iterable[Service], job_id: str, *, keep_captures: bool) -> None:
+    """Delete the job's captures, or with `keep_captures` only those of attempts that broke off."""
+    states = ["incomplete", "aborted"] if keep_captures else []
+    for service in services:
+        try:
+            await service.client.delete(prefix=f"{job_id}-", states=states)
+        except ResiduumError as failure:
+            warnings.warn(
+                f"Captures of the job may be left in the stores of {service.client.endpoint}: {failure} Delete them "
+                f"with `residuum rm --prefix {job_id}-`.",
+                OutageWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,194 @@
+"""The inference services of a job: which one takes the next prompt, and which ones are away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from residuum._async.client import AsyncClient
+from residuum.exceptions import EngineDead, InvalidRequest, OutageWarning, ResiduumError, Unavailable
+from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, is_away
+from residuum.values.model_info import ModelInfo
+
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 2.0
+"""The pauses between two attempts to reach a service that is away."""
+
+
+@dataclass(eq=False)
+class Service:
+    """One inference service."""
+
+    client: AsyncClient
+    """A client of it and of its stores."""
+    running: int = 0
+    """The prompts that it has now."""
+    prompts: int = 0
+    """The prompts that it has answered."""
+    away_since: float | None = None
+    """Since when it has answered no prompt. None: it answered the last one, or had none yet."""
+    is_away: bool = False
+    """Whether it gets no prompts at the moment."""
+    failures: int = field(default=0, repr=False)
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next attempt."""
+        return min(_FIRST_SECONDS * 2.0 ** min(self.failures, 10), _LONGEST_SECONDS)
+
+
+class Services:
+    """Gives each prompt to the service that has the fewest. One that does not answer is left out until it does."""
+
+    def __init__(self, clients: Sequence[AsyncClient], max_concurrency: int, timeout: float | None) -> None:
+        """Use several services.
+
+        Args:
+            clients: A client for each.
+            max_concurrency: The most prompts that run at once, on all of them.
+            timeout: The seconds for which all may be away; None for 5 minutes.
+        """
+        self.all = [Service(client) for client in clients]
+        self._room = asyncio.Semaphore(max_concurrency)
+        self._patience = LONGEST_OUTAGE_SECONDS if timeout is None else timeout
+        self._is_back = asyncio.Event()
+        self._probes: set[asyncio.Task[None]] = set()
+        self._last: ResiduumError | None = None
+        self._info: ModelInfo | None = None
+
+    async def begin(self) -> None:
+        """Ask every service for its model. Those that do not answer are left out until they do.
+
+        Raises:
+            InvalidRequest: They serve different models, or none has a store.
+            ResiduumError: None of them answers.
+        """
+        answers = await asyncio.gather(*(self._ask(service) for service in self.all))
+        for service, info in zip(self.all, answers, strict=True):
+            if info is not None:
+                self._check(service, info)
+        if self._info is None and self._last is not None:
+            raise self._last
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model that all serve; known after `begin`."""
+        if self._info is None:
+            raise RuntimeError("no service has answered yet")
+        return self._info
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[Service]:
+        """Wait for room, and yield the service for one prompt.
+
+        Raises:
+            ResiduumError: All services are away for too long.
+        """
+        async with self._room:
+            service = await self._least_busy()
+            service.running += 1
+            try:
+                yield service
+            finally:
+                service.running -= 1
+
+    def note_answer(self, service: Service) -> None:
+        """Note that a service has answered a prompt."""
+        service.prompts += 1
+        service.failures = 0
+        service.away_since = None
+
+    def note_away(self, service: Service, failure: ResiduumError) -> None:
+        """Note that a service did not answer a prompt.
+
+        Raises:
+            ResiduumError: No service has answered for too long.
+        """
+        now = time.monotonic()
+        self._last = failure
+        if service.away_since is None:
+            service.away_since = now
+        self._check_patience(now)
+        if service.is_away:
+            return
+        service.is_away = True
+        others = sum(not other.is_away for other in self.all)
+        if service.failures == 0:
+            what = f"The {others} other services continue." if others else f"It waits up to {self._patience:.0f} s."
+            warnings.warn(
+                f"The job leaves out {service.client.endpoint} until it answers again. {what} {failure}",
+                OutageWarning,
+                stacklevel=2,
+            )
+        probe = asyncio.ensure_future(self._probe(service))
+        self._probes.add(probe)
+        probe.add_done_callback(self._probes.discard)
+
+    async def close(self) -> None:
+        """Stop trying to reach services, and close the clients."""
+        probes = list(self._probes)
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+        for service in self.all:
+            await service.client.close()
+
+    async def _least_busy(self) -> Service:
+        while True:
+            there = [service for service in self.all if not service.is_away]
+            if there:
+                return min(there, key=lambda service: service.running)
+            self._check_patience(time.monotonic())
+            self._is_back.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_back.wait(), _LONGEST_SECONDS)
+
+    def _check_patience(self, now: float) -> None:
+        since = [service.away_since for service in self.all]
+        if self._last is not None and all(at is not None and now - at > self._patience for at in since):
+            raise self._last
+
+    async def _probe(self, service: Service) -> None:
+        """Try to reach a service until it answers."""
+        while True:
+            await asyncio.sleep(service.pause)
+            service.failures += 1
+            with contextlib.suppress(Unavailable, TimeoutError):
+                info = await service.client.info(check_store=True)
+                if info.store_reachable is False:
+                    continue
+                try:
+                    self._check(service, info)
+                except InvalidRequest as error:
+                    warnings.warn(f"The job leaves out {service.client.endpoint}: {error}", OutageWarning, stacklevel=2)
+                    return
+                service.is_away = False
+                self._is_back.set()
+                return
+
+    async def _ask(self, service: Service) -> ModelInfo | None:
+        try:
+            return await service.client.info()
+        except ResiduumError as failure:
+            if not goes_away(failure) or len(self.all) == 1:
+                raise
+            self.note_away(service, failure)
+            return None
+
+    def _check(self, service: Service, info: ModelInfo) -> None:
+        first = self._info = self._info or info
+        for name in ("model", "num_layers", "hidden_size", "dtype"):
+            if getattr(info, name) != getattr(first, name):
+                raise InvalidRequest(
+                    f"The services serve different models: at {service.client.endpoint}, {name} is "
+                    f"{getattr(info, name)!r}, and at another one {getattr(first, name)!r}. Use services of one model.",
+                    reason="INVALID_FIELD",
+                )
+
+
+def goes_away(failure: ResiduumError) -> bool:
+    """Tell whether a failure means that another service, or the same one later, may answer the prompt."""
+    return is_away(failure) or isinstance(failure, EngineDead)

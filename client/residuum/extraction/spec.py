@@ -1,0 +1,121 @@
+"""What a job does, as one JSON document. A job continues only with the same document."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from google.protobuf import json_format
+
+from residuum.exceptions import InvalidRequest
+from residuum.protocol.sampling import sampling_parameters
+from residuum.values.capture import Capture
+from residuum.values.steering import Operation, steering_spec
+
+OnError = Literal["stop", "skip"]
+"""What to do with a prompt that fails: stop the job, or leave the prompt out."""
+
+OnLong = Literal["fail", "skip", "truncate"]
+"""What to do with a prompt that is longer than `context_length`."""
+
+DEFAULT_SHARD_BYTES = 256 << 20
+DEFAULT_CONCURRENCY = 64
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """The arguments of `Client.extract` that decide which rows a job makes, and how it works."""
+
+    capture: Capture
+    column: str = "text"
+    keep: tuple[str, ...] = ()
+    chat: bool = False
+    steer: Sequence[Operation] = ()
+    model: str | None = None
+    limit: int | None = None
+    shuffle: int | None = None
+    context_length: int | None = None
+    on_long: OnLong = "fail"
+    dtype: Literal["stored", "float32"] = "stored"
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Check the arguments, before anything is read or sent.
+
+        Raises:
+            InvalidRequest: One is invalid.
+            TypeError: One has the wrong type.
+        """
+        if not isinstance(self.capture, Capture):
+            raise TypeError(f"capture= takes a residuum.Capture, not {self.capture!r}.")
+        sampling_parameters(dict(self.sampling))
+        for name, value in (
+            ("limit", self.limit),
+            ("context_length", self.context_length),
+            ("shard_bytes", self.shard_bytes),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InvalidRequest(f"{name}= must be a whole number of at least 1, not {value!r}.")
+        for name, text, choices in (
+            ("dtype", self.dtype, ("stored", "float32")),
+            ("on_long", self.on_long, ("fail", "skip", "truncate")),
+        ):
+            if text not in choices:
+                raise InvalidRequest(f"{name}={text!r} does not exist. Choose among {', '.join(choices)}.")
+
+    def document(self, prompts: int, model: str) -> dict[str, Any]:
+        """Return everything that decides which rows the job makes.
+
+        Args:
+            prompts: The number of prompts.
+            model: The model that the services serve.
+        """
+        return {
+            "capture": json_format.MessageToDict(self.capture.to_proto(), preserving_proto_field_name=True),
+            "steering": json_format.MessageToDict(steering_spec(self.steer)) if self.steer else {},
+            "sampling": dict(sorted(self.sampling.items())),
+            "model": model,
+            "adapter": self.model or "",
+            "column": self.column,
+            "keep": list(self.keep),
+            "chat": self.chat,
+            "limit": self.limit,
+            "shuffle": self.shuffle,
+            "context_length": self.context_length,
+            "on_long": self.on_long,
+            "dtype": self.dtype,
+            "shard_bytes": self.shard_bytes,
+            "prompts": prompts,
+        }
+
+
+def digest_of(document: Mapping[str, Any]) -> str:
+    """Return the digest of a job's document."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two documents, for people, such as "limit was 100 and is 200"."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    names = [*old, *(name for name in new if name not in old)]
+    return [
+        f"{name} was {_shown(old.get(name))} and is {_shown(new.get(name))}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value not in (None, {}, []):
+            yield f"{prefix}{name}", value
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value, default=str)

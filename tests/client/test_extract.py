@@ -1,0 +1,339 @@
+"""`client.extract` and `residuum extract` against a scripted inference service and a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from peer import HIDDEN, POST, rows
+from safetensors import safe_open
+
+import residuum
+from residuum.extraction import shards
+from residuum.extraction.folder import open_folder
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2
+
+COMPLETE, INCOMPLETE = capture_pb2.CAPTURE_STATE_COMPLETE, capture_pb2.CAPTURE_STATE_INCOMPLETE
+
+
+def write_prompts(path, count, words=3):
+    """Prompts of 1 to `words` tokens. Token i of the peer is the length of word i."""
+    with path.open("w") as file:
+        for number in range(count):
+            text = " ".join("x" * (1 + (number + at) % 9) for at in range(1 + number % words))
+            file.write(json.dumps({"text": text, "y": number % 2, "id": f"p{number}"}) + "\n")
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write_prompts(tmp_path / "prompts.jsonl", 40)
+
+
+WHAT = residuum.Capture(layers=[1, 4])
+
+
+@pytest.fixture
+def kind():
+    """Both clients run the same job, so one of them is enough here; `test_the_asyncio_client` has the other."""
+    return residuum.Client
+
+
+def files(folder):
+    """The content of all files but the log, which has times."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "log.jsonl"}
+
+
+def job_id(folder):
+    """The start of the names of a job's captures."""
+    return json.loads((folder / "log.jsonl").read_text().splitlines()[0])["job"]
+
+
+class FullDisk:
+    """Lets a file of rows fail half-way, after some that succeed."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def __enter__(self):
+        self.write = shards.Shard.write
+        shards.Shard.write = self._write(self.write)
+
+    def __exit__(self, *_):
+        shards.Shard.write = self.write
+
+    def _write(self, write):
+        def limited(shard, rows, prompts):
+            if shard.number < self.after:
+                return write(shard, rows, prompts)
+            rows.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return limited
+
+
+def check_rows(found, count, words=3):
+    lengths = [1 + number % words for number in range(count)]
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    assert found.positions.tolist() == positions.tolist()
+    assert found.prompt.tolist() == np.repeat(np.arange(count), lengths).tolist()
+    for layer in (1, 4):
+        wanted = rows(0, POST, layer, positions)
+        got = found.layer(layer)
+        assert got.shape == (len(positions), HIDDEN)
+        assert np.array_equal(np.asarray(got), wanted)
+
+
+async def test_all_rows_arrive_in_the_order_of_the_prompts(client, prompts, tmp_path):
+    found = await client.extract(prompts, tmp_path / "out", capture=WHAT, keep="y,id", progress=False)
+    assert found.is_complete
+    check_rows(found, 40)
+    assert found.labels("y") == [number % 2 for number in found.prompt.tolist()]
+    lines = prompts.read_text().splitlines()
+    wanted = [len(word) for line in lines for word in json.loads(line)["text"].split()]
+    assert found.token_ids.tolist() == wanted
+    assert (found.summary.prompts, found.summary.failed, found.summary.tokens) == (40, 0, len(wanted))
+    assert await client.captures(prefix=job_id(found.folder)) == []
+
+
+async def test_the_asyncio_client(endpoint, prompts, tmp_path):
+    async with residuum.AsyncClient(endpoint) as client:
+        found = await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False)
+        check_rows(found, 40)
+        stopping = asyncio.ensure_future(client.extract(prompts, tmp_path / "two", capture=WHAT, progress=False))
+        await asyncio.sleep(0.05)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        await client.extract(prompts, tmp_path / "two", capture=WHAT, progress=False)
+    assert files(tmp_path / "two") == files(tmp_path / "out")
+
+
+async def test_a_shard_is_a_safetensors_file(client, prompts, tmp_path):
+    await client.extract(prompts, tmp_path / "out", capture=WHAT, dtype="float32", progress=False)
+    with safe_open(tmp_path / "out" / "rows-00000.safetensors", framework="np") as file:
+        assert file.get_tensor("resid_post.4").dtype == np.float32
+        assert file.get_tensor("offsets").tolist()[:4] == [0, 1, 3, 6]
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    assert index["complete"]
+    assert index["tensors"]["resid_post.1"] == {"dtype": "float32", "width": HIDDEN}
+
+
+async def test_many_shards_read_as_one_array(client, prompts, tmp_path):
+    found = await client.extract(prompts, tmp_path / "out", capture=WHAT, shard_bytes=300, progress=False)
+    check_rows(found, 40)
+    layer, every = found.layer(4), np.asarray(found.layer(4))
+    assert len(layer.shards) > 5
+    assert np.array_equal(layer[7:40], every[7:40])
+    assert np.array_equal(layer[::-3], every[::-3])
+    assert np.array_equal(layer[[5, 60, -1]], every[[5, 60, -1]])
+    mask = np.arange(len(layer)) % 4 == 1
+    assert np.array_equal(layer[mask], every[mask])
+    assert np.array_equal(layer[11], every[11])
+    with pytest.raises(IndexError):
+        layer[len(layer)]
+
+
+async def test_replies_and_sequences_are_kept(client, tmp_path):
+    found = await client.extract(["a bb", "ccc"], tmp_path / "out", capture=WHAT, max_tokens=2, n=2, progress=False)
+    assert found.sequences.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]  # the last token has no row
+    assert found.prompts[0]["reply"] == [" 3 4", " 103 104"]
+    assert found.summary.tokens == 3 + 2 * 2 * 2
+
+
+async def test_an_order_by_seed_and_a_limit(client, prompts, tmp_path):
+    kinds = {"shuffle": 3, "limit": 12, "keep": ["id"], "capture": WHAT, "progress": False}
+    found = await client.extract(prompts, tmp_path / "one", **kinds)
+    again = await client.extract(prompts, tmp_path / "two", **kinds)
+    order = [line["input_row"] for line in found.prompts]
+    assert len(set(order)) == 12
+    assert order != sorted(order)
+    assert [line["labels"]["id"] for line in found.prompts] == [f"p{row}" for row in order]
+    assert files(again.folder) == files(found.folder)
+
+
+async def test_kinds_of_prompts(client, peer, tmp_path):
+    chat = [{"role": "user", "content": "hello"}]
+    await client.extract(
+        [{"text": [5, 6]}, {"text": chat}, {"text": "a"}], tmp_path / "a", capture=WHAT, progress=False
+    )
+    await client.extract(["hi"], tmp_path / "b", capture=WHAT, chat=True, progress=False)
+    kinds = [request.WhichOneof("prompt") for request in peer.requests if hasattr(request, "sampling")]
+    assert sorted(kinds[:3]) == ["chat", "text", "token_ids"]
+    assert kinds[3] == "chat"
+
+
+async def test_every_prompt_is_steered(client, peer, tmp_path):
+    joy = residuum.Vector.from_array(np.ones(HIDDEN, np.float32))
+    steer = iter([residuum.Add(joy, layer=2)])
+    found = await client.extract(["a", "b", "c"], tmp_path / "out", capture=WHAT, steer=steer, progress=False)
+    steered = [len(request.spec.steering.operations) for request in peer.requests if hasattr(request, "sampling")]
+    assert steered == [1, 1, 1]
+    assert "operations" in found.spec["steering"]
+
+
+async def test_captures_can_be_kept(client, tmp_path):
+    found = await client.extract(["a", "b"], tmp_path / "out", capture=WHAT, keep_captures=True, progress=False)
+    kept = await client.captures(prefix=job_id(found.folder))
+    assert [item.state for item in kept] == ["complete", "complete"]
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+async def stopped(client, source, folder, match, kind=residuum.ResiduumError, **more):
+    with pytest.raises(kind, match=match):
+        await client.extract(source, folder, **{"capture": WHAT, "progress": False, **more})
+
+
+async def test_a_broken_row_stops_the_job_and_is_named(client, peer, prompts, tmp_path):
+    """The next run computes nothing again that the first one has computed."""
+    lines = prompts.read_text().splitlines()
+    lines[17] = '{"text": "a'
+    prompts.write_text("\n".join(lines))
+    await stopped(
+        client, prompts, tmp_path / "out", r"^line 18 of prompts.jsonl is not JSON.*0 of 40", shard_bytes=1 << 20
+    )
+    await client.extract(prompts, tmp_path / "out", capture=WHAT, on_error="skip", shard_bytes=1 << 20, progress=False)
+    assert peer.replayed >= 17
+
+
+async def test_broken_rows_are_recorded_and_left_out(client, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    good = '{"text": "a bb"}'
+    bad = [
+        '{"text": "a',
+        "[1]",
+        '{"prompt": "a"}',
+        '{"text": 3}',
+        '{"text": ""}',
+        '{"text": []}',
+        '{"text": [{"a": 1}]}',
+    ]
+    path.write_bytes("\n".join([good, "", *bad, good]).encode() + b'\n{"text": "\xff"}\n')
+    found = await client.extract(path, tmp_path / "out", capture=WHAT, on_error="skip", progress=False)
+    assert len(found) == 4
+    assert found.summary.failed == 8
+    assert [line["index"] for line in found.failures] == [*range(1, 8), 9]
+    messages = [line["failed"]["message"] for line in found.failures]
+    assert all(f"line {number}" in message for number, message in zip(range(3, 7), messages, strict=False))
+    assert "EMPTY_PROMPT" in [line["failed"]["reason"] for line in found.failures]
+    assert json.loads((tmp_path / "out" / "index.json").read_text())["failed"] == 8
+
+
+async def test_long_prompts(client, tmp_path):
+    source = [[1, 2, 3], [4] * 9, "a b c d e f g h i"]
+    await stopped(
+        client, source, tmp_path / "a", "item 1 of the input: The prompt has more than 5 tokens", context_length=5
+    )
+    more = {"context_length": 5, "capture": WHAT, "progress": False}
+    found = await client.extract(source, tmp_path / "b", on_long="skip", **more)
+    assert found.prompt.tolist() == [0, 0, 0]
+    assert [line["failed"]["reason"] for line in found.failures] == ["PROMPT_TOO_LONG"] * 2
+    chat = [{"role": "user", "content": "hi"}] * 6
+    found = await client.extract([*source, chat], tmp_path / "c", on_long="truncate", on_error="skip", **more)
+    assert found.token_ids.tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 1, 1, 1, 1, 1]
+    assert "conversation cannot be truncated" in found.failures[0]["failed"]["message"]
+    await stopped(client, ["x " * 4001], tmp_path / "d", "Too long", residuum.ExtractStopped)
+
+
+async def test_another_job_is_refused_with_what_differs(client, prompts, tmp_path):
+    out = tmp_path / "out"
+    await client.extract(prompts, out, capture=WHAT, progress=False)
+    before = files(out)
+    other = residuum.Capture(layers=[1, 4], positions="last_prompt")
+    await stopped(client, prompts, out, r"another job: capture.positions.* was not set and is", capture=other)
+    await stopped(client, prompts, out, "prompts was 40 and is 9; limit was not set and is 9", limit=9)
+    lines = prompts.read_text().splitlines()
+    prompts.write_text("\n".join([*lines[:6], lines[6].replace("x", "y"), *lines[7:]]))
+    await stopped(client, prompts, out, "line 7 of prompts.jsonl has changed")
+    assert files(out) == before
+
+
+async def test_folders_that_cannot_be_used(client, prompts, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    await stopped(client, prompts, tmp_path, "folder with other files", FileExistsError)
+    await stopped(client, prompts, tmp_path / "notes", "is a file", FileExistsError)
+    await stopped(client, prompts, tmp_path / "notes" / "out", "cannot be created", OSError)
+    with open_folder(tmp_path / "out"):
+        await stopped(client, prompts, tmp_path / "out", "Another process runs", FileExistsError)
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+async def test_inputs_that_cannot_be_used(client, prompts, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    await stopped(client, tmp_path / "empty.jsonl", out, "no prompts")
+    await stopped(client, [], out, "no prompts")
+    await stopped(client, tmp_path / "none.jsonl", out, "does not exist", FileNotFoundError)
+    await stopped(client, tmp_path / "out.csv", out, "does not exist", FileNotFoundError)
+    await stopped(client, prompts.rename(tmp_path / "prompts.csv"), out, "suffix")
+    await stopped(client, 7, out, "must be a path", TypeError)
+    assert not out.exists()
+
+
+async def test_a_capture_that_no_prompt_can_have_stops_the_job(client, prompts, tmp_path):
+    unknown = residuum.Capture(layers=[99])
+    await stopped(
+        client, prompts, tmp_path / "out", "No layer 99", residuum.UnknownLayer, capture=unknown, on_error="skip"
+    )
+
+
+async def test_no_room_on_the_disk(client, prompts, tmp_path):
+    out = tmp_path / "out"
+    await client.extract(prompts, tmp_path / "whole", capture=WHAT, shard_bytes=300, progress=False)
+    full = FullDisk(after=2)
+    with full:
+        await stopped(client, prompts, out, r"cannot write to .*No space left.*continues", OSError, shard_bytes=300)
+    assert residuum.Extracted(out).is_complete is False
+    assert list(out.glob("*.part")) == []
+    await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False)
+    assert files(out) == files(tmp_path / "whole")
+
+
+async def test_a_full_store_stops_the_job(client, peer, prompts, tmp_path):
+    peer.script.failures = [None, Failure(Reason.ERROR_REASON_STORE_FULL, "The store is full.")] * 9
+    await stopped(
+        client, prompts, tmp_path / "out", "store is full. .*smaller shard_bytes", residuum.StoreFull, on_error="skip"
+    )
+
+
+@given(
+    splits=st.lists(st.integers(0, 5), max_size=6), start=st.integers(-40, 40), stop=st.integers(-40, 40),
+    step=st.sampled_from([1, 1, 2, -1, -3]), data=st.data(),
+)  # fmt: skip
+def test_rows_of_several_shards_are_indexed_like_one_array(splits, start, stop, step, data):
+    every = np.arange(sum(splits) * 3, dtype=np.float32).reshape(-1, 3)
+    parts = np.split(every, np.cumsum(splits)[:-1]) if splits else []
+    layer = residuum.LayerRows(parts, 3, every.dtype)
+    assert np.array_equal(np.asarray(layer), every)
+    assert np.array_equal(layer[start:stop:step], every[start:stop:step])
+    if len(every):
+        numbers = data.draw(st.lists(st.integers(-len(every), len(every) - 1)))
+        assert np.array_equal(layer[numbers], every[np.array(numbers, int)])
+        assert all(np.array_equal(layer[number], every[number]) for number in numbers)
+
+
+async def test_a_lost_capture_is_computed_again(client, peer, prompts, tmp_path):
+    peer.script.outcome = INCOMPLETE
+    add, ended = peer._end_capture, []
+
+    def end(spec, name, *arguments):
+        ended.append(name)
+        if len(ended) > 5:
+            peer.script.outcome = COMPLETE
+        add(spec, name, *arguments[:2], peer.script.outcome, peer.script)
+
+    peer._end_capture = end
+    try:
+        found = await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False, max_concurrency=2)
+    finally:
+        del peer._end_capture
+    check_rows(found, 40)
+    assert len(ended) > 40
