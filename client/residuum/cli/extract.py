@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file that ends in .jsonl, .txt (one prompt per line), .parquet or .arrow, or a folder with a data set",
     )
     parser.add_argument(
-        "--output", metavar="FOLDER", help="the folder to write; if it has this job already, the job continues"
+        "--output",
+        metavar="FOLDER",
+        help="the folder to write; if it has this job already, the job continues (default: none; it is required)",
     )
     parser.add_argument(
         "--spec",
@@ -89,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job")
-    group.add_argument("--model", metavar="NAME", help="the LoRA adapter to use, or the model that you expect")
+    group.add_argument(
+        "--model", metavar="NAME", help="the LoRA adapter to use, or the model that you expect (default: no adapter)"
+    )
     group.add_argument(
         "--max-concurrency",
         type=positive_count,
