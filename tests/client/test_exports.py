@@ -24,18 +24,18 @@ from residuum.v1 import capture_pb2, errors_pb2
 ROOT = Path(__file__).parents[2]
 
 NAMES = """
-    Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream AttentionLayer BadCredentials
+    TLS Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream AttentionLayer BadCredentials
     BadVector BatchCancelled BatchFailed BatchInterrupted CallerStalled Cap Capture CaptureEnded CaptureExists
     CaptureNotComplete CapturePage CaptureSummary Client ClientClosed DamagedCapture DeadlineExceeded Directions
     EmptyCaptureWarning EmptyPrompt EngineDead Export ExtractStopped ExtractSummary Extracted Gate GateRecord Health
     IncompleteCapture InvalidRequest LayerRows LeftOutWarning LimitReached LogitLens Logprobs Manifest MessageSpan
     MissingVectors ModelInfo Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable
-    OpenCapture OutageWarning PatchSweep PermissionDenied Piece Positions PromptTooLong PutResult QuotaExceeded
-    Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet Rows Sampling
-    Sequence SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange SteeringRecord StoreFull
-    StoreFullCapture StoreStats StoreUnreachable StoredRow Stream TLS TokenDelta Unauthenticated Unavailable
-    Unembedding UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable
-    Usage Vector __version__ attention_weights directions load_vectors serve vllm_xargs
+    OpenCapture OutageWarning PatchSweep PermissionDenied Piece Positions Probe PromptTooLong PutResult
+    QuotaExceeded Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RowSet
+    Rows Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange
+    SteeringRecord StoreFull StoreFullCapture StoreStats StoreUnreachable StoredRow Stream TokenDelta
+    Unauthenticated Unavailable Unembedding UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest
+    UnknownSite Unreachable Usage Vector __version__ attention_weights directions load_vectors serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 

@@ -55,11 +55,12 @@ class AsyncStoreClient:
         shared_memory: bool = True,
     ) -> None:
         store = store if isinstance(store, str) or store is None else list(store)
-        self.settings: dict[str, Any] = {
+        # A function, so that no repr of the client shows the token.
+        self.settings: Callable[[], dict[str, Any]] = lambda: {
             "store": store, "timeout": timeout, "token": token, "tls": tls, "insecure": insecure, "tenant": tenant,
             "shared_memory": shared_memory,
         }  # fmt: skip
-        """The arguments of this client other than the endpoint, to make another one like it."""
+        """Returns the arguments of this client other than the endpoint, to make another one like it."""
         self._tenant = check_tenant(tenant)
         self._stores = StoreDirectory(store)
         self.endpoint = check_endpoint(endpoint) if endpoint or not self._stores.is_named else ""

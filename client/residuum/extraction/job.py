@@ -30,7 +30,7 @@ class HasSettings(Protocol):
     """Either client."""
 
     endpoint: str
-    settings: dict[str, Any]
+    settings: Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def job_of(
     names = list(dict.fromkeys([client.endpoint, *endpoints]))
     fixed = {"keep": names_of(spec["keep"]), "steer": operation_list(spec["steer"])}  # both may be iterators
     job = Job(source, folder, JobSpec(**{**spec, **fixed}), **options)
-    return job, lambda: [AsyncClient(name, **client.settings) for name in names]
+    return job, lambda: [AsyncClient(name, **client.settings()) for name in names]
 
 
 async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Extracted:

@@ -40,7 +40,7 @@ class Probe:
     With `probes=[...]`, the server computes the scores on the device while the model generates, and sends them with the
     tokens: see `TokenDelta.scores` and `Reply.scores`. If the request is steered, the probe reads the steered row.
 
-    Args:
+    Attributes:
         weights: [outputs, width], or [width] for one output: any array or tensor of real, finite numbers. Width is the
             length of a row at the site. The attribute is float32 [outputs, width], read-only.
         bias: One number for all outputs, or [outputs]. The attribute is float32 [outputs], read-only.
