@@ -8,7 +8,7 @@ import dataclasses
 import datetime
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ class _Connection:
     def __init__(self, options: argparse.Namespace) -> None:
         given = options.endpoint or [os.environ.get("RESIDUUM_ENDPOINT", DEFAULT_ENDPOINT)]
         self.endpoint: str = given[0]
-        self.settings: dict[str, Any] = {
+        self.settings: Callable[[], dict[str, Any]] = lambda: {
             "store": options.store,
             "timeout": options.timeout or CALL_SECONDS,
             "tenant": options.tenant,
