@@ -139,8 +139,9 @@ class Generation:
                 self._running.cache_salt(len(self._token_ids)),
                 self._running.spec.adapter,
             )
-            async for raw in stream:
-                output = await scores.add_to(raw) if scores else raw
+            async for output in stream:
+                if scores is not None:
+                    output = await scores.add_to(output)  # noqa: PLW2901 - the same output with its scores
                 delta = output.without_tokens() if is_prefill_only(self._sampling) else output
                 sequence.engine_tokens += len(delta.token_ids)
                 self._queue.put_nowait((index, delta))
@@ -180,16 +181,16 @@ class Generation:
 
 
 def _messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
-    for scores in _parts(delta.prompt_scores):
-        yield inference_pb2.TokenDelta(sequence=index, prompt_scores=scores)
+    if delta.prompt_scores:
+        for prompt_scores in _parts(delta.prompt_scores):
+            yield inference_pb2.TokenDelta(sequence=index, prompt_scores=prompt_scores)
     if delta.prompt_logprobs is not None:
         for part in delta.prompt_logprobs.parts():
             yield inference_pb2.TokenDelta(sequence=index, prompt_logprobs=delta.prompt_logprobs.part(part))
     if delta.logprobs is None:
         if delta.text or delta.token_ids:
-            yield inference_pb2.TokenDelta(
-                sequence=index, text=delta.text, token_ids=delta.token_ids, scores=_to_proto(delta.scores)
-            )
+            scores = _to_proto(delta.scores) if delta.scores else ()
+            yield inference_pb2.TokenDelta(sequence=index, text=delta.text, token_ids=delta.token_ids, scores=scores)
         return
     text = delta.text
     for part in delta.logprobs.parts():
@@ -209,10 +210,9 @@ def _to_proto(scores: Scored, part: slice = _ALL) -> list[probe_pb2.ProbeScores]
 
 def _parts(scores: Scored) -> Iterator[list[probe_pb2.ProbeScores]]:
     """Yield the scores of a prompt in messages of a bounded size."""
-    if scores:
-        rows = max(_MESSAGE_SCORES // sum(values.shape[1] for values in scores), 1)
-        for start in range(0, len(scores[0]), rows):
-            yield _to_proto(scores, slice(start, start + rows))
+    rows = max(_MESSAGE_SCORES // sum(values.shape[1] for values in scores), 1)
+    for start in range(0, len(scores[0]), rows):
+        yield _to_proto(scores, slice(start, start + rows))
 
 
 async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:

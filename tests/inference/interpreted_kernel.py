@@ -149,7 +149,7 @@ def tap_experts_differences(rng: np.random.Generator, dtype: torch.dtype) -> lis
     """Tap the experts of a router that chooses few or all, or for padding none."""
     worst = 0.0
     for width, chosen, numbers in ((70, 3, torch.int32), (48, 48, torch.int64)):
-        cpu, gpu, pools = prepare(rng, width, dtype)
+        cpu, gpu, pools = prepare(rng, width, dtype, site=capture_pb2.SITE_ATTN_OUT)
         for pool in pools:
             pool.memory.zero_()
         cpu._steering = {}  # it is only for points that cannot be steered
@@ -280,13 +280,18 @@ def tables_of(case: steering.Case) -> kernel.KernelTables:
 
 
 def prepare(
-    rng: np.random.Generator, hidden: int, dtype: torch.dtype
+    rng: np.random.Generator, hidden: int, dtype: torch.dtype, site: int | None = None
 ) -> tuple[CpuTap, kernel.KernelTables, list[BlockPool]]:
-    """Return the CPU's tap and the kernel's tables, armed with the same programs, and their pools."""
+    """Return the CPU's tap and the kernel's tables, armed with the same programs, and their pools.
+
+    With `site`, some rows are captured there.
+    """
     bank = VectorBank(8, hidden, CPU)
     bank.load([(row, rng.standard_normal(hidden).astype("<f4").tobytes()) for row in range(8)])
     pools = [BlockPool(1000, hidden, dtype, CPU, 0) for _ in range(2)]
     layout = random_layout(rng)
+    while site is not None and not any(site in dict(program.places) for program in layout.programs):
+        layout = random_layout(rng)
     cpu = CpuTap(bank, pools[0], POINTS)
     cpu.arm(layout)
     return cpu, steering.make_tables(layout, ROWS, bank, pools[1], POINTS), pools

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from inference_svc.taps.gpu import chunked_kernels, encoding_kernels, kernel  # noqa: E402
+from inference_svc.taps.gpu import chunked_kernels, encoding_kernels, kernel, score_copies  # noqa: E402, score_copies
 
 CAPABILITY = 90
 CHUNKS = {"CHUNK": encoding_kernels._CHUNK}
@@ -24,7 +24,7 @@ BYTES = {"target": "*u8"}
 TYPES = {
     **dict.fromkeys(("hidden", "residual", "pool", "copy", "source", "weight", "normed", "summed"), "*bf16"),
     **dict.fromkeys(("row_table", "lines", "entries"), "*i32"),
-    **dict.fromkeys(("bank", "inverse_norms", "scratch", "vectors"), "*fp32"),
+    **dict.fromkeys(("bank", "inverse_norms", "scores", "scratch", "vectors"), "*fp32"),
     **dict.fromkeys(("max_abs", "factor", "epsilon"), "fp32"),
     "bits": "*i16",
 }
@@ -40,6 +40,11 @@ KERNELS = {
         chunked_kernels._tap_experts_kernel,
         {"weights": "*fp32", "experts": "*i32", "scale": "fp32"},
         {"CHUNK": 512},
+    ),
+    "copies of scores": (
+        score_copies._copy_kernel,
+        {"buffer": "*fp32", "board": "*fp32", "table": "*i64"},
+        {"ROWS": score_copies._ROWS},
     ),
     "quantised rows": (encoding_kernels._quantize_rows_kernel, BYTES, CHUNKS),
     "quantised columns": (encoding_kernels._quantize_columns_kernel, BYTES, {"COLUMNS": 128}),

@@ -100,6 +100,7 @@ class Taps:
 def worker(gpu, monkeypatch):
     """A worker whose model is not loaded yet."""
     monkeypatch.setattr(tapped_worker, "_Taps", Taps)
+    monkeypatch.setattr(tapped_worker, "configure_worker_logs", lambda: None)  # other tests of this process read logs
     monkeypatch.setattr(gpu_worker.Worker, "load_model", lambda self, **options: self.model_runner.load())
     worker = object.__new__(TappedGpuWorker)
     worker.vllm_config = VllmConfig()

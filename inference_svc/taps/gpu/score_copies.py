@@ -73,7 +73,7 @@ def copy_scores(buffer: Tensor, board: HostPointer | Tensor, table: Tensor, coun
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator, unused-ignore]
 def _copy_kernel(buffer, board, table, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0)  # blocks of all runs are numbered one run after the other
+    block = tl.program_id(0).to(tl.int64)  # blocks of all runs are numbered one run after the other
     for index in range(count):
         run = table + index * _FIELDS
         row, rows = tl.load(run), tl.load(run + 1)
