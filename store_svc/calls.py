@@ -39,6 +39,7 @@ class Calls:
         self._readers = _Slots(max_streams, "reads and waits")
         self._writers = _Slots(max_writers, "writer streams")
         self._searches = _Slots(MAX_SEARCHES, "searches")
+        self._searchers: set[str] = set()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -68,13 +69,27 @@ class Calls:
         """
         return self._occupy(self._writers)
 
-    def searching(self) -> AbstractContextManager[None]:
-        """Count a call as a search for as long as the context lasts.
+    @contextmanager
+    def searching(self, tenant: str) -> Iterator[None]:
+        """Count a tenant's call as a search for as long as the context lasts.
+
+        A tenant runs one search at a time, so that it leaves room for the others. Without tenants (""), all may be one
+        caller's.
 
         Raises:
             Failure: LIMIT_REACHED, when the context is entered.
         """
-        return self._occupy(self._searches)
+        with self._condition:
+            if tenant in self._searchers:
+                message = "A search of this tenant is running. Try again when it has ended."
+                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=1)
+            if tenant:
+                self._searchers.add(tenant)
+        try:
+            with self._occupy(self._searches):
+                yield
+        finally:
+            self._searchers.discard(tenant)
 
     @property
     def num_reading(self) -> int:

@@ -301,7 +301,7 @@ class StoreServicer:
         request = _parse(store_pb2.SearchRequest, data)
         scope = resolve_scope(caller, request)
         check_search(request)
-        with self.calls.running(), self.calls.reading(), self.calls.searching():
+        with self.calls.running(), self.calls.reading(), self.calls.searching(caller.own_tenant):
             yield from self._searcher.search(
                 request, scope, caller.own_tenant, lambda: not context.is_active(), self._metrics.searched_bytes.inc
             )

@@ -51,8 +51,12 @@ class SharedVectors:
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)
         part = path.with_name(f"{path.name}-{os.getpid()}{_PART}")
-        part.write_bytes(vector.values)
-        part.rename(path)  # another process sees the whole file or none
+        try:
+            part.write_bytes(vector.values)
+            part.rename(path)  # another process sees the whole file or none
+        except OSError:
+            part.unlink(missing_ok=True)  # the disk may be full
+            raise
         self._added += 1
         if self._added % _CHECK_EVERY == 0:
             self._evict()

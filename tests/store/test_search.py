@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import checksum, chunk_prefix, chunk_view
 from residuum.wire.labels import to_label
+from store_svc.calls import Calls
 from store_svc.database.db import Table
 from tests.store.support import (
     ABORTED,
@@ -404,3 +406,18 @@ def test_a_stopping_store_ends_searches(tmp_path, monkeypatch):
         store.stop()
         with pytest.raises(grpc.RpcError):
             list(call)
+
+
+def test_a_tenant_runs_one_search_and_leaves_room_for_others():
+    calls = Calls(max_streams=4, max_writers=4)
+    with calls.searching("a"):
+        with pytest.raises(Failure, match="of this tenant"), calls.searching("a"):
+            pass
+        with calls.searching("b"), pytest.raises(Failure, match="its limit"), calls.searching("c"):
+            pass
+        with calls.searching(""):
+            pass
+    with calls.searching("a"), calls.searching("b"):
+        pass
+    with calls.searching(""), calls.searching(""):
+        pass
