@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.fields import invalid, layer_list, site_name
 from inference_svc.admission.sampling import is_prefill_only
 from inference_svc.taps.points import INNER_SITES
+from inference_svc.taps.steps.demand import point_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS
@@ -35,7 +36,11 @@ def resolve_probes(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.Pr
         Failure: A probe is invalid. The reason and the metadata name the field.
     """
     if not facts.probe_sites:
-        raise invalid("probes", "This server has no probes. Its operator enables them with --score-mib.")
+        raise invalid(
+            "probes",
+            "This server has no probes. Use an inference service without data and pipeline parallelism, started with "
+            "--score-mib above 0.",
+        )
     outputs = sum(len(probe.outputs) for probe in spec.probes)
     if outputs > MAX_PROBE_OUTPUTS:
         raise invalid(
@@ -126,10 +131,10 @@ def in_columns(spec: probe_pb2.ProbeSpec) -> list[tuple[int, probe_pb2.Probe, in
 def demanded(
     spec: probe_pb2.ProbeSpec | None,
 ) -> list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection, bool]]:
-    """Return the (site, layer) pairs and the positions of each output, without a gate, as `demand_of` takes them."""
+    """Return the point and the positions of each output, without a gate, as `demand_of` takes them."""
     everywhere = selection_pb2.PositionSelection()
     return [
-        ([(probe.site, probe.layer)], everywhere, False)
+        ([point_name(probe.site, probe.layer)], everywhere, False)
         for probe in (spec.probes if spec else ())
         for _ in probe.outputs
     ]

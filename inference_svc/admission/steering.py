@@ -9,7 +9,7 @@ from inference_svc.admission.fields import check_selection, invalid, layer_list,
 from inference_svc.admission.gates import gate_digests, resolve_gate
 from inference_svc.admission.probes import demanded
 from inference_svc.taps.points import STEERABLE
-from inference_svc.taps.steps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of
+from inference_svc.taps.steps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of, point_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, steering_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_OPERATIONS
@@ -93,7 +93,7 @@ def demand_of_steering(
     """Return how much room a valid request takes in the taps' tables."""
     operations: list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection, bool]] = []
     for item in steering.operations if steering else ():
-        places = [(item.site, layer) for layer in item.layers.list.layers]
+        places = [point_name(item.site, layer) for layer in item.layers.list.layers]
         is_split = item.layer_digests or item.gate.layer_digests
         groups = [[place] for place in places] if is_split else [places]
         operations += [(group, item.positions, item.HasField("gate")) for group in groups]
@@ -109,9 +109,9 @@ def check_demand(demand: Demand) -> None:
     if demand.programs > MAX_PROGRAMS or demand.entries > MAX_ENTRIES:
         raise invalid(
             "steering.operations",
-            f"The steering needs {demand.programs} different programs (at most {MAX_PROGRAMS}) with {demand.entries} "
-            f"operations in total (at most {MAX_ENTRIES}; twice as many count where one has a gate). Use fewer "
-            "operations or position ranges, or give more operations the same layers and positions.",
+            f"Steering and probes need {demand.programs} different programs (at most {MAX_PROGRAMS}) with "
+            f"{demand.entries} operations in total (at most {MAX_ENTRIES}; twice as many count where one has a gate). "
+            "Use fewer operations, outputs or position ranges, or give more operations the same layers and positions.",
         )
 
 

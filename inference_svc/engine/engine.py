@@ -120,7 +120,8 @@ class Engine:
             ranks = [rank for replica in described for rank in replica]
             adapters = await load_adapters(llm.add_lora, settings.adapters, llm.vllm_config.model_config.hf_config)
             facts = facts_of(llm.vllm_config, settings, settings.visible_name, ranks, adapters)
-            if board is not None:
+            # Steps of several replicas or stages have no common order: see `score_board`.
+            if board is not None and facts.data_parallel_size == facts.pipeline_parallel_size == 1:
                 facts = replace(facts, probe_sites=probe_sites(facts.sites))
             return cls(llm, tokenizer, facts, adapters, board)
         except BaseException:

@@ -29,7 +29,9 @@ _MISSING = np.uint32(0x7FC0DEAD)
 """The bits of an element that has not arrived."""
 
 _REST_SECONDS = 5.0
-"""How long a region is not used again. Steps that the engine had begun when the request ended may still write to it."""
+"""How long a region is not used again. Steps that the engine had begun when the request ended may still write to it.
+Even a later write does no harm: the engine runs its steps in order, so the region's next owner writes after it, and its
+token comes after that."""
 
 _ARRIVAL_SECONDS = 10.0
 """How long a token waits for its scores. They are there before the token, unless a pipeline stage is late."""
@@ -71,19 +73,26 @@ class ScoreBoard:
         size = positions * columns
         offset = self._free.take(size)
         if offset is None:
+            advice = (
+                "Generate fewer tokens, use fewer outputs, or ask the operator to raise --score-mib."
+                if size > len(self._numbers)
+                else "Other requests use the rest. Try again later, or ask the operator to raise --score-mib."
+            )
             raise Failure(
                 Reason.ERROR_REASON_LIMIT_REACHED,
-                f"The scores of a sequence need {size * 4 >> 10} KiB, and the server has no room for them: it has "
-                f"{self._numbers.nbytes >> 10} KiB, which other requests use. Try again later, generate fewer tokens, "
-                "or ask the operator to raise --score-mib.",
+                f"The scores of a sequence need {size * 4 / 1024:.1f} KiB, and the server has "
+                f"{self._free.total * 4 / 1024:.1f} of {self._numbers.nbytes / 1024:.1f} KiB free. {advice}",
                 limit="score_mib",
             )
         self._bits[offset : offset + size] = _MISSING
         return ScoreRegion(offset, first_position, positions, columns)
 
-    def give_back(self, region: ScoreRegion) -> None:
-        """Free a region, some time after the end of its request."""
-        self._resting.append((self._clock() + _REST_SECONDS, region))
+    def give_back(self, region: ScoreRegion, *, rests: bool = True) -> None:
+        """Free a region: some time after the end of its request, unless the engine never knew it."""
+        if rests:
+            self._resting.append((self._clock() + _REST_SECONDS, region))
+        else:
+            self._free.give_back(region.offset, region.positions * region.columns)
 
     async def read(self, region: ScoreRegion, first: int, count: int) -> npt.NDArray[np.float32]:
         """Return the scores of positions, float32 [count, columns], once they have arrived.

@@ -123,6 +123,8 @@ class Generation:
         """Generate one sequence, and put its deltas and its end into the queue."""
         sequence = self._sequences[index]
         scores = self._scores[index] if self._scores else None
+        if scores is not None:
+            scores.is_used = True
         try:
             stream = self._engine.generate(
                 engine_id(self._running.path, index),
@@ -182,24 +184,36 @@ class Generation:
 
 def _messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
     if delta.prompt_scores:
-        for prompt_scores in _parts(delta.prompt_scores):
-            yield inference_pb2.TokenDelta(sequence=index, prompt_scores=prompt_scores)
+        for piece in _pieces(delta.prompt_scores, 0, len(delta.prompt_scores[0])):
+            yield inference_pb2.TokenDelta(sequence=index, prompt_scores=_to_proto(delta.prompt_scores, piece))
     if delta.prompt_logprobs is not None:
         for part in delta.prompt_logprobs.parts():
             yield inference_pb2.TokenDelta(sequence=index, prompt_logprobs=delta.prompt_logprobs.part(part))
     if delta.logprobs is None:
-        if delta.text or delta.token_ids:
-            scores = _to_proto(delta.scores) if delta.scores else ()
-            yield inference_pb2.TokenDelta(sequence=index, text=delta.text, token_ids=delta.token_ids, scores=scores)
+        if delta.scores:
+            yield from _scored_messages(index, delta)
+        elif delta.text or delta.token_ids:
+            yield inference_pb2.TokenDelta(sequence=index, text=delta.text, token_ids=delta.token_ids)
         return
     text = delta.text
     for part in delta.logprobs.parts():
+        for piece in _pieces(delta.scores, part.start, part.stop) if delta.scores else (part,):
+            yield inference_pb2.TokenDelta(
+                sequence=index,
+                text=text,
+                token_ids=delta.token_ids[piece],
+                logprobs=delta.logprobs.part(piece),
+                scores=_to_proto(delta.scores, piece),
+            )
+            text = ""
+
+
+def _scored_messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
+    """Yield the messages of a delta with scores: several if a slow caller lets many tokens gather."""
+    text = delta.text
+    for piece in _pieces(delta.scores, 0, len(delta.token_ids)):
         yield inference_pb2.TokenDelta(
-            sequence=index,
-            text=text,
-            token_ids=delta.token_ids[part],
-            logprobs=delta.logprobs.part(part),
-            scores=_to_proto(delta.scores, part),
+            sequence=index, text=text, token_ids=delta.token_ids[piece], scores=_to_proto(delta.scores, piece)
         )
         text = ""
 
@@ -208,11 +222,11 @@ def _to_proto(scores: Scored, part: slice = _ALL) -> list[probe_pb2.ProbeScores]
     return [probe_pb2.ProbeScores(values=values[part].ravel()) for values in scores]
 
 
-def _parts(scores: Scored) -> Iterator[list[probe_pb2.ProbeScores]]:
-    """Yield the scores of a prompt in messages of a bounded size."""
+def _pieces(scores: Scored, start: int, stop: int) -> Iterator[slice]:
+    """Divide rows of scores into pieces that fit a message."""
     rows = max(_MESSAGE_SCORES // sum(values.shape[1] for values in scores), 1)
-    for start in range(0, len(scores[0]), rows):
-        yield _to_proto(scores, slice(start, start + rows))
+    for first in range(start, stop, rows):
+        yield slice(first, min(first + rows, stop))
 
 
 async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:

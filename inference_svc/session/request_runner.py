@@ -93,7 +93,7 @@ class RequestRunner:
                 if running.spec.capture is not None and running.spec.capture.keep_prompt:
                     session.prompt_text = await self._engine.prompts.text(request, token_ids)
                 place = scoring(self._engine.scores, running.spec.probes, len(token_ids), request.sampling)
-                async with place as scores, self._reservations.reserve(running) as vectors, session:
+                async with self._reservations.reserve(running) as vectors, place as scores, session:
                     stream = await self._events(running, request.sampling, token_ids, vectors, session, scores)
                     async with self._changing(running, len(token_ids), vectors, session), aclosing(stream) as events:
                         watch.begin(len(token_ids))

@@ -39,6 +39,8 @@ class SequenceScores:
         """
         self._board = board
         self.region = region
+        self.is_used = False
+        """Whether the engine knows the region, so that its steps may write to it."""
         self._spec = spec
         self._next = prompt_tokens - 1
         self._prompt_tokens = prompt_tokens if prompt else 0
@@ -79,16 +81,16 @@ async def scoring(
     if board is None or spec is None:
         yield ()
         return
-    first = 0 if spec.score_prompt else prompt_tokens - 1
-    positions = prompt_tokens - first + max(max_new_tokens(sampling), 1) - 1
+    new = max(max_new_tokens(sampling), 1)
     columns = sum(len(probe.outputs) for probe in spec.probes)
     held: list[SequenceScores] = []
     try:
         for index in range(num_sequences(sampling)):
-            region = board.take(first, positions, columns)
             shows_prompt = spec.score_prompt and index == 0
+            first = 0 if shows_prompt else prompt_tokens - 1
+            region = board.take(first, prompt_tokens - 1 - first + new, columns)
             held.append(SequenceScores(board, region, spec, prompt_tokens, prompt=shows_prompt))
         yield held
     finally:
         for item in held:
-            board.give_back(item.region)
+            board.give_back(item.region, rests=item.is_used)

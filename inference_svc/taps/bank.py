@@ -18,6 +18,9 @@ _STAGED_VECTORS = 64
 """How many vectors one upload to the device takes."""
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 class VectorBank:
     """A table of steering vectors, float32 [rows, width], and of their inverse norms, float32 [rows].
 
@@ -66,4 +69,4 @@ class VectorBank:
         for index, values in enumerate(vectors):
             staged[index] = np.frombuffer(values, dtype="<f4")
             norm = float(np.linalg.norm(staged[index].astype(np.float64)))
-            inverse_norms[index] = 1.0 / norm if norm else 0.0
+            inverse_norms[index] = min(1.0 / norm, _LARGEST) if norm else 0.0

@@ -109,7 +109,7 @@ def apply_batch(
         x: The rows, float32 [r, width].
         v: The vector of each row, float32 [r, width].
         inverse_norms: 1 / |v| for each vector, float32 [r]; 0 for a zero vector.
-        batch: The operations. A SCORE has no bounds, so it changes nothing, as a CAP without bounds.
+        batch: The operations. A SCORE changes nothing.
         opened: How far the gates of `batch.gates` are open, float32 [g]; None if there are none.
 
     Returns:
@@ -119,6 +119,7 @@ def apply_batch(
     clamped = torch.maximum(torch.minimum(projections, batch.highs), batch.lows)
     along_unit = torch.where(batch.kinds == Kind.ABLATE, -batch.scales * projections, clamped - projections)
     factors = torch.where(batch.kinds == Kind.ADD, batch.scales, along_unit * inverse_norms)
+    factors = torch.where(batch.kinds == Kind.SCORE, 0.0, factors)  # also if the projection is not finite
     moved = torch.where((batch.kinds == Kind.SET).unsqueeze(-1), v, x + factors.unsqueeze(-1) * v)
     moved = torch.where((batch.kinds == Kind.MULTIPLY).unsqueeze(-1), x * v, moved)
     if batch.gates is not None and opened is not None:

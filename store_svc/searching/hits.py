@@ -41,9 +41,9 @@ class BestHits:
         self._limit = limit
         self._hits: list[Hit] = []
         self.bar = -math.inf
-        """A row whose rank in float32 is less than this does not become a hit. Rows that are equal to the worst hit have
-        the same rank in float32, so ties are decided exactly. Among rows that differ from it by less than the rounding
-        of float32, the order of the scan decides."""
+        """A row whose rank in float32 is less than this does not become a hit. Rows that are equal to the worst hit
+        have the same rank in float32, so ties are decided exactly. Among rows that differ from it by less than the
+        rounding of float32, the order of the scan decides."""
 
     def add(self, hits: Iterable[Hit]) -> None:
         """Add hits."""

@@ -221,7 +221,7 @@ def check_scores() -> None:
         unscored = case.operations
         columns = [[int(column) for column in rng.permutation(MAX_PROBE_OUTPUTS)[: row % 4]] for row in range(12)]
         case.operations = [
-            operations + [steering.scoring(index, column) for index, column in enumerate(chosen)]
+            [*operations, *(steering.scoring(index + 1, column) for index, column in enumerate(chosen))]
             for operations, chosen in zip(unscored, columns, strict=True)
         ]
         wanted = np.zeros((12, MAX_PROBE_OUTPUTS))
@@ -229,7 +229,7 @@ def check_scores() -> None:
             x = (case.hidden[row].double() + case.residual[row].double()).numpy()
             x, _ = steering.expected(x, unscored[row], case.vectors)
             for index, column in enumerate(chosen):
-                wanted[row, column] = x @ case.vectors[index].astype(np.float64)
+                wanted[row, column] = x @ case.vectors[index + 1].astype(np.float64)
         assert wanted.any()
         weight = torch.ones(hidden, dtype=dtype)
 

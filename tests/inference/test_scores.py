@@ -10,17 +10,22 @@ import pytest
 
 from inference_svc.admission.probes import in_columns, probe_sites, resolve_probes
 from inference_svc.admission.specs import resolve_spec
+from inference_svc.admission.steering import demand_of_steering
 from inference_svc.engine.streams import Delta
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
 from inference_svc.resources.score_board import ScoreBoard
+from inference_svc.session.generation import _messages
+from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
+from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.plan import KEY, Kind, RequestPlan, ScoreRegion
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.scores import Scores, open_board
-from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.layout import NOWHERE, StepLayout, StepRows
+from inference_svc.taps.steps.programs import Program, Step
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2, inference_pb2, probe_pb2
+from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, steering_pb2
 from residuum.wire.limits import MAX_PROBE_OUTPUTS
 from tests.inference import service_support as support
 
@@ -142,6 +147,51 @@ def test_a_score_that_has_not_arrived_is_waited_for():
         return await reading
 
     np.testing.assert_array_equal(asyncio.run(late()), [[1.0, np.nan], [3.0, 4.0]])
+
+
+def test_a_region_that_the_engine_never_knew_is_free_at_once():
+    board = ScoreBoard(4096)
+    region = board.take(0, 1000, 1)
+    board.give_back(region, rests=False)
+    assert board.take(0, 1000, 1) == region
+    with pytest.raises(Failure, match=r"Generate fewer tokens.*--score-mib"):
+        board.take(0, 2000, 1)  # waiting would not help
+
+
+def test_probes_and_steering_at_one_point_share_its_room():
+    """`resid_pre` of a layer is `resid_post` of the layer before, and a site that is not set is `resid_post`."""
+    facts = replace(FACTS, probe_sites=(capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE))
+    steering = steering_pb2.SteeringSpec(operations=[support.ADD_JOY])
+    for layer, site in ((1, capture_pb2.SITE_RESID_POST), (2, capture_pb2.SITE_RESID_PRE)):
+        asked = inference_pb2.RequestSpec(steering=steering, probes=spec(probe(layer=layer, site=site)))
+        resolved = resolve_spec(asked, facts)
+        demand = demand_of_steering(resolved.steering, None, resolved.probes)
+        assert demand.entries == 3, "one operation at layers 0 and 2, which share it, and two at layer 1"
+
+
+@pytest.mark.parametrize("size", [3e38, 1e-44])
+def test_a_score_whose_product_is_not_finite_changes_nothing(size):
+    bank = VectorBank(2, 4, torch.device("cpu"))
+    bank.load([(0, np.ones(4, "<f4").tobytes()), (1, np.full(4, size, "<f4").tobytes())])
+    tap = CpuTap(bank, None, TapPoints(0, 1), torch.zeros(1, MAX_PROBE_OUTPUTS))
+    steps = [Step(Kind.ADD, 0, (0,), 2.0, 0.0, 0.0), Step(Kind.SCORE, 1, (0,), 1.0, -np.inf, np.inf)]
+    tap.arm(StepLayout([Program.make(steps=steps)], np.array([(0, 0, NOWHERE, 0)])))
+    rows = torch.full((1, 4), 10.0)
+    tap.tap(rows, None, TapPoints(0, 1).after(0))
+    assert rows.tolist() == [[12.0] * 4]
+
+
+def test_many_scores_take_several_messages():
+    """A caller that reads slowly gets many tokens at once. No message may be too long."""
+    tokens, outputs = 20_000, MAX_PROBE_OUTPUTS
+    scores = (np.arange(tokens * outputs, dtype=np.float32).reshape(tokens, outputs),)
+    messages = list(_messages(0, Delta("text", list(range(tokens)), scores=scores, prompt_scores=scores)))
+    assert all(message.ByteSize() < 2 << 20 for message in messages)
+    assert [token for message in messages for token in message.token_ids] == list(range(tokens))
+    assert "".join(message.text for message in messages) == "text"
+    for name in ("scores", "prompt_scores"):
+        values = [value for message in messages for part in getattr(message, name) for value in part.values]
+        np.testing.assert_array_equal(values, scores[0].ravel())
 
 
 def test_a_score_that_never_arrives_fails():

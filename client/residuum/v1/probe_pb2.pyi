@@ -77,7 +77,8 @@ Global___ProbeSpec: _TypeAlias = ProbeSpec  # noqa: Y015
 @_typing.final
 class Probe(_message.Message):
     """A linear probe: it scores the rows at a site of a layer. Output i of a row x is x . v_i + bias_i, computed in float32,
-    where v_i is the output's vector. Steering comes first: a probe reads the row that the model goes on with.
+    where v_i is the output's vector. Steering comes first: a probe reads the
+    steered row, in float32, before it is rounded to the model's dtype.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -68,7 +68,7 @@ def gated(factor, opening):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def factor_of(kind, projection, scale_or_low, high, inverse):  # type: ignore[no-untyped-def]
-    """Return the factor by which ABLATE or CAP adds its vector to a row with this projection.
+    """Return the factor by which ABLATE or CAP adds its vector to a row with this projection; 0 for SCORE.
 
     `scale_or_low` is the scale of ABLATE, or the lower bound of CAP.
     """
@@ -76,7 +76,8 @@ def factor_of(kind, projection, scale_or_low, high, inverse):  # type: ignore[no
     # subtraction. Then the difference is not exactly zero where nothing is clamped.
     under = tl.where(projection < scale_or_low, scale_or_low - projection, 0.0)
     over = tl.where(projection > high, high - projection, under)
-    return tl.where(kind == ABLATE, -scale_or_low * projection, over) * inverse
+    factor = tl.where(kind == ABLATE, -scale_or_low * projection, over) * inverse
+    return tl.where(kind == SCORE, 0.0, factor)  # also if the projection is not finite
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _TABLES = 16
 """Tables of runs, even. The engine prepares a step while kernels of earlier steps still read theirs."""
-_PROGRAMS = 8
+_PROGRAMS = (32, 4)
+"""Programs that share the runs, and programs that share the lines of a run: reads of the host's memory take long."""
 _ROWS = 32
 """Lines that a program copies at once."""
 _FIELDS = tl.constexpr(RUN_FIELDS)
@@ -68,23 +69,19 @@ class CudaScoreCopies:
 
 def copy_scores(buffer: Tensor, board: HostPointer | Tensor, table: Tensor, count: int) -> None:
     """Copy the first `count` runs of a table, int64 [runs, RUN_FIELDS], from the buffer to the board."""
-    _copy_kernel[(_PROGRAMS,)](buffer, board, table, count, ROWS=_ROWS, num_warps=4)
+    _copy_kernel[_PROGRAMS](buffer, board, table, count, ROWS=_ROWS, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator, unused-ignore]
 def _copy_kernel(buffer, board, table, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0).to(tl.int64)  # blocks of all runs are numbered one run after the other
-    for index in range(count):
+    for index in range(tl.program_id(0), count, tl.num_programs(0)):
         run = table + index * _FIELDS
-        row, rows = tl.load(run), tl.load(run + 1)
+        row, rows = tl.load(run), tl.load(run + 1).to(tl.int32)
         column, columns = tl.load(run + 2), tl.load(run + 3)
         line, stride = tl.load(run + 4), tl.load(run + 5)
-        blocks = tl.cdiv(rows, ROWS)
-        while block < blocks:
+        for block in range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1)):
             lines = block * ROWS + tl.arange(0, ROWS)[:, None]
             numbers = column + tl.arange(0, SCORE_COLUMNS)[None, :]
             mask = (lines < rows) & (numbers < column + columns)
             values = tl.load(buffer + (row + lines) * SCORE_COLUMNS + numbers, mask=mask)
             tl.store(board + line + lines * stride + numbers, values, mask=mask)
-            block += tl.num_programs(0)
-        block -= blocks

@@ -249,7 +249,7 @@ def _entries(runs: list[list[Step]]) -> npt.NDArray[np.int32]:
 
 
 def _numbers(step: Step) -> tuple[float, float]:
-    """Return the two numbers of an operation's entry. A SCORE is a CAP without bounds, which changes nothing."""
+    """Return the two numbers of an operation's entry."""
     return (step.low, step.high) if step.kind in (Kind.CAP, Kind.SCORE) else (step.scale, 0.0)
 
 

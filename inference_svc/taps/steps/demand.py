@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from residuum.v1 import capture_pb2
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,7 +43,7 @@ def demand_of(
     """Return an upper bound on what a request takes in the tables.
 
     Args:
-        operations: For each steering operation, its (site, layer) pairs, its positions, and whether it has a gate.
+        operations: For each operation, its points (see `point_name`), its positions, and whether it has a gate.
         captured: The captured positions. None: nothing is captured.
     """
     selections = [positions for _, positions, _ in operations] + ([captured] if captured else [])
@@ -60,6 +62,13 @@ def demand_of(
     runs = {tuple(indices) for indices in by_point.values()}
     entries = sum(entries_of(len(run), has_gates=any(operations[index][2] for index in run)) for run in runs)
     return Demand(programs, programs * entries)
+
+
+def point_name(site: int, layer: int) -> tuple[int, int]:
+    """Return a name of the point that sees a site of a layer: `resid_post` of a layer is `resid_pre` of the next."""
+    if site == capture_pb2.SITE_RESID_PRE:
+        return capture_pb2.SITE_RESID_POST, layer - 1
+    return site or capture_pb2.SITE_RESID_POST, layer
 
 
 def _divides(positions: selection_pb2.PositionSelection) -> bool:

@@ -201,6 +201,11 @@ class CapturePath:
         return Scores(copies, self._all[0].points)
 
     @property
+    def score_bytes(self) -> int:
+        """Bytes of the buffer of scores."""
+        return 0 if self._scores is None else int(self._scores.nbytes)
+
+    @property
     def _max_rows(self) -> int:
         """Most rows of a step, including padding."""
         sizes = self._config.compilation_config.cudagraph_capture_sizes or [0]

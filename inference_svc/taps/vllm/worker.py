@@ -252,7 +252,13 @@ class _Taps:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory that the taps take for as long as the worker runs."""
-        return self.path.pool_bytes + self._table_bytes + self.path.bank_bytes + self.path.sink_bytes
+        return (
+            self.path.pool_bytes
+            + self._table_bytes
+            + self.path.bank_bytes
+            + self.path.sink_bytes
+            + self.path.score_bytes
+        )
 
     def describe(self) -> dict[str, Any]:
         """See `TappedWorker.residuum_describe`."""
