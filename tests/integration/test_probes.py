@@ -1,0 +1,105 @@
+"""Probes on a real model: scores that come with tokens equal those of the captured rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import residuum
+
+pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
+
+PROMPT = "The capital of France is"
+WIDTH = 576
+RNG = np.random.default_rng(5)
+PROBES = [
+    residuum.Probe(RNG.normal(size=WIDTH) / 50, 0.25, layer=12, activation="sigmoid", name="early"),
+    residuum.Probe(RNG.normal(size=(3, WIDTH)) / 50, [0, 1, -1], layer=25, activation="softmax", name="classes"),
+    residuum.Probe(RNG.normal(size=(2, WIDTH)), layer=12, name="plain"),
+]
+CAPTURE = residuum.Capture(layers=[12, 25])
+
+
+def check(reply: residuum.Reply, acts: residuum.Activations, sequence: int = 0) -> None:
+    """Check the scores of a reply against the rows that were captured of it, in float64."""
+    scores, prompt = reply.sequences[sequence].scores, len(reply.prompt_token_ids)
+    assert scores is not None
+    for probe in PROBES:
+        rows = acts[probe.layer].astype(np.float64)
+        outputs = rows @ probe.weights.T.astype(np.float64) + probe.bias
+        expected = outputs
+        if probe.activation == "sigmoid":
+            expected = 0.5 * (1 + np.tanh(outputs / 2))
+        elif probe.activation == "softmax":
+            powers = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+            expected = powers / powers.sum(axis=1, keepdims=True)
+        # An inner product in float32 loses digits of its terms, not of its value.
+        bound = 1e-5 * (1 + (np.abs(rows) @ np.abs(probe.weights.T)).max(axis=1, keepdims=True))
+        found = scores[probe.name].reshape(-1, probe.num_outputs)
+        assert found.shape == (len(reply.sequences[sequence].token_ids), probe.num_outputs)
+        assert (np.abs(found - expected[prompt - 1 :]) <= bound[prompt - 1 :]).all()
+        if reply.prompt_scores is not None and sequence == 0:
+            of_prompt = reply.prompt_scores[probe.name].reshape(-1, probe.num_outputs)
+            assert len(of_prompt) == prompt
+            assert (np.abs(of_prompt - expected[:prompt]) <= bound[:prompt]).all()
+
+
+@pytest.mark.parametrize("score_prompt", [False, True])
+def test_scores_are_those_of_the_captured_rows(client: residuum.Client, score_prompt: bool) -> None:
+    reply = client.generate(PROMPT, max_tokens=12, capture=CAPTURE, probes=PROBES, score_prompt=score_prompt)
+    assert (reply.prompt_scores is None) == (not score_prompt)
+    check(reply, client.activations(reply))
+    client.delete(reply)
+
+
+def test_a_probe_reads_the_steered_row(client: residuum.Client) -> None:
+    steer = residuum.Add(residuum.Vector(10 * RNG.normal(size=WIDTH)), layer=12)
+    reply = client.generate(PROMPT, max_tokens=8, capture=CAPTURE, probes=PROBES, steer=steer, score_prompt=True)
+    check(reply, client.activations(reply))
+    client.delete(reply)
+
+
+def test_each_sequence_has_its_scores(client: residuum.Client) -> None:
+    reply = client.generate(PROMPT, max_tokens=8, n=3, temperature=1.0, seed=3, capture=CAPTURE, probes=PROBES)
+    acts = client.activations(reply)
+    for sequence in range(3):
+        check(reply, acts.select(sequence=sequence), sequence)
+    client.delete(reply)
+
+
+def test_each_token_comes_with_its_scores(client: residuum.Client) -> None:
+    with client.stream(PROMPT, max_tokens=8, probes=PROBES) as stream:
+        deltas = list(stream)
+    for delta in deltas:
+        assert delta.scores is not None
+        assert all(len(scores) == len(delta.token_ids) for scores in delta.scores.values())
+    assert stream.reply.scores is not None
+    joined = np.concatenate([delta.scores["classes"] for delta in deltas if delta.scores])
+    np.testing.assert_array_equal(joined, stream.reply.scores["classes"])
+
+
+def test_probes_do_not_change_the_reply(client: residuum.Client) -> None:
+    plain = client.generate(PROMPT, max_tokens=12)
+    assert client.generate(PROMPT, max_tokens=12, probes=PROBES).token_ids == plain.token_ids
+
+
+def test_scores_of_many_prompts_do_not_mix(client: residuum.Client) -> None:
+    prompts = [PROMPT, "Once upon a time", "I", "Write a poem about the sea and the mountains, please:"]
+    replies = client.generate_many(
+        prompts, max_tokens=10, capture=CAPTURE, probes=PROBES, score_prompt=True, progress=False
+    )
+    for reply, acts in zip(replies, client.activations(replies), strict=True):
+        check(reply, acts)
+    client.delete(replies)
+
+
+def test_bad_probes_are_refused(client: residuum.Client) -> None:
+    info = client.info()
+    assert "resid_post" in info.probe_sites
+    for probes, error in (
+        ([residuum.Probe(np.ones(WIDTH), layer=info.num_layers)], residuum.UnknownLayer),
+        ([residuum.Probe(np.ones(5), layer=1)], residuum.BadVector),
+        ([residuum.Probe(np.ones((info.limits["max_probe_outputs"] + 1, WIDTH)), layer=1)], residuum.ResiduumError),
+    ):
+        with pytest.raises(error):
+            client.generate(PROMPT, max_tokens=1, probes=probes)
