@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -61,14 +62,17 @@ def measure(job: SearchJob, folder: Path) -> dict[str, Any]:
         "parameters": {**asdict(job), "captures": job.captures, "filesystem": filesystem(folder)},
         "runs": ways,
         "gb_per_core_second": {
-            # Sums, because the kernel counts the store's processor time in steps of 10 ms.
-            name: round(sum(run["gb"] for run in runs) / sum(run["cpu_seconds"] for run in runs), 2)
+            # Sums, because the kernel counts the store's processor time in steps of 10 ms; at least one step.
+            name: round(sum(run["gb"] for run in runs) / max(sum(run["cpu_seconds"] for run in runs), _CLOCK_STEP), 2)
             for name, runs in ways.items()
         },
         "gb_per_second": {
             name: round(statistics.median(run["gb"] / run["seconds"] for run in runs), 2) for name, runs in ways.items()
         },
     }
+
+
+_CLOCK_STEP = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def _check(lane: Lane, job: SearchJob, vector: np.ndarray[Any, np.dtype[np.float32]]) -> None:

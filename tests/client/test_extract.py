@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import errno
 import json
 
@@ -182,6 +183,29 @@ async def test_captures_can_be_kept(client, tmp_path):
     found = await client.extract(["a", "b"], tmp_path / "out", capture=WHAT, keep_captures=True, progress=False)
     kept = await client.captures(prefix=job_id(found.folder))
     assert [item.state for item in kept] == ["complete", "complete"]
+    await client.extract(["a", "b"], tmp_path / "out", capture=WHAT, progress=False)  # only to open the rows
+    assert len(await client.captures(prefix=job_id(found.folder))) == 2
+
+
+async def test_labels_of_any_kind_are_kept_as_text(client, tmp_path):
+    rows = [{"text": "a", "day": datetime.date(2026, 1, 2), "odd": "\ud83d"}]
+    found = await client.extract(rows, tmp_path / "out", capture=WHAT, keep=["day", "odd"], progress=False)
+    assert found.labels("day") == ["2026-01-02"]
+    assert found.labels("odd") == ["\ud83d"]
+
+
+async def test_a_prompt_with_half_of_a_character_is_a_broken_row(client, tmp_path):
+    prompts = [{"text": "a"}, {"text": "\ud83d"}]
+    found = await client.extract(prompts, tmp_path / "out", capture=WHAT, on_error="skip", progress=False)
+    (failure,) = found.failures
+    assert "half of a character" in failure["failed"]["message"]
+
+
+async def test_a_start_that_was_killed_leaves_a_folder_that_can_be_used(client, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "job.json.part").write_text('{"format')
+    found = await client.extract(["a"], tmp_path / "out", capture=WHAT, progress=False)
+    assert len(found) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ bad input

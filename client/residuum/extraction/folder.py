@@ -67,6 +67,7 @@ class JobFolder:
                     reason="INVALID_FIELD",
                 )
         else:
+            (self.path / f"{job.name}{_PART}").unlink(missing_ok=True)  # of a start that was killed, or had no room
             others = sorted(item.name for item in self.path.iterdir())
             if others:
                 raise FileExistsError(
@@ -119,6 +120,11 @@ class JobFolder:
         with (self.path / LOG).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, **facts}) + "\n")
 
+    def has_kept_captures(self) -> bool:
+        """Return whether a run of the job, this one included, was told to keep its captures."""
+        with (self.path / LOG).open(encoding="utf-8") as file:
+            return any('"keep_captures": true' in line for line in file)
+
     def _id(self) -> str:
         """Return the job's own ID: that of the log's first line, or a new one."""
         log = self.path / LOG
@@ -130,6 +136,7 @@ class JobFolder:
         name = f"extract-{uuid.uuid4().hex[:12]}"
         self.log("job", job=name)
         _sync(log)
+        _sync(self.path)
         return name
 
 
@@ -236,6 +243,7 @@ def _write_json(path: Path, document: Mapping[str, Any]) -> None:
         part.replace(path)
         _sync(path.parent)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise _with_room(error, path.parent, 0) from None
 
 

@@ -126,6 +126,7 @@ class Items:
         try:
             row = self._rows.row(number)
             prompt = self._prompt(row, where)
+            _check_text(prompt, where)
             labels = {name: _plain(self._value(row, name, where)) for name in self._keep}
             digest = _digest([prompt, labels])
         except BadRow as error:
@@ -289,6 +290,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value
+
+
+def _check_text(prompt: Prompt, where: str) -> None:
+    """Check that a prompt can be sent: JSON may name half of a character, which UTF-8 cannot encode.
+
+    Raises:
+        BadRow: It cannot.
+    """
+    try:
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise BadRow(
+            f"{where} has half of a character (a lone surrogate), which no prompt can have. Correct the text.",
+            reason="INVALID_FIELD",
+        ) from None
 
 
 def _digest(value: Any) -> str:

@@ -129,7 +129,7 @@ def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
     task = asyncio.run_coroutine_threadsafe(run_job(job, clients), loop)
     try:
         return task.result()
-    except KeyboardInterrupt:
+    except BaseException:  # Ctrl-C, and what handlers of signals and alarms raise
         task.cancel()
         raise
     finally:
@@ -149,7 +149,8 @@ async def _run(job: Job, items: Items, folder: JobFolder, services: Services) ->
     began, before = time.monotonic(), folder.done
     sender = PromptSender(job.spec, services, folder.job_id, job.timeout)
     endpoints = [service.client.endpoint for service in services.all]
-    folder.log("start", time=time.time(), done=before, endpoints=endpoints, **_facts(services))
+    kept = {"keep_captures": True} if job.keep_captures else {}
+    folder.log("start", time=time.time(), done=before, endpoints=endpoints, **kept, **_facts(services))
     with show_progress(len(items), before, enabled=job.progress, lines=job.lines) as report:
         runner = Runner(
             job.spec, items, folder, sender, report,
@@ -159,9 +160,10 @@ async def _run(job: Job, items: Items, folder: JobFolder, services: Services) ->
             await runner.run()
         finally:
             totals, seconds = runner.totals, time.monotonic() - began
-            folder.log("end", time=time.time(), done=folder.done, seconds=round(seconds, 3), **vars(totals))
+            with contextlib.suppress(OSError):  # a full disk must not hide why the job stopped
+                folder.log("end", time=time.time(), done=folder.done, seconds=round(seconds, 3), **vars(totals))
     folder.write_index(len(items))
-    await clean_up(services.all, folder.job_id, keep_captures=job.keep_captures)
+    await clean_up(services.all, folder.job_id, keep_captures=folder.has_kept_captures())
     return ExtractSummary(done_before=before, seconds=seconds, **vars(totals))
 
 

@@ -119,7 +119,7 @@ class Shard:
             OSError: They cannot be written.
         """
         with prompts.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines)
+            file.writelines(json.dumps(line, ensure_ascii=True, default=str) + "\n" for line in self._lines)
         info = ShardInfo(
             self.number, self.first_prompt, self.prompts, self._failed, self._offsets[-1], self._tokens, self.bytes,
             {name: (self._type(parts).name, parts[0].shape[1]) for name, parts in sorted(self._rows.items())},
