@@ -187,6 +187,15 @@ async def test_captures_can_be_kept(client, tmp_path):
     assert len(await client.captures(prefix=job_id(found.folder))) == 2
 
 
+async def test_a_later_run_deletes_no_captures_that_an_earlier_one_kept(client, tmp_path):
+    """The first run stops after two prompts, whose captures the second one reads."""
+    source = tmp_path / "p.jsonl"
+    source.write_text('{"text": "a"}\n{"text": "b"}\n{"text": 3}\n')
+    await stopped(client, source, tmp_path / "out", "line 3", keep_captures=True)
+    found = await client.extract(source, tmp_path / "out", capture=WHAT, on_error="skip", progress=False)
+    assert len(await client.captures(prefix=job_id(found.folder), states=["complete"])) == 2
+
+
 async def test_labels_of_any_kind_are_kept_as_text(client, tmp_path):
     rows = [{"text": "a", "day": datetime.date(2026, 1, 2), "odd": "\ud83d"}]
     found = await client.extract(rows, tmp_path / "out", capture=WHAT, keep=["day", "odd"], progress=False)

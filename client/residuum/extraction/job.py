@@ -151,10 +151,11 @@ async def _run(job: Job, items: Items, folder: JobFolder, services: Services) ->
     endpoints = [service.client.endpoint for service in services.all]
     kept = {"keep_captures": True} if job.keep_captures else {}
     folder.log("start", time=time.time(), done=before, endpoints=endpoints, **kept, **_facts(services))
+    keeps = folder.has_kept_captures()  # also those of an earlier run, which this one may read again
     with show_progress(len(items), before, enabled=job.progress, lines=job.lines) as report:
         runner = Runner(
             job.spec, items, folder, sender, report,
-            max_concurrency=job.max_concurrency, on_error=job.on_error, keep_captures=job.keep_captures,
+            max_concurrency=job.max_concurrency, on_error=job.on_error, keep_captures=keeps,
         )  # fmt: skip
         try:
             await runner.run()
@@ -163,7 +164,7 @@ async def _run(job: Job, items: Items, folder: JobFolder, services: Services) ->
             with contextlib.suppress(OSError):  # a full disk must not hide why the job stopped
                 folder.log("end", time=time.time(), done=folder.done, seconds=round(seconds, 3), **vars(totals))
     folder.write_index(len(items))
-    await clean_up(services.all, folder.job_id, keep_captures=folder.has_kept_captures())
+    await clean_up(services.all, folder.job_id, keep_captures=keeps)
     return ExtractSummary(done_before=before, seconds=seconds, **vars(totals))
 
 
