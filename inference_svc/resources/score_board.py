@@ -34,7 +34,7 @@ Even a later write does no harm: the engine runs its steps in order, so the regi
 token comes after that."""
 
 _ARRIVAL_SECONDS = 10.0
-"""How long a token waits for its scores. They are there before the token, unless a pipeline stage is late."""
+"""How long a token waits for its scores before the request fails. They are there before the token."""
 _POLL_SECONDS = 0.001
 
 
