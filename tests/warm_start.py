@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -111,11 +112,13 @@ def serve(listener: int, alive: int) -> None:
         import setproctitle
         import uvloop  # noqa: F401
         import vllm.v1.engine.async_llm
-        import vllm.v1.engine.core
-        import vllm.v1.worker.cpu_worker  # noqa: F401
+        import vllm.v1.engine.core  # noqa: F401
+        from vllm.platforms import current_platform
 
-        import inference_svc.server
-        import inference_svc.taps.vllm.worker  # noqa: F401
+        import inference_svc.server  # noqa: F401
+
+        # Only one of them: vLLM's worker for CPUs replaces the streams of torch.cuda.
+        importlib.import_module(f"inference_svc.taps.vllm.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
     setproctitle.getproctitle()  # it finds the place of a title only as long as the environment is the first one
     _serve_forks(listener, alive)
 

@@ -1,7 +1,7 @@
-"""`python -m tests.conformance`: `bench.conformance` on a CPU, with services that are forks of one process.
+"""`python -m tests.conformance`: `bench.conformance` with services that are forks of one process.
 
-It takes the arguments of `bench.conformance` and does the same, in ten minutes instead of an hour: the forks need not
-import vLLM again.
+It takes the arguments of `bench.conformance` and does the same, on a CPU in ten minutes instead of an hour: the forks
+need not import vLLM again.
 """
 
 from __future__ import annotations
