@@ -164,16 +164,18 @@ class Probe:
         probe_files.save(self, path)
 
     def score(self, rows: npt.ArrayLike) -> FloatArray:
-        """Return the scores of rows, computed here: float32 [rows, outputs], also for one output.
+        """Return the scores of rows, computed here: float32 [rows] of a probe with one output, else [rows, outputs].
+
+        These are the shapes of a reply's scores.
 
         Args:
-            rows: [rows, width], such as `acts[12]`; or one row, [width], which gives [outputs].
+            rows: [rows, width], such as `acts[12]`; or one row, [width], which gives one number, or [outputs].
 
         Raises:
             BadVector: The rows are not of the probe's width.
 
         Example:
-            >>> probe.score(client.activations(reply)[12])[:, 0]
+            >>> probe.score(client.activations(reply)[12])
             array([0.02, 0.91, …], dtype=float32)
         """
         values = as_float32(rows)
@@ -183,7 +185,8 @@ class Probe:
                 f"{list(values.shape)}.",
                 reason="WRONG_LENGTH",
             )
-        return score(values, self.weights, self.bias, ACTIVATIONS[self.activation])
+        scores = score(values, self.weights, self.bias, ACTIVATIONS[self.activation])
+        return scores if self.num_outputs > 1 else scores[..., 0]
 
     @property
     def width(self) -> int:
