@@ -18,6 +18,7 @@ from residuum.wire.limits import (
     MAX_MESSAGE_BYTES,
     MAX_OPERATIONS,
     MAX_PROBE_OUTPUTS,
+    MAX_RULES,
     MAX_SEQUENCES,
     MAX_VECTORS_PER_CALL,
 )
@@ -227,6 +228,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
             table_bytes=facts.table_bytes,
             max_logprobs=facts.max_logprobs,
             max_probe_outputs=MAX_PROBE_OUTPUTS if facts.probe_sites else 0,
+            max_rules=MAX_RULES if facts.probe_sites else 0,
         ),
         vllm_version=facts.vllm_version,
         server_version=version("residuum"),

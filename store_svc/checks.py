@@ -22,6 +22,7 @@ from residuum.wire.limits import (
     MAX_ID_LENGTH,
     MAX_MESSAGE_SPANS,
     MAX_NAME_LENGTH,
+    MAX_RULE_EVENTS_BYTES,
     MAX_SEAL_BYTES,
     MAX_SEQUENCES,
     MAX_STEERING_CHANGES_BYTES,
@@ -167,6 +168,11 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
     size = sum(change.ByteSize() for change in seal.steering_changes)
     if size > MAX_STEERING_CHANGES_BYTES:
         raise invalid("steering_changes", f"must take at most {MAX_STEERING_CHANGES_BYTES} bytes, not {size}")
+    size = sum(event.ByteSize() for event in seal.rule_events)
+    if size > MAX_RULE_EVENTS_BYTES:
+        raise invalid("rule_events", f"must take at most {MAX_RULE_EVENTS_BYTES} bytes, not {size}")
+    if any(event.sequence >= description.num_sequences for event in seal.rule_events):
+        raise invalid("rule_events", f"must be of the capture's {description.num_sequences} sequences")
 
 
 def _check_described_tokens(seal: store_pb2.SealCaptureRequest, prompt_tokens: int) -> None:

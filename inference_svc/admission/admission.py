@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.probes import check_scores, probe_digests
+from inference_svc.admission.rules import check_rules, steering_of_rules, with_rules
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
 from inference_svc.admission.specs import ResolvedSpec, check_skip, resolve_spec
 from inference_svc.admission.steering import (
@@ -91,7 +92,8 @@ class Admission:
         check_skip(spec, parameters)
         check_capture_size(spec.capture, prompt_tokens, parameters)
         check_scores(spec.probes, parameters)
-        steering = spec.steering or steering_pb2.SteeringSpec()
+        check_rules(spec, parameters)
+        steering = with_rules(spec.steering, steering_of_rules(spec.probes).operations)
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
         widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(spec.probes))]
         self._check_vectors(tenant, [*widths, *widths_of(steering, self._facts)], directions_of(steering))

@@ -189,6 +189,7 @@ class CaptureSession:
             spec=running.spec.capture,
             site_widths=self._site_widths(),
             steering=running.spec.steering,
+            probes=running.spec.probes,
             prompt_token_ids=self._token_ids,
             prompt_text=self.prompt_text,
             num_sequences=len(self.sequences),
@@ -212,6 +213,7 @@ class CaptureSession:
             sequences=[sequence.outcome() for sequence in self.sequences],
             outcome=capture_pb2.CAPTURE_STATE_ABORTED,
             steering_changes=self.history.changes() if self.history else (),
+            rule_events=[event for sequence in self.sequences for event in sequence.rule_events],
         )
         failure = self._failure(error)
         if self.is_complete:  # a failure after the last token does not affect the capture

@@ -162,6 +162,7 @@ class Capture:
         self._record.seal_time.CopyFrom(now)
         self._record.sequences.extend(seal.sequences)
         self._record.steering_changes.extend(seal.steering_changes)
+        self._record.rule_events.extend(seal.rule_events)
         for field in ("prompt_token_texts", "message_spans"):
             if seal.HasField(field):
                 getattr(self._record, field).CopyFrom(getattr(seal, field))

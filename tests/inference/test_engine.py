@@ -8,6 +8,7 @@ import os
 import threading
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -653,4 +654,4 @@ def test_memory_for_scores_is_allocated_only_where_there_are_probes(fields, num_
     settings = InferenceSettings(model="folder", **fields)
     arguments = SimpleNamespace(**{"data_parallel_size": 1, **engine_arguments.engine_arguments(settings)})
     board = engine_module._score_board(settings, arguments)
-    assert (os.stat(board.path).st_size if board else 0) == num_bytes
+    assert (Path(board.path).stat().st_size if board else 0) == num_bytes

@@ -9,6 +9,7 @@ from residuum.v1 import inference_pb2, probe_pb2
 from residuum.values.logprobs import Logprobs
 from residuum.values.probes import Probe
 from residuum.values.replies import Reply, Sequence, TokenDelta, Usage
+from residuum.values.rules import RuleEvent
 from residuum.values.scores import ScoreList, Scores
 from residuum.values.tokens import split_texts
 
@@ -30,6 +31,7 @@ class ReplyBuilder:
         self._probes = probes
         self._scores: dict[int, ScoreList] = {}
         self._prompt_scores: ScoreList | None = None
+        self._events: dict[int, list[RuleEvent]] = {}
 
     @property
     def is_started(self) -> bool:
@@ -93,6 +95,7 @@ class ReplyBuilder:
             skipped=self.started.skipped,
             prompt_logprobs=_logprobs(self._prompt_logprobs, of_prompt=True),
             prompt_scores=self._prompt_scores.all() if self._prompt_scores else None,
+            events=tuple(event for index in range(len(finished.sequences)) for event in self._events.get(index, ())),
         )
 
     def check_end(self) -> None:
@@ -120,8 +123,10 @@ class ReplyBuilder:
         self._logprobs.setdefault(delta.sequence, []).extend(own)
         self._texts.setdefault(delta.sequence, []).append(delta.text)
         self._tokens.setdefault(delta.sequence, []).extend(delta.token_ids)
-        scores = self._add_scores(delta)
-        return TokenDelta(delta.text, tuple(delta.token_ids), delta.sequence, _logprobs(own), scores, prompt_scores)
+        scores, events = self._add_scores(delta), tuple(map(RuleEvent.from_proto, delta.rule_events))
+        self._events.setdefault(delta.sequence, []).extend(events)
+        token_ids, logprobs = tuple(delta.token_ids), _logprobs(own)
+        return TokenDelta(delta.text, token_ids, delta.sequence, logprobs, scores, prompt_scores, events)
 
     def _add_scores(self, delta: inference_pb2.TokenDelta) -> Scores | None:
         if not self._has_scores:

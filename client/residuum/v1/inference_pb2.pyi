@@ -13,6 +13,7 @@ from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import placement_pb2 as _placement_pb2
 from residuum.v1 import probe_pb2 as _probe_pb2
+from residuum.v1 import rule_pb2 as _rule_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
@@ -327,6 +328,7 @@ class Limits(_message.Message):
     TABLE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_PROBE_OUTPUTS_FIELD_NUMBER: _builtins.int
+    MAX_RULES_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Tokens of prompt and reply together."""
     max_message_bytes: _builtins.int
@@ -357,6 +359,8 @@ class Limits(_message.Message):
     """
     max_probe_outputs: _builtins.int
     """The outputs of all probes of one request. 0: the server is older than this field and has no probes."""
+    max_rules: _builtins.int
+    """The rules of one request. 0: the server has no rules."""
     def __init__(
         self,
         *,
@@ -373,10 +377,11 @@ class Limits(_message.Message):
         table_bytes: _builtins.int = ...,
         max_logprobs: _builtins.int = ...,
         max_probe_outputs: _builtins.int = ...,
+        max_rules: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_outputs", b"max_probe_outputs", "max_registrations", b"max_registrations", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_outputs", b"max_probe_outputs", "max_registrations", b"max_registrations", "max_rules", b"max_rules", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1226,6 +1231,7 @@ class TokenDelta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
+    RULE_EVENTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The sequence."""
     text: _builtins.str
@@ -1258,6 +1264,10 @@ class TokenDelta(_message.Message):
         did not ask for them, or they are complete.
         """
 
+    @_builtins.property
+    def rule_events(self) -> _containers.RepeatedCompositeFieldContainer[_rule_pb2.RuleEvent]:
+        """The rules that fired at the new tokens. If many tokens take several deltas, the last of these has them."""
+
     def __init__(
         self,
         *,
@@ -1268,10 +1278,11 @@ class TokenDelta(_message.Message):
         prompt_logprobs: Global___Logprobs | None = ...,
         scores: _abc.Iterable[_probe_pb2.ProbeScores] | None = ...,
         prompt_scores: _abc.Iterable[_probe_pb2.ProbeScores] | None = ...,
+        rule_events: _abc.Iterable[_rule_pb2.RuleEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_scores", b"prompt_scores", "scores", b"scores", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_scores", b"prompt_scores", "rule_events", b"rule_events", "scores", b"scores", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1325,9 +1336,11 @@ class SequenceFinish(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """The reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output) or "length"."""
+    """The reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output), "length", or
+    "rule" (see RULE_ACTION_ABORT).
+    """
     stop_reason: _builtins.str
-    """The stop text that ended the sequence. Empty: none."""
+    """The stop text that ended the sequence, or the name of the rule. Empty: none."""
     generated_tokens: _builtins.int
     """Number of generated tokens."""
     stop_token_id: _builtins.int
