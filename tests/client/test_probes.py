@@ -293,6 +293,14 @@ def probes(draw):
         site=draw(st.sampled_from(["resid_post", "resid_pre", "mlp_act", "q"])),
         activation=draw(st.sampled_from([None, "sigmoid", "softmax"] if len(weights) > 1 else [None, "sigmoid"])),
         name=draw(st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=64)),
+        smooth=draw(
+            st.one_of(
+                st.none(),
+                st.floats(0, 1, width=32, exclude_min=True, exclude_max=True).map(residuum.EMA),
+                st.one_of(st.none(), st.integers(1, 1024)).map(residuum.RollingMax),
+                st.one_of(st.none(), st.integers(1, 1024)).map(residuum.RollingMean),
+            )
+        ),
     )
 
 
@@ -340,11 +348,13 @@ class TestFiles:
             ({"weight": np.zeros(HIDDEN, np.float64)}, "its weight is not float32"),
             ({"weight": np.full((3, HIDDEN), np.nan, np.float32)}, "p.safetensors: Probe: .* are NaN"),
             ({"bias": np.zeros(2, np.float32)}, "p.safetensors: Probe: bias must be one number"),
+            ({"smooth": "ema:7"}, "p.safetensors: 'ema:7' is not a smoothing"),
         ],
     )
     def test_other_files_are_refused(self, tmp_path, change, told):
         path = tmp_path / "p.safetensors"
         metadata = {"format": "residuum.probe.v1", "layer": "4", "site": "q", "activation": "none", "name": "several"}
+        metadata["smooth"] = None
         arrays = {"weight": np.ones((3, HIDDEN), np.float32), "bias": np.zeros(3, np.float32)}
         for part in (metadata, arrays):
             part.update({name: value for name, value in change.items() if name in part})

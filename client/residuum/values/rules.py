@@ -194,11 +194,6 @@ def rule_list(
             has = f"Its probes are: {', '.join(known)}." if known else "It has no probes."
             raise _invalid(f"The rule {item.name!r} names the probe {item.probe!r}, which the request lacks. {has}")
         item.check(known[item.probe_name])
-        if any(operation.rows for operation in item.operations):
-            raise _invalid(
-                f"The rule {item.name!r} steers with a StoredRow. Read the row first, as in acts.vector(12, 4): a rule "
-                "takes vectors only."
-            )
     return tuple(items), tuple(known.values())
 
 
@@ -227,4 +222,9 @@ def _action(given: Any) -> str | tuple[Operation, ...]:
     operations = operation_list(given)
     if not operations:
         raise InvalidRequest("Rule: then has no operations. Use 'flag' to do nothing.", reason="INVALID_FIELD")
+    if any(operation.rows for operation in operations):
+        raise InvalidRequest(
+            "Rule: then has a StoredRow, but takes vectors only. Read the row first, as in acts.vector(12, 4).",
+            reason="INVALID_FIELD",
+        )
     return tuple(operations)

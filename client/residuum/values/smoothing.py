@@ -59,8 +59,8 @@ class EMA(_Smoothing):
     decay: float
 
     def __post_init__(self) -> None:
-        decay = finite_float32("EMA: decay", self.decay)
-        object.__setattr__(self, "decay", float(np.float32(decay)))
+        decay = np.float32(finite_float32("EMA: decay", self.decay))
+        object.__setattr__(self, "decay", float(str(decay)))  # the shortest number that is this float32
         _check("EMA", probe_pb2.Smoothing(ema=self.decay))
 
     def to_proto(self) -> probe_pb2.Smoothing:
@@ -68,7 +68,7 @@ class EMA(_Smoothing):
         return probe_pb2.Smoothing(ema=self.decay)
 
     def __str__(self) -> str:
-        return f"ema:{self.decay:.7g}"
+        return f"ema:{self.decay}"
 
 
 @dataclass(frozen=True)
