@@ -48,7 +48,7 @@ def test_a_reply_ends_at_the_token_of_its_rule_and_its_capture_is_complete(engin
     assert (reply.finish_reason, reply.stop_reason) == ("rule", "stop")
     (event,) = reply.events
     assert (event.token, event.action) == (at, "abort")
-    manifest = engine.client.wait(reply)
+    manifest = engine.client.manifest(reply, wait=30)
     assert manifest.state == "complete"
     assert manifest.rule_events == (event,)
     assert manifest.sequences[0].finish_reason == "rule"
@@ -71,7 +71,7 @@ def test_a_rule_steers_from_the_position_that_it_says(engine: Engine, reference:
     assert [rule.fires_at(scores) for scores in first] == [
         next((event.token for event in reply.events if event.sequence == index), None) for index in range(sequences)
     ]
-    changes = engine.client.wait(reply).steering_changes
+    changes = engine.client.manifest(reply, wait=30).steering_changes
     assert [change.rule for change in changes] == ["p"] * len(reply.events)
     acts = engine.client.activations(reply)
     for index, sequence in enumerate(reply.sequences):
