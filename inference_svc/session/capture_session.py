@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from inference_svc.captures.keeper import NoAnswerError
 from inference_svc.engine.finish_reasons import FAILED
 from inference_svc.requests.token_texts import unknown_texts
+from inference_svc.session.kept_scores import KeptScores, leave_out_scores
 from inference_svc.session.sequences import GeneratedSequence
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, steering_pb2, store_pb2
@@ -38,6 +39,7 @@ _log = get_logger(__name__)
 
 _TEXTS_TOO_LONG = "The texts of all tokens are too long to be kept with the capture."
 _TOO_MANY_MESSAGES = "The conversation has too many messages, or too long roles, to keep their positions."
+_NO_ROOM_FOR_SCORES = "The seal of the capture has no room for its scores, because it has too many tokens."
 _FAILED = "The texts could not be made; the log of the inference service says why."
 
 
@@ -76,6 +78,7 @@ class CaptureSession:
             generates.
         has_begun: Whether the request counts as used: its capture exists, or may exist.
         history: The changes of the steering, recorded in the seal.
+        scores: The scores, recorded in the seal; None if the request captures nothing or has no probes.
     """
 
     def __init__(
@@ -120,6 +123,8 @@ class CaptureSession:
         self.prompt_text = ""
         self.has_begun = False
         self.history: SteeringHistory | None = None
+        probes = running.spec.probes
+        self.scores = KeptScores(len(probes.probes), num_sequences) if running.spec.capture and probes else None
 
     @property
     def is_complete(self) -> bool:
@@ -168,6 +173,8 @@ class CaptureSession:
                 texts.CopyFrom(unknown_texts(_TEXTS_TOO_LONG))
         if seal.ByteSize() > MAX_SEAL_BYTES or len(seal.message_spans.spans) > MAX_MESSAGE_SPANS:
             seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_TOO_MANY_MESSAGES))
+        if seal.ByteSize() > MAX_SEAL_BYTES:
+            leave_out_scores(seal, _NO_ROOM_FOR_SCORES)
 
     def _site_widths(self) -> Sequence[int]:
         """Return the widths of the rows; empty if all are as wide as the stream."""
@@ -215,6 +222,8 @@ class CaptureSession:
             steering_changes=self.history.changes() if self.history else (),
             rule_events=[event for sequence in self.sequences for event in sequence.rule_events],
         )
+        if self.scores is not None:
+            self.scores.put_into(seal)
         failure = self._failure(error)
         if self.is_complete:  # a failure after the last token does not affect the capture
             seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE

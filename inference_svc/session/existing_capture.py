@@ -11,7 +11,7 @@ from residuum.wire.rules import FINISH_REASON
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-    from residuum.v1 import capture_pb2
+    from residuum.v1 import capture_pb2, probe_pb2
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class KeptSequence:
     """The texts of the tokens."""
     rule_events: tuple[rule_pb2.RuleEvent, ...] = ()
     """The rules that fired."""
+    scores: tuple[probe_pb2.ProbeScores, ...] = ()
+    """The scores of the tokens; empty if the capture has none."""
 
 
 async def kept_sequences(
@@ -62,7 +64,8 @@ async def kept_sequences(
         events = tuple(event for event in manifest.rule_events if event.sequence == index)
         by_rule = next((event.rule for event in events if event.action == rule_pb2.RULE_ACTION_ABORT), "")
         reason = by_rule if ended == FINISH_REASON else places.get(end, "")
-        sequences.append(KeptSequence(token_ids, text[:end], ended, reason, stopped_by, texts, events))
+        scores = tuple(sequence.scores.probes)
+        sequences.append(KeptSequence(token_ids, text[:end], ended, reason, stopped_by, texts, events, scores))
     return sequences
 
 
@@ -79,11 +82,18 @@ async def replay(
             skipped=True,
         )
     )
+    if manifest.prompt_scores.probes:
+        delta = inference_pb2.TokenDelta(prompt_scores=manifest.prompt_scores.probes)
+        yield inference_pb2.GenerateResponse(delta=delta)
     for index, item in enumerate(sequences):
         if not item.token_ids:
             continue  # a request with max_tokens=0
         delta = inference_pb2.TokenDelta(
-            sequence=index, text=item.text, token_ids=item.token_ids, rule_events=item.rule_events
+            sequence=index,
+            text=item.text,
+            token_ids=item.token_ids,
+            scores=item.scores,
+            rule_events=item.rule_events,
         )
         yield inference_pb2.GenerateResponse(delta=delta)
     yield inference_pb2.GenerateResponse(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from inference_svc.engine.streams import Delta, Scored
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
+    from inference_svc.session.kept_scores import KeptScores
     from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
@@ -52,6 +53,7 @@ class Generation:
         handle: inference_pb2.CaptureHandle | None,
         scores: Sequence[SequenceScores] = (),
         rules: Sequence[SequenceRules] = (),
+        kept_scores: KeptScores | None = None,
     ) -> None:
         """Prepare to generate.
 
@@ -65,7 +67,9 @@ class Generation:
             handle: Tells clients where to find the capture; None if the request captures nothing.
             scores: The scores of each sequence; empty without probes.
             rules: The rules of each sequence; empty without rules.
+            kept_scores: Where the scores that are passed on are added; None: they are not stored.
         """
+        self._kept_scores = kept_scores
         self._scores = scores
         self._rules = rules
         self._engine = engine
@@ -171,6 +175,8 @@ class Generation:
         sequence = self._sequences[index]
         sequence.add(delta.token_ids, delta.finish_reason, delta.stop_reason, delta.stop_token_id)
         sequence.rule_events += delta.rule_events
+        if self._kept_scores is not None:
+            self._kept_scores.add(index, delta)
         return (inference_pb2.GenerateResponse(delta=part) for part in _messages(index, delta))
 
     def _finished(self) -> inference_pb2.GenerationFinished:

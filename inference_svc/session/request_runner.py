@@ -161,7 +161,7 @@ class RequestRunner:
                 for index in range(len(sequences))
             ]
         return Generation(
-            self._engine, running, token_ids, sampling, vectors, sequences, handle, scores, rules
+            self._engine, running, token_ids, sampling, vectors, sequences, handle, scores, rules, session.scores
         ).events()
 
     def _changes_of(

@@ -10,7 +10,9 @@ import pytest
 from peer import HIDDEN
 
 import residuum
-from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, steering_pb2
+from residuum.protocol.events import ReplyBuilder
+from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, steering_pb2
+from residuum.values.manifest_json import from_document
 
 INVALID = residuum.InvalidRequest
 JOY = residuum.Vector(np.full(HIDDEN, 2.0, np.float32))
@@ -186,3 +188,32 @@ def test_a_manifest_tells_what_fired():
     manifest = residuum.Manifest.from_proto(proto)
     assert manifest.rule_events == (residuum.RuleEvent("a", 3, 0.5, "abort"),)
     assert manifest.steering_changes[0].rule == "b"
+
+
+def test_a_manifest_has_the_scores_of_each_sequence():
+    probes = probe_pb2.ProbeSpec(probes=[POSITION.to_proto(), dataclasses.replace(TWO, name="both").to_proto()])
+    sequence = capture_pb2.SequenceOutcome(generated_token_ids=[4, 5])
+    for values in ([0.5, 0.75], [1, 2, 3, 4]):
+        sequence.scores.probes.add(values=values)
+    proto = capture_pb2.CaptureManifest(
+        description=capture_pb2.CaptureDescription(num_sequences=2, probes=probes), sequences=[sequence, sequence]
+    )
+    proto.sequences[1].scores.Clear()
+    manifest = residuum.Manifest.from_proto(proto)
+    scores = manifest.scores()
+    np.testing.assert_array_equal(scores["position"], [0.5, 0.75])
+    np.testing.assert_array_equal(scores["both"], [[1, 2], [3, 4]])
+    assert (manifest.scores(1), manifest.prompt_scores) == (None, None)
+    assert from_document(manifest.to_dict()) == proto
+    with pytest.raises(KeyError):
+        manifest.scores(2)
+
+
+def test_a_skipped_reply_repeats_the_scores_of_its_capture():
+    builder = ReplyBuilder([POSITION])
+    builder.add(inference_pb2.GenerateResponse(started=inference_pb2.GenerationStarted(request_id="r", skipped=True)))
+    delta = inference_pb2.TokenDelta(token_ids=[1, 2], scores=[probe_pb2.ProbeScores(values=[0.5, 0.75])])
+    builder.add(inference_pb2.GenerateResponse(delta=delta))
+    end = inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=2)
+    builder.add(inference_pb2.GenerateResponse(finished=inference_pb2.GenerationFinished(sequences=[end])))
+    np.testing.assert_array_equal(builder.reply().scores["position"], [0.5, 0.75])

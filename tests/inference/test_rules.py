@@ -189,6 +189,10 @@ async def test_a_flag_is_in_the_stream_the_seal_and_the_metrics(store):
         assert fired(service.metrics, "low", "flag") is None
     seal = await store.seal()
     assert [(event.rule, event.token) for event in seal.rule_events] == [("once", 1), ("twice", 2)]
+    assert [list(scores.values) for scores in seal.sequences[0].scores.probes] == [
+        pytest.approx([0.1, 0.9, 0.8, 0.95, 0.9])
+    ]
+    assert not seal.HasField("prompt_scores")
     assert [item.name for item in store.opened[0].probes.rules] == ["once", "twice", "low"]
 
 
@@ -204,6 +208,7 @@ async def test_an_abort_ends_the_reply_at_its_token(store):
     assert seal.outcome == capture_pb2.CAPTURE_STATE_COMPLETE, "all rows of the tokens that the reply has"
     assert (list(seal.sequences[0].generated_token_ids), seal.sequences[0].finish_reason) == ([0, 1], "rule")
     assert [event.rule for event in seal.rule_events] == ["stop"]
+    assert len(seal.sequences[0].scores.probes[0].values) == 2, "those of the tokens that the reply has"
 
 
 async def test_nothing_after_the_token_is_passed_on_even_if_several_came_at_once():

@@ -96,7 +96,7 @@ def seal_request(
     sequences = [
         capture_pb2.SequenceOutcome(generated_token_ids=range(count), finish_reason="stop") for count in generated
     ]
-    return store_pb2.SealCaptureRequest(capture_id=capture_id, sequences=sequences, outcome=outcome, **fields)
+    return store_pb2.SealCaptureRequest(capture_id=capture_id, outcome=outcome, **{"sequences": sequences, **fields})
 
 
 def wait_request(seconds: float, capture_id: str = "a") -> store_pb2.GetCaptureRequest:

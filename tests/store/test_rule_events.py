@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from residuum.rpc.errors import Reason
-from residuum.v1 import probe_pb2, rule_pb2
+from residuum.v1 import capture_pb2, probe_pb2, rule_pb2
 from residuum.wire.limits import MAX_RULE_EVENTS_BYTES
 from tests.store.support import COMPLETE, OPEN, Client, describe, failing_with, make_chunk, serving
 
@@ -28,13 +28,45 @@ def test_rules_and_their_events_survive_a_restart(tmp_path: Path, rows: str) -> 
         client.open(description)
         if rows == "all there":
             client.append([make_chunk([0], range(4))])
-        client.seal(generated=[2], rule_events=events)
+        scores = probe_pb2.KeptScores(probes=[probe_pb2.ProbeScores(values=[0.25] * 3)])
+        outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1, 2], finish_reason="rule")
+        outcome.scores.probes.add(values=[0.5, 0.75])
+        client.seal(sequences=[outcome], rule_events=events, prompt_scores=scores)
     with serving(tmp_path / "store") as (_, client):
         manifest = client.get()
         assert manifest.state == (COMPLETE if rows == "all there" else OPEN)
         assert list(manifest.rule_events) == events
         assert manifest.description.probes == description.probes
-        assert client.seal(generated=[2], rule_events=events).state == manifest.state, "a repeated seal succeeds"
+        assert list(manifest.sequences[0].scores.probes[0].values) == [0.5, 0.75]
+        assert manifest.prompt_scores == scores
+        again = client.seal(sequences=[outcome], rule_events=events, prompt_scores=scores)
+        assert again.state == manifest.state, "a repeated seal succeeds"
+
+
+def kept(*counts: int) -> probe_pb2.KeptScores:
+    return probe_pb2.KeptScores(probes=[probe_pb2.ProbeScores(values=[0.5] * count) for count in counts])
+
+
+@pytest.mark.parametrize(
+    ("of_sequence", "of_prompt", "field"),
+    [
+        (kept(2), kept(), "sequences.scores"),
+        (kept(2, 3), kept(), "sequences.scores"),
+        (kept(2, 4), kept(3, 5), "prompt_scores"),
+        (kept(2, 4, 2), kept(), "sequences.scores"),
+    ],
+)
+def test_scores_are_those_of_the_tokens(
+    client: Client, of_sequence: probe_pb2.KeptScores, of_prompt: probe_pb2.KeptScores, field: str
+) -> None:
+    description = describe(prompt=3)
+    for name, outputs in (("one", 1), ("two", 2)):
+        description.probes.probes.add(name=name, outputs=[probe_pb2.ProbeOutput(digest=b"d" * 32)] * outputs)
+    client.open(description)
+    outcome = capture_pb2.SequenceOutcome(generated_token_ids=[1, 2], finish_reason="stop", scores=of_sequence)
+    with failing_with(INVALID) as caught:
+        client.seal(sequences=[outcome], prompt_scores=of_prompt)
+    assert caught[0].metadata == {"field": field}
 
 
 def test_another_seal_with_other_events_is_refused(client: Client) -> None:

@@ -154,8 +154,7 @@ class Client(SearchClient):
                 generates again and replaces the capture. "skip" requires a capture of the same request, including the
                 labels in `capture`. If it is complete, nothing is generated, and the reply is what the capture holds
                 (`reply.skipped`); otherwise it is replaced. A capture whose request is running is never replaced or
-                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`. It holds no scores either:
-                those of a skipped reply are None.
+                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`.
             probes: Probes, whose scores come with each token: `delta.scores` and `reply.scores`.
             score_prompt: Also score every position of the prompt: `reply.prompt_scores`. The model then always computes
                 the whole prompt, as it does for a capture.

@@ -129,7 +129,7 @@ class ReplyBuilder:
         return TokenDelta(delta.text, token_ids, delta.sequence, logprobs, scores, prompt_scores, events)
 
     def _add_scores(self, delta: inference_pb2.TokenDelta) -> Scores | None:
-        if not self._has_scores:
+        if not self._has_scores or (self.started.skipped and not delta.scores):
             return None
         return _extended(self._scores_of(delta.sequence), delta.scores, len(delta.token_ids))
 
@@ -142,8 +142,12 @@ class ReplyBuilder:
 
     @property
     def _has_scores(self) -> bool:
-        """Whether the reply has scores. One that repeats what a capture holds has none."""
-        return bool(self._probes) and not self.started.skipped
+        """Whether the reply has scores."""
+        return bool(self._probes)
+
+    def _are_complete(self, sequence: int) -> bool:
+        """Whether the scores of a sequence arrived. A capture that a skipped reply repeats may have none."""
+        return not self.started.skipped or sequence in self._scores
 
     def _scores_of(self, sequence: int) -> ScoreList:
         if sequence not in self._scores:
@@ -161,7 +165,7 @@ class ReplyBuilder:
             end.stop_token_id if end.HasField("stop_token_id") else None,
             _logprobs(self._logprobs.get(index, [])),
             _token_texts(end, len(token_ids)),
-            self._scores_of(index).all() if self._has_scores else None,
+            self._scores_of(index).all() if self._has_scores and self._are_complete(index) else None,
         )
 
 

@@ -820,6 +820,7 @@ class SequenceOutcome(_message.Message):
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """Why the sequence ended: "stop", "length", "rule" or "abort"."""
     @_builtins.property
@@ -830,16 +831,23 @@ class SequenceOutcome(_message.Message):
     def token_texts(self) -> Global___TokenTexts:
         """The texts of the generated tokens. Unset: the writer is older than this field."""
 
+    @_builtins.property
+    def scores(self) -> _probe_pb2.KeptScores:
+        """The scores of the generated tokens, as in TokenDelta. Unset: the request has no probes, or the writer is older than
+        this field. A capture has at most 131072 numbers of scores, of the prompt and all sequences; else it has none.
+        """
+
     def __init__(
         self,
         *,
         generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _builtins.str = ...,
         token_texts: Global___TokenTexts | None = ...,
+        scores: _probe_pb2.KeptScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token_texts", b"token_texts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores", "token_texts", b"token_texts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generated_token_ids", b"generated_token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generated_token_ids", b"generated_token_ids", "scores", b"scores", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1033,6 +1041,7 @@ class CaptureManifest(_message.Message):
     PROMPT_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     MESSAGE_SPANS_FIELD_NUMBER: _builtins.int
     RULE_EVENTS_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     state: Global___CaptureState.ValueType
     """The capture's state."""
     incomplete_reason: Global___IncompleteReason.ValueType
@@ -1098,6 +1107,10 @@ class CaptureManifest(_message.Message):
     def rule_events(self) -> _containers.RepeatedCompositeFieldContainer[_rule_pb2.RuleEvent]:
         """The rules that fired, by sequence and in order. Empty until the capture is sealed."""
 
+    @_builtins.property
+    def prompt_scores(self) -> _probe_pb2.KeptScores:
+        """The scores of the prompt's positions. Unset: the request did not ask for them, or the capture is not sealed."""
+
     def __init__(
         self,
         *,
@@ -1118,10 +1131,11 @@ class CaptureManifest(_message.Message):
         prompt_token_texts: Global___TokenTexts | None = ...,
         message_spans: Global___MessageSpans | None = ...,
         rule_events: _abc.Iterable[_rule_pb2.RuleEvent] | None = ...,
+        prompt_scores: _probe_pb2.KeptScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "message_spans", b"message_spans", "open_time", b"open_time", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "message_spans", b"message_spans", "open_time", b"open_time", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_token_texts", b"prompt_token_texts", "rule_events", b"rule_events", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts", "rule_events", b"rule_events", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -217,3 +217,31 @@ class ProbeScores(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProbeScores: _TypeAlias = ProbeScores  # noqa: Y015
+
+@_typing.final
+class KeptScores(_message.Message):
+    """The scores of a sequence's tokens, or of the prompt's positions, that are stored with a capture."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBES_FIELD_NUMBER: _builtins.int
+    UNKNOWN_DETAIL_FIELD_NUMBER: _builtins.int
+    unknown_detail: _builtins.str
+    """Why they are not stored, in words, for a person. The other field is then empty. Empty: they are stored."""
+    @_builtins.property
+    def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeScores]:
+        """Those of each of the request's probes, in their order."""
+
+    def __init__(
+        self,
+        *,
+        probes: _abc.Iterable[Global___ProbeScores] | None = ...,
+        unknown_detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes", "unknown_detail", b"unknown_detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptScores: _TypeAlias = KeptScores  # noqa: Y015

@@ -17,6 +17,7 @@ from residuum.values.gates import GateRecord
 from residuum.values.manifest_json import from_document, to_document
 from residuum.values.points import SITE_NAMES, SITES
 from residuum.values.rules import RuleEvent
+from residuum.values.scores import Scores, kept_scores
 from residuum.values.selections import Positions
 from residuum.values.spans import MessageSpan, spans_of
 from residuum.values.tokens import split_texts
@@ -328,6 +329,29 @@ class Manifest:
                 metadata={"capture_id": self.capture_id},
             )
         return spans_of(self.proto, sequence)
+
+    def scores(self, sequence: int = 0) -> Scores | None:
+        """Return the scores of one sequence's tokens, as in the reply; see `Sequence.scores`.
+
+        Args:
+            sequence: The sequence.
+
+        Returns:
+            The scores by the names of the probes, float32 [tokens] or [tokens, outputs]. None if the request had no
+            probes, the capture is not sealed, or the scores were too many to be stored: more than 131,072 numbers.
+
+        Raises:
+            KeyError: The sequence does not exist.
+        """
+        self._check_sequence(sequence)
+        if sequence >= len(self.proto.sequences):
+            return None
+        return kept_scores(self.proto.description.probes.probes, self.proto.sequences[sequence].scores)
+
+    @property
+    def prompt_scores(self) -> Scores | None:
+        """The scores of the prompt's positions, as in the reply; None if there are none. See `scores`."""
+        return kept_scores(self.proto.description.probes.probes, self.proto.prompt_scores)
 
     def _check_sequence(self, sequence: int) -> None:
         count = max(self.proto.description.num_sequences, 1)

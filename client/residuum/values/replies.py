@@ -75,9 +75,9 @@ class Sequence:
         token_texts: As `tokens`; None if the server did not send them.
         scores: The scores of the generated tokens by the names of the request's probes: float32 [tokens], or [tokens,
             outputs] if the probe has several outputs. The score of a token is that of the row from which the model
-            predicted it, which is the row of the position before. None if nothing was generated because the capture
-            existed, without `probes`, and for a registration that was given as an ID, whose probes the client does not
-            know.
+            predicted it, which is the row of the position before. None without `probes`, for a registration that was
+            given as an ID, whose probes the client does not know, and if nothing was generated because a capture
+            existed that has no scores.
     """
 
     text: str

@@ -38,6 +38,9 @@ MAX_PROBE_OUTPUTS = 64
 MAX_SMOOTHING_WINDOW = 1024
 """Tokens over which a maximum or a mean of scores is taken, unless it is over all."""
 
+MAX_KEPT_SCORES = 1 << 17
+"""Numbers of the scores that are stored with one capture, of its prompt and all sequences: half a megabyte."""
+
 MAX_RULES = 32
 """Rules of one request."""
 
