@@ -100,9 +100,6 @@ class InferenceSettings(SecureSettings, TapSettings):
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object. It must not set model, worker_cls,
     additional_config or speculative_config: the taps depend on them."""
 
-    score_mib: int = Field(default=64, ge=0)
-    """Shared memory for the scores of probes, in MiB: 4 bytes for each output and token of all running requests. 0: no
-    probes."""
     max_registrations: int = Field(default=10_000, ge=1)
     """Most registrations that may wait for their Generate call."""
     max_registration_mib: int = Field(default=64, ge=1)

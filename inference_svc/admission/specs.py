@@ -154,7 +154,7 @@ def check_skip(spec: ResolvedSpec, parameters: inference_pb2.SamplingParameters)
     """Check that a capture that exists already can answer the request.
 
     Raises:
-        Failure: It cannot, because the caller asks for log-probabilities or scores, which a capture does not hold.
+        Failure: It cannot, because the caller asks for log-probabilities, which a capture does not hold.
     """
     wants_logprobs = parameters.HasField("logprobs") or parameters.HasField("prompt_logprobs")
     if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and wants_logprobs:
@@ -162,11 +162,6 @@ def check_skip(spec: ResolvedSpec, parameters: inference_pb2.SamplingParameters)
             "if_exists",
             "A capture that exists already holds no logprobs. Leave logprobs and prompt_logprobs out, or set if_exists "
             "to REPLACE.",
-        )
-    if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and spec.probes is not None:
-        raise invalid(
-            "if_exists",
-            "A capture that exists already holds no scores. Leave the probes out, or set if_exists to REPLACE.",
         )
 
 

@@ -653,5 +653,5 @@ def test_memory_for_scores_is_allocated_only_where_there_are_probes(fields, num_
     """Without the file of the board, a worker allocates no buffer either."""
     settings = InferenceSettings(model="folder", **fields)
     arguments = SimpleNamespace(**{"data_parallel_size": 1, **engine_arguments.engine_arguments(settings)})
-    board = engine_module._score_board(settings, arguments)
-    assert (Path(board.path).stat().st_size if board else 0) == num_bytes
+    memory = engine_module._score_memory(settings, arguments)
+    assert (Path(memory.path).stat().st_size if memory else 0) == num_bytes

@@ -16,7 +16,7 @@ from inference_svc.engine.streams import Delta
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
-from inference_svc.resources.score_board import ScoreBoard
+from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.session.rules import SequenceRules
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.scores import open_board
@@ -129,7 +129,7 @@ def test_steering_of_all_rules_must_fit_the_tables():
 
 def scripted(board, *tokens, delay=None):
     """A script whose tokens have these scores: for each delta, the scores of its tokens."""
-    memory = open_board(board.path)
+    memory = open_board(board._memory.path)
 
     async def script(call):
         region, position = call.plan.scores, 2  # the prompt has three tokens
@@ -152,7 +152,7 @@ async def serving(store=None, *scores, delay=None):
     async with running_service(store and store.endpoint) as service:
         service.engine.facts = PROBING
         service.parts.admission._facts = PROBING
-        service.engine.scores = ScoreBoard(1 << 16)
+        service.engine.scores = ScoreBoard(ScoreMemory(1 << 16))
         service.engine.script = scripted(service.engine.scores, *scores, delay=delay)
         await service.put(JOY, WOE)
         yield service

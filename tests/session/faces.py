@@ -139,7 +139,7 @@ class GrpcFace(Face):
 RANK = {
     "captures": True, "site_widths": [], "site_layers": [[0, 1, 2]], "steering_sites": [capture_pb2.SITE_RESID_POST],
     "attention": [], "first_layer": 0, "pool_bytes": 0, "table_bytes": 0, "ring_bytes": 0, "control_path": "",
-    "folded_norms": 0,
+    "score_board": "", "folded_norms": 0,
 }  # fmt: skip
 """What the only worker says of itself."""
 
