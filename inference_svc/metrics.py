@@ -88,6 +88,10 @@ class InferenceMetrics:
             self._rule_names.add(name)
         self.rules.labels(name if name in self._rule_names else "(other)", action).inc()
 
+    def know_rule(self, name: str) -> None:
+        """Count a rule of the operator by its name, whatever rules callers have."""
+        self._rule_names.add(name)
+
     def request(self) -> RequestWatch:
         """Return a watch for one request, which starts now."""
         return RequestWatch(self)

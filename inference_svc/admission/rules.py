@@ -122,7 +122,7 @@ def check_rules(spec: ResolvedSpec, sampling: inference_pb2.SamplingParameters) 
     Raises:
         Failure: A rule can never fire, or the steering of all rules would not fit the manifest.
     """
-    rules: Sequence[rule_pb2.Rule] = spec.probes.rules if spec.probes else ()
+    rules: Sequence[rule_pb2.Rule] = spec.own_probes.rules if spec.own_probes else ()
     new = max_new_tokens(sampling)
     for index, rule in enumerate(rules):
         if rule.for_tokens > new:

@@ -42,7 +42,9 @@ class ResolvedSpec:
     adapter: str = ""
     """The name of the LoRA adapter that the request uses; empty: none."""
     probes: probe_pb2.ProbeSpec | None = None
-    """The probes, with their sites, and the rules; None if there are no probes."""
+    """The probes, with their sites, and the rules: the caller's, and then the operator's. None without probes."""
+    own_probes: probe_pb2.ProbeSpec | None = None
+    """The caller's own; None if there are none."""
 
     @property
     def may_change_steering(self) -> bool:
@@ -109,7 +111,7 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
     if capture is not None or steering is not None or probes is not None:
         check_demand(demand_of_steering(steering, capture, probes))
     _check_if_exists(spec)
-    resolved = ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes)
+    resolved = ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes, probes)
     check_steering_rules(resolved)
     return resolved
 

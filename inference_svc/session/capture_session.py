@@ -123,7 +123,7 @@ class CaptureSession:
         self.prompt_text = ""
         self.has_begun = False
         self.history: SteeringHistory | None = None
-        probes = running.spec.probes
+        probes = running.spec.own_probes
         self.scores = KeptScores(len(probes.probes), num_sequences) if running.spec.capture and probes else None
 
     @property
@@ -196,7 +196,7 @@ class CaptureSession:
             spec=running.spec.capture,
             site_widths=self._site_widths(),
             steering=running.spec.steering,
-            probes=running.spec.probes,
+            probes=running.spec.own_probes,
             prompt_token_ids=self._token_ids,
             prompt_text=self.prompt_text,
             num_sequences=len(self.sequences),

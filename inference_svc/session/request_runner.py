@@ -156,8 +156,10 @@ class RequestRunner:
         rules: list[SequenceRules] = []
         if running.spec.probes is not None and running.spec.probes.rules:
             text_of = partial(self._engine.replies.text, token_ids)
+            own = running.spec.own_probes
+            num_shown = len(own.probes) if own is not None else 0
             rules = [
-                SequenceRules(index, running.spec.probes, changes, text_of, self._metrics)
+                SequenceRules(index, running.spec.probes, changes, text_of, self._metrics, num_shown)
                 for index in range(len(sequences))
             ]
         return Generation(
@@ -211,4 +213,4 @@ class RequestRunner:
     def _start(self, request: inference_pb2.GenerateRequest, tenant: str) -> Running:
         if request.WhichOneof("target") == "request_id":
             return self._registry.start_registered(request.request_id, tenant)
-        return self._registry.start_inline(self._admission.resolve(request.spec), tenant)
+        return self._registry.start_inline(self._admission.resolve(request.spec, tenant), tenant)

@@ -51,6 +51,7 @@ class SequenceRules:
         changes: SteeringChanges | None,
         text_of: TextOf,
         metrics: InferenceMetrics,
+        num_shown: int | None = None,
     ) -> None:
         """Watch a sequence from its first token on.
 
@@ -60,7 +61,9 @@ class SequenceRules:
             changes: Changes the request's steering; None: no rule steers.
             text_of: Returns the text of the first tokens of the reply.
             metrics: Where rules that fire are counted.
+            num_shown: How many of the probes, the first ones, the caller gets scores of; None: all.
         """
+        self._num_shown = num_shown
         self._index = index
         self._changes = changes
         self._text_of = text_of
@@ -90,7 +93,14 @@ class SequenceRules:
         # Of rules that fire at the same token, the one that was given first comes first.
         fired.sort(key=lambda item: item[0])
         events = [await self._event(watched, before + at, delta, at) for at, watched in fired]
-        return delta._replace(rule_events=tuple(events)) if events else delta
+        return self._shown(delta._replace(rule_events=tuple(events)) if events else delta)
+
+    def _shown(self, delta: Delta) -> Delta:
+        """Return a delta without the scores that the caller did not ask for."""
+        if self._num_shown is None:
+            return delta
+        shown = slice(self._num_shown)
+        return delta._replace(scores=delta.scores[shown], prompt_scores=delta.prompt_scores[shown])
 
     def _fired(self, delta: Delta) -> list[tuple[int, _Watched]]:
         """Return the rules that fire, each with the index of its token in the delta."""

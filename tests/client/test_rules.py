@@ -174,6 +174,19 @@ class TestRequests:
             await client.generate("a", probes=POSITION, rules=rules)
         assert peer.calls == []
 
+    async def test_opting_out_of_the_operators_rules_is_sent(self, client, peer):
+        await client.generate("a", max_tokens=1, without_operator_rules=True)
+        sent = peer.requests[-1].spec.probes
+        assert (sent.without_operator_rules, len(sent.probes)) == (True, 0)
+        await client.generate_many(["a"], max_tokens=1, without_operator_rules=True, progress=False)
+        assert peer.requests[-1].spec.probes.without_operator_rules
+        registration = await client.register(without_operator_rules=True)
+        assert peer.requests[-1].spec.probes.without_operator_rules
+        with pytest.raises(INVALID, match="without_operator_rules. Pass them only to register"):
+            await client.generate("a", registration=registration, without_operator_rules=True)
+        await client.generate("a", max_tokens=1)
+        assert not peer.requests[-1].spec.HasField("probes")
+
     async def test_a_list_of_other_things_is_refused(self, client):
         with pytest.raises(TypeError, match=r"rules= takes a list of residuum\.Rule"):
             await client.generate("a", probes=POSITION, rules=POSITION)

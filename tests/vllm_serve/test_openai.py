@@ -400,7 +400,7 @@ BAD = {
     "a number": ({"residuum": 3}, "send a string with a RequestSpec"),
     "a list": ({"residuum": ["{}"]}, "send a string with a RequestSpec"),
     "deep": ({"residuum": "[" * 20_000}, "not a RequestSpec"),
-    "nothing asked": ({"residuum": "{}"}, "neither a capture nor steering"),
+    "nothing asked": ({"residuum": "{}"}, "no capture, steering or probes"),
     "no such layer": ({"residuum": '{"capture": {"layers": {"list": {"layers": [30]}}}}'}, "UNKNOWN_LAYER"),
     "a site that is not enabled": (
         {"residuum": '{"capture": {"layers": {"all": true}, "sites": ["SITE_MLP_OUT"]}}'},

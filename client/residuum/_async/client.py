@@ -130,6 +130,7 @@ class AsyncClient(AsyncSearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -158,6 +159,8 @@ class AsyncClient(AsyncSearchClient):
             score_prompt: Also score every position of the prompt: `reply.prompt_scores`. The model then always computes
                 the whole prompt, as it does for a capture.
             rules: Rules, which flag, end or steer the reply by the scores of probes: `delta.events` and `reply.events`.
+            without_operator_rules: Do without `client.info().operator_rules`. The server refuses that, unless its
+                operator allows it (PermissionDenied).
             timeout: Seconds that the generation may take; None means no limit.
             **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
                 json_schema and others; see `residuum.Sampling`.
@@ -182,7 +185,7 @@ class AsyncClient(AsyncSearchClient):
             stream = self.stream(
                 prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
                 updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
-                timeout=timeout, **sampling,
+                without_operator_rules=without_operator_rules, timeout=timeout, **sampling,
             )  # fmt: skip
             async with stream:
                 async for _ in stream:
@@ -204,6 +207,7 @@ class AsyncClient(AsyncSearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
@@ -220,7 +224,7 @@ class AsyncClient(AsyncSearchClient):
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
             updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
-            sampling=sampling,
+            without_operator_rules=without_operator_rules, sampling=sampling,
         )  # fmt: skip
         return self._stream(plan, timeout, {})
 
@@ -242,6 +246,7 @@ class AsyncClient(AsyncSearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -268,6 +273,7 @@ class AsyncClient(AsyncSearchClient):
             probes: The probes of every prompt, as for `generate`.
             score_prompt: Also score the positions of the prompts, as for `generate`.
             rules: The rules of every prompt, as for `generate`.
+            without_operator_rules: As for `generate`.
             timeout: Seconds that each generation may take.
             max_concurrency: How many generations run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
@@ -295,6 +301,7 @@ class AsyncClient(AsyncSearchClient):
         plan = BatchPlan.of(
             prompts, capture, steer, sampling,
             request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
@@ -312,6 +319,7 @@ class AsyncClient(AsyncSearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -337,6 +345,7 @@ class AsyncClient(AsyncSearchClient):
         plan = BatchPlan.of(
             prompts, capture, steer, sampling,
             request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
@@ -354,6 +363,7 @@ class AsyncClient(AsyncSearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
     ) -> Registration:
         """Check a request before its prompt is known, and send the vectors that it needs.
 
@@ -374,6 +384,7 @@ class AsyncClient(AsyncSearchClient):
         plan = plan_spec(
             capture, steer, request_id, model,
             updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         if rows := stored_rows(plan.operations):
             plan = plan.filled(await self._read_rows(rows, {}))
@@ -724,7 +735,7 @@ class AsyncClient(AsyncSearchClient):
                 plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
                 request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
                 if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, rules=plan.rules,
-                sampling=sampling,
+                without_operator_rules=plan.without_operator_rules, sampling=sampling,
             )  # fmt: skip
             return self._stream(generation, timeout, rows)
 

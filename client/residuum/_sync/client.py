@@ -131,6 +131,7 @@ class Client(SearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -159,6 +160,8 @@ class Client(SearchClient):
             score_prompt: Also score every position of the prompt: `reply.prompt_scores`. The model then always computes
                 the whole prompt, as it does for a capture.
             rules: Rules, which flag, end or steer the reply by the scores of probes: `delta.events` and `reply.events`.
+            without_operator_rules: Do without `client.info().operator_rules`. The server refuses that, unless its
+                operator allows it (PermissionDenied).
             timeout: Seconds that the generation may take; None means no limit.
             **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
                 json_schema and others; see `residuum.Sampling`.
@@ -183,7 +186,7 @@ class Client(SearchClient):
             stream = self.stream(
                 prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
                 updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
-                timeout=timeout, **sampling,
+                without_operator_rules=without_operator_rules, timeout=timeout, **sampling,
             )  # fmt: skip
             with stream:
                 for _ in stream:
@@ -205,6 +208,7 @@ class Client(SearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Stream:
@@ -221,7 +225,7 @@ class Client(SearchClient):
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
             updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
-            sampling=sampling,
+            without_operator_rules=without_operator_rules, sampling=sampling,
         )  # fmt: skip
         return self._stream(plan, timeout, {})
 
@@ -243,6 +247,7 @@ class Client(SearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -269,6 +274,7 @@ class Client(SearchClient):
             probes: The probes of every prompt, as for `generate`.
             score_prompt: Also score the positions of the prompts, as for `generate`.
             rules: The rules of every prompt, as for `generate`.
+            without_operator_rules: As for `generate`.
             timeout: Seconds that each generation may take.
             max_concurrency: How many generations run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
@@ -296,6 +302,7 @@ class Client(SearchClient):
         plan = BatchPlan.of(
             prompts, capture, steer, sampling,
             request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
@@ -313,6 +320,7 @@ class Client(SearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -338,6 +346,7 @@ class Client(SearchClient):
         plan = BatchPlan.of(
             prompts, capture, steer, sampling,
             request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
@@ -355,6 +364,7 @@ class Client(SearchClient):
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
     ) -> Registration:
         """Check a request before its prompt is known, and send the vectors that it needs.
 
@@ -375,6 +385,7 @@ class Client(SearchClient):
         plan = plan_spec(
             capture, steer, request_id, model,
             updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, {}))
@@ -723,7 +734,7 @@ class Client(SearchClient):
                 plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
                 request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
                 if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, rules=plan.rules,
-                sampling=sampling,
+                without_operator_rules=plan.without_operator_rules, sampling=sampling,
             )  # fmt: skip
             return self._stream(generation, timeout, rows)
 

@@ -34,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--score-prompt", action="store_true", help="also print the scores of the prompt's positions (default: no)"
     )
     group.add_argument(
+        "--without-operator-rules",
+        action="store_true",
+        help="do without the server's own rules, if its operator allows that (default: no)",
+    )
+    group.add_argument(
         "--smooth",
         metavar="HOW",
         help="smooth the scores of every --probe: ema:DECAY, max, max:TOKENS, mean or mean:TOKENS (default: as in its "
@@ -67,6 +72,7 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
         "probes": [_probe(text, smooth) for text in options.probes],
         "score_prompt": options.score_prompt,
         "rules": [_rule(text) for text in options.rules],
+        "without_operator_rules": options.without_operator_rules,
     }
 
 

@@ -94,6 +94,7 @@ def plan_spec(
     probes: Probe | Iterable[Probe] | None = None,
     score_prompt: bool = False,
     rules: Rule | Iterable[Rule] | None = None,
+    without_operator_rules: bool = False,
 ) -> SpecPlan:
     """Return the plan of a spec.
 
@@ -116,6 +117,8 @@ def plan_spec(
         spec.probes.score_prompt = score_prompt
         spec.probes.probes.extend(probe.to_proto() for probe in chosen)
         spec.probes.rules.extend(rule.to_proto() for rule in asked)
+    if without_operator_rules:
+        spec.probes.without_operator_rules = True
     projection = capture.projection_vectors if capture is not None else ()
     probed = (vector for probe in chosen for vector in probe.vectors)
     ruled = vectors_of([operation for rule in asked for operation in rule.operations])
@@ -243,6 +246,7 @@ def plan_generation(
     probes: Probe | Iterable[Probe] | None = None,
     score_prompt: bool = False,
     rules: Rule | Iterable[Rule] | None = None,
+    without_operator_rules: bool = False,
     sampling: Mapping[str, Any],
 ) -> GenerationPlan:
     """Return the plan of a generation, either of a registered request or of one with its own spec.
@@ -260,14 +264,17 @@ def plan_generation(
         plan = plan_spec(
             capture, steer, request_id, model,
             updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         request.spec.CopyFrom(plan.spec)
         return GenerationPlan(request, plan.vectors, plan.operations, plan.probes)
-    given = (steer, request_id, model, updatable, if_exists != "fail", probes, score_prompt, rules)
+    given = (
+        steer, request_id, model, updatable, if_exists != "fail", probes, score_prompt, rules, without_operator_rules
+    )  # fmt: skip
     if capture is not None or any(given):
         raise InvalidRequest(
             "A registered request already has its capture, steer, request_id, model, updatable, if_exists, probes, "
-            "score_prompt and rules. Pass them only to register().",
+            "score_prompt, rules and without_operator_rules. Pass them only to register().",
             reason="INVALID_FIELD",
         )
     if isinstance(registration, Registration):

@@ -94,6 +94,8 @@ class BatchPlan:
     """Whether the positions of the prompts are scored."""
     rules: tuple[Rule, ...] = ()
     """The rules of every prompt."""
+    without_operator_rules: bool = False
+    """Whether the operator's rules are left out."""
 
     @classmethod
     def of(
@@ -108,6 +110,7 @@ class BatchPlan:
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
         rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
     ) -> BatchPlan:
         """Return the arguments for each prompt after checking them.
 
@@ -127,7 +130,9 @@ class BatchPlan:
             if is_uniform and captures[0] is not None:
                 captures[0].to_proto()
         choices = _if_exists(if_exists, captures)
-        return cls(items, captures, steering, names, choices, is_uniform, chosen, score_prompt, asked)
+        return cls(
+            items, captures, steering, names, choices, is_uniform, chosen, score_prompt, asked, without_operator_rules
+        )
 
     @property
     def can_skip(self) -> bool:

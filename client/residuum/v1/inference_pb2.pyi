@@ -83,6 +83,7 @@ class GetModelInfoResponse(_message.Message):
     ATTENTION_FIELD_NUMBER: _builtins.int
     GATE_MEASURES_FIELD_NUMBER: _builtins.int
     PROBE_SITES_FIELD_NUMBER: _builtins.int
+    OPERATOR_RULES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name, which clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -181,6 +182,10 @@ class GetModelInfoResponse(_message.Message):
     def probe_sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
         """The sites at which probes can read rows. Empty: the server is older than this field and has no probes."""
 
+    @_builtins.property
+    def operator_rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the operator's rules that apply to the caller's requests, as RuleEvent has them."""
+
     def __init__(
         self,
         *,
@@ -210,10 +215,11 @@ class GetModelInfoResponse(_message.Message):
         attention: _abc.Iterable[Global___AttentionLayer] | None = ...,
         gate_measures: _abc.Iterable[_steering_pb2.GateMeasure.ValueType] | None = ...,
         probe_sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
+        operator_rules: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "probe_sites", b"probe_sites", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "operator_rules", b"operator_rules", "probe_sites", b"probe_sites", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

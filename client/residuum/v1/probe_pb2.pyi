@@ -54,9 +54,14 @@ class ProbeSpec(_message.Message):
     PROBES_FIELD_NUMBER: _builtins.int
     SCORE_PROMPT_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    WITHOUT_OPERATOR_RULES_FIELD_NUMBER: _builtins.int
     score_prompt: _builtins.bool
     """Also score every position of the prompt. Such a request computes its whole prompt; without it, the prefix cache is
     used as for any other request.
+    """
+    without_operator_rules: _builtins.bool
+    """Do without the operator's rules. Refused with PERMISSION_DENIED unless the operator lets the tenant opt out of each
+    rule that applies to it.
     """
     @_builtins.property
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Probe]:
@@ -72,10 +77,11 @@ class ProbeSpec(_message.Message):
         probes: _abc.Iterable[Global___Probe] | None = ...,
         score_prompt: _builtins.bool = ...,
         rules: _abc.Iterable[_rule_pb2.Rule] | None = ...,
+        without_operator_rules: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes", "rules", b"rules", "score_prompt", b"score_prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes", "rules", b"rules", "score_prompt", b"score_prompt", "without_operator_rules", b"without_operator_rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import probe_pb2
 from residuum.values.numbers import finite_float32
-from residuum.wire.smoothing import Smoother, problem_of
+from residuum.wire.smoothing import Smoother, from_text, problem_of
 
 
 class _Smoothing:
@@ -131,18 +131,16 @@ def parse_smoothing(text: str) -> Smoothing:
     Raises:
         InvalidRequest: The text is none of these, or a number is out of range.
     """
-    kind, colon, number = text.partition(":")
     try:
-        if kind == "ema" and colon:
-            return EMA(float(number))
-        if kind in {"max", "mean"}:
-            return (RollingMax if kind == "max" else RollingMean)(int(number) if colon else None)
-    except ValueError:  # InvalidRequest is one, too
-        pass
-    raise InvalidRequest(
-        f"{text!r} is not a smoothing. Use ema:DECAY (0 to 1), max, max:TOKENS, mean or mean:TOKENS (1 to 1024).",
-        reason="INVALID_FIELD",
-    )
+        spec = from_text(text)
+    except ValueError:
+        raise InvalidRequest(
+            f"{text!r} is not a smoothing. Use ema:DECAY (0 to 1), max, max:TOKENS, mean or mean:TOKENS (1 to 1024).",
+            reason="INVALID_FIELD",
+        ) from None
+    if spec.WhichOneof("method") == "ema":
+        return EMA(spec.ema)
+    return RollingMax(spec.max or None) if spec.HasField("max") else RollingMean(spec.mean or None)
 
 
 def smoothing_of(given: Any) -> Smoothing | None:

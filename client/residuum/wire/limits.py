@@ -35,6 +35,9 @@ MAX_OPERATIONS = 256
 MAX_PROBE_OUTPUTS = 64
 """Outputs of all probes of one request."""
 
+MAX_OPERATOR_RULES = 8
+"""Rules of the operator."""
+
 MAX_SMOOTHING_WINDOW = 1024
 """Tokens over which a maximum or a mean of scores is taken, unless it is over all."""
 

@@ -7,15 +7,34 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from residuum.v1 import probe_pb2
 from residuum.wire.limits import MAX_SMOOTHING_WINDOW
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from residuum.v1 import probe_pb2
-
     FloatArray = npt.NDArray[np.float32]
     Exact = npt.NDArray[np.float64]
+
+
+def from_text(text: str) -> probe_pb2.Smoothing:
+    """Return the message of a text: ema:DECAY, max, max:TOKENS, mean or mean:TOKENS.
+
+    Raises:
+        ValueError: The text is none of these, or a number is out of range.
+    """
+    kind, colon, number = text.partition(":")
+    spec = probe_pb2.Smoothing()
+    if kind == "ema" and colon:
+        spec.ema = float(number)
+    elif kind in {"max", "mean"}:
+        window = int(number) if colon else 0
+        if not bool(colon) <= window <= MAX_SMOOTHING_WINDOW:
+            raise ValueError(f"a window has 1 to {MAX_SMOOTHING_WINDOW} tokens, not {window}")
+        setattr(spec, kind, window)
+    if problem := problem_of(spec):
+        raise ValueError(f"{text!r} is not a smoothing: {problem}")
+    return spec
 
 
 def problem_of(spec: probe_pb2.Smoothing) -> str:
