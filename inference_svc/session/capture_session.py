@@ -52,6 +52,7 @@ class CaptureStore(Protocol):
         *,
         is_new_id: bool,
         if_exists: capture_pb2.IfExists.ValueType,
+        on_queued: Callable[[], object],
     ) -> capture_pb2.CaptureManifest | None:
         """Create a capture; see `Stores.open`."""
 
@@ -68,6 +69,9 @@ class SteeringHistory(Protocol):
 
 class CaptureSession:
     """An asynchronous context that opens the capture of a request and seals it at the end.
+
+    The context begins as soon as the store takes rows of the capture, so that the model computes the prompt while the
+    store commits the capture. Wait for `opened` before the caller gets anything.
 
     For a request that captures nothing, it only records the sequences.
 
@@ -123,6 +127,7 @@ class CaptureSession:
         self.prompt_text = ""
         self.has_begun = False
         self.history: SteeringHistory | None = None
+        self._opening: asyncio.Task[capture_pb2.CaptureManifest | None] | None = None
         probes = running.spec.own_probes
         self.scores = KeptScores(len(probes.probes), num_sequences) if running.spec.capture and probes else None
 
@@ -132,32 +137,68 @@ class CaptureSession:
         return all(sequence.is_complete for sequence in self.sequences)
 
     async def __aenter__(self) -> Self:
-        """Open the capture.
+        """Begin to open the capture.
 
         Raises:
             Failure: There is no store, or the store refuses or does not answer.
         """
         if self._running.spec.capture is not None:
-            store, spec = self._store(), self._running.spec
             try:
-                self.existing = await store.open(
-                    self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists
-                )
+                await self._begin(self._store())
             except (asyncio.CancelledError, NoAnswerError):
                 # The store may have opened the capture, and nothing else would seal it.
                 self.has_begun = True
-                store.seal(self._seal_request(None), self._complete)
+                self._seal(None)
                 raise
         self.has_begun = True
         return self
+
+    async def opened(self) -> None:
+        """Wait until the store has opened the capture.
+
+        Raises:
+            Failure: The store refuses or does not answer.
+        """
+        if self._opening is None:
+            return
+        try:
+            self.existing = await asyncio.shield(self._opening)  # a caller that leaves does not break off the call
+        except NoAnswerError:
+            raise
+        except Failure:
+            self.has_begun = False
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Seal the capture. Its outcome depends on the sequences, and on the exception that ended the request."""
         del kind, traceback
-        if self._running.spec.capture is not None and self.existing is None:
-            self._store().seal(self._seal_request(error), self._complete)
+        if self._running.spec.capture is not None and self.existing is None and self.has_begun:
+            self._seal(error)
+
+    async def _begin(self, store: CaptureStore) -> None:
+        """Ask the store to open the capture, and wait until rows may be sent."""
+        spec = self._running.spec
+        queued = asyncio.Event()
+        opening = asyncio.create_task(
+            store.open(
+                self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists, on_queued=queued.set
+            )
+        )
+        opening.add_done_callback(lambda _: queued.set())
+        opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for it
+        try:
+            await queued.wait()
+        except asyncio.CancelledError:
+            opening.cancel()
+            raise
+        self._opening = opening
+        if opening.done() or spec.if_exists == capture_pb2.IF_EXISTS_SKIP:
+            await self.opened()
+
+    def _seal(self, error: BaseException | None) -> None:
+        self._store().seal(self._seal_request(error), self._complete)
 
     async def _complete(self, seal: store_pb2.SealCaptureRequest) -> None:
         """Add what a seal can do without: descriptions of the tokens. The capture is sealed whatever happens here."""

@@ -99,9 +99,10 @@ class RequestRunner:
                     async with changes or nullcontext(), aclosing(stream) as events:
                         watch.begin(len(token_ids))
                         if traced:
-                            tracing.add_event("queued")  # the vectors are active and the capture is open
+                            tracing.add_event("queued")  # the vectors are active, and the store takes rows
                         has_tokens = False
                         async for event in events:
+                            await session.opened()
                             if event.HasField("delta"):
                                 watch.add_tokens(len(event.delta.token_ids))
                                 if traced and not has_tokens:
@@ -148,7 +149,7 @@ class RequestRunner:
         scores: Sequence[SequenceScores],
         changes: SteeringChanges | None,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """Return the events of a request whose capture is open, or exists already."""
+        """Return the events of a request whose capture may get rows, or exists already."""
         handle = self._handle(running)
         if session.existing is not None:
             return await self._replayed(session.existing, sampling, handle)

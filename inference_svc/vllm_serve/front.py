@@ -319,7 +319,7 @@ class FrontEnd:
                         )
                         for index, sequence in enumerate(session.sequences)
                     ]
-                    async with changes or nullcontext(), aclosing(merge_streams(streams)) as steps:
+                    async with changes or nullcontext(), aclosing(merge_streams(streams, session.opened)) as steps:
                         async for index, (step, delta) in steps:
                             if delta is not None:
                                 _record(session, admitted, index, delta)

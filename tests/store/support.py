@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -244,6 +245,24 @@ def serving(
     finally:
         client.close()
         store.stop()
+
+
+@contextmanager
+def busy_writer(store: Store) -> Iterator[None]:
+    """Let the writer be in the middle of a transaction until the context ends."""
+    is_busy, ended = threading.Event(), threading.Event()
+
+    def wait(_: object) -> None:
+        is_busy.set()
+        assert ended.wait(30)
+
+    blocking = store._writer.submit("other", wait)
+    try:
+        assert is_busy.wait(30)
+        yield
+    finally:
+        ended.set()
+        blocking.result(30)
 
 
 def call_errors(store: Store) -> list[dict[str, str]]:

@@ -30,7 +30,7 @@ class Store:
     def __init__(self):
         self.seals = []
 
-    async def open(self, description, *, is_new_id, if_exists):
+    async def open(self, description, *, is_new_id, if_exists, on_queued):
         pass
 
     def seal(self, request, complete):
