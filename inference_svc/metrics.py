@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+_MAX_RULE_NAMES = 1000
+"""The most names of rules that are counted separately."""
+
 _OUTCOMES = ("finished", "aborted", "cancelled", "failed", "refused")
 
 
@@ -59,6 +62,13 @@ class InferenceMetrics:
         self.generated_tokens = Counter(
             "residuum_inference_generated_tokens", "Generated tokens sent to clients.", registry=self.registry
         )
+        self.rules = Counter(
+            "residuum_inference_rules_fired",
+            f"Rules that fired, by name and action. Only {_MAX_RULE_NAMES} names are told apart from (other).",
+            ["rule", "action"],
+            registry=self.registry,
+        )
+        self._rule_names: set[str] = set()
         self.first_token_seconds = Histogram(
             "residuum_inference_first_token_seconds",
             "Seconds from the call of Generate to the first token, including waits.",
@@ -71,6 +81,16 @@ class InferenceMetrics:
             buckets=SECONDS,
             registry=self.registry,
         )
+
+    def add_rule(self, name: str, action: str) -> None:
+        """Count a rule that fired. Callers choose the names, so the number of names is limited."""
+        if len(self._rule_names) < _MAX_RULE_NAMES:
+            self._rule_names.add(name)
+        self.rules.labels(name if name in self._rule_names else "(other)", action).inc()
+
+    def know_rule(self, name: str) -> None:
+        """Count a rule of the operator by its name, whatever rules callers have."""
+        self._rule_names.add(name)
 
     def request(self) -> RequestWatch:
         """Return a watch for one request, which starts now."""

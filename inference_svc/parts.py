@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inference_svc.admission.admission import Admission
+    from inference_svc.admission.operator_rules import OperatorRules
     from inference_svc.captures.stores import Stores
     from inference_svc.engine.engine import Engine
     from inference_svc.metrics import InferenceMetrics
@@ -50,6 +51,7 @@ class Parts:
         stores: Stores | None = None,
         metrics: InferenceMetrics | None = None,
         limits_of: Callable[[str], Limits] = lambda _: Limits(),
+        rules: OperatorRules | None = None,
     ) -> Parts:
         """Create the parts around an engine.
 
@@ -59,6 +61,7 @@ class Parts:
             stores: Where captures go; None: nothing is captured.
             metrics: Where requests are counted.
             limits_of: Returns the limits of a tenant.
+            rules: The operator's rules; None: there are none.
         """
         registry = RequestRegistry(
             settings.registration_seconds,
@@ -66,7 +69,7 @@ class Parts:
             max_bytes=settings.max_registration_mib << 20,
             make_id=stores.make_id if stores else make_id,
         )
-        parts = RequestParts.assemble(engine, registry, settings)
+        parts = RequestParts.assemble(engine, registry, settings, rules=rules)
         places = Places(settings.max_requests, limits_of)
         runner = RequestRunner(engine, registry, parts.admission, parts.reservations, stores, metrics, places)
         return cls(

@@ -15,6 +15,7 @@ from inference_svc.taps.encodings.projections import KEPT_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from inference_svc.admission.operator_rules import OperatorRules
     from inference_svc.engine.engine import Engine
     from inference_svc.requests.registry import RequestRegistry
     from inference_svc.tap_settings import TapSettings
@@ -50,6 +51,7 @@ class RequestParts:
         settings: TapSettings,
         how_to_send: str = BY_PUT_VECTORS,
         share: Share = WHOLE,
+        rules: OperatorRules | None = None,
     ) -> RequestParts:
         """Create the parts.
 
@@ -59,6 +61,7 @@ class RequestParts:
             settings: The settings of the taps.
             how_to_send: A sentence that tells a client how to send missing vectors.
             share: The share of the workers' resources that these parts may use.
+            rules: The operator's rules; None: there are none.
         """
         facts, wait_seconds = engine.facts, settings.vector_wait_seconds
         max_bytes = settings.max_vector_mib << 20
@@ -70,4 +73,4 @@ class RequestParts:
             return await engine.keep_signs(projections, share.index)
 
         projections = Projections(keep_signs, facts.hidden_size, wait_seconds, KEPT_BYTES // share.count)
-        return cls(vectors, activator, Admission(facts, vectors), Reservations(activator, projections))
+        return cls(vectors, activator, Admission(facts, vectors, rules), Reservations(activator, projections))

@@ -12,6 +12,7 @@ import grpc.aio
 import psutil
 from grpc_health.v1 import health
 
+from inference_svc.admission.operator_rules import OperatorRules, RulesFileError, load_rules
 from inference_svc.captures.stores import Stores
 from inference_svc.engine.engine import Engine
 from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
@@ -48,6 +49,20 @@ _WATCH_SECONDS = 0.5
 _SEAL_SECONDS = 10.0
 _STOP_SECONDS = 5.0
 _KILL_SECONDS = 0.1
+
+
+def _operator_rules(settings: InferenceSettings, engine: Engine) -> OperatorRules:
+    """Return the rules of the operator's file.
+
+    Raises:
+        SystemExit: The file cannot be used.
+    """
+    if settings.rules_file is None:
+        return OperatorRules()
+    try:
+        return load_rules(settings.rules_file, engine.facts)
+    except RulesFileError as error:
+        raise SystemExit(str(error)) from None
 
 
 class EngineDiedError(RuntimeError):
@@ -179,7 +194,10 @@ class InferenceServer:
     def _assemble(self, engine: Engine, access: Access) -> Parts:
         settings = self._settings
         stores = Stores.from_settings(settings, settings.advertised_stores) if settings.store else None
-        parts = Parts.assemble(engine, settings, stores, self._metrics, access.limits_of)
+        rules = _operator_rules(settings, engine)
+        for name in rules.names:
+            self._metrics.know_rule(name)
+        parts = Parts.assemble(engine, settings, stores, self._metrics, access.limits_of, rules)
         self._metrics.registry.register(ServiceCollector(parts.registry, parts.vectors, parts.activator, stores))
         return parts
 

@@ -18,6 +18,7 @@ from residuum.wire.limits import (
     MAX_MESSAGE_BYTES,
     MAX_OPERATIONS,
     MAX_PROBE_OUTPUTS,
+    MAX_RULES,
     MAX_SEQUENCES,
     MAX_VECTORS_PER_CALL,
 )
@@ -64,6 +65,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self._parts is None:
             raise _not_serving()
         info = _model_info(self._parts)
+        rules, tenant = self._parts.admission.operator_rules, current_caller().own_tenant
+        info.operator_rules.extend(rules.names_for(tenant))
+        if info.limits.max_probe_outputs:
+            info.limits.max_probe_outputs -= rules.outputs_for(tenant)
         if request.check_store and self._parts.stores is not None:
             checks = await self._parts.stores.check()
             info.store_checks.extend(checks)
@@ -79,7 +84,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         parts, tenant = self._require(), current_caller().own_tenant
         if request.spec.request_id:
             bind_request(request.spec.request_id)
-        spec = parts.admission.resolve(request.spec)
+        spec = parts.admission.resolve(request.spec, tenant)
         request_id = spec.request_id or parts.registry.make_id()
         bind_request(request_id)
         if spec.capture is not None:
@@ -227,6 +232,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
             table_bytes=facts.table_bytes,
             max_logprobs=facts.max_logprobs,
             max_probe_outputs=MAX_PROBE_OUTPUTS if facts.probe_sites else 0,
+            max_rules=MAX_RULES if facts.probe_sites else 0,
         ),
         vllm_version=facts.vllm_version,
         server_version=version("residuum"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -100,9 +101,9 @@ class InferenceSettings(SecureSettings, TapSettings):
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object. It must not set model, worker_cls,
     additional_config or speculative_config: the taps depend on them."""
 
-    score_mib: int = Field(default=64, ge=0)
-    """Shared memory for the scores of probes, in MiB: 4 bytes for each output and token of all running requests. 0: no
-    probes."""
+    rules_file: Path | None = None
+    """A TOML file of rules that apply to all requests, or to those of some tenants: they flag or end replies by the
+    scores of probes. docs/howto/watch.md describes it."""
     max_registrations: int = Field(default=10_000, ge=1)
     """Most registrations that may wait for their Generate call."""
     max_registration_mib: int = Field(default=64, ge=1)

@@ -104,6 +104,9 @@ class TapSettings(ServiceSettings):
     """Most different steering vectors that running requests use at once. Other requests wait."""
     vector_wait_seconds: float = Field(default=30.0, gt=0)
     """How long a request waits for room for its active vectors or for its random projection's signs. It then fails."""
+    score_mib: int = Field(default=64, ge=0)
+    """Shared memory for the scores of probes, in MiB: 4 bytes for each output and token of all running requests. 0: no
+    probes."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is logged."""

@@ -20,8 +20,10 @@ from residuum.wire.limits import (
     MAX_DESCRIPTION_BYTES,
     MAX_DETAIL_LENGTH,
     MAX_ID_LENGTH,
+    MAX_KEPT_SCORES,
     MAX_MESSAGE_SPANS,
     MAX_NAME_LENGTH,
+    MAX_RULE_EVENTS_BYTES,
     MAX_SEAL_BYTES,
     MAX_SEQUENCES,
     MAX_STEERING_CHANGES_BYTES,
@@ -167,6 +169,26 @@ def check_seal(seal: store_pb2.SealCaptureRequest, description: capture_pb2.Capt
     size = sum(change.ByteSize() for change in seal.steering_changes)
     if size > MAX_STEERING_CHANGES_BYTES:
         raise invalid("steering_changes", f"must take at most {MAX_STEERING_CHANGES_BYTES} bytes, not {size}")
+    _check_scores(seal, description)
+    size = sum(event.ByteSize() for event in seal.rule_events)
+    if size > MAX_RULE_EVENTS_BYTES:
+        raise invalid("rule_events", f"must take at most {MAX_RULE_EVENTS_BYTES} bytes, not {size}")
+    if any(event.sequence >= description.num_sequences for event in seal.rule_events):
+        raise invalid("rule_events", f"must be of the capture's {description.num_sequences} sequences")
+
+
+def _check_scores(seal: store_pb2.SealCaptureRequest, description: capture_pb2.CaptureDescription) -> None:
+    prompt, total = len(description.prompt_token_ids), 0
+    kept = [(item.scores, len(item.generated_token_ids), "sequences.scores") for item in seal.sequences]
+    for scores, rows, field in [*kept, (seal.prompt_scores, prompt, "prompt_scores")]:
+        if not scores.probes:
+            continue
+        outputs = [len(probe.outputs) for probe in description.probes.probes]
+        if [len(probe.values) for probe in scores.probes] != [rows * count for count in outputs]:
+            raise invalid(field, f"must have the scores of {len(outputs)} probes for {rows} tokens")
+        total += rows * sum(outputs)
+    if total > MAX_KEPT_SCORES:
+        raise invalid("sequences.scores", f"must be at most {MAX_KEPT_SCORES} numbers in all, not {total}")
 
 
 def _check_described_tokens(seal: store_pb2.SealCaptureRequest, prompt_tokens: int) -> None:

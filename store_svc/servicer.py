@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -173,7 +173,11 @@ class StoreServicer:
             return store_pb2.OpenCaptureResponse()
         if request.if_exists == capture_pb2.IF_EXISTS_SKIP:
             self._wait_for_rows(name, context)
-        existing = self._writer.call(description.capture_id, lambda batch: batch.open(description, request.if_exists))
+        opening = self._writer.submit(description.capture_id, lambda batch: batch.open(description, request.if_exists))
+        if self._catalog.state_of(name) is None:  # otherwise it may well be refused
+            with suppress(grpc.RpcError):  # the caller has gone
+                context.send_initial_metadata(())
+        existing = opening.result()
         if existing is not None:
             return store_pb2.OpenCaptureResponse(existing=existing)
         self._traces.opened(name)  # after the open: a refused one must not be recorded

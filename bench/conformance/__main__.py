@@ -137,6 +137,7 @@ def describe(name: str, outcome: Outcome) -> str:
         lines.append(f"rows after a change of steering: {outcome.changed_rows}")
     if outcome.rows_alone:
         lines.append(f"other bits in the batch than alone: {outcome.other_bits} of {outcome.rows_alone} rows")
+        lines += [f"{place}: {count}" for place, count in outcome.other_places.items()]
     if outcome.other_experts:
         lines.append(f"other experts at near ties: {outcome.other_experts} times, gap at most {outcome.widest_tie:.4f}")
     if outcome.verdict is not Verdict.EXACT:

@@ -95,6 +95,7 @@ def check(
             changed_rows=comparison.changed_rows,
             rows_alone=comparison.rows_alone,
             other_bits=comparison.other_bits,
+            other_places=dict(comparison.other_places),
             states=dict(comparison.states),
             layout=layout,
             replicas=int(served.get("replicas", 1)),

@@ -48,7 +48,8 @@ def compare(
             for number, answer in enumerate(answers):
                 if answer.request.later:
                     continue  # the change comes at another position each time
-                _compare_alone(answer, _ask(client, setup, answer.request, 1.0, number), setup, comparison)
+                alone = _ask(client, setup, answer.request, 1.0, number)
+                _compare_alone(number, answer, alone, setup, comparison)
     comparison.site_layers = {
         site: layers for site, layers in info.site_layers.items() if len(layers) < info.num_layers
     }
@@ -214,9 +215,11 @@ def _add(
         comparison.add(rows.stack(), rows.present, expected[site][layers], None if stream is None else stream[layers])
 
 
-def _compare_alone(together: _Answer, alone: _Answer, setup: Setup, comparison: Comparison) -> None:
+def _compare_alone(number: int, together: _Answer, alone: _Answer, setup: Setup, comparison: Comparison) -> None:
     for site in setup.sites:
-        comparison.see_alone(*(answer.acts.select(site=site).stack() for answer in (alone, together)))
+        pair = [answer.acts.select(site=site) for answer in (alone, together)]
+        points = [f"request {number}: {site}.{layer}" for layer in pair[0].layers]
+        comparison.see_alone(pair[0].stack(), pair[1].stack(), points)
 
 
 def _compare_logprobs(answer: _Answer, reference: Reference, comparison: Comparison) -> None:

@@ -124,6 +124,8 @@ class Comparison:
     """Rows of requests that ran alone and in a batch, counted once for each layer and site."""
     other_bits: int = 0
     """Those of them that are not the same to the bit."""
+    other_places: Counter[str] = field(default_factory=Counter)
+    """How many those are, by request and point, such as "request 2: q.3"."""
     explained: Explained = field(default_factory=Explained)
     """The rows that other experts explain."""
     _cosines: list[Rows] = field(default_factory=list)
@@ -174,16 +176,18 @@ class Comparison:
         self.explained.widest_gap = max(self.explained.widest_gap, explained.widest_gap)
         return expected
 
-    def see_alone(self, alone: Rows, together: Rows) -> None:
+    def see_alone(self, alone: Rows, together: Rows, points: Sequence[str]) -> None:
         """Compare the rows of a request that ran alone with those in a batch, [layers, positions, width], bit by bit.
 
-        Rows that only one of the two has count as different: the replies may differ in length.
+        Rows that only one of the two has count as different: the replies may differ in length. `points` has a name for
+        each layer.
         """
         positions = min(alone.shape[1], together.shape[1])
         pair = [np.ascontiguousarray(rows[:, :positions]).view(np.uint8) for rows in (alone, together)]
         self.rows_alone += alone.shape[0] * max(alone.shape[1], together.shape[1])
-        self.other_bits += int((pair[0] != pair[1]).any(-1).sum())
-        self.other_bits += alone.shape[0] * abs(alone.shape[1] - together.shape[1])
+        others = (pair[0] != pair[1]).any(-1).sum(-1) + abs(alone.shape[1] - together.shape[1])
+        self.other_bits += int(others.sum())
+        self.other_places.update({point: int(count) for point, count in zip(points, others, strict=True) if count})
 
     def see_layers(self, expected: Rows) -> None:
         """Update `least_layer_distance` with the reference's rows of the stream, [layers, positions, hidden]."""
@@ -291,6 +295,8 @@ class Outcome:
     rows_alone: int = 0
     """See `Comparison`."""
     other_bits: int = 0
+    """See `Comparison`."""
+    other_places: dict[str, int] = field(default_factory=dict)
     """See `Comparison`."""
     states: dict[str, int] = field(default_factory=dict)
     layout: tuple[int, int] = (0, 0)

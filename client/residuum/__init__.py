@@ -111,8 +111,10 @@ if TYPE_CHECKING:
         Usage,
     )
     from residuum.values.rows import Rows
+    from residuum.values.rules import Rule, RuleEvent
     from residuum.values.search import SearchHit, SearchResult
     from residuum.values.selections import Positions
+    from residuum.values.smoothing import EMA, RollingMax, RollingMean
     from residuum.values.spans import MessageSpan
     from residuum.values.steering import Ablate, Add, Cap, Multiply, Replace, Set
     from residuum.values.stored_row import StoredRow
@@ -126,7 +128,12 @@ _MODULES = {
     "Piece": "residuum.protocol.reading",
     "Sampling": "residuum.protocol.sampling",
     "Activations": "residuum.values.activations",
+    "EMA": "residuum.values.smoothing",
+    "RollingMax": "residuum.values.smoothing",
+    "RollingMean": "residuum.values.smoothing",
     "Rows": "residuum.values.rows",
+    "Rule": "residuum.values.rules",
+    "RuleEvent": "residuum.values.rules",
     "SearchHit": "residuum.values.search",
     "SearchResult": "residuum.values.search",
     "AsyncClient": "residuum.aio",
@@ -180,6 +187,7 @@ _MODULES = {
 """The module of each public name, apart from the exceptions."""
 
 __all__ = [
+    "EMA",
     "TLS",
     "Ablate",
     "AbortedCapture",
@@ -252,8 +260,12 @@ __all__ = [
     "RequestExists",
     "ResiduumError",
     "ResourceExhausted",
+    "RollingMax",
+    "RollingMean",
     "RowSet",
     "Rows",
+    "Rule",
+    "RuleEvent",
     "Sampling",
     "SearchHit",
     "SearchResult",

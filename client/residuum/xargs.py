@@ -11,6 +11,8 @@ from google.protobuf import json_format
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.requests import plan_spec
 from residuum.values.capture import Capture
+from residuum.values.probes import Probe
+from residuum.values.rules import Rule
 from residuum.values.steering import Operation, operation_list, steering_spec
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ def vllm_xargs(
     request_id: str | None = None,
     if_exists: IfExists = "fail",
     send_vectors: bool = True,
+    probes: Probe | Iterable[Probe] | None = None,
+    score_prompt: bool = False,
+    rules: Rule | Iterable[Rule] | None = None,
 ) -> dict[str, str | list[str]]:
     """Return the `vllm_xargs` of a request to a `vllm serve` with the taps; see docs/vllm-serve.md.
 
@@ -35,10 +40,13 @@ def vllm_xargs(
         if_exists: What to do if a capture with this ID exists: "fail", "replace" or "skip"; see `Client.generate`.
         send_vectors: Send the vectors with the request. You may leave them out if the server already has them. It keeps
             vectors until it needs the room for others. If it lacks one, it refuses the request with MISSING_VECTORS.
+        probes: Probes. Each choice of the answer, and of its stream, has their scores in a field `residuum`.
+        score_prompt: Also score every position of the prompt.
+        rules: Rules. Their events are in the same field.
 
     Raises:
-        InvalidRequest: Neither `capture` nor `steer` is given, or an argument is invalid.
-        TypeError: `capture` is not a Capture, or `steer` contains something other than operations.
+        InvalidRequest: Neither `capture` nor `steer` nor `probes` nor `rules` is given, or an argument is invalid.
+        TypeError: An argument has the wrong type.
 
     Example:
         >>> answer = openai.OpenAI(base_url="http://localhost:8000/v1", api_key="none").chat.completions.create(
@@ -50,9 +58,12 @@ def vllm_xargs(
     """
     operations = operation_list(steer)
     steering_spec(operations)  # refuses stored rows, which only clients read
-    plan = plan_spec(capture, operations, request_id, None, if_exists=if_exists)
-    if not (plan.spec.HasField("capture") or plan.spec.HasField("steering")):
-        raise InvalidRequest("Give capture=, steer= or both.", reason="INVALID_FIELD")
+    plan = plan_spec(
+        capture, operations, request_id, None,
+        if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+    )  # fmt: skip
+    if not (plan.spec.HasField("capture") or plan.spec.HasField("steering") or plan.spec.HasField("probes")):
+        raise InvalidRequest("Give at least one of capture=, steer=, probes= and rules=.", reason="INVALID_FIELD")
     arguments: dict[str, str | list[str]] = {
         "residuum": json_format.MessageToJson(plan.spec, preserving_proto_field_name=True, indent=None)
     }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from inference_svc.admission.operator_rules import OperatorRules
 from inference_svc.admission.probes import check_scores, probe_digests
+from inference_svc.admission.rules import check_rules, steering_of_rules, with_rules
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
 from inference_svc.admission.specs import ResolvedSpec, check_skip, resolve_spec
 from inference_svc.admission.steering import (
@@ -31,18 +33,20 @@ class Admission:
     Keeps no state of its own. In the cache, vectors that a checked request needs count as used.
     """
 
-    def __init__(self, facts: ModelFacts, vectors: VectorCache) -> None:
-        """Check requests against these facts of the model and the vectors in this cache."""
+    def __init__(self, facts: ModelFacts, vectors: VectorCache, rules: OperatorRules | None = None) -> None:
+        """Check requests against these facts of the model, the vectors in this cache and the operator's rules."""
         self._facts = facts
         self._vectors = vectors
+        self.operator_rules = rules or OperatorRules()
 
-    def resolve(self, spec: inference_pb2.RequestSpec) -> ResolvedSpec:
-        """Check a spec against the model; return it with every default filled in.
+    def resolve(self, spec: inference_pb2.RequestSpec, tenant: str = "") -> ResolvedSpec:
+        """Check a tenant's spec against the model; return it with every default, and the operator's rules.
 
         Raises:
-            Failure: The spec is invalid.
+            Failure: The spec is invalid, or opts out of rules that it may not opt out of.
         """
-        return resolve_spec(spec, self._facts)
+        resolved, opts_out = resolve_spec(spec, self._facts), spec.probes.without_operator_rules
+        return self.operator_rules.added_to(resolved, tenant, self._vectors, opts_out=opts_out)
 
     def resolve_steering(
         self, steering: steering_pb2.SteeringSpec, tenant: str, running: ResolvedSpec
@@ -90,8 +94,9 @@ class Admission:
         """
         check_skip(spec, parameters)
         check_capture_size(spec.capture, prompt_tokens, parameters)
-        check_scores(spec.probes, parameters)
-        steering = spec.steering or steering_pb2.SteeringSpec()
+        check_scores(spec.own_probes, parameters)
+        check_rules(spec, parameters)
+        steering = with_rules(spec.steering, steering_of_rules(spec.probes).operations)
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
         widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(spec.probes))]
         self._check_vectors(tenant, [*widths, *widths_of(steering, self._facts)], directions_of(steering))

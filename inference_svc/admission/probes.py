@@ -13,6 +13,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS
 from residuum.wire.probes import is_valid_probe_name
+from residuum.wire.smoothing import problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -96,6 +97,8 @@ def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
         raise invalid(
             f"{field}.activation", "The softmax of a single output is always 1. Use a sigmoid, or two outputs or more."
         )
+    if probe.HasField("smoothing") and (problem := problem_of(probe.smoothing)):
+        raise invalid(f"{field}.smoothing", f"The smoothing of the probe {probe.name} is invalid: {problem}.")
 
 
 def check_scores(spec: probe_pb2.ProbeSpec | None, sampling: inference_pb2.SamplingParameters) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.captures import resolve_capture
 from inference_svc.admission.fields import invalid
 from inference_svc.admission.probes import probe_digests, resolve_probes
+from inference_svc.admission.rules import STEER, check_steering_rules, has_action, resolve_rules, rule_digests
 from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
@@ -41,16 +42,23 @@ class ResolvedSpec:
     adapter: str = ""
     """The name of the LoRA adapter that the request uses; empty: none."""
     probes: probe_pb2.ProbeSpec | None = None
-    """The probes, with their sites; None if there are none."""
+    """The probes, with their sites, and the rules: the caller's, and then the operator's. None without probes."""
+    own_probes: probe_pb2.ProbeSpec | None = None
+    """The caller's own; None if there are none."""
+
+    @property
+    def may_change_steering(self) -> bool:
+        """Whether the steering may change while the request generates."""
+        return bool(self.steering and self.steering.updatable) or has_action(self.probes, STEER)
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of all vectors that the request needs: those to steer with, to project onto, and of probes."""
+        """The digests of all vectors that the request needs: of its steering, projection, probes and rules."""
         if self.capture is None and self.steering is None and self.probes is None:
             return []
         steering = digests_of(self.steering) if self.steering else []
         projection = self.capture.encoding_options.vectors if self.capture else []
-        return list(dict.fromkeys((*steering, *projection, *probe_digests(self.probes))))
+        return list(dict.fromkeys((*steering, *projection, *probe_digests(self.probes), *rule_digests(self.probes))))
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +72,8 @@ class ResolvedSpec:
 
         The salt is a fingerprint of the operations: their vectors, factors and positions. If positions depend on where
         the prompt ends, the prompt's length is part of it. Otherwise a longer prompt could reuse rows that were steered
-        as the last rows of a shorter one. A request whose steering may change later gets a random salt at each call,
-        so that not even its own sequences share KV, because its future steering is unknown.
+        as the last rows of a shorter one. A request whose steering may change later, by a caller or a rule, gets a
+        random salt at each call, so that not even its own sequences share KV, because its future steering is unknown.
 
         Args:
             prompt_tokens: Tokens of the request's prompt.
@@ -73,10 +81,10 @@ class ResolvedSpec:
         Returns:
             The salt; None if the request is not steered.
         """
+        if self.may_change_steering:
+            return secrets.token_hex(16)
         if self.steering is None:
             return None
-        if self.steering.updatable:
-            return secrets.token_hex(16)
         fingerprint = hashlib.sha256(self.steering.SerializeToString(deterministic=True))
         if any(_depends_on_prompt(operation.positions) for operation in self.steering.operations):
             fingerprint.update(prompt_tokens.to_bytes(8, "little"))
@@ -97,11 +105,15 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
     capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
     asked = spec.steering.operations or spec.steering.updatable
     steering = resolve_steering(spec.steering, facts) if asked else None
-    probes = resolve_probes(spec.probes, facts) if spec.probes.probes else None
+    probes = resolve_probes(spec.probes, facts) if spec.probes.probes or spec.probes.rules else None
+    if probes is not None:
+        resolve_rules(probes, facts)
     if capture is not None or steering is not None or probes is not None:
         check_demand(demand_of_steering(steering, capture, probes))
     _check_if_exists(spec)
-    return ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes)
+    resolved = ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes, probes)
+    check_steering_rules(resolved)
+    return resolved
 
 
 def _adapter_named(model: str, facts: ModelFacts) -> str:
@@ -144,7 +156,7 @@ def check_skip(spec: ResolvedSpec, parameters: inference_pb2.SamplingParameters)
     """Check that a capture that exists already can answer the request.
 
     Raises:
-        Failure: It cannot, because the caller asks for log-probabilities or scores, which a capture does not hold.
+        Failure: It cannot, because the caller asks for log-probabilities, which a capture does not hold.
     """
     wants_logprobs = parameters.HasField("logprobs") or parameters.HasField("prompt_logprobs")
     if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and wants_logprobs:
@@ -152,11 +164,6 @@ def check_skip(spec: ResolvedSpec, parameters: inference_pb2.SamplingParameters)
             "if_exists",
             "A capture that exists already holds no logprobs. Leave logprobs and prompt_logprobs out, or set if_exists "
             "to REPLACE.",
-        )
-    if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and spec.probes is not None:
-        raise invalid(
-            "if_exists",
-            "A capture that exists already holds no scores. Leave the probes out, or set if_exists to REPLACE.",
         )
 
 

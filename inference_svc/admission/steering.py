@@ -58,19 +58,26 @@ def layer_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:
     return list(operation.layer_digests) or [bytes(getattr(operation, kind).digest) if kind else b""]
 
 
-def resolve_steering(spec: steering_pb2.SteeringSpec, facts: ModelFacts) -> steering_pb2.SteeringSpec:
+def resolve_steering(
+    spec: steering_pb2.SteeringSpec, facts: ModelFacts, name: str = "steering"
+) -> steering_pb2.SteeringSpec:
     """Check a steering spec against the model, and return it with every default filled in.
+
+    Args:
+        spec: The spec.
+        facts: The facts of the model.
+        name: The name of its field, for errors.
 
     Raises:
         Failure: The steering is invalid. The reason and the metadata name the field.
     """
     if len(spec.operations) > MAX_OPERATIONS:
         raise invalid(
-            "steering.operations", f"There are {len(spec.operations)} operations; send at most {MAX_OPERATIONS}."
+            f"{name}.operations", f"There are {len(spec.operations)} operations; send at most {MAX_OPERATIONS}."
         )
     resolved = steering_pb2.SteeringSpec(updatable=spec.updatable)
     for index, operation in enumerate(spec.operations):
-        field = f"steering.operations[{index}]"
+        field = f"{name}.operations[{index}]"
         _check_operation(field, operation)
         site = operation.site or capture_pb2.SITE_RESID_POST
         _check_site(site, facts)

@@ -29,6 +29,7 @@ _T = TypeVar("_T")
 
 _log = get_logger(__name__)
 
+_OPEN_CAPTURE = "/residuum.v1.StoreService/OpenCapture"
 _OPEN_SECONDS = 5.0
 _AVOIDED_SECONDS = 5.0
 """How long the service avoids a store after a call without an answer, or after STORE_FULL: for this long, new IDs are
@@ -109,8 +110,15 @@ class CaptureKeeper:
         self,
         description: capture_pb2.CaptureDescription,
         if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
+        on_queued: Callable[[], object] = lambda: None,
     ) -> capture_pb2.CaptureManifest | None:
         """Create a capture, and keep the service's lease for as long as it has open captures.
+
+        Args:
+            description: The capture's ID, tenant and contents.
+            if_exists: What to do if the store holds a capture with this ID.
+            on_queued: Called when rows may be sent, before the capture is committed. It is not called if the call fails
+                before that, or if the store is older.
 
         Returns:
             The manifest of the existing capture that is the result (IF_EXISTS_SKIP); None: a capture was created.
@@ -124,9 +132,7 @@ class CaptureKeeper:
         path = tenant_path(description.tenant, description.capture_id, description.attempt)
         self._open.add(path)
         try:
-            answer = await self._ask(
-                lambda channel: store_pb2_grpc.StoreServiceStub(channel).OpenCapture(request, timeout=_OPEN_SECONDS)
-            )
+            answer = await self._ask(partial(self._open_capture, request, on_queued))
         except Failure as failure:
             if not isinstance(failure, NoAnswerError):  # after NoAnswerError it may be open; the caller seals it
                 self._open.discard(path)
@@ -136,6 +142,26 @@ class CaptureKeeper:
             return answer.existing
         self._hold_lease(description.service_instance, answer.lease)
         return None
+
+    async def _open_capture(
+        self, request: store_pb2.OpenCaptureRequest, on_queued: Callable[[], object], channel: grpc.aio.Channel
+    ) -> store_pb2.OpenCaptureResponse:
+        """Call OpenCapture. gRPC's class for calls with one answer has the initial metadata only with the answer."""
+        call = channel.unary_stream(
+            _OPEN_CAPTURE, store_pb2.OpenCaptureRequest.SerializeToString, store_pb2.OpenCaptureResponse.FromString
+        )(request, timeout=_OPEN_SECONDS)
+        await call.initial_metadata()  # an older store sends it with its answer
+        has_failed = call.done()
+        if not has_failed:
+            on_queued()
+        try:
+            (answer,) = [answer async for answer in call]
+        except grpc.aio.AioRpcError as error:
+            if has_failed or error.code() != grpc.StatusCode.UNAVAILABLE:
+                raise
+            # Do not repeat the call: rows may reach the store before its second time.
+            raise self._unreachable(error.details(), NoAnswerError) from error
+        return answer
 
     def seal(
         self,

@@ -98,6 +98,7 @@ class Stores:
         *,
         is_new_id: bool,
         if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
+        on_queued: Callable[[], object] = lambda: None,
     ) -> capture_pb2.CaptureManifest | None:
         """Create a capture in its store.
 
@@ -106,6 +107,7 @@ class Stores:
             is_new_id: The service has just made the ID, so no store can hold it.
             if_exists: What to do if its store holds a capture with this ID. A capture in another store, from before the
                 list of stores changed, is neither replaced nor skipped.
+            on_queued: Called when rows may be sent; see `CaptureKeeper.open`.
 
         Returns:
             The manifest of the existing capture that is the result (IF_EXISTS_SKIP); None: a capture was created.
@@ -119,7 +121,7 @@ class Stores:
         if others and not is_new_id and not self._fixed:
             await asyncio.gather(*(_check_free(other, description) for other in others))
         description.service_instance = self._instance
-        return await keeper.open(description, if_exists)
+        return await keeper.open(description, if_exists, on_queued)
 
     def seal(
         self,

@@ -28,7 +28,7 @@ from inference_svc.model_facts import ModelFacts
 from inference_svc.requests.prompts import PromptReader
 from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
-from inference_svc.resources.score_board import ScoreBoard
+from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.taps.vllm.worker import REFUSAL_FILE
 from residuum.rpc.errors import Failure
 
@@ -105,10 +105,10 @@ class Engine:
             AdapterError: A LoRA adapter cannot be loaded. The message names it.
             Exception: vLLM cannot serve the model; it raises exceptions of many types.
         """
-        board = ScoreBoard(settings.score_mib << 20) if settings.score_mib else None
-        prepare_environment(settings, control_dir, board.path if board else "")
         # In a thread, so that the event loop answers health checks while the model loads.
         arguments = await asyncio.to_thread(tapped_engine_args, settings)
+        memory = _score_memory(settings, arguments)
+        prepare_environment(settings, control_dir, memory.path if memory else "")
         llm = await asyncio.to_thread(_start_llm, arguments, Path(control_dir, REFUSAL_FILE))
         try:
             tokenizer = await tokenizer_of(llm)
@@ -120,10 +120,9 @@ class Engine:
             ranks = [rank for replica in described for rank in replica]
             adapters = await load_adapters(llm.add_lora, settings.adapters, llm.vllm_config.model_config.hf_config)
             facts = facts_of(llm.vllm_config, settings, settings.visible_name, ranks, adapters)
-            # Steps of several replicas or stages have no common order: see `score_board`.
-            if board is not None and facts.data_parallel_size == facts.pipeline_parallel_size == 1:
+            if memory is not None:
                 facts = replace(facts, probe_sites=probe_sites(facts.sites))
-            return cls(llm, tokenizer, facts, adapters, board)
+            return cls(llm, tokenizer, facts, adapters, ScoreBoard(memory) if memory else None)
         except BaseException:
             llm.shutdown()
             raise
@@ -332,6 +331,12 @@ def _start_llm(arguments: AsyncEngineArgs, refusal: Path) -> AsyncLLM:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _score_memory(settings: InferenceSettings, arguments: AsyncEngineArgs) -> ScoreMemory | None:
+    """Return memory for scores; None without probes. Steps of several replicas or stages have no common order."""
+    is_single = arguments.data_parallel_size == arguments.pipeline_parallel_size == 1
+    return ScoreMemory(settings.score_mib << 20) if settings.score_mib and is_single else None
 
 
 async def tokenizer_of(llm: AsyncLLM) -> Any:

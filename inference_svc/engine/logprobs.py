@@ -57,6 +57,10 @@ class TokenLogprobs(NamedTuple):
         """Return these log-probabilities and later ones together."""
         return TokenLogprobs(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
+    def first(self, count: int) -> TokenLogprobs:
+        """Return those of the first `count` tokens."""
+        return TokenLogprobs(self.tokens[:count], self.top_ids[:count], self.top[:count])
+
     def parts(self) -> Iterator[slice]:
         """Yield slices of the tokens, in order, whose log-probabilities fit into one message each. At least one."""
         size = max(_PART_BYTES // (_ELEMENT_BYTES * (self.top.shape[1] + 1)), 1)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from residuum.v1 import rule_pb2
+
 _DEATH_SECONDS = 10.0
 """How long vLLM may take to report that a replica died, after it aborted the requests of the others."""
 _DEATH_POLL_SECONDS = 0.05
@@ -54,6 +56,8 @@ class Delta(NamedTuple):
     """The scores of the tokens; empty without probes."""
     prompt_scores: Scored = ()
     """The scores of the prompt's tokens, in one delta if the request asked for them."""
+    rule_events: tuple[rule_pb2.RuleEvent, ...] = ()
+    """The rules that fired at the tokens."""
 
     def followed_by(self, other: Delta) -> Delta:
         """Return this delta and a later one as a single delta."""
@@ -72,6 +76,26 @@ class Delta(NamedTuple):
             if self.scores and other.scores
             else self.scores or other.scores,
             self.prompt_scores or other.prompt_scores,
+            self.rule_events + other.rule_events,
+        )
+
+    def cut(self, count: int, text: str, finish_reason: str, stop_reason: str) -> Delta:
+        """Return the last delta of a sequence that ends after the first `count` of these tokens.
+
+        Args:
+            count: The number of tokens that are left.
+            text: Their text.
+            finish_reason: Why the sequence ends.
+            stop_reason: What ended it.
+        """
+        return self._replace(
+            text=text,
+            token_ids=self.token_ids[:count],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            stop_token_id=None,
+            logprobs=self.logprobs.first(count) if self.logprobs else None,
+            scores=tuple(values[:count] for values in self.scores),
         )
 
     def without_tokens(self) -> Delta:

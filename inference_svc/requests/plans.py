@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.admission.gates import gate_digests, make_gate
 from inference_svc.admission.probes import in_columns
+from inference_svc.admission.rules import ABORT, has_action
 from inference_svc.admission.steering import layer_digests
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2, selection_pb2
@@ -34,7 +35,8 @@ _SPARE_POSITIONS = 7
 schedules one step ahead for each pipeline stage, and each step computes one position."""
 
 _SPARE_POSITIONS_OF_TEXTS = 31
-"""The same for a request with stop texts. Another process detects those, and the engine computes on meanwhile."""
+"""The same for a request with stop texts, or with rules that end it. Another process detects the end, and the engine
+computes on meanwhile."""
 
 
 def make_plan(
@@ -62,14 +64,15 @@ def make_plan(
         prompt_tokens,
         _capture(running.path, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
         (make_operations(spec.steering, rows) if spec.steering else ()) + _scoring(spec.probes, rows),
-        engine_id(running.path, sequence) if spec.steering and spec.steering.updatable else "",
+        engine_id(running.path, sequence) if spec.may_change_steering else "",
         scores,
     )
 
 
-def count_spare_positions(sampling: inference_pb2.SamplingParameters) -> int:
+def count_spare_positions(sampling: inference_pb2.SamplingParameters, probes: probe_pb2.ProbeSpec | None = None) -> int:
     """Return how many positions the engine may compute beyond the end of a sequence."""
-    return _SPARE_POSITIONS_OF_TEXTS if sampling.stop else _SPARE_POSITIONS
+    ends_here = sampling.stop or has_action(probes, ABORT)
+    return _SPARE_POSITIONS_OF_TEXTS if ends_here else _SPARE_POSITIONS
 
 
 def engine_id(path: str, sequence: int) -> str:

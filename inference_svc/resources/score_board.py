@@ -38,28 +38,46 @@ _ARRIVAL_SECONDS = 10.0
 _POLL_SECONDS = 0.001
 
 
-class ScoreBoard:
-    """The memory, and which parts of it are in use. Only one event loop uses it."""
+class ScoreMemory:
+    """Memory for scores, which other processes of the same user can open."""
 
-    def __init__(self, num_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Make the memory.
-
-        Args:
-            num_bytes: Its size.
-            clock: Returns monotonic seconds.
-        """
-        self._clock = clock
+    def __init__(self, num_bytes: int) -> None:
+        """Make memory of this size."""
         self._fd = os.memfd_create("residuum-scores", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, num_bytes)
-        self._numbers: npt.NDArray[np.float32] = np.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=np.float32)
-        self._bits = self._numbers.view(np.uint32)
-        self._free = FreeRuns(len(self._numbers))
-        self._resting: deque[tuple[float, ScoreRegion]] = deque()
+        self.numbers: npt.NDArray[np.float32] = np.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=np.float32)
 
     @property
     def path(self) -> str:
-        """Where the workers, which are processes of the same user, find the memory."""
+        """Where other processes find it, for as long as this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+
+class ScoreBoard:
+    """The memory, and which parts of it are in use. Only one event loop uses it."""
+
+    def __init__(
+        self,
+        memory: ScoreMemory | npt.NDArray[np.float32],
+        clock: Callable[[], float] = time.monotonic,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Use the memory.
+
+        Args:
+            memory: It, or its numbers as another process shares them.
+            clock: Returns monotonic seconds.
+            share: The index of this process, and how many there are: each uses its own part.
+        """
+        self._clock = clock
+        self._memory = memory  # which stays open for as long as this
+        self._numbers = memory.numbers if isinstance(memory, ScoreMemory) else memory
+        self._bits = self._numbers.view(np.uint32)
+        index, count = share
+        self._size = len(self._numbers) // count
+        self._first = index * self._size
+        self._free = FreeRuns(self._size)
+        self._resting: deque[tuple[float, ScoreRegion]] = deque()
 
     def take(self, first_position: int, positions: int, columns: int) -> ScoreRegion:
         """Return a region for the scores of a sequence.
@@ -69,21 +87,22 @@ class ScoreBoard:
         """
         while self._resting and self._resting[0][0] <= self._clock():
             _, region = self._resting.popleft()
-            self._free.give_back(region.offset, region.positions * region.columns)
+            self._free.give_back(region.offset - self._first, region.positions * region.columns)
         size = positions * columns
-        offset = self._free.take(size)
-        if offset is None:
+        place = self._free.take(size)
+        if place is None:
             advice = (
                 "Generate fewer tokens, use fewer outputs, or ask the operator to raise --score-mib."
-                if size > len(self._numbers)
+                if size > self._size
                 else "Other requests use the rest. Try again later, or ask the operator to raise --score-mib."
             )
             raise Failure(
                 Reason.ERROR_REASON_LIMIT_REACHED,
                 f"The scores of a sequence need {size * 4 / 1024:.1f} KiB, and the server has "
-                f"{self._free.total * 4 / 1024:.1f} of {self._numbers.nbytes / 1024:.1f} KiB free. {advice}",
+                f"{self._free.total * 4 / 1024:.1f} of {self._size * 4 / 1024:.1f} KiB free. {advice}",
                 limit="score_mib",
             )
+        offset = self._first + place
         self._bits[offset : offset + size] = _MISSING
         return ScoreRegion(offset, first_position, positions, columns)
 
@@ -92,7 +111,7 @@ class ScoreBoard:
         if rests:
             self._resting.append((self._clock() + _REST_SECONDS, region))
         else:
-            self._free.give_back(region.offset, region.positions * region.columns)
+            self._free.give_back(region.offset - self._first, region.positions * region.columns)
 
     async def read(self, region: ScoreRegion, first: int, count: int) -> npt.NDArray[np.float32]:
         """Return the scores of positions, float32 [count, columns], once they have arrived.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from inference_svc.captures.keeper import NoAnswerError
 from inference_svc.engine.finish_reasons import FAILED
 from inference_svc.requests.token_texts import unknown_texts
+from inference_svc.session.kept_scores import KeptScores, leave_out_scores
 from inference_svc.session.sequences import GeneratedSequence
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, steering_pb2, store_pb2
@@ -38,6 +39,7 @@ _log = get_logger(__name__)
 
 _TEXTS_TOO_LONG = "The texts of all tokens are too long to be kept with the capture."
 _TOO_MANY_MESSAGES = "The conversation has too many messages, or too long roles, to keep their positions."
+_NO_ROOM_FOR_SCORES = "The seal of the capture has no room for its scores, because it has too many tokens."
 _FAILED = "The texts could not be made; the log of the inference service says why."
 
 
@@ -50,6 +52,7 @@ class CaptureStore(Protocol):
         *,
         is_new_id: bool,
         if_exists: capture_pb2.IfExists.ValueType,
+        on_queued: Callable[[], object],
     ) -> capture_pb2.CaptureManifest | None:
         """Create a capture; see `Stores.open`."""
 
@@ -67,6 +70,9 @@ class SteeringHistory(Protocol):
 class CaptureSession:
     """An asynchronous context that opens the capture of a request and seals it at the end.
 
+    The context begins as soon as the store takes rows of the capture, so that the model computes the prompt while the
+    store commits the capture. Wait for `opened` before the caller gets anything.
+
     For a request that captures nothing, it only records the sequences.
 
     Attributes:
@@ -76,6 +82,7 @@ class CaptureSession:
             generates.
         has_begun: Whether the request counts as used: its capture exists, or may exist.
         history: The changes of the steering, recorded in the seal.
+        scores: The scores, recorded in the seal; None if the request captures nothing or has no probes.
     """
 
     def __init__(
@@ -120,6 +127,9 @@ class CaptureSession:
         self.prompt_text = ""
         self.has_begun = False
         self.history: SteeringHistory | None = None
+        self._opening: asyncio.Task[capture_pb2.CaptureManifest | None] | None = None
+        probes = running.spec.own_probes
+        self.scores = KeptScores(len(probes.probes), num_sequences) if running.spec.capture and probes else None
 
     @property
     def is_complete(self) -> bool:
@@ -127,32 +137,68 @@ class CaptureSession:
         return all(sequence.is_complete for sequence in self.sequences)
 
     async def __aenter__(self) -> Self:
-        """Open the capture.
+        """Begin to open the capture.
 
         Raises:
             Failure: There is no store, or the store refuses or does not answer.
         """
         if self._running.spec.capture is not None:
-            store, spec = self._store(), self._running.spec
             try:
-                self.existing = await store.open(
-                    self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists
-                )
+                await self._begin(self._store())
             except (asyncio.CancelledError, NoAnswerError):
                 # The store may have opened the capture, and nothing else would seal it.
                 self.has_begun = True
-                store.seal(self._seal_request(None), self._complete)
+                self._seal(None)
                 raise
         self.has_begun = True
         return self
+
+    async def opened(self) -> None:
+        """Wait until the store has opened the capture.
+
+        Raises:
+            Failure: The store refuses or does not answer.
+        """
+        if self._opening is None:
+            return
+        try:
+            self.existing = await asyncio.shield(self._opening)  # a caller that leaves does not break off the call
+        except NoAnswerError:
+            raise
+        except Failure:
+            self.has_begun = False
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Seal the capture. Its outcome depends on the sequences, and on the exception that ended the request."""
         del kind, traceback
-        if self._running.spec.capture is not None and self.existing is None:
-            self._store().seal(self._seal_request(error), self._complete)
+        if self._running.spec.capture is not None and self.existing is None and self.has_begun:
+            self._seal(error)
+
+    async def _begin(self, store: CaptureStore) -> None:
+        """Ask the store to open the capture, and wait until rows may be sent."""
+        spec = self._running.spec
+        queued = asyncio.Event()
+        opening = asyncio.create_task(
+            store.open(
+                self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists, on_queued=queued.set
+            )
+        )
+        opening.add_done_callback(lambda _: queued.set())
+        opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for it
+        try:
+            await queued.wait()
+        except asyncio.CancelledError:
+            opening.cancel()
+            raise
+        self._opening = opening
+        if opening.done() or spec.if_exists == capture_pb2.IF_EXISTS_SKIP:
+            await self.opened()
+
+    def _seal(self, error: BaseException | None) -> None:
+        self._store().seal(self._seal_request(error), self._complete)
 
     async def _complete(self, seal: store_pb2.SealCaptureRequest) -> None:
         """Add what a seal can do without: descriptions of the tokens. The capture is sealed whatever happens here."""
@@ -168,6 +214,8 @@ class CaptureSession:
                 texts.CopyFrom(unknown_texts(_TEXTS_TOO_LONG))
         if seal.ByteSize() > MAX_SEAL_BYTES or len(seal.message_spans.spans) > MAX_MESSAGE_SPANS:
             seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_TOO_MANY_MESSAGES))
+        if seal.ByteSize() > MAX_SEAL_BYTES:
+            leave_out_scores(seal, _NO_ROOM_FOR_SCORES)
 
     def _site_widths(self) -> Sequence[int]:
         """Return the widths of the rows; empty if all are as wide as the stream."""
@@ -189,6 +237,7 @@ class CaptureSession:
             spec=running.spec.capture,
             site_widths=self._site_widths(),
             steering=running.spec.steering,
+            probes=running.spec.own_probes,
             prompt_token_ids=self._token_ids,
             prompt_text=self.prompt_text,
             num_sequences=len(self.sequences),
@@ -212,7 +261,10 @@ class CaptureSession:
             sequences=[sequence.outcome() for sequence in self.sequences],
             outcome=capture_pb2.CAPTURE_STATE_ABORTED,
             steering_changes=self.history.changes() if self.history else (),
+            rule_events=[event for sequence in self.sequences for event in sequence.rule_events],
         )
+        if self.scores is not None:
+            self.scores.put_into(seal)
         failure = self._failure(error)
         if self.is_complete:  # a failure after the last token does not affect the capture
             seal.outcome = capture_pb2.CAPTURE_STATE_COMPLETE

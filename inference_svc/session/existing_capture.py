@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from residuum.v1 import inference_pb2
+from residuum.v1 import inference_pb2, rule_pb2
+from residuum.wire.rules import FINISH_REASON
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-    from residuum.v1 import capture_pb2
+    from residuum.v1 import capture_pb2, probe_pb2
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,15 @@ class KeptSequence:
     """The text of the tokens, up to the stop text. Empty without a tokenizer."""
     finish_reason: str
     stop_reason: str
-    """The stop text that ended the sequence. Empty: none did."""
+    """The stop text or the rule that ended the sequence. Empty: none did."""
     stop_token_id: int | None = None
     """The stop token that ended the sequence. Its text is not part of the text."""
     token_texts: capture_pb2.TokenTexts | None = None
     """The texts of the tokens."""
+    rule_events: tuple[rule_pb2.RuleEvent, ...] = ()
+    """The rules that fired."""
+    scores: tuple[probe_pb2.ProbeScores, ...] = ()
+    """The scores of the tokens; empty if the capture has none."""
 
 
 async def kept_sequences(
@@ -46,7 +51,7 @@ async def kept_sequences(
         token_texts_of: Returns the text of each token of a reply in the same way. None: nobody needs them.
     """
     sequences = []
-    for sequence in manifest.sequences:
+    for index, sequence in enumerate(manifest.sequences):
         token_ids, ended = list(sequence.generated_token_ids), sequence.finish_reason
         last = token_ids[-1] if token_ids and ended == "stop" and token_ids[-1] in stop_token_ids else None
         text = await text_of(manifest.description.prompt_token_ids, token_ids if last is None else token_ids[:-1])
@@ -56,7 +61,11 @@ async def kept_sequences(
         if token_texts_of is not None and len(texts.lengths) != len(token_ids):  # the capture is older than these texts
             texts = await token_texts_of(manifest.description.prompt_token_ids, token_ids)
         stopped_by = None if places else last
-        sequences.append(KeptSequence(token_ids, text[:end], ended, places.get(end, ""), stopped_by, texts))
+        events = tuple(event for event in manifest.rule_events if event.sequence == index)
+        by_rule = next((event.rule for event in events if event.action == rule_pb2.RULE_ACTION_ABORT), "")
+        reason = by_rule if ended == FINISH_REASON else places.get(end, "")
+        scores = tuple(sequence.scores.probes)
+        sequences.append(KeptSequence(token_ids, text[:end], ended, reason, stopped_by, texts, events, scores))
     return sequences
 
 
@@ -73,10 +82,19 @@ async def replay(
             skipped=True,
         )
     )
+    if manifest.prompt_scores.probes:
+        delta = inference_pb2.TokenDelta(prompt_scores=manifest.prompt_scores.probes)
+        yield inference_pb2.GenerateResponse(delta=delta)
     for index, item in enumerate(sequences):
         if not item.token_ids:
             continue  # a request with max_tokens=0
-        delta = inference_pb2.TokenDelta(sequence=index, text=item.text, token_ids=item.token_ids)
+        delta = inference_pb2.TokenDelta(
+            sequence=index,
+            text=item.text,
+            token_ids=item.token_ids,
+            scores=item.scores,
+            rule_events=item.rule_events,
+        )
         yield inference_pb2.GenerateResponse(delta=delta)
     yield inference_pb2.GenerateResponse(
         finished=inference_pb2.GenerationFinished(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,17 @@ from inference_svc.engine.sampling import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
 from inference_svc.requests.token_texts import texts_of
 from residuum.v1 import inference_pb2, probe_pb2
+from residuum.wire.rules import FINISH_REASON
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 
     from inference_svc.engine.engine import Engine
     from inference_svc.engine.streams import Delta, Scored
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
+    from inference_svc.session.kept_scores import KeptScores
+    from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
 
@@ -48,6 +52,8 @@ class Generation:
         sequences: Sequence[GeneratedSequence],
         handle: inference_pb2.CaptureHandle | None,
         scores: Sequence[SequenceScores] = (),
+        rules: Sequence[SequenceRules] = (),
+        kept_scores: KeptScores | None = None,
     ) -> None:
         """Prepare to generate.
 
@@ -60,8 +66,12 @@ class Generation:
             sequences: The record of each sequence, to which the tokens are added.
             handle: Tells clients where to find the capture; None if the request captures nothing.
             scores: The scores of each sequence; empty without probes.
+            rules: The rules of each sequence; empty without rules.
+            kept_scores: Where the scores that are passed on are added; None: they are not stored.
         """
+        self._kept_scores = kept_scores
         self._scores = scores
+        self._rules = rules
         self._engine = engine
         self._running = running
         self._token_ids = token_ids
@@ -135,18 +145,21 @@ class Generation:
                     index,
                     len(self._token_ids),
                     self._vectors.rows,
-                    count_spare_positions(self._sampling),
+                    count_spare_positions(self._sampling, self._running.spec.probes),
                     scores.region if scores else None,
                 ),
                 self._running.cache_salt(len(self._token_ids)),
                 self._running.spec.adapter,
             )
-            async for output in stream:
-                if scores is not None:
-                    output = await scores.add_to(output)  # noqa: PLW2901 - the same output with its scores
-                delta = output.without_tokens() if is_prefill_only(self._sampling) else output
-                sequence.engine_tokens += len(delta.token_ids)
-                self._queue.put_nowait((index, delta))
+            async with aclosing(stream):
+                async for output in stream:
+                    delta = output if scores is None else await scores.add_to(output)
+                    delta = delta.without_tokens() if is_prefill_only(self._sampling) else delta
+                    delta = await self._rules[index].judge(delta) if self._rules else delta
+                    sequence.engine_tokens += len(delta.token_ids)
+                    self._queue.put_nowait((index, delta))
+                    if delta.finish_reason == FINISH_REASON:
+                        break  # closing the stream stops the engine's request
         except Exception as error:  # noqa: BLE001 - the consumer of the queue raises it
             self._queue.put_nowait(_Ended(error))
         else:
@@ -159,7 +172,11 @@ class Generation:
 
     def _delta(self, index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
         """Record a delta, and return its messages: usually one, but many log-probabilities take several."""
-        self._sequences[index].add(delta.token_ids, delta.finish_reason, delta.stop_reason, delta.stop_token_id)
+        sequence = self._sequences[index]
+        sequence.add(delta.token_ids, delta.finish_reason, delta.stop_reason, delta.stop_token_id)
+        sequence.rule_events += delta.rule_events
+        if self._kept_scores is not None:
+            self._kept_scores.add(index, delta)
         return (inference_pb2.GenerateResponse(delta=part) for part in _messages(index, delta))
 
     def _finished(self) -> inference_pb2.GenerationFinished:
@@ -182,7 +199,15 @@ class Generation:
         )
 
 
-def _messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
+def _messages(index: int, delta: Delta) -> Iterable[inference_pb2.TokenDelta]:
+    if not delta.rule_events:
+        return _plain_messages(index, delta)
+    messages = list(_plain_messages(index, delta))  # there is one: the event is that of a token
+    messages[-1].rule_events.extend(delta.rule_events)
+    return messages
+
+
+def _plain_messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
     if delta.prompt_scores:
         for piece in _pieces(delta.prompt_scores, 0, len(delta.prompt_scores[0])):
             yield inference_pb2.TokenDelta(sequence=index, prompt_scores=_to_proto(delta.prompt_scores, piece))

@@ -14,6 +14,7 @@ from inference_svc.requests.replies import NO_CHAT
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences, replay
 from inference_svc.session.generation import Generation
+from inference_svc.session.rules import SequenceRules
 from inference_svc.session.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
 from residuum.rpc import tracing
@@ -22,7 +23,6 @@ from svc_common.logs import bind_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
-    from contextlib import AbstractAsyncContextManager
 
     from inference_svc.admission.admission import Admission
     from inference_svc.captures.stores import Stores
@@ -94,13 +94,15 @@ class RequestRunner:
                     session.prompt_text = await self._engine.prompts.text(request, token_ids)
                 place = scoring(self._engine.scores, running.spec.probes, len(token_ids), request.sampling)
                 async with self._reservations.reserve(running) as vectors, place as scores, session:
-                    stream = await self._events(running, request.sampling, token_ids, vectors, session, scores)
-                    async with self._changing(running, len(token_ids), vectors, session), aclosing(stream) as events:
+                    changes = self._changes_of(running, len(token_ids), vectors, session)
+                    stream = await self._events(running, request.sampling, token_ids, vectors, session, scores, changes)
+                    async with changes or nullcontext(), aclosing(stream) as events:
                         watch.begin(len(token_ids))
                         if traced:
-                            tracing.add_event("queued")  # the vectors are active and the capture is open
+                            tracing.add_event("queued")  # the vectors are active, and the store takes rows
                         has_tokens = False
                         async for event in events:
+                            await session.opened()
                             if event.HasField("delta"):
                                 watch.add_tokens(len(event.delta.token_ids))
                                 if traced and not has_tokens:
@@ -145,21 +147,32 @@ class RequestRunner:
         vectors: VectorHold,
         session: CaptureSession,
         scores: Sequence[SequenceScores],
+        changes: SteeringChanges | None,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """Return the events of a request whose capture is open, or exists already."""
+        """Return the events of a request whose capture may get rows, or exists already."""
         handle = self._handle(running)
         if session.existing is not None:
             return await self._replayed(session.existing, sampling, handle)
         sequences = session.sequences
-        return Generation(self._engine, running, token_ids, sampling, vectors, sequences, handle, scores).events()
+        rules: list[SequenceRules] = []
+        if running.spec.probes is not None and running.spec.probes.rules:
+            text_of = partial(self._engine.replies.text, token_ids)
+            own = running.spec.own_probes
+            num_shown = len(own.probes) if own is not None else 0
+            rules = [
+                SequenceRules(index, running.spec.probes, changes, text_of, self._metrics, num_shown)
+                for index in range(len(sequences))
+            ]
+        return Generation(
+            self._engine, running, token_ids, sampling, vectors, sequences, handle, scores, rules, session.scores
+        ).events()
 
-    def _changing(
+    def _changes_of(
         self, running: Running, prompt_tokens: int, vectors: VectorHold, session: CaptureSession
-    ) -> AbstractAsyncContextManager[object]:
-        """Return a context in which the steering of the request can be changed, if it is updatable and generates."""
-        steering = running.spec.steering
-        if steering is None or not steering.updatable or session.existing is not None:
-            return nullcontext()
+    ) -> SteeringChanges | None:
+        """Return what changes the steering of the request; None if nothing may, or if the request does not generate."""
+        if not running.spec.may_change_steering or session.existing is not None:
+            return None
         changes = SteeringChanges(self._engine, running, prompt_tokens, vectors, session.sequences)
         session.history = self._changes[running.path] = changes
         return changes
@@ -201,4 +214,4 @@ class RequestRunner:
     def _start(self, request: inference_pb2.GenerateRequest, tenant: str) -> Running:
         if request.WhichOneof("target") == "request_id":
             return self._registry.start_registered(request.request_id, tenant)
-        return self._registry.start_inline(self._admission.resolve(request.spec), tenant)
+        return self._registry.start_inline(self._admission.resolve(request.spec, tenant), tenant)

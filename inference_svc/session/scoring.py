@@ -10,9 +10,10 @@ import numpy as np
 from inference_svc.admission.probes import in_columns
 from inference_svc.admission.sampling import max_new_tokens, num_sequences
 from residuum.wire.probes import activate
+from residuum.wire.smoothing import Smoother
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -44,26 +45,38 @@ class SequenceScores:
         self._spec = spec
         self._next = prompt_tokens - 1
         self._prompt_tokens = prompt_tokens if prompt else 0
+        self._smoothers = _smoothers(spec)
 
     async def add_to(self, delta: Delta) -> Delta:
         """Return a delta with the scores of its tokens, and those of the prompt if it is the first."""
         count, first = len(delta.token_ids), self._next
         self._next += count
         if count:
-            delta = delta._replace(scores=self._of_probes(await self._board.read(self.region, first, count)))
+            products = await self._board.read(self.region, first, count)
+            delta = delta._replace(scores=self._of_probes(products, self._smoothers))
         if self._prompt_tokens:
             prompt = await self._board.read(self.region, 0, self._prompt_tokens)
             self._prompt_tokens = 0
-            delta = delta._replace(prompt_scores=self._of_probes(prompt))
+            delta = delta._replace(prompt_scores=self._of_probes(prompt, _smoothers(self._spec)))
         return delta
 
-    def _of_probes(self, products: npt.NDArray[np.float32]) -> Scored:
+    def _of_probes(self, products: npt.NDArray[np.float32], smoothers: Mapping[int, Smoother]) -> Scored:
         """Return the scores of each probe, given the inner products, float32 [positions, columns]."""
         found: dict[int, npt.NDArray[np.float32]] = {}
         for index, probe, column in in_columns(self._spec):
             bias = np.array([output.bias for output in probe.outputs], dtype=np.float32)
-            found[index] = activate(products[:, column : column + len(bias)] + bias, probe.activation)
+            scores = activate(products[:, column : column + len(bias)] + bias, probe.activation)
+            found[index] = smoothers[index].add(scores) if index in smoothers else scores
         return tuple(found[index] for index in range(len(found)))
+
+
+def _smoothers(spec: probe_pb2.ProbeSpec) -> dict[int, Smoother]:
+    """Return what smooths the scores of a phase, by the index of the probe; nothing for a probe without smoothing."""
+    return {
+        index: Smoother(probe.smoothing, len(probe.outputs))
+        for index, probe in enumerate(spec.probes)
+        if probe.HasField("smoothing")
+    }
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inference_svc.requests.token_texts import TokenTexts
+    from residuum.v1 import rule_pb2
 
 
 @dataclass
@@ -30,6 +31,8 @@ class GeneratedSequence:
     """The stop text that ended the sequence."""
     stop_token_id: int | None = None
     """The stop token that ended the sequence."""
+    rule_events: list[rule_pb2.RuleEvent] = field(default_factory=list)
+    """The rules that fired at its tokens."""
     engine_tokens: int = 0
     """The number of tokens that the engine has generated. Some of them may not have reached the caller yet."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,7 +1,7 @@
-"""Changes the steering of a request while it generates.
+"""Changes the steering of a request while it generates: for `UpdateSteering`, or for a rule that fired in one sequence.
 
-`UpdateSteering` reaches every worker by one `collective_rpc`, between two steps. Each worker
-keeps, for each request, which operations apply from which position (`RequestState` in taps/steps/layout.py):
+A change reaches every worker by one `collective_rpc`, between two steps. Each worker keeps, for each
+request, which operations apply from which position (`RequestState` in taps/steps/layout.py):
 
     position    0 ------------ 5 ----- 9 ----->        changed at 5 and at 9; the next position is 12
     operations  first          second  third
@@ -22,7 +22,8 @@ keeps, for each request, which operations apply from which position (`RequestSta
 * The end of a request waits up to 5 s for the engine's answer to a change. If a step takes longer, it waits for the
   store, and the change applies after everything that is computed for the request.
 * All operations that a request has had must fit the taps' tables and the manifest together, because a step that
-  computes the request again may need all of them. Otherwise the change is refused (LIMIT_REACHED).
+  computes the request again may need all of them. Otherwise the change is refused (LIMIT_REACHED). Admission checks
+  that there is room for all rules; only a request that `UpdateSteering` changes as well may run out of it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from inference_svc.admission.rules import with_rules
 from inference_svc.admission.steering import demand_of_steering, digests_of
 from inference_svc.requests.plans import engine_id, make_operations
 from inference_svc.session.interruption import unless_interrupted
@@ -39,6 +41,7 @@ from inference_svc.taps.steps.demand import MAX_ENTRIES
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import steering_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
+from residuum.wire.rules import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.sequences import GeneratedSequence
+    from residuum.v1 import rule_pb2
 
 _ANSWER_SECONDS = 5.0
 """How long the end of a request waits for the engine's answer to a change. The engine answers between two steps, and a
@@ -62,6 +66,8 @@ class _Change:
     steering: steering_pb2.SteeringSpec
     firsts: Sequence[int | None]
     """For each sequence, the first position that the change applies to; None if the sequence had already ended."""
+    rule: str = ""
+    """The rule that made it."""
 
 
 class SteeringChanges:
@@ -89,9 +95,11 @@ class SteeringChanges:
         self._prompt_tokens = prompt_tokens
         self._vectors = vectors
         self._sequences = sequences
-        self._entries: dict[bytes, int] = {}
-        """How many entries of the taps' tables each steering spec takes, by its serialized bytes. Empty until the first
-        change."""
+        self._steering: list[steering_pb2.SteeringSpec | None] = [running.spec.steering] * len(sequences)
+        """The current steering of each sequence."""
+        self._entries: list[dict[bytes, int]] = []
+        """For each sequence, how many entries of the taps' tables each steering spec takes, by its serialized bytes.
+        Empty until the first change."""
         self._changes: list[_Change] = []
         self._lock = asyncio.Lock()
         """Held from the check of a change until the change is recorded."""
@@ -105,12 +113,14 @@ class SteeringChanges:
     def changes(self) -> list[steering_pb2.SteeringChange]:
         """Return the changes in order."""
         return [
-            steering_pb2.SteeringChange(steering=change.steering, first_positions=self._first_positions(change.firsts))
+            steering_pb2.SteeringChange(
+                steering=change.steering, first_positions=self._first_positions(change.firsts), rule=change.rule
+            )
             for change in self._changes
         ]
 
     async def change(self, steering: steering_pb2.SteeringSpec) -> list[int]:
-        """Replace the steering, starting with the next step of the engine.
+        """Replace the steering of all sequences, starting with the next step of the engine.
 
         Returns:
             For each sequence, the first position that the new steering applies to.
@@ -120,20 +130,47 @@ class SteeringChanges:
         """
         await self._lock.acquire()
         try:
-            self._check(steering)
+            indices = range(len(self._sequences))
+            self._check(steering, indices)
             added = self._vectors.add(digests_of(steering))
             await unless_interrupted(self._closed, self._running.ended_failure, added)
         except BaseException:
             self._lock.release()
             raise
-        # A separate task, because the caller may disconnect, but a change that reached the engine must be recorded.
-        applying = asyncio.create_task(self._apply(steering))
-        applying.add_done_callback(lambda _: self._lock.release())
-        firsts = await asyncio.shield(applying)
+        firsts = await self._applied(steering, indices)
         for sequence, first in zip(self._sequences, firsts, strict=True):
             if first is None:
                 await sequence.has_ended.wait()  # its last tokens may still be on their way here
         return self._first_positions(firsts)
+
+    async def add(self, index: int, rule: rule_pb2.Rule) -> int | None:
+        """Add the operations of a rule to the steering of one sequence, starting with the next step of the engine.
+
+        The request holds their vectors since its start.
+
+        Returns:
+            The first position that they apply to; None if the sequence had already ended in the engine.
+
+        Raises:
+            Failure: There is no room for the change, or the request is ending.
+        """
+        await self._lock.acquire()
+        try:
+            steering = with_rules(self._steering[index], rule.steering.operations)
+            self._check(steering, [index])
+        except BaseException:
+            self._lock.release()
+            raise
+        return (await self._applied(steering, [index], rule.name))[index]
+
+    async def _applied(
+        self, steering: steering_pb2.SteeringSpec, indices: Sequence[int], rule: str = ""
+    ) -> list[int | None]:
+        """Apply a checked change, and release the lock. See `_apply`."""
+        # A separate task, because the caller may disconnect, but a change that reached the engine must be recorded.
+        applying = asyncio.create_task(self._apply(steering, indices, rule))
+        applying.add_done_callback(lambda _: self._lock.release())
+        return await asyncio.shield(applying)
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,18 +187,19 @@ class SteeringChanges:
         if self._workers_remember:
             await self._forget()
 
-    async def _apply(self, steering: steering_pb2.SteeringSpec) -> list[int | None]:
-        """Make the engine change the steering, and record the change.
+    async def _apply(self, steering: steering_pb2.SteeringSpec, indices: Sequence[int], rule: str) -> list[int | None]:
+        """Make the engine change the steering of some sequences, and record the change.
 
         Returns:
-            For each sequence, the first position that the change applies to; None if the sequence had already ended.
+            For each sequence, the first position that the change applies to: None if the sequence had already ended,
+            and `NEVER` if the change is not for this sequence.
 
         Raises:
             Failure: The engine is dead. Or the request has ended and the engine did not answer in time. In that case
                 the change has no effect, because the engine computes nothing more for the request.
         """
         operations = make_operations(steering, self._vectors.rows)
-        names = [self._name(index) for index, item in enumerate(self._sequences) if not item.has_ended.is_set()]
+        names = [self._name(index) for index in indices if not self._sequences[index].has_ended.is_set()]
         answers: dict[str, int | None] = {}
         if names:
             self._workers_remember, remembered = True, self._workers_remember
@@ -169,9 +207,12 @@ class SteeringChanges:
             answers = await unless_interrupted(self._answer_timed_out, self._running.ended_failure, call)
             # Only one replica has the request. The others keep the change as if the request were still to come.
             self._workers_remember = remembered or 0 in answers.values() or self._engine.facts.data_parallel_size > 1
-        firsts = [answers.get(self._name(index)) for index in range(len(self._sequences))]
-        self._changes.append(_Change(steering, firsts))
-        self._entries[_key_of(steering)] = self._entries_of(steering)
+        firsts: list[int | None] = [NEVER] * len(self._sequences)
+        for index in indices:
+            firsts[index] = answers.get(self._name(index))
+            self._steering[index] = steering
+            self._entries[index][_key_of(steering)] = self._entries_of(steering)
+        self._changes.append(_Change(steering, firsts, rule))
         return firsts
 
     async def _forget(self) -> None:
@@ -179,8 +220,8 @@ class SteeringChanges:
         with suppress(Failure, asyncio.TimeoutError):  # the engine has died, or it gets the message later
             await asyncio.wait_for(self._engine.forget(names), _ANSWER_SECONDS)
 
-    def _check(self, steering: steering_pb2.SteeringSpec) -> None:
-        """Check that there is room for a change.
+    def _check(self, steering: steering_pb2.SteeringSpec, indices: Sequence[int]) -> None:
+        """Check that there is room for a change of some sequences.
 
         Raises:
             Failure: The request is ending, or was changed too often.
@@ -188,7 +229,8 @@ class SteeringChanges:
         if self._closed.is_set():
             raise self._running.ended_failure()
         # The first positions are known only after the change. The largest possible ones give an upper bound.
-        firsts = [self._engine.facts.max_model_len] * len(self._sequences)
+        is_partial = len(indices) < len(self._sequences) or any(NEVER in change.firsts for change in self._changes)
+        firsts = [NEVER if is_partial else self._engine.facts.max_model_len] * len(self._sequences)
         changes = [
             steering_pb2.SteeringChange(steering=item, first_positions=firsts)
             for item in [*(change.steering for change in self._changes), steering]
@@ -202,8 +244,11 @@ class SteeringChanges:
         # After a preemption, one step may recompute positions of several steering specs, so all of them must fit the
         # tables' entries. The tables have a program for each row of a step, so the number of programs needs no check.
         start = self._running.spec.steering
-        self._entries = self._entries or {_key_of(start): self._entries_of(start)}
-        entries = sum({**self._entries, _key_of(steering): self._entries_of(steering)}.values())
+        if not self._entries:
+            known = {_key_of(start): self._entries_of(start)}
+            self._entries = [dict(known) for _ in self._sequences]
+        added = {_key_of(steering): self._entries_of(steering)}
+        entries = max(sum({**self._entries[index], **added}.values()) for index in indices)
         if entries > MAX_ENTRIES:
             raise self._changed_too_often(
                 f"its steering specs together would take {entries} entries of the taps' tables, more than its share of "

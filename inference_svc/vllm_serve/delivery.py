@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +57,12 @@ class Delivery:
         *,
         is_new_id: bool,
         if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
+        on_queued: Callable[[], object] = lambda: None,
     ) -> capture_pb2.CaptureManifest | None:
         """Create a capture; see `Stores.open`."""
-        opening = self._call(self._stores.open(description, is_new_id=is_new_id, if_exists=if_exists))
+        here = asyncio.get_running_loop()
+        queued = partial(here.call_soon_threadsafe, on_queued)
+        opening = self._call(self._stores.open(description, is_new_id=is_new_id, if_exists=if_exists, on_queued=queued))
         manifest: capture_pb2.CaptureManifest | None = await asyncio.wrap_future(opening)
         return manifest
 

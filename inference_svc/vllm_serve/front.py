@@ -8,7 +8,7 @@ seals the capture no matter how the request ends.
 from __future__ import annotations
 
 import re
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,20 +17,29 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.admission.fields import invalid
+from inference_svc.admission.probes import probe_sites
 from inference_svc.engine.engine import Engine, tokenizer_of
 from inference_svc.engine.facts import facts_of
 from inference_svc.engine.streams import engine_dead_failure
+from inference_svc.metrics import InferenceMetrics
 from inference_svc.request_parts import RequestParts, Share
 from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.prompts import no_prompt_text
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
+from inference_svc.resources.score_board import ScoreBoard
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
+from inference_svc.session.rules import SequenceRules
+from inference_svc.session.scoring import scoring
+from inference_svc.session.steering_changes import SteeringChanges
+from inference_svc.taps.scores import open_board
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.outputs import CallerOutputs, digest_of, kept_outputs, merge_streams
 from inference_svc.vllm_serve.refusals import as_http_errors
+from inference_svc.vllm_serve.score_fields import Answer, current_answer
+from inference_svc.vllm_serve.scored_streams import scored_stream
 from inference_svc.vllm_serve.shared_vectors import SharedVectors
 from inference_svc.vllm_serve.startup import Startup, UntappedLLM, folder_of
 from inference_svc.vllm_serve.xargs import (
@@ -49,7 +58,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from inference_svc.admission.specs import ResolvedSpec
+    from inference_svc.engine.streams import Delta
     from inference_svc.requests.registry import Running
+    from inference_svc.session.scoring import SequenceScores
     from inference_svc.tap_settings import TapSettings
 
     Generate = Callable[..., AsyncGenerator[Any]]
@@ -57,6 +68,10 @@ if TYPE_CHECKING:
 
 _FIRST_PROMPT = re.compile("(cmpl-.+)-0", re.DOTALL)
 """The ID that vLLM gives the first prompt of a completion: the answer's `id`, and the prompt's number."""
+
+
+_ANY_PROMPT = re.compile("cmpl-.+-([0-9]+)", re.DOTALL)
+"""The ID that vLLM gives a prompt of a completion."""
 
 
 _NO_CHAT = (
@@ -81,6 +96,8 @@ class _Admitted:
     """The part of the sampling parameters that plans and checks need."""
     request_id: str
     """The ID that vLLM gave the request."""
+    answer: Answer | None
+    """Where the scores go; None if the server runs without the middleware."""
 
 
 class _Serving(NamedTuple):
@@ -109,6 +126,7 @@ class FrontEnd:
         self._replies: ReplyReader | None = None
         self._share = Share(index, count)
         self._shared: SharedVectors | None = None
+        self._metrics = InferenceMetrics()  # which vLLM's server does not show
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
         self._described: _Serving | None = None
         self._delivery = Delivery(settings) if settings.store else None
@@ -137,7 +155,10 @@ class FrontEnd:
                 return self._generate(prompt, sampling, request_id, **options)
             self._startup.check()
             adapter = getattr(options.get("lora_request"), "lora_name", "")
-            admit = partial(self._admit, asked, prompt, sampling, request_id, adapter)
+            answer = current_answer()
+            if answer is not None:
+                answer.has_scores |= bool(asked.spec.probes.probes)
+            admit = partial(self._admit, asked, prompt, sampling, request_id, adapter, answer)
             if self._described is None:
                 return self._run_later(admit, options)
             return self._run(admit(), options)
@@ -158,7 +179,11 @@ class FrontEnd:
         config = self._llm.vllm_config
         served = config.model_config.served_model_name
         name = served if isinstance(served, str) else config.model_config.model
-        engine = Engine(UntappedLLM(self._llm, self._generate), None, facts_of(config, self._settings, name, ranks))
+        facts, board = facts_of(config, self._settings, name, ranks), None
+        if path := next((rank["score_board"] for rank in ranks if rank["score_board"]), ""):
+            board = ScoreBoard(open_board(path), share=(self._share.index, self._share.count))
+            facts = replace(facts, probe_sites=probe_sites(facts.sites))
+        engine = Engine(UntappedLLM(self._llm, self._generate), None, facts, scores=board)
         how_to_send = "Send them in vllm_xargs.residuum_vectors."
         parts = RequestParts.assemble(engine, self._registry, self._settings, how_to_send, self._share)
         if self._share.count > 1:
@@ -175,16 +200,24 @@ class FrontEnd:
 
     # ---------------------------------------------------------------------------------------- the checks of a request
 
-    def _admit(self, asked: ResiduumArguments, prompt: Any, sampling: Any, request_id: str, adapter: str) -> _Admitted:
+    def _admit(
+        self,
+        asked: ResiduumArguments,
+        prompt: Any,
+        sampling: Any,
+        request_id: str,
+        adapter: str,
+        answer: Answer | None,
+    ) -> _Admitted:
         """Check a request in full.
 
         Raises:
             Failure: The request is invalid, or the server cannot capture or steer.
         """
         spec = self._serving.parts.admission.resolve(_checked_model(asked.spec, adapter))
-        if spec.capture is None and spec.steering is None:
+        if spec.capture is None and spec.steering is None and spec.probes is None:
             raise invalid(
-                "vllm_xargs.residuum", "The spec has neither a capture nor steering. Set one, or leave it out."
+                "vllm_xargs.residuum", "The spec has no capture, steering or probes. Set one, or leave it out."
             )
         if spec.steering is not None and spec.steering.updatable:
             raise invalid(
@@ -202,7 +235,7 @@ class FrontEnd:
         self._keep(asked, spec)
         self._serving.parts.admission.check_request(spec, "", len(token_ids), parameters)
         spec = replace(spec, request_id=_capture_id(spec, request_id), adapter=adapter)
-        return _Admitted(spec, asked, prompt, token_ids, sampling, parameters, request_id)
+        return _Admitted(spec, asked, prompt, token_ids, sampling, parameters, request_id, answer)
 
     def _parameters(self, sampling: Any, prompt_tokens: int) -> inference_pb2.SamplingParameters:
         if not 1 <= sampling.n <= MAX_SEQUENCES:
@@ -259,9 +292,12 @@ class FrontEnd:
             )
             session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
+            engine, prompt_tokens = self._serving.engine, len(admitted.token_ids)
+            place = scoring(engine.scores, running.spec.probes, prompt_tokens, admitted.parameters)
             try:
                 self._keep(admitted.asked, admitted.spec)  # the cache may have evicted them since the check
-                async with self._serving.parts.reservations.reserve(running) as vectors, session:
+                reservation = self._serving.parts.reservations.reserve(running)
+                async with reservation as vectors, place as scores, session:
                     if session.existing is not None:
                         kept = await kept_sequences(
                             session.existing, sampling.stop or (), sampling.stop_token_ids or (), replies.text
@@ -269,24 +305,55 @@ class FrontEnd:
                         for output in kept_outputs(admitted.request_id, admitted.token_ids, kept, sampling.output_kind):
                             yield output
                         return
+                    changes = None
+                    if running.spec.may_change_steering:
+                        changes = SteeringChanges(engine, running, prompt_tokens, vectors, session.sequences)
+                        session.history = changes
+                    rules = self._rules(running, admitted, changes, replies)
                     streams = [
-                        self._stream(running, admitted, index, vectors.rows, options) for index in range(sampling.n)
+                        scored_stream(
+                            self._stream(running, admitted, index, vectors.rows, options, scores),
+                            sequence,
+                            scores[index] if scores else None,
+                            rules[index] if rules else None,
+                        )
+                        for index, sequence in enumerate(session.sequences)
                     ]
-                    async with aclosing(merge_streams(streams)) as steps:
-                        async for index, step in steps:
+                    async with changes or nullcontext(), aclosing(merge_streams(streams, session.opened)) as steps:
+                        async for index, (step, delta) in steps:
+                            if delta is not None:
+                                _record(session, admitted, index, delta)
                             output = outputs.add(index, step)
                             if output is not None:
                                 yield output
             finally:
                 self._registry.finish(running, has_begun=session.has_begun)
 
+    def _rules(
+        self, running: Running, admitted: _Admitted, changes: SteeringChanges | None, replies: ReplyReader
+    ) -> list[SequenceRules]:
+        """Return the rules of each sequence; an empty list without rules."""
+        probes = running.spec.probes
+        if probes is None or not probes.rules:
+            return []
+        text_of = partial(replies.text, admitted.token_ids)
+        return [SequenceRules(index, probes, changes, text_of, self._metrics) for index in range(admitted.sampling.n)]
+
     def _stream(
-        self, running: Running, admitted: _Admitted, index: int, rows: dict[bytes, int], options: Mapping[str, Any]
+        self,
+        running: Running,
+        admitted: _Admitted,
+        index: int,
+        rows: dict[bytes, int],
+        options: Mapping[str, Any],
+        scores: Sequence[SequenceScores],
     ) -> AsyncGenerator[Any]:
         """Generate one sequence."""
         sampling = admitted.sampling.clone()
         prompt_tokens = len(admitted.token_ids)
-        plan = make_plan(running, index, prompt_tokens, rows, count_spare_positions(admitted.parameters))
+        spare_positions = count_spare_positions(admitted.parameters, running.spec.probes)
+        region = scores[index].region if scores else None
+        plan = make_plan(running, index, prompt_tokens, rows, spare_positions, region)
         sampling.extra_args = {**(sampling.extra_args or {}), **(plan.to_extra_args() if plan else {})}
         if plan is not None and plan.needs_whole_prompt:
             # Positions that are read from the prefix cache have no rows to capture.
@@ -338,6 +405,22 @@ def _checked_model(spec: inference_pb2.RequestSpec, adapter: str) -> inference_p
     checked.CopyFrom(spec)
     checked.ClearField("model")
     return checked
+
+
+def _record(session: CaptureSession, admitted: _Admitted, index: int, delta: Delta) -> None:
+    """Add the scores and events of an output to the capture and to the answer."""
+    session.sequences[index].rule_events += delta.rule_events
+    if session.scores is not None:
+        session.scores.add(index, delta)
+    if admitted.answer is not None and admitted.spec.probes is not None:
+        names = [probe.name for probe in admitted.spec.probes.probes]
+        admitted.answer.add(_choice(admitted, index), names, delta)
+
+
+def _choice(admitted: _Admitted, index: int) -> int:
+    """Return the index of a sequence among the choices of an answer, which has those of all prompts of a completion."""
+    completion = _ANY_PROMPT.fullmatch(admitted.request_id)
+    return (int(completion[1]) if completion else 0) * int(admitted.sampling.n) + index
 
 
 def _kept_text(admitted: _Admitted) -> str:

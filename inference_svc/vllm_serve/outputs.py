@@ -17,7 +17,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 
     from vllm import SamplingParams
 
@@ -37,8 +37,12 @@ _NOT_SAMPLING = {
 """Fields of vLLM's sampling parameters that do not change a request's tokens. Those about logprobs do not either."""
 
 
-async def merge_streams(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerator[tuple[int, Any]]:
+async def merge_streams(
+    streams: Sequence[AsyncGenerator[Any]], ready: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[tuple[int, Any]]:
     """Yield the items of several generators as they come, each with the index of its generator.
+
+    The generators start at once; the first item is yielded when `ready` has returned.
 
     Closing this generator closes all of them.
     """
@@ -59,6 +63,7 @@ async def merge_streams(streams: Sequence[AsyncGenerator[Any]]) -> AsyncGenerato
 
     tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
     try:
+        await ready()
         running = len(tasks)
         while running:
             index, item, error = await queue.get()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from inference_svc.engine.worker_settings import taps_fingerprint, worker_settings
+from inference_svc.resources.score_board import ScoreMemory
 from inference_svc.tap_settings import TapSettings
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
@@ -30,13 +31,20 @@ class ServedWorker:
         """Check that the plugin is loaded, and add the taps' settings to the key of vLLM's compile cache."""
         _check_front_end()
         self._tap_settings = from_environment(TapSettings)
+        self._num_stages = vllm_config.parallel_config.pipeline_parallel_size
         vllm_config.additional_config = {**vllm_config.additional_config, **taps_fingerprint(self._tap_settings)}
         super().__init__(vllm_config, *arguments, **options)  # type: ignore[call-arg]  # vLLM's worker comes next
 
     def load_model(self, **options: Any) -> None:
         """Load the model with taps. The ring's control socket is in a new folder, which the front end removes."""
         folder = tempfile.mkdtemp(prefix="residuum-")
-        os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(self._tap_settings, folder, os.getppid()))
+        # Steps of several stages have no common order: see `score_board`. The API servers open the memory.
+        has_probes = self._tap_settings.score_mib and self._num_stages == 1
+        self._scores = ScoreMemory(self._tap_settings.score_mib << 20) if has_probes else None
+        settings = worker_settings(
+            self._tap_settings, folder, os.getppid(), self._scores.path if self._scores is not None else ""
+        )
+        os.environ[SETTINGS_VARIABLE] = json.dumps(settings)
         try:
             super().load_model(**options)  # type: ignore[misc]
         except BaseException:

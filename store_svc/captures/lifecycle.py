@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from residuum.v1 import capture_pb2, store_pb2
+from residuum.v1 import capture_pb2, probe_pb2, store_pb2
 from residuum.wire.limits import MAX_MANIFEST_BYTES
 from store_svc.captures.ledger import Cells, Ledger
 from store_svc.captures.positions import Positions
@@ -23,6 +23,7 @@ _SERVICE_GONE = capture_pb2.INCOMPLETE_REASON_SERVICE_GONE
 
 
 _TEXTS_TOO_LONG = "The manifest would not fit into one message with the texts of all tokens."
+_SCORES_TOO_LONG = "The manifest would not fit into one message with the scores of all tokens."
 _SPANS_TOO_LONG = "The manifest would not fit into one message with the positions of all messages."
 
 
@@ -162,7 +163,8 @@ class Capture:
         self._record.seal_time.CopyFrom(now)
         self._record.sequences.extend(seal.sequences)
         self._record.steering_changes.extend(seal.steering_changes)
-        for field in ("prompt_token_texts", "message_spans"):
+        self._record.rule_events.extend(seal.rule_events)
+        for field in ("prompt_token_texts", "message_spans", "prompt_scores"):
             if seal.HasField(field):
                 getattr(self._record, field).CopyFrom(getattr(seal, field))
         self.ledger.expect([len(sequence.generated_token_ids) for sequence in seal.sequences])
@@ -220,6 +222,11 @@ class Capture:
                 sequence.token_texts.CopyFrom(unknown)
         if manifest.ByteSize() > MAX_MANIFEST_BYTES:
             manifest.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_SPANS_TOO_LONG))
+        if manifest.ByteSize() > MAX_MANIFEST_BYTES:
+            no_scores = probe_pb2.KeptScores(unknown_detail=_SCORES_TOO_LONG)
+            manifest.prompt_scores.CopyFrom(no_scores)
+            for sequence in manifest.sequences:
+                sequence.scores.CopyFrom(no_scores)
         return manifest
 
     def record(self) -> capture_pb2.CaptureManifest:

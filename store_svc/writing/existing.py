@@ -16,6 +16,7 @@ _SHOWN = 200
 
 _NAMES = {
     "spec": "capture spec",
+    "probes": "set of probes and rules",
     "adapter": "LoRA adapter",
     "prompt_token_ids": "prompt",
     "prompt_text": "prompt",

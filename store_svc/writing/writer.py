@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
@@ -148,10 +149,17 @@ class Writer:
         Raises:
             Failure: The change raised it; or STORE_FULL; or NOT_SERVING if the store is stopping.
         """
+        return self.submit(capture_id, run, reserve=reserve).result()
+
+    def submit(self, capture_id: str, run: Callable[[Batch], _T], *, reserve: bool = False) -> Future[_T]:
+        """Queue a change as `call` does, and return at once. What is queued later is written after it.
+
+        Raises:
+            Failure: NOT_SERVING if the store is stopping. The others are the future's exceptions.
+        """
         command = Command(run, capture_id, reserve)
         self.queue.call(command)
-        result: _T = command.future.result()
-        return result
+        return command.future
 
     def _run(self) -> None:
         work: Work | None = None

@@ -88,12 +88,14 @@ def test_rows_with_other_bits_in_a_batch_are_counted_and_are_a_fault_in_the_batc
     alone = together.copy()
     alone[1, 2, 3], alone[2, 4] = EXPECTED[1, 2, 3], 0.0
     comparison = compare(EXPECTED)
-    comparison.see_alone(EXPECTED[:, :3], EXPECTED[:, :3])
+    points = ["q.0", "q.1", "q.2"]
+    comparison.see_alone(EXPECTED[:, :3], EXPECTED[:, :3], points)
     strict = replace(BOUNDS, same_bits=True)
     assert comparison.faults(strict) == []
-    comparison.see_alone(alone, together)
+    comparison.see_alone(alone, together, points)
     assert (comparison.rows_alone, comparison.other_bits) == (24, 2)
-    comparison.see_alone(EXPECTED, EXPECTED[:, :4])
+    assert comparison.other_places == {"q.1": 1, "q.2": 1}
+    comparison.see_alone(EXPECTED, EXPECTED[:, :4], points)
     assert comparison.faults(strict) == ["5 of 39 rows have other bits in a batch than alone"]
     assert comparison.faults(BOUNDS) == []
 

@@ -28,6 +28,7 @@ from residuum.v1 import (
     inference_pb2,
     inference_pb2_grpc,
     probe_pb2,
+    rule_pb2,
     steering_pb2,
     store_pb2,
     store_pb2_grpc,
@@ -39,6 +40,7 @@ from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
 from residuum.wire.placement import parse_stores
 from residuum.wire.probes import score
+from residuum.wire.rules import RuleWatch
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
 from svc_common.rpc.serving import ErrorInterceptor, add_health_and_reflection
 
@@ -118,6 +120,9 @@ class Script:
     is_old: bool = False  # an older service, which reports neither its clock nor its check of the store
 
 
+ABORT = rule_pb2.RULE_ACTION_ABORT
+
+
 class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, store_endpoint: str | None) -> None:
         self.store_endpoint = store_endpoint
@@ -127,6 +132,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def reset(self) -> None:
         self.script = Script()
         self.vectors: dict[bytes, bytes] = {}
+        self.ended_by: dict[tuple[str, int], str] = {}  # the rule that fired last, by request and sequence
         self.registrations: dict[str, inference_pb2.RequestSpec] = {}
         self.used: set[str] = set()
         self.updatable: dict[str, list[int]] = {}  # the prompts of requests whose steering can be changed
@@ -346,7 +352,12 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             raise
         self._end_capture(spec, name, prompt, done, script.outcome, script)
         if not script.truncate:
-            yield inference_pb2.GenerateResponse(finished=_finished(prompt, done, handle))
+            finished = _finished(prompt, done, handle)
+            for rule in spec.probes.rules:
+                for sequence, end in enumerate(finished.sequences):
+                    if rule.action == ABORT and self.ended_by.get((name, sequence)) == rule.name:
+                        end.finish_reason, end.stop_reason = "rule", rule.name
+            yield inference_pb2.GenerateResponse(finished=finished)
 
     def _prompt_scores(self, probes, count):
         """The deltas with the scores of a prompt, two positions in each, as if they were long."""
@@ -378,14 +389,17 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                     hold.set()
 
         context.add_callback(on_end)
+        watches = [[RuleWatch(rule) for rule in probes.rules] for _ in done]
         for step in range(count):
-            for sequence, tokens in enumerate(done):
+            for sequence, tokens in _running(done, watches):
                 tokens.append(prompt[-1] + step + 1 + 100 * sequence)
                 delta = inference_pb2.TokenDelta(sequence=sequence, text=f" {tokens[-1]}", token_ids=[tokens[-1]])
                 if sampling.HasField("logprobs"):
                     delta.logprobs.CopyFrom(logprobs([tokens[-1]], sampling.logprobs))
                 if not self.script.skipped:
                     delta.scores.extend(self._scores(probes, sequence, [len(prompt) + step - 1]))
+                    delta.rule_events.extend(_events(watches[sequence], probes, sequence, step, delta.scores))
+                    self.ended_by.update({(name, event.sequence): event.rule for event in delta.rule_events})
                 yield inference_pb2.GenerateResponse(delta=delta)
             if hold:
                 hold.wait(30)
@@ -534,6 +548,26 @@ def _numbered(message, number):
     return message
 
 
+def _running(done, watches):
+    """The sequences that no rule has ended, with their numbers."""
+    for sequence, tokens in enumerate(done):
+        if not any(watch.has_fired and watch.rule.action == ABORT for watch in watches[sequence]):
+            yield sequence, tokens
+
+
+def _events(watches, spec, sequence, token, scores):
+    """The events of the rules that fire at a token with these scores."""
+    names = [probe.name for probe in spec.probes]
+    for watch in watches:
+        rule = watch.rule
+        score = scores[names.index(rule.probe)].values[rule.output]
+        if watch.add(np.array([score], np.float32)) is not None:
+            first = 100 + token if rule.action == rule_pb2.RULE_ACTION_STEER else None
+            yield rule_pb2.RuleEvent(
+                rule=rule.name, sequence=sequence, token=token, score=score, action=rule.action, first_position=first
+            )
+
+
 def _digests(what):
     steering = [
         digest
@@ -543,6 +577,7 @@ def _digests(what):
     if not hasattr(what, "capture"):
         return steering
     probed = [output.digest for probe in what.probes.probes for output in probe.outputs]
+    probed += [digest for rule in what.probes.rules for digest in _digests(rule)]
     return steering + list(what.capture.encoding_options.vectors) + probed
 
 

@@ -509,6 +509,59 @@ def test_the_advice_about_an_old_server_names_the_flag(cli, peer, probes):
     assert "leave out --probe." in cli("generate", "a", "--probe", probes[0])[2]
 
 
+def test_generate_prints_what_fires_after_its_token(cli, peer, probes):
+    flags = ["--max-tokens", 9, "--probe", f"{probes[0]}:at", "--smooth", "max:4"]
+    rules = ["--rule", "at:above=2.5,name=late", "--rule", "at:above=1,for=3,abort"]
+    code, out, err = cli("generate", "a bb ccc", *flags, *rules)
+    assert (code, out) == (0, "2\t' 4'\n3\t' 5'\n4\t' 6'\n")
+    assert err == "rule late fired at token 1, score 3: flag\nrule at fired at token 2, score 4: abort\n"
+    sent = peer.requests[-1].spec.probes
+    assert sent.probes[0].smoothing.max == 4
+    assert [(rule.name, rule.probe, rule.for_tokens) for rule in sent.rules] == [("late", "at", 1), ("at", "at", 3)]
+    reply = json.loads(cli("generate", "a bb ccc", *flags, *rules, "--json")[1])
+    assert [(event["rule"], event["action"]) for event in reply["events"]] == [("late", "flag"), ("at", "abort")]
+    assert (reply["sequences"][0]["finish_reason"], reply["sequences"][0]["stop_reason"]) == ("rule", "at")
+    out = cli("generate", "a bb ccc", *flags, *rules, "--n", 2)[1]
+    assert out.count("  rule at fired at token 2, score 4: abort") == 2
+
+
+def test_a_rule_steers_with_an_operation(cli, peer, probes, tmp_path):
+    np.save(tmp_path / "joy.npy", np.ones(HIDDEN, np.float32))
+    rule = f"position:below=9,output=0,add={tmp_path / 'joy.npy'}@1,3*2"
+    code, _, err = cli("generate", "a", "--max-tokens", 2, "--probe", probes[0], "--rule", rule)
+    assert (code, "steer, steered from position 100" in err) == (0, True), err
+    (operation,) = peer.requests[-1].spec.probes.rules[0].steering.operations
+    assert (list(operation.layers.list.layers), operation.add.scale) == ([1, 3], 2.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--rule", "position:above=nan"], "must be a finite float32, not nan"),
+        (["--rule", "position"], "either above= or below="),
+        (["--rule", "position:above=1,below=2"], "either above= or below="),
+        (["--rule", "position:above=1,for=0"], "for_tokens must be at least 1, not 0"),
+        (["--rule", "position:above=1,for=x"], "Use PROBE:above=T"),
+        (["--rule", "position:above=1,what"], "'what' is not an option of a rule"),
+        (["--rule", "position:above=1,output=1"], "not an output 1"),
+        (["--rule", "other:above=1"], "names the probe 'other'"),
+        (["--smooth", "ema:2"], "'ema:2' is not a smoothing"),
+        (["--smooth", "median"], "'median' is not a smoothing"),
+    ],
+)
+def test_bad_rules_are_refused(cli, peer, probes, flags, told):
+    code, _, err = cli("generate", "a", "--probe", probes[0], *flags)
+    assert (code, told in err) == (1, True), err
+    assert not peer.requests
+
+
+@pytest.mark.parametrize("flags", [["--rule", "p:above=1"], ["--smooth", "max"]])
+def test_rules_and_smoothing_need_a_probe(cli, capsys, flags):
+    with pytest.raises(SystemExit):
+        cli("generate", "a", *flags)
+    assert f"{flags[0]} needs --probe" in capsys.readouterr().err
+
+
 def test_score_prompt_needs_a_probe(cli, peer, capsys):
     with pytest.raises(SystemExit):
         cli("generate", "a", "--score-prompt")

@@ -107,8 +107,9 @@ class TestValue:
     def test_scores_of_rows(self, probe):
         found = probe.score(rows(0, POST, probe.layer, range(5)))
         assert found.dtype == np.float32
-        assert found.shape == (5, probe.num_outputs)
-        np.testing.assert_allclose(found, scores(probe, 0, range(5)), rtol=1e-5, atol=1e-6)
+        expected = scores(probe, 0, range(5))
+        assert found.shape == ((5,) if probe is ONE else (5, 3)), "as in a reply"
+        np.testing.assert_allclose(found, expected[:, 0] if probe is ONE else expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(probe.score(rows(0, POST, probe.layer, [3])[0]), found[3], rtol=1e-6)
 
     @pytest.mark.parametrize("bad", [np.zeros((2, HIDDEN + 1)), np.zeros(1), 3.0])
@@ -229,7 +230,8 @@ class TestModels:
         probe = residuum.Probe.from_sklearn(SimpleNamespace(steps=steps), layer=1)
         x = rng.normal(size=(20, HIDDEN)) * 7
         scaled = (x - (scaler.mean_ if mean else 0)) / (scaler.scale_ if scale else 1)
-        np.testing.assert_allclose(probe.score(x), scaled @ model.coef_.T + model.intercept_, rtol=1e-4, atol=1e-3)
+        found = probe.score(x).reshape(len(x), outputs)
+        np.testing.assert_allclose(found, scaled @ model.coef_.T + model.intercept_, rtol=1e-4, atol=1e-3)
 
     def test_two_scalers_apply_in_their_order(self):
         first = self.StandardScaler(with_mean=True, mean_=np.array([1.0, 2.0]), scale_=np.array([2.0, 4.0]))
@@ -239,7 +241,7 @@ class TestModels:
         probe = residuum.Probe.from_sklearn(SimpleNamespace(steps=steps), layer=1)
         x = np.array([[9.0, 10.0], [-3.0, 0.0]])
         twice = ((x - first.mean_) / first.scale_ - second.mean_) / second.scale_
-        np.testing.assert_allclose(probe.score(x), twice @ model.coef_.T + 0.5, rtol=1e-5)
+        np.testing.assert_allclose(probe.score(x), twice @ model.coef_[0] + 0.5, rtol=1e-5)
 
     def test_a_search_has_its_best_model(self):
         best = self.LogisticRegression(coef_=DIRECTION[None], intercept_=[0.0])
@@ -291,6 +293,14 @@ def probes(draw):
         site=draw(st.sampled_from(["resid_post", "resid_pre", "mlp_act", "q"])),
         activation=draw(st.sampled_from([None, "sigmoid", "softmax"] if len(weights) > 1 else [None, "sigmoid"])),
         name=draw(st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=64)),
+        smooth=draw(
+            st.one_of(
+                st.none(),
+                st.floats(0, 1, width=32, exclude_min=True, exclude_max=True).map(residuum.EMA),
+                st.one_of(st.none(), st.integers(1, 1024)).map(residuum.RollingMax),
+                st.one_of(st.none(), st.integers(1, 1024)).map(residuum.RollingMean),
+            )
+        ),
     )
 
 
@@ -338,11 +348,13 @@ class TestFiles:
             ({"weight": np.zeros(HIDDEN, np.float64)}, "its weight is not float32"),
             ({"weight": np.full((3, HIDDEN), np.nan, np.float32)}, "p.safetensors: Probe: .* are NaN"),
             ({"bias": np.zeros(2, np.float32)}, "p.safetensors: Probe: bias must be one number"),
+            ({"smooth": "ema:7"}, "p.safetensors: 'ema:7' is not a smoothing"),
         ],
     )
     def test_other_files_are_refused(self, tmp_path, change, told):
         path = tmp_path / "p.safetensors"
         metadata = {"format": "residuum.probe.v1", "layer": "4", "site": "q", "activation": "none", "name": "several"}
+        metadata["smooth"] = None
         arrays = {"weight": np.ones((3, HIDDEN), np.float32), "bias": np.zeros(3, np.float32)}
         for part in (metadata, arrays):
             part.update({name: value for name, value in change.items() if name in part})

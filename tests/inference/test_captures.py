@@ -9,20 +9,27 @@ import pytest
 from inference_svc.engine.streams import Delta
 from residuum.rpc.channels import open_aio_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from store_svc.captures.capture_names import CaptureName
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.inference.service_support import DEADLINE, LAYERS, ask, failure_of, running_service, spec, stuck_after
 from tests.inference.taps_support import select
+from tests.store.support import busy_writer
 
 NO_ROWS = capture_pb2.CaptureSpec(layers=LAYERS, positions=select((1000, None)))
 """A capture that is complete as soon as it is sealed: in these tests no worker sends rows."""
 
 
 @pytest.fixture
-async def real_store(tmp_path):
+async def store(tmp_path):
     store = await asyncio.to_thread(Store, StoreSettings(listen="127.0.0.1:0", path=tmp_path / "store"))
-    yield f"127.0.0.1:{store.port}"
+    yield store
     await asyncio.to_thread(store.stop)
+
+
+@pytest.fixture
+async def real_store(store):
+    return f"127.0.0.1:{store.port}"
 
 
 @pytest.fixture
@@ -50,6 +57,19 @@ async def test_a_request_that_ends_normally_is_complete(service, manifest):
     assert sealed.state == capture_pb2.CAPTURE_STATE_COMPLETE
     assert [list(item.generated_token_ids) for item in sealed.sequences] == [[1, 2, 3]] * 2
     assert list(sealed.description.prompt_token_ids) == [5, 6, 7]
+
+
+async def test_the_engine_generates_while_the_store_commits_the_capture(service, store, manifest):
+    """But the caller gets nothing before the capture is open."""
+    with busy_writer(store):
+        events = asyncio.create_task(service.events(ask(spec("r", NO_ROWS))))
+        await service.engine.until(lambda: "r#0" in service.engine.closed)
+        assert not events.done()
+        assert store._catalog.state_of(CaptureName("", "r")) is None
+    await events
+    sealed = await manifest("r")
+    assert sealed.state == capture_pb2.CAPTURE_STATE_COMPLETE
+    assert [list(item.generated_token_ids) for item in sealed.sequences] == [[1, 2, 3]]
 
 
 async def test_a_dropped_stream_is_aborted(service, manifest):

@@ -8,6 +8,7 @@ import os
 import threading
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -636,3 +637,21 @@ def test_the_service_reports_the_refusal_of_the_taps(monkeypatch, tmp_path):
     (tmp_path / "refused").write_text("Bert cannot be tapped: it is no decoder")
     with pytest.raises(engine_module.EngineRefusedError, match="Bert cannot be tapped"):
         engine_module._start_llm(None, tmp_path / "refused")
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_bytes"),
+    [
+        ({}, 64 << 20),
+        ({"score_mib": 3}, 3 << 20),
+        ({"score_mib": 0}, 0),
+        ({"pipeline_parallel_size": 2}, 0),
+        ({"engine_args": {"data_parallel_size": 2}}, 0),
+    ],
+)
+def test_memory_for_scores_is_allocated_only_where_there_are_probes(fields, num_bytes):
+    """Without the file of the board, a worker allocates no buffer either."""
+    settings = InferenceSettings(model="folder", **fields)
+    arguments = SimpleNamespace(**{"data_parallel_size": 1, **engine_arguments.engine_arguments(settings)})
+    memory = engine_module._score_memory(settings, arguments)
+    assert (Path(memory.path).stat().st_size if memory else 0) == num_bytes

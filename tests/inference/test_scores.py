@@ -14,7 +14,7 @@ from inference_svc.admission.steering import demand_of_steering
 from inference_svc.engine.streams import Delta
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
-from inference_svc.resources.score_board import ScoreBoard
+from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.session.generation import _messages
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
@@ -103,9 +103,9 @@ def test_columns_are_in_the_order_of_layers():
 
 def test_scores_reach_the_board_by_position():
     """Two pipeline stages: each copies the columns of its own layers. The first has a prompt in two chunks."""
-    board = ScoreBoard(1 << 16)
+    board = ScoreBoard(ScoreMemory(1 << 16))
     region = board.take(3, 5, 3)  # positions 3 to 7
-    memory = open_board(board.path)
+    memory = open_board(board._memory.path)
     rows = [
         (StepRows(["other", "r"], [9, 0], [1, 3]), None),
         (StepRows(["r", "other"], [3, 10], [2, 1]), {3: 0, 4: 1}),
@@ -135,9 +135,9 @@ def test_scores_reach_the_board_by_position():
 
 
 def test_a_score_that_has_not_arrived_is_waited_for():
-    board = ScoreBoard(1 << 12)
+    board = ScoreBoard(ScoreMemory(1 << 12))
     region = board.take(0, 4, 2)
-    memory = open_board(board.path)
+    memory = open_board(board._memory.path)
 
     async def late():
         reading = asyncio.create_task(board.read(region, 1, 2))
@@ -150,7 +150,7 @@ def test_a_score_that_has_not_arrived_is_waited_for():
 
 
 def test_a_region_that_the_engine_never_knew_is_free_at_once():
-    board = ScoreBoard(4096)
+    board = ScoreBoard(ScoreMemory(4096))
     region = board.take(0, 1000, 1)
     board.give_back(region, rests=False)
     assert board.take(0, 1000, 1) == region
@@ -196,7 +196,7 @@ def test_many_scores_take_several_messages():
 
 def test_a_score_that_never_arrives_fails():
     seconds = iter(range(0, 1000, 6))
-    board = ScoreBoard(1 << 12, clock=lambda: next(seconds))
+    board = ScoreBoard(ScoreMemory(1 << 12), clock=lambda: next(seconds))
     region = board.take(0, 4, 2)
     with pytest.raises(Failure, match="did not arrive"):
         asyncio.run(board.read(region, 0, 1))
@@ -204,7 +204,7 @@ def test_a_score_that_never_arrives_fails():
 
 def test_a_full_board_refuses_and_regions_rest_before_they_are_used_again():
     now = [0.0]
-    board = ScoreBoard(4096, clock=lambda: now[0])
+    board = ScoreBoard(ScoreMemory(4096), clock=lambda: now[0])
     region = board.take(0, 1000, 1)
     with pytest.raises(Failure, match="--score-mib") as caught:
         board.take(0, 100, 1)

@@ -52,6 +52,36 @@ def test_scores_are_those_of_the_captured_rows(client: residuum.Client, score_pr
     client.delete(reply)
 
 
+def test_a_capture_keeps_the_scores_of_its_rows(client: residuum.Client) -> None:
+    asked = {"max_tokens": 6, "capture": CAPTURE, "probes": PROBES, "request_id": "kept-scores"}
+    reply = client.generate(PROMPT, **asked, score_prompt=True)
+    manifest, acts, prompt = client.manifest(reply, wait=30), client.activations(reply), len(reply.prompt_token_ids)
+    kept = manifest.scores()
+    assert kept is not None
+    assert reply.scores is not None
+    assert reply.prompt_scores is not None
+    assert acts.scores is not None
+    for name, scores in reply.scores.items():
+        np.testing.assert_array_equal(kept[name], scores)
+        np.testing.assert_array_equal(acts.scores[name][prompt - 1 :], scores)
+        np.testing.assert_array_equal(acts.scores[name][:prompt], reply.prompt_scores[name])
+        assert len(acts.scores[name]) == len(acts.positions)
+    again = client.generate(PROMPT, **asked, score_prompt=True, if_exists="skip")
+    assert again.skipped
+    assert again.scores is not None
+    assert again.prompt_scores is not None
+    np.testing.assert_array_equal(again.scores["classes"], reply.scores["classes"])
+    np.testing.assert_array_equal(again.prompt_scores["classes"], reply.prompt_scores["classes"])
+    with pytest.raises(residuum.CaptureExists, match="probes"):
+        client.generate(PROMPT, **{**asked, "probes": PROBES[:1]}, if_exists="skip")
+    client.delete(reply)
+    plain = client.generate(PROMPT, max_tokens=2, capture=CAPTURE, probes=PROBES[0])
+    scores = client.activations(plain).scores
+    assert scores is not None
+    assert np.isnan(scores["early"]).tolist() == [True] * (prompt - 1) + [False] * 2
+    client.delete(plain)
+
+
 def test_a_probe_reads_the_steered_row(client: residuum.Client) -> None:
     steer = residuum.Add(residuum.Vector(10 * RNG.normal(size=WIDTH)), layer=12)
     reply = client.generate(PROMPT, max_tokens=8, capture=CAPTURE, probes=PROBES, steer=steer, score_prompt=True)

@@ -31,7 +31,10 @@ DEAD = object()
 
 
 class ScriptedStore:
-    """Opens captures as `opening` says: "ok", "refused", "no answer", or "later", after `answers` is set."""
+    """Opens captures as `opening` says: "ok", "refused" or "no answer".
+
+    With "later, " before it, after `answers` is set. With "queued, ", too, but it takes rows before.
+    """
 
     def __init__(self, opening):
         self.opening = opening
@@ -40,14 +43,17 @@ class ScriptedStore:
         self.seals = []
         self.make_id = make_id
 
-    async def open(self, description, *, is_new_id, if_exists):
+    async def open(self, description, *, is_new_id, if_exists, on_queued):
         assert not is_new_id
         self.opened.append(description)
-        if self.opening == "later":
+        when, _, how = self.opening.rpartition(", ")
+        if when == "queued":
+            on_queued()
+        if when:
             await self.answers.wait()
-        elif self.opening == "refused":
+        if how == "refused":
             raise Failure(Reason.ERROR_REASON_STORE_FULL, "scripted")
-        elif self.opening == "no answer":
+        if how == "no answer":
             raise NoAnswerError(Reason.ERROR_REASON_STORE_UNREACHABLE, "scripted")
 
     def seal(self, request, complete):
@@ -139,7 +145,7 @@ class GrpcFace(Face):
 RANK = {
     "captures": True, "site_widths": [], "site_layers": [[0, 1, 2]], "steering_sites": [capture_pb2.SITE_RESID_POST],
     "attention": [], "first_layer": 0, "pool_bytes": 0, "table_bytes": 0, "ring_bytes": 0, "control_path": "",
-    "folded_norms": 0,
+    "score_board": "", "folded_norms": 0,
 }  # fmt: skip
 """What the only worker says of itself."""
 

@@ -17,18 +17,22 @@ COMPLETE, INCOMPLETE, ABORTED = (
     capture_pb2.CAPTURE_STATE_INCOMPLETE,
     capture_pb2.CAPTURE_STATE_ABORTED,
 )
+OPENINGS = ["ok", "ok", "later, ok", "refused", "no answer", "queued, ok", "queued, refused", "queued, no answer"]
 _TURNS = 60
 """Turns of the event loop after which it is idle."""
 
 
 class EveryOrder(RuleBasedStateMachine):
-    """One request. The expected seal follows from the first event that ends it."""
+    """One request. The expected seal follows from the first event that ends it.
+
+    While the store takes rows but has not opened the capture, the engine generates, and the caller gets nothing.
+    """
 
     face_name: str
     given_up = False
     """Whether vLLM gave up a sequence, which it reports without an exception."""
 
-    @initialize(num_sequences=st.integers(1, 3), opening=st.sampled_from(["ok", "ok", "later", "refused", "no answer"]))
+    @initialize(num_sequences=st.integers(1, 3), opening=st.sampled_from(OPENINGS))
     def start(self, num_sequences, opening):
         self.loop = asyncio.new_event_loop()
         self.made = [[] for _ in range(num_sequences)]
@@ -37,6 +41,9 @@ class EveryOrder(RuleBasedStateMachine):
         self.reason = capture_pb2.INCOMPLETE_REASON_UNSPECIFIED
         self.has_ended = opening in ("refused", "no answer")
         self.is_open = opening == "ok"
+        self.is_queued = opening.startswith("queued")
+        self.waiting_end = None
+        """What will end the request as soon as the store has opened the capture."""
         self.next_token = 1
 
         async def begin():
@@ -46,6 +53,10 @@ class EveryOrder(RuleBasedStateMachine):
 
         self.loop.run_until_complete(begin())
         self.settle()
+
+    @property
+    def generates(self):
+        return (self.is_open or self.is_queued) and not self.has_ended and self.waiting_end is None
 
     def settle(self):
         async def turn():
@@ -59,10 +70,17 @@ class EveryOrder(RuleBasedStateMachine):
             self.has_ended, self.expected, self.reason = True, expected, reason
         self.settle()
 
+    def end_when_open(self, *how):
+        if self.is_open:
+            self.end(*how)
+        else:
+            self.waiting_end = how
+            self.settle()
+
     def tell(self, index, item):
         self.loop.call_soon(self.face.scripts[index].put_nowait, item)
 
-    @precondition(lambda self: self.is_open and not self.has_ended)
+    @precondition(lambda self: self.generates)
     @rule(index=st.integers(0, 2), count=st.integers(1, 3), finish=st.sampled_from([None, None, "stop", "length"]))
     def generate(self, index, count, finish):
         index %= len(self.made)
@@ -74,10 +92,11 @@ class EveryOrder(RuleBasedStateMachine):
         self.finished[index] = finish is not None
         self.tell(index, (token_ids, finish))
         if all(self.finished):
-            self.end(*((INCOMPLETE, capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED) if self.given_up else (COMPLETE,)))
+            failed = (INCOMPLETE, capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED)
+            self.end_when_open(*(failed if self.given_up else (COMPLETE,)))
         self.settle()
 
-    @precondition(lambda self: self.is_open and not self.has_ended)
+    @precondition(lambda self: self.generates)
     @rule(index=st.integers(0, 2), how=st.sampled_from(["error", "dead", "given up"]))
     def engine_fails(self, index, how):
         index %= len(self.made)
@@ -88,16 +107,19 @@ class EveryOrder(RuleBasedStateMachine):
         if how == "given up" and self.face_name == "openai":
             self.given_up = self.finished[index] = True  # the other sequences go on
             if all(self.finished):
-                self.end(INCOMPLETE, failed)
+                self.end_when_open(INCOMPLETE, failed)
             self.settle()
             return
-        self.end(INCOMPLETE, died if how == "dead" else failed)
+        self.end_when_open(INCOMPLETE, died if how == "dead" else failed)
 
-    @precondition(lambda self: not self.has_ended)
+    @precondition(lambda self: not self.has_ended and not self.waiting_end)
     @rule()
     def abort(self):
         self.loop.call_soon(self.face.abort)
-        self.leave_early()
+        if self.is_queued and not self.is_open and self.face_name == "grpc":
+            self.end_when_open(ABORTED)  # the call's own failure comes first if the store refuses
+        else:
+            self.leave_early()
 
     @precondition(lambda self: not self.has_ended)
     @rule()
@@ -106,7 +128,7 @@ class EveryOrder(RuleBasedStateMachine):
         self.leave_early()
 
     def leave_early(self):
-        if self.given_up:
+        if self.given_up and self.is_open:
             self.end(INCOMPLETE, capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED)
         else:
             self.end(ABORTED)
@@ -115,11 +137,18 @@ class EveryOrder(RuleBasedStateMachine):
     def time_passes(self):
         self.settle()
 
-    @precondition(lambda self: self.store.opening == "later" and not self.is_open)
+    @precondition(lambda self: ", " in self.store.opening and not self.store.answers.is_set())
     @rule()
     def store_answers(self):
         self.loop.call_soon(self.store.answers.set)
-        self.is_open = True
+        if self.store.opening.endswith("refused"):
+            self.end(None)
+        elif self.store.opening.endswith("no answer"):
+            self.end(INCOMPLETE, capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED)
+        else:
+            self.is_open = True
+            if self.waiting_end is not None:
+                self.end(*self.waiting_end)
         self.settle()
 
     @precondition(lambda self: self.face_name == "grpc")
@@ -137,6 +166,8 @@ class EveryOrder(RuleBasedStateMachine):
             return
         assert len(self.store.opened) == 1
         assert len(self.store.seals) <= 1
+        if not self.is_open:
+            assert not any(self.face.handed_on)
         for seal in self.store.seals:
             if seal.outcome == COMPLETE:
                 assert all(self.finished)
@@ -150,7 +181,8 @@ class EveryOrder(RuleBasedStateMachine):
             self.loop.close()
 
     def finish(self):
-        self.loop.call_soon(self.store.answers.set)
+        if ", " in self.store.opening and not self.store.answers.is_set():
+            self.store_answers()
         if not self.has_ended:
             self.client_leaves()
         self.settle()

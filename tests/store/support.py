@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,7 +97,7 @@ def seal_request(
     sequences = [
         capture_pb2.SequenceOutcome(generated_token_ids=range(count), finish_reason="stop") for count in generated
     ]
-    return store_pb2.SealCaptureRequest(capture_id=capture_id, sequences=sequences, outcome=outcome, **fields)
+    return store_pb2.SealCaptureRequest(capture_id=capture_id, outcome=outcome, **{"sequences": sequences, **fields})
 
 
 def wait_request(seconds: float, capture_id: str = "a") -> store_pb2.GetCaptureRequest:
@@ -244,6 +245,24 @@ def serving(
     finally:
         client.close()
         store.stop()
+
+
+@contextmanager
+def busy_writer(store: Store) -> Iterator[None]:
+    """Let the writer be in the middle of a transaction until the context ends."""
+    is_busy, ended = threading.Event(), threading.Event()
+
+    def wait(_: object) -> None:
+        is_busy.set()
+        assert ended.wait(30)
+
+    blocking = store._writer.submit("other", wait)
+    try:
+        assert is_busy.wait(30)
+        yield
+    finally:
+        ended.set()
+        blocking.result(30)
 
 
 def call_errors(store: Store) -> list[dict[str, str]]:

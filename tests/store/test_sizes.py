@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from residuum.v1 import capture_pb2, selection_pb2, steering_pb2, store_pb2
+from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, selection_pb2, steering_pb2, store_pb2
 from residuum.wire.limits import (
     MAX_ID_LENGTH,
     MAX_MANIFEST_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_PROBE_OUTPUTS,
+    MAX_RULES,
     MAX_SEAL_BYTES,
     MAX_STEERING_CHANGES_BYTES,
     max_capture_tokens,
@@ -22,6 +24,7 @@ from tests.store.support import ABORTED, COMPLETE, describe
 
 SITES = [site for site in capture_pb2.Site.values() if site]
 LAYERS = range(8)
+RULE_ABORTS = rule_pb2.RULE_ACTION_ABORT
 MOST_DIGESTS = 8192
 """The most vectors that one request's steering can name, limited by the entries of a server's tables."""
 LARGEST_TOKEN = (1 << 21) - 1
@@ -48,6 +51,11 @@ def test_the_longest_manifest_fits_a_message_with_its_steering(
     description = describe("x" * MAX_ID_LENGTH, layers=LAYERS, sites=sites, sequences=sequences, positions=selection)
     description.prompt_token_ids[:] = [LARGEST_TOKEN] * prompt
     description.steering.operations.add(layer_digests=[b"d" * 32] * MOST_DIGESTS)
+    for number in range(MAX_PROBE_OUTPUTS):
+        description.probes.probes.add(name="p" * 64, outputs=[probe_pb2.ProbeOutput(digest=b"d" * 32, bias=number)])
+    description.probes.rules.extend(
+        [rule_pb2.Rule(name="r" * 64, probe="p" * 64, above=0.5, action=RULE_ABORTS)] * MAX_RULES
+    )
     check_description(description)
     outcome = capture_pb2.SequenceOutcome(generated_token_ids=[LARGEST_TOKEN] * (each - prompt), finish_reason="length")
     seal = store_pb2.SealCaptureRequest(
@@ -58,6 +66,10 @@ def test_the_longest_manifest_fits_a_message_with_its_steering(
     change = steering_pb2.SteeringChange(first_positions=[LARGEST_TOKEN] * sequences)
     change.steering.operations.add(layer_digests=[b"d" * 32] * (MAX_STEERING_CHANGES_BYTES // 2 // 34 - 10))
     seal.steering_changes.extend([change] * 2)
+    event = rule_pb2.RuleEvent(
+        rule="r" * 64, sequence=sequences - 1, token=LARGEST_TOKEN, score=0.5, action=RULE_ABORTS
+    )
+    seal.rule_events.extend([event] * (MAX_RULES * sequences))
     if texts:  # as long as the service sends them
         room = MAX_SEAL_BYTES - seal.ByteSize() - 100
         length = [room - 2 * prompt - 20]

@@ -30,7 +30,7 @@ class Store:
     def __init__(self):
         self.seals = []
 
-    async def open(self, description, *, is_new_id, if_exists):
+    async def open(self, description, *, is_new_id, if_exists, on_queued):
         pass
 
     def seal(self, request, complete):
@@ -78,7 +78,7 @@ def test_a_worker_that_cannot_load_its_model_leaves_no_folder(tmp_path, monkeypa
     monkeypatch.setenv(SETTINGS_VARIABLE, "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     worker = object.__new__(type("Worker", (ServedWorker, Broken), {}))
-    worker._tap_settings = TapSettings()
+    worker._tap_settings, worker._num_stages = TapSettings(), 1
     with pytest.raises(OSError, match="scripted"):
         worker.load_model()
     assert not list(tmp_path.iterdir())

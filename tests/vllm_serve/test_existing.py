@@ -20,8 +20,8 @@ class StoreWithCapture(ScriptedStore):
         super().__init__("ok")
         self.asked = []
 
-    async def open(self, description, *, is_new_id, if_exists):
-        await super().open(description, is_new_id=is_new_id, if_exists=if_exists)
+    async def open(self, description, *, is_new_id, if_exists, on_queued):
+        await super().open(description, is_new_id=is_new_id, if_exists=if_exists, on_queued=on_queued)
         self.asked.append(if_exists)
         if if_exists != capture_pb2.IF_EXISTS_SKIP:
             return None

@@ -47,7 +47,7 @@ class Silent:
         self.rank = {"rank": 0, "captures": True, "first_layer": 0, "num_layers": layers, "ring_bytes": 1}
         self.rank |= {"control_path": control, "site_widths": [], "steering_sites": [1], "attention": []}
         self.rank |= {"site_layers": [list(range(layers))]}
-        self.rank |= {"pool_bytes": 0, "table_bytes": 0, "folded_norms": 0}
+        self.rank |= {"pool_bytes": 0, "table_bytes": 0, "folded_norms": 0, "score_board": ""}
 
     async def collective_rpc(self, method, args=()):
         return [self.rank] if method == "residuum_describe" else [[]]

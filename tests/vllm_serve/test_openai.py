@@ -243,6 +243,85 @@ def test_steering_by_vectors_in_the_request_then_by_their_digests(
     assert captures.manifest("steered").steered
 
 
+WEIGHTS = np.random.default_rng(8).standard_normal((3, 576)) / 100
+PROBES = [
+    residuum.Probe(WEIGHTS[0], 0.5, layer=12, name="one"),
+    residuum.Probe(WEIGHTS[1:], layer=20, activation="softmax", name="two"),
+]
+
+
+def check_scores(fields: dict[str, list[float]], acts: residuum.Activations, prompt: int) -> None:
+    """Check the scores of an answer against its rows."""
+    for probe in PROBES:
+        expected = probe.score(acts[probe.layer][prompt - 1 :])
+        np.testing.assert_allclose(fields[probe.name], expected, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(acts.scores[probe.name][prompt - 1 :], fields[probe.name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_answer_has_the_scores_of_its_tokens(
+    api: openai.OpenAI, captures: residuum.Client, chat: bool, stream: bool
+) -> None:
+    """In a stream, they come with their tokens."""
+    prompt = {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}
+    answer = (api.chat.completions if chat else api.completions).create(
+        model=MODEL, **prompt, max_tokens=8, temperature=0, stream=stream, extra_body=asking(ALL, probes=PROBES)
+    )
+    scores: dict[str, list[float]] = {"one": [], "two": []}
+    parts = list(answer) if stream else [answer]
+    for part in parts:
+        for choice in part.choices:
+            found = (choice.model_extra or {}).get("residuum", {}).get("scores", {})
+            text = (choice.delta.content if stream else choice.message.content) if chat else choice.text
+            assert not text or found, "each piece of text has its scores"
+            for name, values in found.items():
+                scores[name] += values
+    acts = captures.activations(parts[0].id)
+    assert len(scores["one"]) == len(acts.token_ids) + 1 - len(acts.manifest.prompt_token_ids) > 4
+    check_scores(scores, acts, len(acts.manifest.prompt_token_ids))
+
+
+def test_the_choices_of_several_prompts_have_their_own_scores(api: openai.OpenAI, captures: residuum.Client) -> None:
+    probe = residuum.Probe(WEIGHTS[0], layer=12)
+    answer = api.completions.create(
+        model=MODEL, prompt=[PROMPT, "Once"], n=2, max_tokens=3, seed=5, extra_body=asking(ALL, probes=probe)
+    )
+    assert len(answer.choices) == 4
+    for choice in answer.choices:
+        name = answer.id if choice.index < 2 else f"{answer.id}-1"
+        scores = captures.manifest(name, wait=30).scores(choice.index % 2)
+        np.testing.assert_allclose(choice.model_extra["residuum"]["scores"]["probe"], scores["probe"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_rule_ends_and_steers_an_answer(api: openai.OpenAI, captures: residuum.Client, stream: bool) -> None:
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+    plain = api.completions.create(**options, extra_body=asking(probes=PROBES)).choices[0]
+    scores = plain.model_extra["residuum"]["scores"]["one"]
+    at = int(np.argmax(scores[1:10])) + 1
+    threshold = (scores[at] + sorted(scores[: at + 1])[-2]) / 2
+    joy = residuum.Vector.from_array(WEIGHTS[2].astype(np.float32) * 1e-4)  # changes no token
+    rules = [
+        residuum.Rule(PROBES[0], above=threshold, for_tokens=1, then="abort", name="stop"),
+        residuum.Rule(PROBES[0], above=min(scores) - 1, then=residuum.Add(joy, layer=12), name="joy"),
+    ]
+    answer = api.completions.create(**options, stream=stream, extra_body=asking(ALL, rules=rules))
+    parts = list(answer) if stream else [answer]
+    choices = [choice for part in parts for choice in part.choices]
+    if rules[0].fires_at(scores) == at:
+        assert plain.text.startswith("".join(choice.text for choice in choices))
+    assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("rule", "stop")
+    events = [event for choice in choices for event in choice.model_extra["residuum"].get("rule_events", [])]
+    assert [event["rule"] for event in events] == ["joy", "stop"]
+    manifest = captures.manifest(parts[0].id, wait=30)
+    assert manifest.state == "complete"
+    assert [event.rule for event in manifest.rule_events] == ["joy", "stop"]
+    assert len(manifest.sequences[0].generated_token_ids) == events[1]["token"] + 1
+    (change,) = manifest.steering_changes
+    assert change.first_positions == (events[0]["first_position"],)
+
+
 def test_a_gate_steers_only_the_rows_that_open_it(api: openai.OpenAI, captures: residuum.Client) -> None:
     options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
     direction, gate = (
@@ -321,7 +400,7 @@ BAD = {
     "a number": ({"residuum": 3}, "send a string with a RequestSpec"),
     "a list": ({"residuum": ["{}"]}, "send a string with a RequestSpec"),
     "deep": ({"residuum": "[" * 20_000}, "not a RequestSpec"),
-    "nothing asked": ({"residuum": "{}"}, "neither a capture nor steering"),
+    "nothing asked": ({"residuum": "{}"}, "no capture, steering or probes"),
     "no such layer": ({"residuum": '{"capture": {"layers": {"list": {"layers": [30]}}}}'}, "UNKNOWN_LAYER"),
     "a site that is not enabled": (
         {"residuum": '{"capture": {"layers": {"all": true}, "sites": ["SITE_MLP_OUT"]}}'},
@@ -331,6 +410,10 @@ BAD = {
     "another model": ({"residuum": '{"model": "gpt-2", "capture": {"layers": {"all": true}}}'}, "UNKNOWN_MODEL"),
     "a bad id": ({"residuum": '{"request_id": "../x", "capture": {"layers": {"all": true}}}'}, "request ID"),
     "updatable": ({"residuum": '{"steering": {"updatable": true}}'}, "updatable|cannot change"),
+    "a rule that can never fire": (
+        {"residuum": '{"probes": {"rules": [{"name": "r", "probe": "p", "above": 2}]}}'},
+        "names the probe 'p'",
+    ),
     "vectors alone": ({"residuum_vectors": ["AAAA"]}, "add residuum"),
     "not base64": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["§"]},

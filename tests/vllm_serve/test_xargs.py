@@ -49,11 +49,13 @@ def test_the_client_writes_only_types_that_vllm_accepts():
     assert "\n" not in sent["residuum"]
     assert all(isinstance(text, str) for text in sent["residuum_vectors"])
     assert "residuum_vectors" not in residuum.vllm_xargs(residuum.Capture())
+    probe = residuum.Probe(JOY.values, layer=1)
+    assert len(residuum.vllm_xargs(rules=residuum.Rule(probe, above=1))["residuum_vectors"]) == 1
     assert "residuum_vectors" not in residuum.vllm_xargs(steer=[residuum.Add(JOY, layer=1)], send_vectors=False)
 
 
 def test_arguments_without_capture_or_steering_are_refused():
-    with pytest.raises(residuum.InvalidRequest, match="capture=, steer= or both"):
+    with pytest.raises(residuum.InvalidRequest, match="at least one of capture=, steer=, probes= and rules="):
         residuum.vllm_xargs()
     with pytest.raises(residuum.InvalidRequest, match="is not a valid request ID"):
         residuum.vllm_xargs(residuum.Capture(), request_id="a/b")

@@ -38,6 +38,7 @@ from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
 from residuum.values.probes import Probe
 from residuum.values.replies import Health, PutResult, Registration, Reply
+from residuum.values.rules import Rule
 from residuum.values.selections import LayersLike, PositionsLike
 from residuum.values.steering import Operation
 from residuum.values.stored_row import StoredRow
@@ -128,6 +129,8 @@ class AsyncClient(AsyncSearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -151,11 +154,13 @@ class AsyncClient(AsyncSearchClient):
                 generates again and replaces the capture. "skip" requires a capture of the same request, including the
                 labels in `capture`. If it is complete, nothing is generated, and the reply is what the capture holds
                 (`reply.skipped`); otherwise it is replaced. A capture whose request is running is never replaced or
-                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`. It holds no scores either:
-                those of a skipped reply are None.
+                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`.
             probes: Probes, whose scores come with each token: `delta.scores` and `reply.scores`.
             score_prompt: Also score every position of the prompt: `reply.prompt_scores`. The model then always computes
                 the whole prompt, as it does for a capture.
+            rules: Rules, which flag, end or steer the reply by the scores of probes: `delta.events` and `reply.events`.
+            without_operator_rules: Do without `client.info().operator_rules`. The server refuses that, unless its
+                operator allows it (PermissionDenied).
             timeout: Seconds that the generation may take; None means no limit.
             **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
                 json_schema and others; see `residuum.Sampling`.
@@ -179,8 +184,8 @@ class AsyncClient(AsyncSearchClient):
         with tracing.span("client.generate"):
             stream = self.stream(
                 prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-                updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, timeout=timeout,
-                **sampling,
+                updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+                without_operator_rules=without_operator_rules, timeout=timeout, **sampling,
             )  # fmt: skip
             async with stream:
                 async for _ in stream:
@@ -201,6 +206,8 @@ class AsyncClient(AsyncSearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
@@ -216,7 +223,8 @@ class AsyncClient(AsyncSearchClient):
         """
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, sampling=sampling,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules, sampling=sampling,
         )  # fmt: skip
         return self._stream(plan, timeout, {})
 
@@ -237,6 +245,8 @@ class AsyncClient(AsyncSearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -262,6 +272,8 @@ class AsyncClient(AsyncSearchClient):
                 whose capture is None is always generated.
             probes: The probes of every prompt, as for `generate`.
             score_prompt: Also score the positions of the prompts, as for `generate`.
+            rules: The rules of every prompt, as for `generate`.
+            without_operator_rules: As for `generate`.
             timeout: Seconds that each generation may take.
             max_concurrency: How many generations run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
@@ -288,7 +300,8 @@ class AsyncClient(AsyncSearchClient):
         """
         plan = BatchPlan.of(
             prompts, capture, steer, sampling,
-            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
@@ -305,6 +318,8 @@ class AsyncClient(AsyncSearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -329,7 +344,8 @@ class AsyncClient(AsyncSearchClient):
         """
         plan = BatchPlan.of(
             prompts, capture, steer, sampling,
-            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
@@ -346,6 +362,8 @@ class AsyncClient(AsyncSearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
     ) -> Registration:
         """Check a request before its prompt is known, and send the vectors that it needs.
 
@@ -365,7 +383,8 @@ class AsyncClient(AsyncSearchClient):
         """
         plan = plan_spec(
             capture, steer, request_id, model,
-            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         if rows := stored_rows(plan.operations):
             plan = plan.filled(await self._read_rows(rows, {}))
@@ -715,7 +734,8 @@ class AsyncClient(AsyncSearchClient):
             generation = plan_generation(
                 plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
                 request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
-                if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, sampling=sampling,
+                if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, rules=plan.rules,
+                without_operator_rules=plan.without_operator_rules, sampling=sampling,
             )  # fmt: skip
             return self._stream(generation, timeout, rows)
 

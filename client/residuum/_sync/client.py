@@ -39,6 +39,7 @@ from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
 from residuum.values.probes import Probe
 from residuum.values.replies import Health, PutResult, Registration, Reply
+from residuum.values.rules import Rule
 from residuum.values.selections import LayersLike, PositionsLike
 from residuum.values.steering import Operation
 from residuum.values.stored_row import StoredRow
@@ -129,6 +130,8 @@ class Client(SearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Reply:
@@ -152,11 +155,13 @@ class Client(SearchClient):
                 generates again and replaces the capture. "skip" requires a capture of the same request, including the
                 labels in `capture`. If it is complete, nothing is generated, and the reply is what the capture holds
                 (`reply.skipped`); otherwise it is replaced. A capture whose request is running is never replaced or
-                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`. It holds no scores either:
-                those of a skipped reply are None.
+                skipped. A capture holds no log-probabilities, so "skip" refuses `logprobs`.
             probes: Probes, whose scores come with each token: `delta.scores` and `reply.scores`.
             score_prompt: Also score every position of the prompt: `reply.prompt_scores`. The model then always computes
                 the whole prompt, as it does for a capture.
+            rules: Rules, which flag, end or steer the reply by the scores of probes: `delta.events` and `reply.events`.
+            without_operator_rules: Do without `client.info().operator_rules`. The server refuses that, unless its
+                operator allows it (PermissionDenied).
             timeout: Seconds that the generation may take; None means no limit.
             **sampling: max_tokens (16; 0 only computes the prompt), temperature (0: greedy), n (sequences), logprobs,
                 json_schema and others; see `residuum.Sampling`.
@@ -180,8 +185,8 @@ class Client(SearchClient):
         with tracing.span("client.generate"):
             stream = self.stream(
                 prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-                updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, timeout=timeout,
-                **sampling,
+                updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+                without_operator_rules=without_operator_rules, timeout=timeout, **sampling,
             )  # fmt: skip
             with stream:
                 for _ in stream:
@@ -202,6 +207,8 @@ class Client(SearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Stream:
@@ -217,7 +224,8 @@ class Client(SearchClient):
         """
         plan = plan_generation(
             prompt, capture=capture, steer=steer, request_id=request_id, registration=registration, model=model,
-            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, sampling=sampling,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules, sampling=sampling,
         )  # fmt: skip
         return self._stream(plan, timeout, {})
 
@@ -238,6 +246,8 @@ class Client(SearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -263,6 +273,8 @@ class Client(SearchClient):
                 whose capture is None is always generated.
             probes: The probes of every prompt, as for `generate`.
             score_prompt: Also score the positions of the prompts, as for `generate`.
+            rules: The rules of every prompt, as for `generate`.
+            without_operator_rules: As for `generate`.
             timeout: Seconds that each generation may take.
             max_concurrency: How many generations run at once.
             progress: Show a progress bar, on a terminal or in Jupyter.
@@ -289,7 +301,8 @@ class Client(SearchClient):
         """
         plan = BatchPlan.of(
             prompts, capture, steer, sampling,
-            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
@@ -306,6 +319,8 @@ class Client(SearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
         timeout: float | None = None,
         max_concurrency: int = 32,
         progress: bool = True,
@@ -330,7 +345,8 @@ class Client(SearchClient):
         """
         plan = BatchPlan.of(
             prompts, capture, steer, sampling,
-            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+            request_ids=request_ids, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         start = self._starter(plan, model=model, timeout=timeout, **sampling)
         outage = Outage(plan, self._patience, timeout)
@@ -347,6 +363,8 @@ class Client(SearchClient):
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
     ) -> Registration:
         """Check a request before its prompt is known, and send the vectors that it needs.
 
@@ -366,7 +384,8 @@ class Client(SearchClient):
         """
         plan = plan_spec(
             capture, steer, request_id, model,
-            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         if rows := stored_rows(plan.operations):
             plan = plan.filled(self._read_rows(rows, {}))
@@ -714,7 +733,8 @@ class Client(SearchClient):
             generation = plan_generation(
                 plan.prompts[index], capture=plan.captures[index], steer=plan.steering[index],
                 request_id=plan.request_ids[index], registration=None, model=model, updatable=False,
-                if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, sampling=sampling,
+                if_exists=plan.if_exists[index], probes=plan.probes, score_prompt=plan.score_prompt, rules=plan.rules,
+                without_operator_rules=plan.without_operator_rules, sampling=sampling,
             )  # fmt: skip
             return self._stream(generation, timeout, rows)
 

@@ -28,6 +28,7 @@ residuum generate "I love this" --capture 12 --id joyful
 residuum generate "Tell me more" --chat --add joy.safetensors@12*4
 residuum generate "Tell me more" --model ADAPTER
 residuum generate "Tell me more" --probe question.safetensors
+residuum generate "Tell me more" --probe toxic.safetensors --rule toxic:above=0.9,for=3,abort
 residuum generate --file prompts.txt --capture all --positions last_prompt
 residuum generate --file prompts.txt --capture all --id job --if-exists skip"""
 

@@ -1,4 +1,4 @@
-"""The flags for probes, and the printing of their scores."""
+"""The flags for probes and rules, and the printing of scores and events."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import residuum
+from residuum.cli import steering
 from residuum.cli.output import Output
 from residuum.values.scores import Scores
+from residuum.values.smoothing import Smoothing, parse_smoothing
 
 _WIDTH = 10
 """Characters of a column on a terminal: the longest number has as many."""
@@ -31,6 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--score-prompt", action="store_true", help="also print the scores of the prompt's positions (default: no)"
     )
+    group.add_argument(
+        "--without-operator-rules",
+        action="store_true",
+        help="do without the server's own rules, if its operator allows that (default: no)",
+    )
+    group.add_argument(
+        "--smooth",
+        metavar="HOW",
+        help="smooth the scores of every --probe: ema:DECAY, max, max:TOKENS, mean or mean:TOKENS (default: as in its "
+        "file)",
+    )
+    group.add_argument(
+        "--rule",
+        dest="rules",
+        action="append",
+        default=[],
+        metavar="PROBE:RULE",
+        help="act when the scores of a --probe, by its name, cross a threshold: above=T or below=T, and after it for=N "
+        "(tokens in a row), output=N, name=NAME and one of flag, abort or, at the end, an operation as in "
+        "add=joy.npy@12*4, each after a comma; may be repeated (default: none)",
+    )
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -41,18 +64,59 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
     """
     if options.score_prompt and not options.probes:
         options.usage_error("--score-prompt needs --probe; give both")
-    return {"probes": [_probe(text) for text in options.probes], "score_prompt": options.score_prompt}
+    for flag in ("smooth", "rules"):
+        if getattr(options, flag) and not options.probes:
+            options.usage_error(f"--{flag.rstrip('s')} needs --probe; give both")
+    smooth = parse_smoothing(options.smooth) if options.smooth else None
+    return {
+        "probes": [_probe(text, smooth) for text in options.probes],
+        "score_prompt": options.score_prompt,
+        "rules": [_rule(text) for text in options.rules],
+        "without_operator_rules": options.without_operator_rules,
+    }
 
 
-def _probe(text: str) -> residuum.Probe:
+def _probe(text: str, smooth: Smoothing | None) -> residuum.Probe:
     path, colon, name = text.rpartition(":")
-    if not colon or Path(text).exists():
-        return residuum.Probe.load(text)
-    probe = residuum.Probe.load(path)
+    has_name = bool(colon) and not Path(text).exists()
+    probe = residuum.Probe.load(path if has_name else text)
     try:
-        return dataclasses.replace(probe, name=name)
+        return dataclasses.replace(probe, name=name if has_name else probe.name, smooth=smooth or probe.smooth)
     except residuum.InvalidRequest as error:
         raise residuum.InvalidRequest(f"--probe {text}: {error}") from None
+
+
+def _rule(text: str) -> residuum.Rule:
+    """Parse PROBE:above=T,OPTION..."""
+    probe, _, options = text.partition(":")
+    try:
+        return residuum.Rule(probe, **_rule_fields(options))
+    except ValueError as error:
+        raise residuum.InvalidRequest(
+            f"--rule {text}: {error} Use PROBE:above=T or PROBE:below=T, and after it for=N, output=N, name=NAME, "
+            "flag, abort or an operation such as add=joy.npy@12*4, each after a comma."
+        ) from None
+
+
+def _rule_fields(options: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    while options:
+        option, _, rest = options.partition(",")
+        name, equals, value = option.partition("=")
+        if equals and name in {"above", "below"}:
+            fields[name] = float(value)
+        elif equals and name in {"for", "output"}:
+            fields["for_tokens" if name == "for" else name] = int(value)
+        elif equals and name == "name":
+            fields["name"] = value
+        elif option in {"flag", "abort"}:
+            fields["then"] = option
+        elif equals and name in steering.OPERATIONS:  # the last option, because its layers may have commas
+            return {**fields, "then": steering.OPERATIONS[name](options.partition("=")[2], {})}
+        else:
+            raise ValueError(f"{option!r} is not an option of a rule.")
+        options = rest
+    return fields
 
 
 class ScorePrinter:
@@ -75,6 +139,8 @@ class ScorePrinter:
             rows = [[""] * len(self._names)]
         for index, numbers in enumerate(rows, 1):  # the server sends the text of several tokens in one piece
             self._line(numbers, repr(delta.text if index == len(rows) else ""))
+        for event in delta.events:
+            self._output.note(event_line(event))
 
     def _line(self, cells: Sequence[str], text: str) -> None:
         if self._output.is_terminal:
@@ -84,10 +150,18 @@ class ScorePrinter:
             self._output.say("\t".join((*cells, text)))
 
 
+def event_line(event: residuum.RuleEvent) -> str:
+    """Return a line about a rule that fired."""
+    place = f", steered from position {event.first_position}" if event.first_position is not None else ""
+    return f"rule {event.rule} fired at token {event.token}, score {_text(event.score)}: {event.action}{place}"
+
+
 def score_lines(reply: residuum.Reply, sequence: residuum.Sequence) -> list[str]:
-    """Return a line for each output of each probe, with the scores of all tokens; none if there are no scores."""
-    of_prompt = reply.prompt_scores if sequence is reply.sequences[0] else None
-    return [*_lines(of_prompt, " (prompt)"), *_lines(sequence.scores, "")]
+    """Return a line for each output of each probe, with the scores of all tokens, and one for each rule that fired."""
+    index = next(index for index, item in enumerate(reply.sequences) if item is sequence)
+    of_prompt = reply.prompt_scores if index == 0 else None
+    events = (f"  {event_line(event)}" for event in reply.events if event.sequence == index)
+    return [*_lines(of_prompt, " (prompt)"), *_lines(sequence.scores, ""), *events]
 
 
 def _lines(scores: Scores | None, what: str) -> Iterator[str]:

@@ -91,7 +91,7 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
         "site": options.steer_site,
         "gate": _gate(options.gate) if options.gate else None,
     }
-    return [_OPERATIONS[name](text, where) for name, text in options.steer]
+    return [OPERATIONS[name](text, where) for name, text in options.steer]
 
 
 def vector_at(source: str, layer: int) -> residuum.Vector:
@@ -140,7 +140,7 @@ def _replacement(text: str, where: dict[str, Any]) -> residuum.Replace:
         raise residuum.InvalidRequest(f"--replace {text}: {error}") from None
 
 
-_OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
+OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
     "add": functools.partial(_scaled, residuum.Add),
     "ablate": functools.partial(_scaled, residuum.Ablate),
     "cap": _bounds,

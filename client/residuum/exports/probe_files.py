@@ -10,6 +10,7 @@ import numpy as np
 from residuum.exceptions import InvalidRequest
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
 from residuum.values.probes import Probe
+from residuum.values.smoothing import parse_smoothing
 
 FORMAT = "residuum.probe.v1"
 """The value of "format" in the metadata."""
@@ -27,6 +28,8 @@ def save(probe: Probe, path: str | os.PathLike[str]) -> None:
         "activation": probe.activation or _NO_ACTIVATION,
         "name": probe.name,
     }
+    if probe.smooth is not None:
+        metadata["smooth"] = str(probe.smooth)
     write_safetensors(path, {"weight": probe.weights, "bias": probe.bias}, metadata)
 
 
@@ -52,6 +55,7 @@ def load(path: str | os.PathLike[str]) -> Probe:
             site=metadata["site"],
             activation=None if activation == _NO_ACTIVATION else activation,
             name=metadata["name"],
+            smooth=parse_smoothing(metadata["smooth"]) if "smooth" in metadata else None,
         )
     except InvalidRequest as error:
         raise type(error)(f"{os.fspath(path)}: {error}", reason=error.reason) from None

@@ -9,6 +9,7 @@ from residuum.v1 import inference_pb2, probe_pb2
 from residuum.values.logprobs import Logprobs
 from residuum.values.probes import Probe
 from residuum.values.replies import Reply, Sequence, TokenDelta, Usage
+from residuum.values.rules import RuleEvent
 from residuum.values.scores import ScoreList, Scores
 from residuum.values.tokens import split_texts
 
@@ -30,6 +31,7 @@ class ReplyBuilder:
         self._probes = probes
         self._scores: dict[int, ScoreList] = {}
         self._prompt_scores: ScoreList | None = None
+        self._events: dict[int, list[RuleEvent]] = {}
 
     @property
     def is_started(self) -> bool:
@@ -93,6 +95,7 @@ class ReplyBuilder:
             skipped=self.started.skipped,
             prompt_logprobs=_logprobs(self._prompt_logprobs, of_prompt=True),
             prompt_scores=self._prompt_scores.all() if self._prompt_scores else None,
+            events=tuple(event for index in range(len(finished.sequences)) for event in self._events.get(index, ())),
         )
 
     def check_end(self) -> None:
@@ -120,11 +123,13 @@ class ReplyBuilder:
         self._logprobs.setdefault(delta.sequence, []).extend(own)
         self._texts.setdefault(delta.sequence, []).append(delta.text)
         self._tokens.setdefault(delta.sequence, []).extend(delta.token_ids)
-        scores = self._add_scores(delta)
-        return TokenDelta(delta.text, tuple(delta.token_ids), delta.sequence, _logprobs(own), scores, prompt_scores)
+        scores, events = self._add_scores(delta), tuple(map(RuleEvent.from_proto, delta.rule_events))
+        self._events.setdefault(delta.sequence, []).extend(events)
+        token_ids, logprobs = tuple(delta.token_ids), _logprobs(own)
+        return TokenDelta(delta.text, token_ids, delta.sequence, logprobs, scores, prompt_scores, events)
 
     def _add_scores(self, delta: inference_pb2.TokenDelta) -> Scores | None:
-        if not self._has_scores:
+        if not self._has_scores or (self.started.skipped and not delta.scores):
             return None
         return _extended(self._scores_of(delta.sequence), delta.scores, len(delta.token_ids))
 
@@ -137,8 +142,12 @@ class ReplyBuilder:
 
     @property
     def _has_scores(self) -> bool:
-        """Whether the reply has scores. One that repeats what a capture holds has none."""
-        return bool(self._probes) and not self.started.skipped
+        """Whether the reply has scores."""
+        return bool(self._probes)
+
+    def _are_complete(self, sequence: int) -> bool:
+        """Whether the scores of a sequence arrived. A capture that a skipped reply repeats may have none."""
+        return not self.started.skipped or sequence in self._scores
 
     def _scores_of(self, sequence: int) -> ScoreList:
         if sequence not in self._scores:
@@ -156,7 +165,7 @@ class ReplyBuilder:
             end.stop_token_id if end.HasField("stop_token_id") else None,
             _logprobs(self._logprobs.get(index, [])),
             _token_texts(end, len(token_ids)),
-            self._scores_of(index).all() if self._has_scores else None,
+            self._scores_of(index).all() if self._has_scores and self._are_complete(index) else None,
         )
 
 

@@ -12,8 +12,9 @@ from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong, Unkn
 from residuum.protocol.sampling import sampling_parameters
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.values.capture import Capture
-from residuum.values.probes import Probe, probe_list, probe_spec
+from residuum.values.probes import Probe, probe_list
 from residuum.values.replies import Registration, Reply
+from residuum.values.rules import Rule, rule_list
 from residuum.values.spans import CHAT_ROLES
 from residuum.values.steering import Operation, operation_list, steering_spec
 from residuum.values.stored_row import StoredRow
@@ -92,13 +93,15 @@ def plan_spec(
     if_exists: str = "fail",
     probes: Probe | Iterable[Probe] | None = None,
     score_prompt: bool = False,
+    rules: Rule | Iterable[Rule] | None = None,
+    without_operator_rules: bool = False,
 ) -> SpecPlan:
     """Return the plan of a spec.
 
     Raises:
         InvalidRequest: The spec is invalid; the message says what to change.
-        TypeError: `capture` is not a Capture, `steer` contains something other than operations, or `probes` something
-            other than probes.
+        TypeError: `capture` is not a Capture, `steer` contains something other than operations, `probes` something
+            other than probes, or `rules` something other than rules.
     """
     if capture is not None and not isinstance(capture, Capture):
         raise TypeError(f"capture= takes a residuum.Capture, not {short(capture)}.")
@@ -109,23 +112,31 @@ def plan_spec(
         spec.capture.CopyFrom(capture.to_proto())
     if operations or updatable:
         spec.steering.CopyFrom(steering_spec(_without_rows(operations), updatable=updatable))
-    chosen = check_probes(probes, score_prompt=score_prompt)
+    asked, chosen = check_probes(probes, rules, score_prompt=score_prompt)
     if chosen:
-        spec.probes.CopyFrom(probe_spec(chosen, score_prompt=score_prompt))
+        spec.probes.score_prompt = score_prompt
+        spec.probes.probes.extend(probe.to_proto() for probe in chosen)
+        spec.probes.rules.extend(rule.to_proto() for rule in asked)
+    if without_operator_rules:
+        spec.probes.without_operator_rules = True
     projection = capture.projection_vectors if capture is not None else ()
     probed = (vector for probe in chosen for vector in probe.vectors)
-    vectors = distinct((*vectors_of(operations), *projection, *probed))
+    ruled = vectors_of([operation for rule in asked for operation in rule.operations])
+    vectors = distinct((*vectors_of(operations), *projection, *probed, *ruled))
     return SpecPlan(spec, vectors, tuple(operations), chosen)
 
 
-def check_probes(probes: Probe | Iterable[Probe] | None, *, score_prompt: bool) -> tuple[Probe, ...]:
-    """Return the probes of a request.
+def check_probes(
+    probes: Probe | Iterable[Probe] | None, rules: Rule | Iterable[Rule] | None, *, score_prompt: bool
+) -> tuple[tuple[Rule, ...], tuple[Probe, ...]]:
+    """Return the rules of a request, and its probes with those of the rules.
 
     Raises:
-        InvalidRequest: Two probes have the same name, or `score_prompt` is set without probes.
-        TypeError: `probes` contains something other than probes, or `score_prompt` is not a bool.
+        InvalidRequest: Two probes or two rules have the same name, a rule has no probe or can never fire, or
+            `score_prompt` is set without probes.
+        TypeError: An argument contains something else, or `score_prompt` is not a bool.
     """
-    chosen = probe_list(probes)
+    asked, chosen = rule_list(rules, probe_list(probes))
     if not isinstance(score_prompt, bool):
         raise TypeError(f"score_prompt must be True or False, not {short(score_prompt)}.")
     if score_prompt and not chosen:
@@ -134,7 +145,7 @@ def check_probes(probes: Probe | Iterable[Probe] | None, *, score_prompt: bool) 
             reason="INVALID_FIELD",
             metadata={"field": "probes"},
         )
-    return chosen
+    return asked, chosen
 
 
 def check_if_exists(choice: str, *, has_both: bool) -> capture_pb2.IfExists.ValueType:
@@ -234,6 +245,8 @@ def plan_generation(
     if_exists: str = "fail",
     probes: Probe | Iterable[Probe] | None = None,
     score_prompt: bool = False,
+    rules: Rule | Iterable[Rule] | None = None,
+    without_operator_rules: bool = False,
     sampling: Mapping[str, Any],
 ) -> GenerationPlan:
     """Return the plan of a generation, either of a registered request or of one with its own spec.
@@ -250,14 +263,18 @@ def plan_generation(
     if registration is None:
         plan = plan_spec(
             capture, steer, request_id, model,
-            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
+            updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+            without_operator_rules=without_operator_rules,
         )  # fmt: skip
         request.spec.CopyFrom(plan.spec)
         return GenerationPlan(request, plan.vectors, plan.operations, plan.probes)
-    if capture is not None or any((steer, request_id, model, updatable, if_exists != "fail", probes, score_prompt)):
+    given = (
+        steer, request_id, model, updatable, if_exists != "fail", probes, score_prompt, rules, without_operator_rules
+    )  # fmt: skip
+    if capture is not None or any(given):
         raise InvalidRequest(
-            "A registered request already has its capture, steer, request_id, model, updatable, if_exists, probes and "
-            "score_prompt. Pass them only to register().",
+            "A registered request already has its capture, steer, request_id, model, updatable, if_exists, probes, "
+            "score_prompt, rules and without_operator_rules. Pass them only to register().",
             reason="INVALID_FIELD",
         )
     if isinstance(registration, Registration):

@@ -30,6 +30,7 @@ from residuum.transport.connections import ReadRetries, is_away
 from residuum.values.capture import Capture
 from residuum.values.probes import Probe
 from residuum.values.replies import Reply
+from residuum.values.rules import Rule
 from residuum.values.steering import Operation, operation_list
 
 
@@ -91,6 +92,10 @@ class BatchPlan:
     """The probes of every prompt."""
     score_prompt: bool = False
     """Whether the positions of the prompts are scored."""
+    rules: tuple[Rule, ...] = ()
+    """The rules of every prompt."""
+    without_operator_rules: bool = False
+    """Whether the operator's rules are left out."""
 
     @classmethod
     def of(
@@ -104,6 +109,8 @@ class BatchPlan:
         if_exists: IfExists = "fail",
         probes: Probe | Iterable[Probe] | None = None,
         score_prompt: bool = False,
+        rules: Rule | Iterable[Rule] | None = None,
+        without_operator_rules: bool = False,
     ) -> BatchPlan:
         """Return the arguments for each prompt after checking them.
 
@@ -115,7 +122,7 @@ class BatchPlan:
         items = _check_prompts(prompts, sampling)
         captures, steering = _captures(capture, len(items)), _steering(steer, len(items))
         names = _request_ids(request_ids, len(items))
-        chosen = check_probes(probes, score_prompt=score_prompt)
+        asked, chosen = check_probes(probes, rules, score_prompt=score_prompt)
         is_uniform = all(item is captures[0] for item in captures) and all(item is steering[0] for item in steering)
         if items:
             sampling_parameters(sampling)
@@ -123,7 +130,9 @@ class BatchPlan:
             if is_uniform and captures[0] is not None:
                 captures[0].to_proto()
         choices = _if_exists(if_exists, captures)
-        return cls(items, captures, steering, names, choices, is_uniform, chosen, score_prompt)
+        return cls(
+            items, captures, steering, names, choices, is_uniform, chosen, score_prompt, asked, without_operator_rules
+        )
 
     @property
     def can_skip(self) -> bool:

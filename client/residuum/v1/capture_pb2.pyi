@@ -9,6 +9,8 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from residuum.v1 import probe_pb2 as _probe_pb2
+from residuum.v1 import rule_pb2 as _rule_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
@@ -711,6 +713,7 @@ class CaptureDescription(_message.Message):
     MAX_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     SITE_WIDTHS_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The capture's ID, which is also its request's ID."""
     model: _builtins.str
@@ -771,6 +774,10 @@ class CaptureDescription(_message.Message):
     def site_widths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Elements of a row at each site of spec.sites, in their order. Empty: `hidden_size` at all of them."""
 
+    @_builtins.property
+    def probes(self) -> _probe_pb2.ProbeSpec:
+        """The request's probes and rules. Unset: none, or the writer is older than this field."""
+
     def __init__(
         self,
         *,
@@ -794,10 +801,11 @@ class CaptureDescription(_message.Message):
         max_generated_tokens: _builtins.int = ...,
         adapter: _builtins.str = ...,
         site_widths: _abc.Iterable[_builtins.int] | None = ...,
+        probes: _probe_pb2.ProbeSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "request_time", b"request_time", "spec", b"spec", "steering", b"steering"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "probes", b"probes", "request_time", b"request_time", "spec", b"spec", "steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "max_generated_tokens", b"max_generated_tokens", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "site_widths", b"site_widths", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "capture_id", b"capture_id", "dtype", b"dtype", "hidden_size", b"hidden_size", "layout", b"layout", "max_generated_tokens", b"max_generated_tokens", "model", b"model", "num_layers", b"num_layers", "num_sequences", b"num_sequences", "probes", b"probes", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_time", b"request_time", "sampling_digest", b"sampling_digest", "service_instance", b"service_instance", "site_widths", b"site_widths", "spec", b"spec", "steering", b"steering", "tenant", b"tenant", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -812,8 +820,9 @@ class SequenceOutcome(_message.Message):
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """Why the sequence ended: "stop", "length" or "abort"."""
+    """Why the sequence ended: "stop", "length", "rule" or "abort"."""
     @_builtins.property
     def generated_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The IDs of the generated tokens. The expected rows are those of prompt + generated - 1 tokens."""
@@ -822,16 +831,23 @@ class SequenceOutcome(_message.Message):
     def token_texts(self) -> Global___TokenTexts:
         """The texts of the generated tokens. Unset: the writer is older than this field."""
 
+    @_builtins.property
+    def scores(self) -> _probe_pb2.KeptScores:
+        """The scores of the generated tokens, as in TokenDelta. Unset: the request has no probes, or the writer is older than
+        this field. A capture has at most 131072 numbers of scores, of the prompt and all sequences; else it has none.
+        """
+
     def __init__(
         self,
         *,
         generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _builtins.str = ...,
         token_texts: Global___TokenTexts | None = ...,
+        scores: _probe_pb2.KeptScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token_texts", b"token_texts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores", "token_texts", b"token_texts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generated_token_ids", b"generated_token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "generated_token_ids", b"generated_token_ids", "scores", b"scores", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1024,6 +1040,8 @@ class CaptureManifest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     MESSAGE_SPANS_FIELD_NUMBER: _builtins.int
+    RULE_EVENTS_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     state: Global___CaptureState.ValueType
     """The capture's state."""
     incomplete_reason: Global___IncompleteReason.ValueType
@@ -1085,6 +1103,14 @@ class CaptureManifest(_message.Message):
     def message_spans(self) -> Global___MessageSpans:
         """The positions of the prompt's messages. Unset or left out as `prompt_token_texts`."""
 
+    @_builtins.property
+    def rule_events(self) -> _containers.RepeatedCompositeFieldContainer[_rule_pb2.RuleEvent]:
+        """The rules that fired, by sequence and in order. Empty until the capture is sealed."""
+
+    @_builtins.property
+    def prompt_scores(self) -> _probe_pb2.KeptScores:
+        """The scores of the prompt's positions. Unset: the request did not ask for them, or the capture is not sealed."""
+
     def __init__(
         self,
         *,
@@ -1104,10 +1130,12 @@ class CaptureManifest(_message.Message):
         labels: _abc.Iterable[Global___Label] | None = ...,
         prompt_token_texts: Global___TokenTexts | None = ...,
         message_spans: Global___MessageSpans | None = ...,
+        rule_events: _abc.Iterable[_rule_pb2.RuleEvent] | None = ...,
+        prompt_scores: _probe_pb2.KeptScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "message_spans", b"message_spans", "open_time", b"open_time", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "message_spans", b"message_spans", "open_time", b"open_time", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts", "rule_events", b"rule_events", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,7 +94,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 27
     """UNAUTHENTICATED: the call carries no token, or one that is unknown or has expired."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 28
-    """PERMISSION_DENIED: the token lacks the right that the method requires. Metadata: `right`, `method`."""
+    """PERMISSION_DENIED: the token lacks the right that the method requires; or the request opts out of rules of the
+    operator that it may not opt out of (the right is may_opt_out). Metadata: `right`, `method`.
+    """
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 29
     """RESOURCE_EXHAUSTED: the tenant has reached its own limit. Metadata: `limit`, `allowed`."""
     ERROR_REASON_CALLER_STALLED: _ErrorReason.ValueType  # 30
@@ -186,7 +188,9 @@ ERROR_REASON_NOT_UPDATABLE: ErrorReason.ValueType  # 26
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 27
 """UNAUTHENTICATED: the call carries no token, or one that is unknown or has expired."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 28
-"""PERMISSION_DENIED: the token lacks the right that the method requires. Metadata: `right`, `method`."""
+"""PERMISSION_DENIED: the token lacks the right that the method requires; or the request opts out of rules of the
+operator that it may not opt out of (the right is may_opt_out). Metadata: `right`, `method`.
+"""
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 29
 """RESOURCE_EXHAUSTED: the tenant has reached its own limit. Metadata: `limit`, `allowed`."""
 ERROR_REASON_CALLER_STALLED: ErrorReason.ValueType  # 30

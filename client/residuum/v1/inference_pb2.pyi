@@ -13,6 +13,7 @@ from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import placement_pb2 as _placement_pb2
 from residuum.v1 import probe_pb2 as _probe_pb2
+from residuum.v1 import rule_pb2 as _rule_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
@@ -82,6 +83,7 @@ class GetModelInfoResponse(_message.Message):
     ATTENTION_FIELD_NUMBER: _builtins.int
     GATE_MEASURES_FIELD_NUMBER: _builtins.int
     PROBE_SITES_FIELD_NUMBER: _builtins.int
+    OPERATOR_RULES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name, which clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -180,6 +182,10 @@ class GetModelInfoResponse(_message.Message):
     def probe_sites(self) -> _containers.RepeatedScalarFieldContainer[_site_pb2.Site.ValueType]:
         """The sites at which probes can read rows. Empty: the server is older than this field and has no probes."""
 
+    @_builtins.property
+    def operator_rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the operator's rules that apply to the caller's requests, as RuleEvent has them."""
+
     def __init__(
         self,
         *,
@@ -209,10 +215,11 @@ class GetModelInfoResponse(_message.Message):
         attention: _abc.Iterable[Global___AttentionLayer] | None = ...,
         gate_measures: _abc.Iterable[_steering_pb2.GateMeasure.ValueType] | None = ...,
         probe_sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
+        operator_rules: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "probe_sites", b"probe_sites", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "operator_rules", b"operator_rules", "probe_sites", b"probe_sites", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,6 +334,7 @@ class Limits(_message.Message):
     TABLE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_PROBE_OUTPUTS_FIELD_NUMBER: _builtins.int
+    MAX_RULES_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Tokens of prompt and reply together."""
     max_message_bytes: _builtins.int
@@ -357,6 +365,8 @@ class Limits(_message.Message):
     """
     max_probe_outputs: _builtins.int
     """The outputs of all probes of one request. 0: the server is older than this field and has no probes."""
+    max_rules: _builtins.int
+    """The rules of one request. 0: the server has no rules."""
     def __init__(
         self,
         *,
@@ -373,10 +383,11 @@ class Limits(_message.Message):
         table_bytes: _builtins.int = ...,
         max_logprobs: _builtins.int = ...,
         max_probe_outputs: _builtins.int = ...,
+        max_rules: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_outputs", b"max_probe_outputs", "max_registrations", b"max_registrations", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_outputs", b"max_probe_outputs", "max_registrations", b"max_registrations", "max_rules", b"max_rules", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1226,6 +1237,7 @@ class TokenDelta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
+    RULE_EVENTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The sequence."""
     text: _builtins.str
@@ -1258,6 +1270,10 @@ class TokenDelta(_message.Message):
         did not ask for them, or they are complete.
         """
 
+    @_builtins.property
+    def rule_events(self) -> _containers.RepeatedCompositeFieldContainer[_rule_pb2.RuleEvent]:
+        """The rules that fired at the new tokens. If many tokens take several deltas, the last of these has them."""
+
     def __init__(
         self,
         *,
@@ -1268,10 +1284,11 @@ class TokenDelta(_message.Message):
         prompt_logprobs: Global___Logprobs | None = ...,
         scores: _abc.Iterable[_probe_pb2.ProbeScores] | None = ...,
         prompt_scores: _abc.Iterable[_probe_pb2.ProbeScores] | None = ...,
+        rule_events: _abc.Iterable[_rule_pb2.RuleEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_scores", b"prompt_scores", "scores", b"scores", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_scores", b"prompt_scores", "rule_events", b"rule_events", "scores", b"scores", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1325,9 +1342,11 @@ class SequenceFinish(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """The reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output) or "length"."""
+    """The reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output), "length", or
+    "rule" (see RULE_ACTION_ABORT).
+    """
     stop_reason: _builtins.str
-    """The stop text that ended the sequence. Empty: none."""
+    """The stop text that ended the sequence, or the name of the rule. Empty: none."""
     generated_tokens: _builtins.int
     """Number of generated tokens."""
     stop_token_id: _builtins.int

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from residuum.v1 import rule_pb2 as _rule_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 import builtins as _builtins
 import sys
@@ -52,23 +53,35 @@ class ProbeSpec(_message.Message):
 
     PROBES_FIELD_NUMBER: _builtins.int
     SCORE_PROMPT_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    WITHOUT_OPERATOR_RULES_FIELD_NUMBER: _builtins.int
     score_prompt: _builtins.bool
     """Also score every position of the prompt. Such a request computes its whole prompt; without it, the prefix cache is
     used as for any other request.
     """
+    without_operator_rules: _builtins.bool
+    """Do without the operator's rules. Refused with PERMISSION_DENIED unless the operator lets the tenant opt out of each
+    rule that applies to it.
+    """
     @_builtins.property
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Probe]:
         """The probes. Each has another name. Together they have at most Limits.max_probe_outputs outputs."""
+
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedCompositeFieldContainer[_rule_pb2.Rule]:
+        """What the server does depending on the scores of generated tokens. At most Limits.max_rules."""
 
     def __init__(
         self,
         *,
         probes: _abc.Iterable[Global___Probe] | None = ...,
         score_prompt: _builtins.bool = ...,
+        rules: _abc.Iterable[_rule_pb2.Rule] | None = ...,
+        without_operator_rules: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes", "score_prompt", b"score_prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes", "rules", b"rules", "score_prompt", b"score_prompt", "without_operator_rules", b"without_operator_rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -88,6 +101,7 @@ class Probe(_message.Message):
     SITE_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     ACTIVATION_FIELD_NUMBER: _builtins.int
+    SMOOTHING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name, 1 to 64 of the characters a-z A-Z 0-9 . _ -."""
     layer: _builtins.int
@@ -100,6 +114,10 @@ class Probe(_message.Message):
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeOutput]:
         """The outputs, at least one."""
 
+    @_builtins.property
+    def smoothing(self) -> Global___Smoothing:
+        """How the scores of consecutive positions are smoothed, each output separately, after the activation. Unset: not."""
+
     def __init__(
         self,
         *,
@@ -108,14 +126,53 @@ class Probe(_message.Message):
         site: _site_pb2.Site.ValueType = ...,
         outputs: _abc.Iterable[Global___ProbeOutput] | None = ...,
         activation: Global___ProbeActivation.ValueType = ...,
+        smoothing: Global___Smoothing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["smoothing", b"smoothing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "layer", b"layer", "name", b"name", "outputs", b"outputs", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "layer", b"layer", "name", b"name", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class Smoothing(_message.Message):
+    """Replaces the scores of consecutive positions by a value over the positions up to and including each. In the following,
+    x_0, x_1, ... are the scores and y_0, y_1, ... are the results.
+
+    Smoothing begins anew with the prompt and with the reply, so the scores of a reply do not depend on whether its prompt
+    is scored. The first position of a reply is the prompt's last one. A score that is not finite stays as it is, and the
+    results for later positions leave it out.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMA_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    ema: _builtins.float
+    """Exponential moving average, with this decay: y_0 = x_0, and y_i = decay y_(i-1) + (1 - decay) x_i. Above 0, below 1."""
+    max: _builtins.int
+    """The maximum of this many of the latest positions, at most 1024. 0: of all."""
+    mean: _builtins.int
+    """The mean of this many of the latest positions, at most 1024. 0: of all."""
+    def __init__(
+        self,
+        *,
+        ema: _builtins.float = ...,
+        max: _builtins.int = ...,
+        mean: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ema", b"ema", "max", b"max", "mean", b"mean", "method", b"method"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ema", b"ema", "max", b"max", "mean", b"mean", "method", b"method"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_method: _TypeAlias = _typing.Literal["ema", "max", "mean"]  # noqa: Y015
+    _WhichOneofArgType_method: _TypeAlias = _typing.Literal["method", b"method"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_method) -> _WhichOneofReturnType_method | None: ...
+
+Global___Smoothing: _TypeAlias = Smoothing  # noqa: Y015
 
 @_typing.final
 class ProbeOutput(_message.Message):
@@ -166,3 +223,31 @@ class ProbeScores(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProbeScores: _TypeAlias = ProbeScores  # noqa: Y015
+
+@_typing.final
+class KeptScores(_message.Message):
+    """The scores of a sequence's tokens, or of the prompt's positions, that are stored with a capture."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBES_FIELD_NUMBER: _builtins.int
+    UNKNOWN_DETAIL_FIELD_NUMBER: _builtins.int
+    unknown_detail: _builtins.str
+    """Why they are not stored, in words, for a person. The other field is then empty. Empty: they are stored."""
+    @_builtins.property
+    def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeScores]:
+        """Those of each of the request's probes, in their order."""
+
+    def __init__(
+        self,
+        *,
+        probes: _abc.Iterable[Global___ProbeScores] | None = ...,
+        unknown_detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probes", b"probes", "unknown_detail", b"unknown_detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptScores: _TypeAlias = KeptScores  # noqa: Y015

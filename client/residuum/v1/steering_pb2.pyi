@@ -418,23 +418,29 @@ class SteeringChange(_message.Message):
 
     STEERING_FIELD_NUMBER: _builtins.int
     FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    rule: _builtins.str
+    """The name of the rule that fired. Empty: UpdateSteering made the change."""
     @_builtins.property
     def steering(self) -> Global___SteeringSpec:
         """The new steering, which replaces the old. Without operations, steering stops."""
 
     @_builtins.property
     def first_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each sequence, in order, the first position with the new steering; the number of its tokens if it had ended."""
+        """For each sequence, in order, the first position with the new steering; the number of its tokens if it had ended. A
+        change by a rule applies to one sequence only; for the others, this is 4294967295, a position that none reaches.
+        """
 
     def __init__(
         self,
         *,
         steering: Global___SteeringSpec | None = ...,
         first_positions: _abc.Iterable[_builtins.int] | None = ...,
+        rule: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["steering", b"steering"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_positions", b"first_positions", "steering", b"steering"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_positions", b"first_positions", "rule", b"rule", "steering", b"steering"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

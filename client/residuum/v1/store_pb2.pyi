@@ -12,6 +12,8 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from residuum.v1 import capture_pb2 as _capture_pb2
 from residuum.v1 import errors_pb2 as _errors_pb2
+from residuum.v1 import probe_pb2 as _probe_pb2
+from residuum.v1 import rule_pb2 as _rule_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
@@ -471,6 +473,8 @@ class SealCaptureRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     MESSAGE_SPANS_FIELD_NUMBER: _builtins.int
+    RULE_EVENTS_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The ID of the capture."""
     outcome: _capture_pb2.CaptureState.ValueType
@@ -506,6 +510,14 @@ class SealCaptureRequest(_message.Message):
     def message_spans(self) -> _capture_pb2.MessageSpans:
         """The positions of the prompt's messages. Unset: they are not known."""
 
+    @_builtins.property
+    def rule_events(self) -> _containers.RepeatedCompositeFieldContainer[_rule_pb2.RuleEvent]:
+        """The rules that fired. At most 256 KiB in all."""
+
+    @_builtins.property
+    def prompt_scores(self) -> _probe_pb2.KeptScores:
+        """The scores of the prompt's positions. Unset: there are none."""
+
     def __init__(
         self,
         *,
@@ -519,10 +531,12 @@ class SealCaptureRequest(_message.Message):
         attempt: _builtins.int = ...,
         prompt_token_texts: _capture_pb2.TokenTexts | None = ...,
         message_spans: _capture_pb2.MessageSpans | None = ...,
+        rule_events: _abc.Iterable[_rule_pb2.RuleEvent] | None = ...,
+        prompt_scores: _probe_pb2.KeptScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message_spans", b"message_spans", "prompt_token_texts", b"prompt_token_texts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message_spans", b"message_spans", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "message_spans", b"message_spans", "outcome", b"outcome", "prompt_token_texts", b"prompt_token_texts", "sequences", b"sequences", "steering_changes", b"steering_changes", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_id", b"capture_id", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "message_spans", b"message_spans", "outcome", b"outcome", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts", "rule_events", b"rule_events", "sequences", b"sequences", "steering_changes", b"steering_changes", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,9 @@ class StoreServiceStub:
 
     Opening a capture also renews the lease of its `service_instance`.
 
+    If the ID is new, the store sends the initial metadata of its answer before it commits the capture. Chunks that the
+    caller sends after it has received them are written after the capture, so it need not wait for the answer.
+
     Errors:
     * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended, and `if_exists` does
       not allow to replace or skip it; or its request is still running. With `check_only`: a capture with this ID
@@ -272,6 +275,9 @@ class StoreServiceAsyncStub(StoreServiceStub):
     first one is kept. So a caller that got no answer may retry.
 
     Opening a capture also renews the lease of its `service_instance`.
+
+    If the ID is new, the store sends the initial metadata of its answer before it commits the capture. Chunks that the
+    caller sends after it has received them are written after the capture, so it need not wait for the answer.
 
     Errors:
     * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended, and `if_exists` does
@@ -489,6 +495,9 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         first one is kept. So a caller that got no answer may retry.
 
         Opening a capture also renews the lease of its `service_instance`.
+
+        If the ID is new, the store sends the initial metadata of its answer before it commits the capture. Chunks that the
+        caller sends after it has received them are written after the capture, so it need not wait for the answer.
 
         Errors:
         * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended, and `if_exists` does

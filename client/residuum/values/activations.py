@@ -14,6 +14,7 @@ from residuum.exports.job import Export, export_activations
 from residuum.values.blocks import AnyBlock, EncodedBlock
 from residuum.values.manifest import Manifest
 from residuum.values.points import parse_point
+from residuum.values.scores import Scores
 from residuum.values.spans import MessageSpan, SpanLike, places_in
 from residuum.values.tokens import offsets_of
 from residuum.values.vector import Vector
@@ -124,6 +125,31 @@ class Activations(Mapping[int, FloatArray]):
         """
         texts = self._manifest.tokens(self.sequence)
         return tuple(texts[position] if position < len(texts) else "" for position in self.positions.tolist())
+
+    @property
+    def scores(self) -> Scores | None:
+        """The scores of the rows at each position by the names of the request's probes, as they were computed.
+
+        They are float32 [positions], or [positions, outputs] if the probe has several outputs. They are NaN where the
+        request did not score the row: in the prompt, except for its last position, unless `score_prompt` was given.
+        None if the request had no probes, or too many scores to be stored: see `Manifest.scores`.
+
+        Example:
+            >>> for position, score in zip(acts.positions, acts.scores["question"]):
+            ...     print(position, score)
+        """
+        of_reply, of_prompt = self._manifest.scores(self.sequence), self._manifest.prompt_scores
+        if of_reply is None:
+            return None
+        first, found = self.prompt_tokens - 1, Scores()
+        for name, scores in of_reply.items():
+            # The row at the prompt's last position is that of the first token.
+            before = of_prompt[name][:first] if of_prompt else np.full((first, *scores.shape[1:]), np.nan, np.float32)
+            known = np.concatenate([before, scores])
+            padding = np.full((int(self.positions.max(initial=0)) + 1, *scores.shape[1:]), np.nan, np.float32)
+            padding[: len(known)] = known[: len(padding)]
+            found[name] = padding[self.positions]
+        return found
 
     @property
     def text(self) -> str:

@@ -16,6 +16,8 @@ from residuum.values.capture import AXES, REDUCTIONS
 from residuum.values.gates import GateRecord
 from residuum.values.manifest_json import from_document, to_document
 from residuum.values.points import SITE_NAMES, SITES
+from residuum.values.rules import RuleEvent
+from residuum.values.scores import Scores, kept_scores
 from residuum.values.selections import Positions
 from residuum.values.spans import MessageSpan, spans_of
 from residuum.values.tokens import split_texts
@@ -133,12 +135,14 @@ class SteeringChange:
 
     Attributes:
         first_positions: For each sequence, the first position with this steering; the number of its tokens if it had
-            ended already.
+            ended already. A change by a rule is for one sequence only; for the others, this is 4294967295.
         steering: The operations from there on, in order; empty if there are none.
+        rule: The name of the rule that fired; empty if `update_steering` made the change.
     """
 
     first_positions: tuple[int, ...]
     steering: tuple[SteeringRecord, ...]
+    rule: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,7 @@ class Manifest:
         steered: Whether the request was steered, at the start or later.
         steering: The steering operations at the start, in order.
         steering_changes: Changes of the steering while the request was generating; known once the capture is sealed.
+        rule_events: The rules that fired; known once the capture is sealed.
         vllm_version: The version of vLLM that ran the model.
         request_time: When the request was accepted.
         open_time: When the capture was opened.
@@ -214,6 +219,7 @@ class Manifest:
     steered: bool
     steering: tuple[SteeringRecord, ...]
     steering_changes: tuple[SteeringChange, ...]
+    rule_events: tuple[RuleEvent, ...]
     vllm_version: str
     request_time: datetime.datetime | None
     open_time: datetime.datetime | None
@@ -324,6 +330,29 @@ class Manifest:
             )
         return spans_of(self.proto, sequence)
 
+    def scores(self, sequence: int = 0) -> Scores | None:
+        """Return the scores of one sequence's tokens, as in the reply; see `Sequence.scores`.
+
+        Args:
+            sequence: The sequence.
+
+        Returns:
+            The scores by the names of the probes, float32 [tokens] or [tokens, outputs]. None if the request had no
+            probes, the capture is not sealed, or the scores were too many to be stored: more than 131,072 numbers.
+
+        Raises:
+            KeyError: The sequence does not exist.
+        """
+        self._check_sequence(sequence)
+        if sequence >= len(self.proto.sequences):
+            return None
+        return kept_scores(self.proto.description.probes.probes, self.proto.sequences[sequence].scores)
+
+    @property
+    def prompt_scores(self) -> Scores | None:
+        """The scores of the prompt's positions, as in the reply; None if there are none. See `scores`."""
+        return kept_scores(self.proto.description.probes.probes, self.proto.prompt_scores)
+
     def _check_sequence(self, sequence: int) -> None:
         count = max(self.proto.description.num_sequences, 1)
         if not 0 <= sequence < count:
@@ -419,8 +448,10 @@ class Manifest:
             or any(item.steering.operations for item in proto.steering_changes),
             steering=_records(description.steering),
             steering_changes=tuple(
-                SteeringChange(tuple(item.first_positions), _records(item.steering)) for item in proto.steering_changes
+                SteeringChange(tuple(item.first_positions), _records(item.steering), item.rule)
+                for item in proto.steering_changes
             ),
+            rule_events=tuple(map(RuleEvent.from_proto, proto.rule_events)),
             vllm_version=description.vllm_version,
             request_time=to_datetime(description.request_time),
             open_time=to_datetime(proto.open_time),

@@ -19,7 +19,7 @@ from residuum.wire.selection import is_reduced, layers_at
 _OWN_FIELDS = ("request_id", "tp_rank", "tp_world_size", "mode", "compression")
 """Fields of a document that the message does not have."""
 
-_OUTCOME = ("generated_token_ids", "finish_reason", "token_texts")
+_OUTCOME = ("generated_token_ids", "finish_reason", "token_texts", "scores")
 """The message's fields of a sequence, once the capture is sealed."""
 
 _COUNTS = ("num_rows", "num_bytes")
@@ -109,10 +109,11 @@ def _sequence(proto: capture_pb2.CaptureManifest, number: int) -> dict[str, Any]
         entry["total_len"] = prompt + len(outcome.generated_token_ids)
         entry["finish_reason"] = outcome.finish_reason
         entry["generated_token_ids"] = list(outcome.generated_token_ids)
-        if outcome.HasField("token_texts"):
-            entry["token_texts"] = json_format.MessageToDict(
-                outcome.token_texts, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
+        for name in ("token_texts", "scores"):
+            if outcome.HasField(name):
+                entry[name] = json_format.MessageToDict(
+                    getattr(outcome, name), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+                )
     return entry
 
 

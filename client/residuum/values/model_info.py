@@ -54,6 +54,7 @@ class ModelInfo:
             and has no gates.
         probe_sites: The sites at which probes can read rows; `limits["max_probe_outputs"]` says how many outputs the
             probes of a request may have. Empty: the server is older than this field, and has no probes.
+        operator_rules: The names of the operator's rules that apply to your requests.
         attention: What determines the attention weights of each layer; empty if the server does not say.
         store_reachable: Whether all stores answer the inference service; None without stores, or without a check
             (`check_store`).
@@ -85,6 +86,7 @@ class ModelInfo:
     steering_sites: tuple[str, ...] = ()
     gate_measures: tuple[str, ...] = ()
     probe_sites: tuple[str, ...] = ()
+    operator_rules: tuple[str, ...] = ()
     attention: tuple[AttentionLayer, ...] = ()
     store_reachable: bool | None = None
     store_detail: str = ""
@@ -115,6 +117,7 @@ class ModelInfo:
             steering_sites=tuple(site_name(site) for site in proto.steering_sites),
             gate_measures=tuple(MEASURE_NAMES[number] for number in proto.gate_measures if number in MEASURE_NAMES),
             probe_sites=tuple(site_name(site) for site in proto.probe_sites),
+            operator_rules=tuple(proto.operator_rules),
             attention=tuple(map(AttentionLayer.from_proto, proto.attention)),
             steering_operations=tuple(proto.steering_operations),
             max_model_len=proto.limits.max_model_len,

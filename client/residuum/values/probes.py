@@ -17,6 +17,7 @@ from residuum.v1 import probe_pb2
 from residuum.values.linear_models import of_sklearn, of_torch
 from residuum.values.points import site_numbers
 from residuum.values.selections import layer_list
+from residuum.values.smoothing import Smoothing, smoothing_of
 from residuum.values.vector import Vector, as_float32
 from residuum.wire.probes import is_valid_probe_name, score
 
@@ -35,7 +36,7 @@ class Probe:
     """A linear probe: it gives scores to the rows at a site of a layer.
 
     A row's outputs are its inner products with the weights, plus the bias. Its scores are the outputs after the
-    activation.
+    activation. With `smooth`, the server then smooths the scores of consecutive tokens.
 
     With `probes=[...]`, the server computes the scores on the device while the model generates, and sends them with the
     tokens: see `TokenDelta.scores` and `Reply.scores`. If the request is steered, the probe reads the steered row.
@@ -49,6 +50,8 @@ class Probe:
         activation: What is applied to the outputs of a row: "sigmoid" to each, "softmax" to all, or None.
         name: The name of its scores, 1 to 64 of the characters a-z A-Z 0-9 . _ -. The probes of a request have
             different names.
+        smooth: How the server smooths the scores, each output separately: EMA, RollingMax, RollingMean, or None. It
+            begins anew with the reply. A score that is not finite stays as it is, and does not count later.
 
     Raises:
         BadVector: The weights are not of this shape, or not finite.
@@ -68,6 +71,7 @@ class Probe:
     site: str
     activation: str | None
     name: str
+    smooth: Smoothing | None
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Probe:
         site: str = "resid_post",
         activation: str | None = None,
         name: str = "probe",
+        smooth: Smoothing | None = None,
     ) -> None:
         checked = _weights(weights)
         fields = {
@@ -87,6 +92,7 @@ class Probe:
             "site": _site(site),
             "activation": _activation(activation, len(checked)),
             "name": _name(name),
+            "smooth": smoothing_of(smooth),
         }
         for field, value in fields.items():
             object.__setattr__(self, field, value)
@@ -154,7 +160,8 @@ class Probe:
         """Write the probe to a safetensors file.
 
         The file has the tensors `weight`, float32 [outputs, width], and `bias`, float32 [outputs]. Its metadata has
-        `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax") and `name`.
+        `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax"), `name`, and
+        `smooth` if the scores are smoothed (such as "ema:0.9", "max:8" or "mean").
 
         Raises:
             OSError: The file cannot be written.
@@ -164,16 +171,19 @@ class Probe:
         probe_files.save(self, path)
 
     def score(self, rows: npt.ArrayLike) -> FloatArray:
-        """Return the scores of rows, computed here: float32 [rows, outputs], also for one output.
+        """Return the scores of rows, computed here: float32 [rows] of a probe with one output, else [rows, outputs].
+
+        These are the shapes of a reply's scores. The rows need not be consecutive, so their scores are not smoothed:
+        `probe.smooth.apply(scores)` does that.
 
         Args:
-            rows: [rows, width], such as `acts[12]`; or one row, [width], which gives [outputs].
+            rows: [rows, width], such as `acts[12]`; or one row, [width], which gives one number, or [outputs].
 
         Raises:
             BadVector: The rows are not of the probe's width.
 
         Example:
-            >>> probe.score(client.activations(reply)[12])[:, 0]
+            >>> probe.score(client.activations(reply)[12])
             array([0.02, 0.91, …], dtype=float32)
         """
         values = as_float32(rows)
@@ -183,7 +193,8 @@ class Probe:
                 f"{list(values.shape)}.",
                 reason="WRONG_LENGTH",
             )
-        return score(values, self.weights, self.bias, ACTIVATIONS[self.activation])
+        scores = score(values, self.weights, self.bias, ACTIVATIONS[self.activation])
+        return scores if self.num_outputs > 1 else scores[..., 0]
 
     @property
     def width(self) -> int:
@@ -207,6 +218,8 @@ class Probe:
             (message.site,) = site_numbers([self.site])
         for vector, bias in zip(self.vectors, self.bias, strict=True):
             message.outputs.add(digest=vector.digest, bias=float(bias))
+        if self.smooth is not None:
+            message.smoothing.CopyFrom(self.smooth.to_proto())
         return message
 
     def __eq__(self, other: object) -> bool:
@@ -223,7 +236,7 @@ class Probe:
         outputs = "1 output" if self.num_outputs == 1 else f"{self.num_outputs} outputs"
         return (
             f"Probe({self.name!r}, {self.site}.{self.layer}, {outputs} of {self.width} elements, "
-            f"activation {self.activation})"
+            f"activation {self.activation}{f', smooth {self.smooth}' if self.smooth else ''})"
         )
 
 
@@ -248,11 +261,6 @@ def probe_list(probes: Probe | Iterable[Probe] | None) -> tuple[Probe, ...]:
             metadata={"field": "probes"},
         )
     return tuple(items)
-
-
-def probe_spec(probes: Iterable[Probe], *, score_prompt: bool) -> probe_pb2.ProbeSpec:
-    """Return the message for probes, in this order."""
-    return probe_pb2.ProbeSpec(probes=[probe.to_proto() for probe in probes], score_prompt=score_prompt)
 
 
 def _kind(item: object) -> str:

@@ -12,6 +12,7 @@ from residuum.v1 import store_pb2
 from residuum.values.logprobs import Logprobs
 from residuum.values.manifest import STATES, to_datetime
 from residuum.values.probes import Probe
+from residuum.values.rules import RuleEvent
 from residuum.values.scores import Scores
 from residuum.values.vector import Vector
 from residuum.wire.labels import LabelValue, to_dict
@@ -31,6 +32,7 @@ class TokenDelta:
             outputs] if the probe has several outputs. See `Sequence.scores`.
         prompt_scores: The same for the next positions of the prompt; None if there are none. With `score_prompt`, they
             come in deltas before the first token, or with it. These deltas continue each other, and may have no tokens.
+        events: The rules that fired at the new tokens.
     """
 
     text: str
@@ -39,6 +41,7 @@ class TokenDelta:
     logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
     scores: Scores | None = field(default=None, repr=False, compare=False)
     prompt_scores: Scores | None = field(default=None, repr=False, compare=False)
+    events: tuple[RuleEvent, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return self.text
@@ -64,17 +67,17 @@ class Sequence:
     Attributes:
         text: The generated text.
         token_ids: The generated token IDs.
-        finish_reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output) or
-            "length".
-        stop_reason: The stop text that ended the sequence; empty if none did.
+        finish_reason: "stop" (end of sequence, a stop token, a stop text, or the end of a structured output),
+            "length", or "rule".
+        stop_reason: The stop text or the name of the rule that ended the sequence; empty if none did.
         stop_token_id: The stop token that ended the sequence, which is its last token; None if none did.
         logprobs: The log-probabilities of the generated tokens; None unless `logprobs` was given.
         token_texts: As `tokens`; None if the server did not send them.
         scores: The scores of the generated tokens by the names of the request's probes: float32 [tokens], or [tokens,
             outputs] if the probe has several outputs. The score of a token is that of the row from which the model
-            predicted it, which is the row of the position before. None if nothing was generated because the capture
-            existed, without `probes`, and for a registration that was given as an ID, whose probes the client does not
-            know.
+            predicted it, which is the row of the position before. None without `probes`, for a registration that was
+            given as an ID, whose probes the client does not know, and if nothing was generated because a capture
+            existed that has no scores.
     """
 
     text: str
@@ -121,6 +124,7 @@ class Reply:
         prompt_scores: The scores of the prompt's positions by the names of the request's probes: float32 [positions],
             or [positions, outputs] if the probe has several outputs. The last one is also the score of the first
             generated token. None unless `score_prompt` was given.
+        events: The rules that fired, in all sequences: by sequence, in the order of the tokens.
     """
 
     request_id: str
@@ -132,6 +136,7 @@ class Reply:
     skipped: bool = False
     prompt_logprobs: Logprobs | None = field(default=None, repr=False, compare=False)
     prompt_scores: Scores | None = field(default=None, repr=False, compare=False)
+    events: tuple[RuleEvent, ...] = ()
 
     @property
     def text(self) -> str:
@@ -158,8 +163,13 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """Why the first sequence ended: "stop" or "length"."""
+        """Why the first sequence ended: "stop", "length" or "rule"."""
         return self.sequences[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str:
+        """The stop text or the name of the rule that ended the first sequence; empty if none did."""
+        return self.sequences[0].stop_reason
 
     @property
     def logprobs(self) -> Logprobs | None:

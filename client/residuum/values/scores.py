@@ -14,6 +14,20 @@ Scores = dict[str, npt.NDArray[np.float32]]
 """The scores of rows by the name of the probe: float32 [rows] of a probe with one output, else [rows, outputs]."""
 
 
+def kept_scores(probes: Iterable[probe_pb2.Probe], kept: probe_pb2.KeptScores) -> Scores | None:
+    """Return scores that are stored with a capture; None if there are none.
+
+    Args:
+        probes: The probes of the capture's description.
+        kept: The scores.
+    """
+    if not kept.probes:
+        return None
+    return {
+        probe.name: _array(scores.values, len(probe.outputs)) for probe, scores in zip(probes, kept.probes, strict=True)
+    }
+
+
 class ScoreList:
     """The scores of consecutive rows, which arrive in parts."""
 

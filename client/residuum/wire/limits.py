@@ -35,6 +35,21 @@ MAX_OPERATIONS = 256
 MAX_PROBE_OUTPUTS = 64
 """Outputs of all probes of one request."""
 
+MAX_OPERATOR_RULES = 8
+"""Rules of the operator."""
+
+MAX_SMOOTHING_WINDOW = 1024
+"""Tokens over which a maximum or a mean of scores is taken, unless it is over all."""
+
+MAX_KEPT_SCORES = 1 << 17
+"""Numbers of the scores that are stored with one capture, of its prompt and all sequences: half a megabyte."""
+
+MAX_RULES = 32
+"""Rules of one request."""
+
+MAX_RULE_EVENTS_BYTES = 256 << 10
+"""Bytes of all events of rules of one request, which are part of its manifest. Each rule may fire in each sequence."""
+
 MIN_DIRECTION_NORM = 1e-30
 """The smallest norm of a vector used as a direction. Below it, squares of the elements underflow in float32."""
 

@@ -231,14 +231,15 @@ class _Taps:
         group_shapes = [RowShape(hidden), *(shapes[group.inner[0]] for group in points.groups[1:])]
         places = dict(zip(self._sites, self._site_layers, strict=True))
         self.path = CapturePath(config, worker.device, points, group_shapes, places, settings["bank_rows"])
-        scores = None
+        scores, self._score_board = None, ""
         if tensor_parallel.is_first_rank():
             replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
             self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
             # Without a store, only the self-test captures, and its rows stay here.
             self.path.make_ring(self._control_path, settings["ring_bytes"], settings["stores"] or [""])
-            if settings["score_board"]:
-                scores = self.path.make_scores(settings["score_board"])
+            self._score_board = settings["score_board"]
+            if self._score_board:
+                scores = self.path.make_scores(self._score_board)
         taps, self._table_bytes = self.path.make_taps()
         self.runtime = TapRuntimes(self.path.runtimes(taps, tensor_parallel.join), scores)
         op.install(taps, points.firsts)
@@ -281,6 +282,7 @@ class _Taps:
             "table_bytes": self.device_bytes - self.path.pool_bytes,
             "ring_bytes": producer.ring_bytes if producer else 0,
             "control_path": self._control_path if producer else "",
+            "score_board": self._score_board,
         }
 
     def take_probe(self, capture_id: str) -> list[tuple[list[tuple[int, int]], list[int], bytes]]:

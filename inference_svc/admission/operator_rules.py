@@ -1,0 +1,261 @@
+"""The operator's rules, which apply to the requests of all tenants, or of some: a file that is read at the start.
+
+    [[rule]]
+    name = "toxic"
+    probe = "toxic.safetensors"      # a file of Probe.save, relative to this file
+    above = 0.9                      # or below
+    for_tokens = 3                   # default: 1
+    output = 0                       # the output of the probe; default: 0
+    then = "abort"                   # or "flag", the default
+    tenants = ["alice", "bob"]       # default: all, also those without authentication
+    may_opt_out = ["bob"]            # tenants whose requests may opt out of it; true: all; default: none
+
+Callers see the events of these rules, under the name operator:toxic, but neither the probes nor their scores.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from inference_svc.admission.probes import resolve_probes
+from inference_svc.admission.rules import ABORT, FLAG, resolve_rules
+from inference_svc.admission.steering import check_demand, demand_of_steering
+from inference_svc.resources.vector_cache import vector_name
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, tensor_pb2
+from residuum.wire.digests import vector_message
+from residuum.wire.limits import MAX_OPERATOR_RULES, MAX_PROBE_OUTPUTS
+from residuum.wire.probes import is_valid_probe_name
+from residuum.wire.smoothing import from_text
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from inference_svc.admission.specs import ResolvedSpec
+    from inference_svc.model_facts import ModelFacts
+    from inference_svc.resources.vector_cache import VectorCache
+
+PREFIX = "operator:"
+"""The prefix of the names of the operator's rules and probes. No caller's rule can have it."""
+
+_FORMAT = "residuum.probe.v1"
+_ACTIVATIONS = {
+    "none": probe_pb2.PROBE_ACTIVATION_UNSPECIFIED,
+    "sigmoid": probe_pb2.PROBE_ACTIVATION_SIGMOID,
+    "softmax": probe_pb2.PROBE_ACTIVATION_SOFTMAX,
+}
+
+
+class RulesFileError(OSError):
+    """A file of rules cannot be used. The message says why."""
+
+
+@dataclass(frozen=True)
+class _OperatorRule:
+    """A rule of the file, with its probe."""
+
+    rule: rule_pb2.Rule
+    probe: probe_pb2.Probe
+    vectors: tuple[tensor_pb2.Vector, ...]
+    tenants: frozenset[str] | None
+    """The tenants that it applies to; None: all."""
+    may_opt_out: frozenset[str] | bool
+    """The tenants that may opt out of it; True: all."""
+
+    def lets_opt_out(self, tenant: str) -> bool:
+        """Tell whether a tenant's requests may opt out of the rule."""
+        return self.may_opt_out if isinstance(self.may_opt_out, bool) else tenant in self.may_opt_out
+
+
+class OperatorRules:
+    """The rules of a file, or none."""
+
+    def __init__(self, rules: Sequence[_OperatorRule] = ()) -> None:
+        """Apply these rules."""
+        self._rules = tuple(rules)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all rules, as events have them."""
+        return [item.rule.name for item in self._rules]
+
+    def names_for(self, tenant: str) -> list[str]:
+        """Return the names of the rules that apply to a tenant's requests."""
+        return [item.rule.name for item in self._applying(tenant)]
+
+    def outputs_for(self, tenant: str) -> int:
+        """Return how many outputs the probes of a tenant's rules have."""
+        return sum(len(item.probe.outputs) for item in self._applying(tenant))
+
+    def added_to(self, spec: ResolvedSpec, tenant: str, vectors: VectorCache, *, opts_out: bool) -> ResolvedSpec:
+        """Return a tenant's spec with the rules that apply to it, and make sure that their vectors are in the cache.
+
+        Raises:
+            Failure: The request opts out of a rule that it may not opt out of, has too many probes for the rules, or
+                there is no room for their vectors.
+        """
+        applying = self._applying(tenant)
+        if opts_out:
+            kept = [item.rule.name for item in applying if not item.lets_opt_out(tenant)]
+            if kept:
+                raise Failure(
+                    Reason.ERROR_REASON_PERMISSION_DENIED,
+                    f"Your requests may not opt out of the operator's rules {', '.join(kept)}. Leave out "
+                    "without_operator_rules, or ask the operator.",
+                    right="may_opt_out",
+                    method="Generate",
+                )
+            return spec
+        if not applying:
+            return spec
+        merged = probe_pb2.ProbeSpec()
+        if spec.probes is not None:
+            merged.CopyFrom(spec.probes)
+        for item in applying:
+            merged.probes.append(item.probe)
+            merged.rules.append(item.rule)
+            for vector in item.vectors:
+                if vectors.missing([vector_name(tenant, vector.digest)]):
+                    vectors.put(vector, tenant)
+        outputs = sum(len(probe.outputs) for probe in merged.probes)
+        if outputs > MAX_PROBE_OUTPUTS:
+            own = outputs - self.outputs_for(tenant)
+            raise Failure(
+                Reason.ERROR_REASON_INVALID_FIELD,
+                f"The probes have {own} outputs. Together with those of the operator's rules, a request has at most "
+                f"{MAX_PROBE_OUTPUTS}, so yours may have {MAX_PROBE_OUTPUTS - outputs + own}.",
+                field="probes.probes",
+            )
+        check_demand(demand_of_steering(spec.steering, spec.capture, merged))
+        return replace(spec, probes=merged)
+
+    def _applying(self, tenant: str) -> list[_OperatorRule]:
+        return [item for item in self._rules if item.tenants is None or tenant in item.tenants]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Rule(_Strict):
+    name: str
+    probe: str
+    above: float | None = None
+    below: float | None = None
+    for_tokens: int = Field(default=1, ge=1, lt=1 << 32)
+    output: int = Field(default=0, ge=0, lt=1 << 32)
+    then: Literal["flag", "abort"] = "flag"
+    tenants: frozenset[str] | None = None
+    may_opt_out: frozenset[str] | bool = False
+
+
+class _File(_Strict):
+    rule: tuple[_Rule, ...] = ()
+
+
+def load_rules(path: Path, facts: ModelFacts) -> OperatorRules:
+    """Read a file of rules, and check them against the model.
+
+    Raises:
+        RulesFileError: The file cannot be used.
+    """
+    try:
+        file = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise RulesFileError(f"rules: {path} cannot be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise RulesFileError(f"rules: {path}: {problems}") from None
+    except ValueError as error:
+        raise RulesFileError(f"rules: {path} is not TOML: {error}") from None
+    twice = [name for name, times in Counter(rule.name for rule in file.rule).items() if times > 1]
+    if twice or len(file.rule) > MAX_OPERATOR_RULES:
+        problem = f"several rules are named {twice[0]}" if twice else f"there are {len(file.rule)} rules"
+        raise RulesFileError(f"rules: {path}: {problem}. At most {MAX_OPERATOR_RULES} rules, each of another name.")
+    try:
+        rules = [_loaded(rule, path.parent / rule.probe, facts) for rule in file.rule]
+    except Failure as failure:
+        raise RulesFileError(f"rules: {path}: {failure.message}") from None
+    except ValueError as error:
+        raise RulesFileError(f"rules: {path}: {error}") from None
+    outputs = sum(len(item.probe.outputs) for item in rules)
+    if outputs > MAX_PROBE_OUTPUTS:
+        raise RulesFileError(f"rules: {path}: the probes have {outputs} outputs; at most {MAX_PROBE_OUTPUTS} in all.")
+    return OperatorRules(rules)
+
+
+def _loaded(given: _Rule, path: Path, facts: ModelFacts) -> _OperatorRule:
+    """Return a rule with its probe.
+
+    Raises:
+        Failure: The rule or the probe does not fit the model.
+        ValueError: The file holds no probe, or the rule is invalid.
+    """
+    if not is_valid_probe_name(given.name):
+        raise ValueError(f"a rule's name has 1 to 64 of the characters a-z A-Z 0-9 . _ -, not {given.name!r}")
+    if (given.above is None) == (given.below is None):
+        raise ValueError(f"the rule {given.name} needs either above or below")
+    probe, vectors = _load_probe(path)
+    probe.name = given.name  # each rule has a probe of its own
+    rule = rule_pb2.Rule(name=given.name, probe=given.name, output=given.output, for_tokens=given.for_tokens)
+    rule.action = ABORT if given.then == "abort" else FLAG
+    if given.above is not None:
+        rule.above = given.above
+    if given.below is not None:
+        rule.below = given.below
+    resolved = resolve_probes(probe_pb2.ProbeSpec(probes=[probe], rules=[rule]), facts)
+    resolve_rules(resolved, facts)
+    width = facts.width(resolved.probes[0].site)
+    if len(vectors[0].values) != 4 * width:  # float32
+        raise ValueError(f"{path}: the probe reads rows of {len(vectors[0].values) // 4} elements, not {width}")
+    resolved.probes[0].name = resolved.rules[0].name = resolved.rules[0].probe = PREFIX + given.name
+    return _OperatorRule(resolved.rules[0], resolved.probes[0], vectors, given.tenants, given.may_opt_out)
+
+
+def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, ...]]:
+    """Read a file of the client's `Probe.save`, which documents the format.
+
+    Raises:
+        ValueError: The file holds no probe.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            weight, bias = _finite(file.get_tensor("weight")), _finite(file.get_tensor("bias"))
+        if metadata.get("format") != _FORMAT or weight.shape[:1] != bias.shape or weight.ndim != 2:  # noqa: PLR2004
+            raise ValueError("it is no file of Probe.save")  # noqa: TRY301 - the message needs the path
+        message = probe_pb2.Probe(
+            layer=int(metadata["layer"]),
+            site=capture_pb2.Site.Value(f"SITE_{metadata['site'].upper()}"),
+            activation=_ACTIVATIONS[metadata["activation"]],
+        )
+        if "smooth" in metadata:
+            message.smoothing.CopyFrom(from_text(metadata["smooth"]))
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} holds no probe: {error}") from None
+    vectors = tuple(vector_message(row) for row in weight)
+    for vector, number in zip(vectors, bias, strict=True):
+        message.outputs.add(digest=vector.digest, bias=float(number))
+    return message, vectors
+
+
+def _finite(array: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    if array.dtype != np.float32 or not np.isfinite(array).all():
+        raise ValueError("its numbers are not all finite float32")
+    return array
