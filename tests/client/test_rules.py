@@ -182,7 +182,7 @@ class TestRequests:
         assert peer.requests[-1].spec.probes.without_operator_rules
         registration = await client.register(without_operator_rules=True)
         assert peer.requests[-1].spec.probes.without_operator_rules
-        with pytest.raises(INVALID, match="without_operator_rules. Pass them only to register"):
+        with pytest.raises(INVALID, match=r"without_operator_rules\. Pass them only to register"):
             await client.generate("a", registration=registration, without_operator_rules=True)
         await client.generate("a", max_tokens=1)
         assert not peer.requests[-1].spec.HasField("probes")
