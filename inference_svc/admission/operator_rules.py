@@ -238,6 +238,8 @@ def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, .
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             weight, bias = _finite(file.get_tensor("weight")), _finite(file.get_tensor("bias"))
+            if "weight_2" in file.keys():  # noqa: SIM118 - it is no dict
+                raise ValueError("it is an MLP, and rules of the operator take linear probes")  # noqa: TRY301 - as below
         if metadata.get("format") != _FORMAT or weight.shape[:1] != bias.shape or weight.ndim != 2:  # noqa: PLR2004
             raise ValueError("it is no file of Probe.save")  # noqa: TRY301 - the message needs the path
         message = probe_pb2.Probe(

@@ -12,7 +12,7 @@ from inference_svc.taps.steps.demand import point_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS
-from residuum.wire.probes import is_valid_probe_name
+from residuum.wire.probes import is_valid_probe_name, num_outputs, problem_of_mlp
 from residuum.wire.smoothing import problem_of
 
 if TYPE_CHECKING:
@@ -90,10 +90,12 @@ def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
             )
         if not math.isfinite(output.bias):
             raise invalid(f"{field}.outputs[{number}].bias", f"The bias is {output.bias}; it must be finite.")
+    if problem := problem_of_mlp(probe):
+        raise invalid(f"{field}.mlp", f"The MLP of the probe {probe.name} is invalid: {problem}.")
     if probe.activation not in probe_pb2.ProbeActivation.values():
         names = ", ".join(probe_pb2.ProbeActivation.keys())
         raise invalid(f"{field}.activation", f"The activation is {int(probe.activation)}; this server knows {names}.")
-    if probe.activation == probe_pb2.PROBE_ACTIVATION_SOFTMAX and len(probe.outputs) == 1:
+    if probe.activation == probe_pb2.PROBE_ACTIVATION_SOFTMAX and num_outputs(probe) == 1:
         raise invalid(
             f"{field}.activation", "The softmax of a single output is always 1. Use a sigmoid, or two outputs or more."
         )

@@ -55,6 +55,7 @@ def spec(*probes, **fields):
         (spec(probe(outputs=((A, float("nan")),))), "probes.probes[0].outputs[0].bias", "finite"),
         (spec(probe(outputs=((A, 0.0),) * (MAX_PROBE_OUTPUTS + 1))), "probes.probes", "65 outputs"),
         (spec(probe(activation=9)), "probes.probes[0].activation", "9"),
+        (spec(probe(mlp=[probe_pb2.ProbeLayer()])), "probes.probes[0].mlp", "layer 2 has 0 outputs"),
         (spec(probe(activation=probe_pb2.PROBE_ACTIVATION_SOFTMAX)), "probes.probes[0].activation", "always 1"),
     ],
 )

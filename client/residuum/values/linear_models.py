@@ -87,16 +87,39 @@ def _class_names(model: Any) -> set[str]:
     return {kind.__name__ for kind in type(model).__mro__}
 
 
-def of_torch(module: Any) -> tuple[Any, Any]:
-    """Return the weight and the bias of a torch.nn.Linear, as tensors; the bias is 0.0 if it has none.
+_HIDDEN_MODULES = {"ReLU": "relu", "Tanh": "tanh", "Sigmoid": "sigmoid", "GELU": "gelu"}
+"""Modules of torch between the layers of an MLP, with the names of their functions."""
+
+_NO_MODULES = {"Dropout", "Identity"}
+"""Modules that do nothing once the model is trained."""
+
+
+def of_torch(module: Any) -> list[tuple[str | None, Any, Any]]:
+    """Return the layers of a torch.nn.Linear, or of a Sequential of several.
+
+    Returns:
+        For each layer: what is applied to its inputs, None for nothing; its weight; and its bias, 0.0 if it has none.
 
     Raises:
-        TypeError: The module has no weight.
+        TypeError: The module is neither, or has other parts.
     """
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not hasattr(weight, "detach"):
-        raise TypeError(f"Probe.from_torch takes a torch.nn.Linear, not {type(module).__name__}.")
-    return weight, 0.0 if bias is None else bias
+    layers: list[tuple[str | None, Any, Any]] = []
+    hidden: str | None = None
+    for part in module if type(module).__name__ == "Sequential" else [module]:
+        name, weight, bias = type(part).__name__, getattr(part, "weight", None), getattr(part, "bias", None)
+        if "Linear" in _class_names(part) and hasattr(weight, "detach"):
+            layers.append((hidden, weight, 0.0 if bias is None else bias))
+            hidden = None
+        elif name in _HIDDEN_MODULES and layers and hidden is None and getattr(part, "approximate", "none") == "none":
+            hidden = _HIDDEN_MODULES[name]
+        elif name not in _NO_MODULES:
+            raise TypeError(
+                f"Probe.from_torch takes a torch.nn.Linear, not {name} here; or a Sequential of Linear with "
+                f"{', '.join(_HIDDEN_MODULES)} between them. Give what follows the last Linear as activation=."
+            )
+    if not layers or hidden is not None:
+        raise TypeError("Probe.from_torch: the last module must be a Linear. Give what follows it as activation=.")
+    return layers
 
 
 def _refused(problem: str) -> InvalidRequest:
