@@ -31,6 +31,8 @@ def save(probe: Probe, path: str | os.PathLike[str]) -> None:
         "activation": probe.activation or _NO_ACTIVATION,
         "name": probe.name,
     }
+    if probe.output_names:
+        metadata["output_names"] = ",".join(probe.output_names)
     if probe.smooth is not None:
         metadata["smooth"] = str(probe.smooth)
     tensors = {"weight": probe.weights, "bias": probe.bias}
@@ -64,6 +66,7 @@ def load(path: str | os.PathLike[str]) -> Probe:
             name=metadata["name"],
             smooth=parse_smoothing(metadata["smooth"]) if "smooth" in metadata else None,
             mlp=list(_further_layers(arrays, metadata)),
+            output_names=metadata["output_names"].split(",") if "output_names" in metadata else (),
         )
     except InvalidRequest as error:
         raise type(error)(f"{os.fspath(path)}: {error}", reason=error.reason) from None

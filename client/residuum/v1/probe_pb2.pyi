@@ -137,6 +137,7 @@ class Probe(_message.Message):
     ACTIVATION_FIELD_NUMBER: _builtins.int
     SMOOTHING_FIELD_NUMBER: _builtins.int
     MLP_FIELD_NUMBER: _builtins.int
+    OUTPUT_NAMES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name, 1 to 64 of the characters a-z A-Z 0-9 . _ -."""
     layer: _builtins.int
@@ -157,6 +158,10 @@ class Probe(_message.Message):
     def mlp(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeLayer]:
         """The further layers of an MLP, at most 2. Empty: the probe is linear."""
 
+    @_builtins.property
+    def output_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the outputs, each different and named as a probe is. They are only recorded. Empty: they have none."""
+
     def __init__(
         self,
         *,
@@ -167,10 +172,11 @@ class Probe(_message.Message):
         activation: Global___ProbeActivation.ValueType = ...,
         smoothing: Global___Smoothing | None = ...,
         mlp: _abc.Iterable[Global___ProbeLayer] | None = ...,
+        output_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["smoothing", b"smoothing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "layer", b"layer", "mlp", b"mlp", "name", b"name", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "layer", b"layer", "mlp", b"mlp", "name", b"name", "output_names", b"output_names", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
+from residuum.wire.probes import is_valid_probe_name
 
 _OF_PROBABILITIES = {"LogisticRegression", "LinearDiscriminantAnalysis"}
 """Classes of scikit-learn whose probabilities are the sigmoid or the softmax of linear outputs."""
@@ -22,6 +23,8 @@ class LinearModel(NamedTuple):
     """float64, one number or [outputs]."""
     activation: str | None
     """What makes probabilities of the outputs; None: the model has none."""
+    classes: tuple[str, ...]
+    """The names of the outputs; empty if there is one, or if the model's classes are no valid names."""
 
 
 def of_sklearn(model: Any) -> LinearModel:
@@ -47,7 +50,10 @@ def of_sklearn(model: Any) -> LinearModel:
             weights = weights / np.asarray(scaler.scale_, np.float64)
         if scaler.with_mean:  # without it, mean_ may have the means all the same
             bias = bias - weights @ np.asarray(scaler.mean_, np.float64)
-    return LinearModel(weights, bias, _activation(model, len(np.atleast_2d(weights))))
+    outputs = len(np.atleast_2d(weights))
+    classes = tuple(map(str, getattr(model, "classes_", ())))
+    named = outputs > 1 and len(classes) == outputs and all(map(is_valid_probe_name, classes))
+    return LinearModel(weights, bias, _activation(model, outputs), classes if named else ())
 
 
 def _is_scaler(name: str, step: Any) -> bool:

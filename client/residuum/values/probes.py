@@ -20,7 +20,7 @@ from residuum.values.probe_layers import ProbeLayer, layer_tuple
 from residuum.values.selections import layer_list
 from residuum.values.smoothing import Smoothing, smoothing_of
 from residuum.values.vector import Vector, as_float32
-from residuum.wire.probes import evaluate, is_valid_probe_name, problem_of_mlp
+from residuum.wire.probes import evaluate, is_valid_probe_name, problem_of_mlp, problem_of_names
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -54,6 +54,7 @@ class Probe:
             different names.
         mlp: The further layers of an MLP, at most 2. Then `weights` and `bias` are those of its first layer, whose
             width counts among the outputs of a request's probes.
+        output_names: The names of the outputs, so that rules can use them; empty: they have none.
         smooth: How the server smooths the scores, each output separately: EMA, RollingMax, RollingMean, or None. It
             begins anew with the reply. A score that is not finite stays as it is, and does not count later.
 
@@ -77,6 +78,7 @@ class Probe:
     name: str
     smooth: Smoothing | None
     mlp: tuple[ProbeLayer, ...]
+    output_names: tuple[str, ...]
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class Probe:
         name: str = "probe",
         smooth: Smoothing | None = None,
         mlp: Iterable[ProbeLayer] = (),
+        output_names: Iterable[str] = (),
     ) -> None:
         checked, layers = _weights(weights), layer_tuple(mlp)
         fields = {
@@ -100,10 +103,14 @@ class Probe:
             "activation": _activation(activation, len(layers[-1].bias) if layers else len(checked)),
             "name": _name(name),
             "smooth": smoothing_of(smooth),
+            "output_names": _output_names(output_names),
         }
         for field, value in fields.items():
             object.__setattr__(self, field, value)
-        if layers and (problem := problem_of_mlp(self.to_proto())):
+        if not (layers or self.output_names):
+            return
+        message = self.to_proto()
+        if problem := problem_of_mlp(message) or problem_of_names(message):
             raise InvalidRequest(f"Probe: {problem}.", reason="INVALID_FIELD")
 
     @classmethod
@@ -111,8 +118,9 @@ class Probe:
         """Return the probe of a fitted linear model of scikit-learn, such as LogisticRegression, LinearSVC or Ridge.
 
         A logistic regression's scores are its probabilities: for two classes that of `classes_[1]`, else those of all
-        classes in the order of `classes_`. Scores of other models are their linear outputs: `decision_function`, or
-        `predict` of a linear regression. For another activation use `dataclasses.replace(probe, activation="sigmoid")`.
+        classes in the order of `classes_`, which give the outputs their names if they can. Scores of other models are
+        their linear outputs: `decision_function`, or `predict` of a linear regression. For another activation use
+        `dataclasses.replace(probe, activation="sigmoid")`.
 
         Args:
             model: Any model with `coef_` and `intercept_`; or a Pipeline of it with StandardScaler before it, which
@@ -128,8 +136,8 @@ class Probe:
             >>> classifier = LogisticRegression().fit(rows, labels)
             >>> probe = residuum.Probe.from_sklearn(classifier, layer=12, name="question")
         """
-        weights, bias, activation = of_sklearn(model)
-        return cls(weights, bias, layer=layer, site=site, activation=activation, name=name)
+        weights, bias, activation, classes = of_sklearn(model)
+        return cls(weights, bias, layer=layer, site=site, activation=activation, name=name, output_names=classes)
 
     @classmethod
     def from_torch(
@@ -171,10 +179,10 @@ class Probe:
         """Write the probe to a safetensors file.
 
         The file has the tensors `weight`, float32 [outputs, width], and `bias`, float32 [outputs]. Its metadata has
-        `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax"), `name`, and
-        `smooth` if the scores are smoothed (such as "ema:0.9", "max:8" or "mean"). An MLP has also the tensors
-        `weight_2` and `bias_2` of its second layer, with `activation_2` in the metadata ("none", "relu", "tanh",
-        "sigmoid" or "gelu"), and so on.
+        `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax"), `name`; and where
+        the probe has them `smooth` (such as "ema:0.9", "max:8" or "mean") and `output_names`, joined by commas. An MLP
+        also has the tensors `weight_2` and `bias_2` of its second layer, with `activation_2` in the metadata ("none",
+        "relu", "tanh", "sigmoid" or "gelu"), and so on.
 
         Raises:
             OSError: The file cannot be written.
@@ -234,6 +242,7 @@ class Probe:
         for vector, bias in zip(self.vectors, self.bias, strict=True):
             message.outputs.add(digest=vector.digest, bias=float(bias))
         message.mlp.extend(layer.to_proto() for layer in self.mlp)
+        message.output_names.extend(self.output_names)
         if self.smooth is not None:
             message.smoothing.CopyFrom(self.smooth.to_proto())
         return message
@@ -350,6 +359,13 @@ def _activation(given: Any, outputs: int) -> str | None:
             reason="INVALID_FIELD",
         )
     return None if given is None else str(given)
+
+
+def _output_names(given: Any) -> tuple[str, ...]:
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"Probe: output_names must be a list of texts, not {given!r}.")
+    return names
 
 
 def _name(given: Any) -> str:

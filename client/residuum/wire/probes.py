@@ -31,6 +31,19 @@ def num_outputs(probe: probe_pb2.Probe) -> int:
     return len(probe.mlp[-1].biases) if probe.mlp else len(probe.outputs)
 
 
+def problem_of_names(probe: probe_pb2.Probe) -> str:
+    """Return what is wrong with the names of a probe's outputs, in words; empty if nothing is."""
+    names = list(probe.output_names)
+    if not names:
+        return ""
+    if len(names) != num_outputs(probe):
+        return f"there are {len(names)} names for {num_outputs(probe)} outputs"
+    if len({*names}) != len(names):
+        return "two outputs have the same name"
+    wrong = [name for name in names if not is_valid_probe_name(name)]
+    return f"{wrong[0][:64]!r} is not a name of 1 to 64 of the characters a-z A-Z 0-9 . _ -" if wrong else ""
+
+
 def problem_of_mlp(probe: probe_pb2.Probe) -> str:
     """Return what is wrong with the further layers of a probe, in words; empty if nothing is."""
     if len(probe.mlp) > MAX_PROBE_LAYERS:
