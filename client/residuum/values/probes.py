@@ -180,9 +180,9 @@ class Probe:
 
         The file has the tensors `weight`, float32 [outputs, width], and `bias`, float32 [outputs]. Its metadata has
         `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax"), `name`; and
-        where the probe has them `smooth` (such as "ema:0.9", "max:8" or "mean") and `output_names`, joined by commas. An MLP
-        also has the tensors `weight_2` and `bias_2` of its second layer, with `activation_2` in the metadata ("none",
-        "relu", "tanh", "sigmoid" or "gelu"), and so on.
+        where the probe has them `smooth` (such as "ema:0.9", "max:8" or "mean") and `output_names`, joined by commas.
+        An MLP also has the tensors `weight_2` and `bias_2` of its second layer, with `activation_2` in the metadata
+        ("none", "relu", "tanh", "sigmoid" or "gelu"), and so on.
 
         Raises:
             OSError: The file cannot be written.
