@@ -29,6 +29,7 @@ from residuum.wire.limits import (
     MAX_STEERING_CHANGES_BYTES,
     max_capture_tokens,
 )
+from residuum.wire.probes import num_outputs
 from residuum.wire.selection import check_positions, layers_at, layers_by_site, resolve_layers
 from residuum.wire.tokens import is_valid_tenant
 from store_svc.captures.lifecycle import ABORTED, COMPLETE, INCOMPLETE
@@ -183,7 +184,7 @@ def _check_scores(seal: store_pb2.SealCaptureRequest, description: capture_pb2.C
     for scores, rows, field in [*kept, (seal.prompt_scores, prompt, "prompt_scores")]:
         if not scores.probes:
             continue
-        outputs = [len(probe.outputs) for probe in description.probes.probes]
+        outputs = [num_outputs(probe) for probe in description.probes.probes]
         if [len(probe.values) for probe in scores.probes] != [rows * count for count in outputs]:
             raise invalid(field, f"must have the scores of {len(outputs)} probes for {rows} tokens")
         total += rows * sum(outputs)

@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.model_info import ModelInfo
+    from residuum.values.probe_layers import ProbeLayer
     from residuum.values.probes import Probe
     from residuum.values.replies import (
         CapturePage,
@@ -159,6 +160,7 @@ _MODULES = {
     "AttentionLayer": "residuum.values.attention",
     "ModelInfo": "residuum.values.model_info",
     "Probe": "residuum.values.probes",
+    "ProbeLayer": "residuum.values.probe_layers",
     "PutResult": "residuum.values.replies",
     "Registration": "residuum.values.replies",
     "Reply": "residuum.values.replies",
@@ -250,6 +252,7 @@ __all__ = [
     "Piece",
     "Positions",
     "Probe",
+    "ProbeLayer",
     "PromptTooLong",
     "PutResult",
     "QuotaExceeded",

@@ -1,4 +1,4 @@
-"""`make demo`: capture a real model, check every row against transformers, then steer with what was captured."""
+"""`make demo`: capture a real model, check every row against transformers, then steer and watch the model with them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 import residuum
 from examples.demo.picture import Panel, draw
 from examples.demo.reference import MEAN_COSINE, MIN_COSINE, Agreement, compare
+from examples.demo.verdict import FOR_TOKENS, make_probe, watch
 from examples.model import default_model
 from svc_common.launcher import ServiceFailedError, running_services
 from svc_common.serve_command import ProgressLine
@@ -106,13 +107,18 @@ def main() -> None:
 
 
 def run(client: residuum.Client, model: str, picture: Path) -> tuple[Totals, Agreement]:
-    """Capture, compare, steer, draw."""
+    """Capture, compare, steer, draw, watch."""
     totals = Totals()
     agreement = capture_and_compare(client, model, totals)
-    direction = find_direction(client, totals)
-    joy = residuum.Vector.from_array(direction)
+    happy, sad = find_means(client, totals)
+    joy = residuum.Vector.from_array(happy - sad)
     show_sending(client, joy)
     steer(client, model, joy, totals, picture)
+    heading(
+        f"5. Watch each token with a probe: green is happy, red is sad. {FOR_TOKENS} sad tokens in a row end the reply"
+    )
+    watch(client, make_probe(happy, sad, STEERED_LAYER), console)
+    totals.requests += 1
     return totals, agreement
 
 
@@ -155,18 +161,17 @@ def print_agreement(agreement: Agreement) -> None:
         )
 
 
-def find_direction(client: residuum.Client, totals: Totals) -> npt.NDArray[np.float32]:
-    """Return the difference between the mean rows of two contrasting sets of prompts, after one layer."""
+def find_means(client: residuum.Client, totals: Totals) -> list[npt.NDArray[np.float32]]:
+    """Return the mean rows of two contrasting sets of prompts, after one layer."""
     heading(
         f"3. Make a direction from captures: mean of happy prompts minus mean of sad ones, after layer {STEERED_LAYER}"
     )
     means = [mean_row(client, prompts, totals) for prompts in (HAPPY, SAD)]
-    direction: npt.NDArray[np.float32] = means[0] - means[1]
     console.print(
         f"|mean happy| {np.linalg.norm(means[0]):.1f}, |mean sad| {np.linalg.norm(means[1]):.1f}, "
-        f"|difference| {np.linalg.norm(direction):.1f}"
+        f"|difference| {np.linalg.norm(means[0] - means[1]):.1f}"
     )
-    return direction
+    return means
 
 
 def mean_row(client: residuum.Client, prompts: tuple[str, ...], totals: Totals) -> npt.NDArray[np.float32]:

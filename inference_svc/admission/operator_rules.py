@@ -5,7 +5,7 @@
     probe = "toxic.safetensors"      # a file of Probe.save, relative to this file
     above = 0.9                      # or below
     for_tokens = 3                   # default: 1
-    output = 0                       # the output of the probe; default: 0
+    output = 0                       # the output of the probe, or its name; default: 0
     then = "abort"                   # or "flag", the default
     tenants = ["alice", "bob"]       # default: all, also those without authentication
     may_opt_out = ["bob"]            # tenants whose requests may opt out of it; true: all; default: none
@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -157,7 +157,7 @@ class _Rule(_Strict):
     above: float | None = None
     below: float | None = None
     for_tokens: int = Field(default=1, ge=1, lt=1 << 32)
-    output: int = Field(default=0, ge=0, lt=1 << 32)
+    output: Annotated[int, Field(ge=0, lt=1 << 32)] | str = 0
     then: Literal["flag", "abort"] = "flag"
     tenants: frozenset[str] | None = None
     may_opt_out: frozenset[str] | bool = False
@@ -211,7 +211,10 @@ def _loaded(given: _Rule, path: Path, facts: ModelFacts) -> _OperatorRule:
         raise ValueError(f"the rule {given.name} needs either above or below")
     probe, vectors = _load_probe(path)
     probe.name = given.name  # each rule has a probe of its own
-    rule = rule_pb2.Rule(name=given.name, probe=given.name, output=given.output, for_tokens=given.for_tokens)
+    if isinstance(given.output, str) and given.output not in probe.output_names:
+        raise ValueError(f"{path}: the probe has no output {given.output!r}; it has {list(probe.output_names)}")
+    output = given.output if isinstance(given.output, int) else list(probe.output_names).index(given.output)
+    rule = rule_pb2.Rule(name=given.name, probe=given.name, output=output, for_tokens=given.for_tokens)
     rule.action = ABORT if given.then == "abort" else FLAG
     if given.above is not None:
         rule.above = given.above
@@ -238,6 +241,8 @@ def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, .
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             weight, bias = _finite(file.get_tensor("weight")), _finite(file.get_tensor("bias"))
+            if "weight_2" in file.keys():  # noqa: SIM118 - it is no dict
+                raise ValueError("it is an MLP, and rules of the operator take linear probes")  # noqa: TRY301 - as below
         if metadata.get("format") != _FORMAT or weight.shape[:1] != bias.shape or weight.ndim != 2:  # noqa: PLR2004
             raise ValueError("it is no file of Probe.save")  # noqa: TRY301 - the message needs the path
         message = probe_pb2.Probe(
@@ -245,6 +250,8 @@ def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, .
             site=capture_pb2.Site.Value(f"SITE_{metadata['site'].upper()}"),
             activation=_ACTIVATIONS[metadata["activation"]],
         )
+        if "output_names" in metadata:
+            message.output_names.extend(metadata["output_names"].split(","))
         if "smooth" in metadata:
             message.smoothing.CopyFrom(from_text(metadata["smooth"]))
     except (OSError, SafetensorError, KeyError, ValueError) as error:

@@ -12,7 +12,7 @@ from inference_svc.taps.steps.demand import point_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS
-from residuum.wire.probes import is_valid_probe_name
+from residuum.wire.probes import is_valid_probe_name, num_outputs, problem_of_mlp, problem_of_names
 from residuum.wire.smoothing import problem_of
 
 if TYPE_CHECKING:
@@ -80,6 +80,24 @@ def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
         )
     layers = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[probe.layer]))
     layer_list(f"{field}.layer", layers, facts, probe.site)
+    _check_outputs(field, probe)
+    for name, problem in (
+        ("mlp", problem_of_mlp(probe)),
+        ("output_names", problem_of_names(probe)),
+        ("smoothing", problem_of(probe.smoothing) if probe.HasField("smoothing") else ""),
+    ):
+        if problem:
+            raise invalid(f"{field}.{name}", f"The {name} of the probe {probe.name} is invalid: {problem}.")
+    if probe.activation not in probe_pb2.ProbeActivation.values():
+        names = ", ".join(probe_pb2.ProbeActivation.keys())
+        raise invalid(f"{field}.activation", f"The activation is {int(probe.activation)}; this server knows {names}.")
+    if probe.activation == probe_pb2.PROBE_ACTIVATION_SOFTMAX and num_outputs(probe) == 1:
+        raise invalid(
+            f"{field}.activation", "The softmax of a single output is always 1. Use a sigmoid, or two outputs or more."
+        )
+
+
+def _check_outputs(field: str, probe: probe_pb2.Probe) -> None:
     if not probe.outputs:
         raise invalid(f"{field}.outputs", "A probe has at least one output.")
     for number, output in enumerate(probe.outputs):
@@ -90,15 +108,6 @@ def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
             )
         if not math.isfinite(output.bias):
             raise invalid(f"{field}.outputs[{number}].bias", f"The bias is {output.bias}; it must be finite.")
-    if probe.activation not in probe_pb2.ProbeActivation.values():
-        names = ", ".join(probe_pb2.ProbeActivation.keys())
-        raise invalid(f"{field}.activation", f"The activation is {int(probe.activation)}; this server knows {names}.")
-    if probe.activation == probe_pb2.PROBE_ACTIVATION_SOFTMAX and len(probe.outputs) == 1:
-        raise invalid(
-            f"{field}.activation", "The softmax of a single output is always 1. Use a sigmoid, or two outputs or more."
-        )
-    if probe.HasField("smoothing") and (problem := problem_of(probe.smoothing)):
-        raise invalid(f"{field}.smoothing", f"The smoothing of the probe {probe.name} is invalid: {problem}.")
 
 
 def check_scores(spec: probe_pb2.ProbeSpec | None, sampling: inference_pb2.SamplingParameters) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from inference_svc.admission.probes import in_columns
 from inference_svc.admission.sampling import max_new_tokens, num_sequences
-from residuum.wire.probes import activate
+from residuum.wire.probes import evaluate, num_outputs
 from residuum.wire.smoothing import Smoother
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class SequenceScores:
         found: dict[int, npt.NDArray[np.float32]] = {}
         for index, probe, column in in_columns(self._spec):
             bias = np.array([output.bias for output in probe.outputs], dtype=np.float32)
-            scores = activate(products[:, column : column + len(bias)] + bias, probe.activation)
+            scores = evaluate(probe, products[:, column : column + len(bias)] + bias)
             found[index] = smoothers[index].add(scores) if index in smoothers else scores
         return tuple(found[index] for index in range(len(found)))
 
@@ -73,7 +73,7 @@ class SequenceScores:
 def _smoothers(spec: probe_pb2.ProbeSpec) -> dict[int, Smoother]:
     """Return what smooths the scores of a phase, by the index of the probe; nothing for a probe without smoothing."""
     return {
-        index: Smoother(probe.smoothing, len(probe.outputs))
+        index: Smoother(probe.smoothing, num_outputs(probe))
         for index, probe in enumerate(spec.probes)
         if probe.HasField("smoothing")
     }

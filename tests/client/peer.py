@@ -39,7 +39,7 @@ from residuum.wire.encodings import ENCODINGS, RowFormat, basis_of
 from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
 from residuum.wire.placement import parse_stores
-from residuum.wire.probes import score
+from residuum.wire.probes import evaluate
 from residuum.wire.rules import RuleWatch
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
 from svc_common.rpc.serving import ErrorInterceptor, add_health_and_reflection
@@ -372,7 +372,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             weights = np.stack([np.frombuffer(self.vectors[output.digest], "<f4") for output in probe.outputs])
             biases = np.array([output.bias for output in probe.outputs], np.float32)
             read = rows(sequence, probe.site or POST, probe.layer, positions).astype(np.float32)
-            found.append(probe_pb2.ProbeScores(values=score(read, weights, biases, probe.activation).ravel()))
+            found.append(probe_pb2.ProbeScores(values=evaluate(probe, read @ weights.T + biases).ravel()))
         return found[: self.script.scored_probes]
 
     def _deltas(self, name, prompt, count, done, sampling, probes, context):

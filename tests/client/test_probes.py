@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pickle
 import string
 from types import SimpleNamespace
@@ -276,8 +277,13 @@ class TestModels:
         torch = pytest.importorskip("torch")
         with pytest.raises(TypeError, match=r"takes a torch\.nn\.Linear, not Sigmoid"):
             residuum.Probe.from_torch(torch.nn.Sigmoid(), layer=1)
-        with pytest.raises(residuum.InvalidRequest, match="bias must be one number, or"):
+        with pytest.raises(TypeError, match=r"takes a torch\.nn\.Linear, not LayerNorm"):
             residuum.Probe.from_torch(torch.nn.LayerNorm(HIDDEN), layer=1)
+
+    def test_a_subclass_of_linear_is_one(self):
+        torch = pytest.importorskip("torch")
+        own = type("Own", (torch.nn.Linear,), {})(HIDDEN, 2)
+        assert residuum.Probe.from_torch(own, layer=1).num_outputs == 2
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -302,6 +308,71 @@ def probes(draw):
             )
         ),
     )
+
+
+class TestMLP:
+    LAYERS = (
+        residuum.ProbeLayer(RNG.normal(size=(2, 3)), [0.5, -0.5], "tanh"),
+        residuum.ProbeLayer(RNG.normal(size=(1, 2)), 0.25, "gelu"),
+    )
+    MLP = residuum.Probe(RNG.normal(size=(3, HIDDEN)) / 50, layer=4, activation="sigmoid", name="mlp", mlp=LAYERS)
+
+    def test_its_message_and_its_scores(self):
+        message = self.MLP.to_proto()
+        assert (len(message.outputs), len(message.mlp), self.MLP.num_outputs) == (3, 2, 1)
+        assert len(self.MLP.vectors) == 3
+        assert "an MLP of 3 layers" in repr(self.MLP)
+        assert pickle.loads(pickle.dumps(self.MLP)) == self.MLP
+        assert dataclasses.replace(self.MLP, mlp=[self.LAYERS[0], residuum.ProbeLayer([[1, 2]], 0)]) != self.MLP
+        x = rows(0, POST, 4, range(5)).astype(np.float64)
+        first = x @ self.MLP.weights.T.astype(np.float64)
+        second = np.tanh(first) @ self.LAYERS[0].weights.T + self.LAYERS[0].bias
+        gelu = second * (1 + np.vectorize(math.erf)(second / math.sqrt(2))) / 2
+        third = gelu @ self.LAYERS[1].weights.T + self.LAYERS[1].bias
+        np.testing.assert_allclose(self.MLP.score(x), 1 / (1 + np.exp(-third[:, 0])), rtol=1e-4)
+        assert self.MLP.score(x[0]).shape == ()
+
+    def test_a_sequential_of_torch(self):
+        torch = pytest.importorskip("torch")
+        torch.manual_seed(3)
+        parts = [torch.nn.Linear(HIDDEN, 8), torch.nn.ReLU(), torch.nn.Dropout(), torch.nn.Linear(8, 4)]
+        parts += [torch.nn.GELU(), torch.nn.Linear(4, 3, bias=False)]
+        module = torch.nn.Sequential(*parts).eval()
+        probe = residuum.Probe.from_torch(module, layer=1, activation="softmax")
+        x = np.random.default_rng(1).normal(size=(5, HIDDEN)).astype(np.float32)
+        expected = torch.softmax(module(torch.from_numpy(x)), dim=-1).detach().numpy()
+        np.testing.assert_allclose(probe.score(x), expected, rtol=1e-4)
+
+    @pytest.mark.parametrize("last", ["Sigmoid", "LayerNorm", "none"])
+    def test_other_sequentials_are_refused(self, last):
+        torch = pytest.importorskip("torch")
+        parts = [torch.nn.Linear(4, 2), torch.nn.Sigmoid() if last == "Sigmoid" else torch.nn.LayerNorm(2)]
+        with pytest.raises(TypeError, match="Give what follows"):
+            residuum.Probe.from_torch(torch.nn.Sequential(*(parts if last != "none" else [])), layer=1)
+
+    @pytest.mark.parametrize(
+        ("make", "error"),
+        [
+            (lambda: residuum.ProbeLayer(np.ones((2, 2)), [1, 2, 3]), residuum.BadVector),
+            (lambda: residuum.ProbeLayer([[math.nan]], 0), residuum.BadVector),
+            (lambda: residuum.ProbeLayer([[1]], 0, "swish"), residuum.InvalidRequest),
+            (lambda: residuum.Probe(np.ones((2, 4)), layer=1, mlp=[residuum.ProbeLayer([[1]], 0)]), INVALID),
+            (lambda: residuum.Probe(np.ones((1, 4)), layer=1, mlp=[residuum.ProbeLayer([[1]], 0)] * 3), INVALID),
+            (lambda: residuum.Probe(np.ones((2, 4)), layer=1, mlp=np.ones((1, 2))), TypeError),
+        ],
+    )
+    def test_bad_layers_are_refused(self, make, error):
+        with pytest.raises(error):
+            make()
+
+    async def test_a_reply_has_its_scores(self, client, peer):
+        reply = await client.generate("a bb ccc", max_tokens=3, probes=self.MLP)
+        expected = self.MLP.score(rows(0, POST, 4, [2, 3, 4]))
+        np.testing.assert_allclose(reply.scores["mlp"], expected, rtol=1e-5)
+
+    def test_a_saved_mlp_is_loaded_to_the_bit(self, tmp_path):
+        self.MLP.save(tmp_path / "mlp.safetensors")
+        assert residuum.Probe.load(tmp_path / "mlp.safetensors") == self.MLP
 
 
 class TestFiles:

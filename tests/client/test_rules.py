@@ -84,6 +84,43 @@ class TestRule:
         assert residuum.Rule(TWO, above=0.5, output=1).fires_at(np.stack([np.zeros(5), scores], axis=1)) == 1
 
 
+class TestOutputNames:
+    NAMED = dataclasses.replace(TWO, output_names=["first", "last"])
+
+    def test_a_rule_names_its_output(self):
+        assert residuum.Rule(self.NAMED, above=0.5, output="last").to_proto().output == 1
+        with pytest.raises(INVALID, match=r"no output 'middle'\. It has first, last"):
+            residuum.Rule(self.NAMED, above=0.5, output="middle")
+        with pytest.raises(INVALID, match=r"no output 'last'\. It has no names"):
+            residuum.Rule(TWO, above=0.5, output="last")
+        with pytest.raises(INVALID, match="known only with the probe"):
+            residuum.Rule("two", above=0.5, output="last").fires_at([0.5])
+
+    async def test_a_rule_with_the_name_of_its_probe(self, client, peer):
+        rule = residuum.Rule("two", above=2.5, output="last")
+        reply = await client.generate("a bb ccc", max_tokens=4, probes=self.NAMED, rules=rule)
+        assert [event.token for event in reply.events] == [1]
+        sent = peer.requests[-1].spec.probes
+        assert (sent.rules[0].output, list(sent.probes[0].output_names)) == (1, ["first", "last"])
+
+    @pytest.mark.parametrize(
+        ("names", "told"),
+        [(["a"], "1 names for 2 outputs"), (["a", "a"], "same name"), (["a", "b c"], "'b c' is not a name")],
+    )
+    def test_bad_names_are_refused(self, names, told):
+        with pytest.raises(INVALID, match=told):
+            dataclasses.replace(TWO, output_names=names)
+
+    @pytest.mark.parametrize("names", ["ab", [1, 2], 3])
+    def test_names_are_texts(self, names):
+        with pytest.raises(TypeError, match="output_names must be a list of texts"):
+            dataclasses.replace(TWO, output_names=names)
+
+    def test_they_are_saved(self, tmp_path):
+        self.NAMED.save(tmp_path / "p.safetensors")
+        assert residuum.Probe.load(tmp_path / "p.safetensors") == self.NAMED
+
+
 class TestSmoothing:
     def test_a_probe_is_sent_with_it(self):
         for smooth, message in (
@@ -182,7 +219,7 @@ class TestRequests:
         assert peer.requests[-1].spec.probes.without_operator_rules
         registration = await client.register(without_operator_rules=True)
         assert peer.requests[-1].spec.probes.without_operator_rules
-        with pytest.raises(INVALID, match="without_operator_rules. Pass them only to register"):
+        with pytest.raises(INVALID, match=r"without_operator_rules\. Pass them only to register"):
             await client.generate("a", registration=registration, without_operator_rules=True)
         await client.generate("a", max_tokens=1)
         assert not peer.requests[-1].spec.HasField("probes")

@@ -89,6 +89,19 @@ def test_a_rule_steers_from_the_position_that_it_says(engine: Engine, reference:
     engine.client.delete(reply)
 
 
+def test_the_scores_of_an_mlp_are_those_of_the_rows(engine: Engine, reference: Reference) -> None:
+    prompt = make_prompt(np.random.default_rng(34), 20)
+    weights = np.stack([make_vector(engine, seed).values for seed in (65, 66, 67)]) / 8
+    head = residuum.ProbeLayer([[1.0, -1.0, 0.5], [0.25, 2.0, 1.0]], [0.5, 0], "tanh")
+    probe = residuum.Probe(weights, [0.5, 0, 0], layer=2, mlp=[head], activation="softmax")
+    reply = engine.client.generate(prompt, max_tokens=12, probes=probe, **SAMPLING)
+    rows = reference.rows([*prompt, *reply.token_ids[:-1]])["resid_post"][2][len(prompt) - 1 :]
+    outputs = np.tanh(rows @ weights.T + probe.bias) @ head.weights.T + head.bias
+    expected = np.exp(outputs) / np.exp(outputs).sum(-1, keepdims=True)
+    assert reply.scores is not None
+    np.testing.assert_allclose(reply.scores["probe"], expected, atol=5e-3)
+
+
 def test_smoothed_scores_are_those_of_the_rows(engine: Engine, reference: Reference) -> None:
     prompt = make_prompt(np.random.default_rng(33), 20)
     weights = np.stack([make_vector(engine, seed).values for seed in (63, 64)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import threading
 from collections.abc import Coroutine
@@ -15,12 +16,16 @@ from google.protobuf.message import Message
 from vllm.config import StructuredOutputsConfig
 
 from inference_svc.engine.engine import Engine
+from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
+from inference_svc.taps.plan import ScoreRegion
 from residuum.rpc.channels import open_channel
 from residuum.v1 import (
     capture_pb2,
     errors_pb2,
     inference_pb2,
     inference_pb2_grpc,
+    probe_pb2,
+    rule_pb2,
     selection_pb2,
     steering_pb2,
     store_pb2_grpc,
@@ -76,11 +81,20 @@ _CONFIG = SimpleNamespace(
 """What vLLM's own checks of sampling parameters read."""
 
 
+class _ReadyBoard(ScoreBoard):
+    """A score board on which every inner product is 1."""
+
+    async def read(self, region: ScoreRegion, first: int, count: int) -> np.ndarray:
+        return np.ones((count, region.columns), np.float32)
+
+
 class ScriptedEngine(FakeEngine):
     """A fake engine that reads prompts like the real one."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.facts = dataclasses.replace(FACTS, probe_sites=(capture_pb2.SITE_RESID_POST,))
+        self.scores = _ReadyBoard(ScoreMemory(1 << 20))
         self._real = Engine(SimpleNamespace(vllm_config=_CONFIG), Tokenizer(), FACTS)  # type: ignore[arg-type]
 
     async def tokenize(self, request: inference_pb2.GenerateRequest) -> list[int]:
@@ -183,17 +197,28 @@ def _seeds(method: str) -> list[Message]:
     ]
     steering[1].layer_digests.extend(digests)
     full = spec("a", capture_pb2.CaptureSpec(layers=layers, positions=positions), steering, updatable=True)
+    probes = probe_pb2.ProbeSpec(score_prompt=True)
+    outputs = [probe_pb2.ProbeOutput(digest=digest, bias=0.5) for digest in digests]
+    smoothing = probe_pb2.Smoothing(ema=0.5)
+    for name, activation in (("p", probe_pb2.PROBE_ACTIVATION_SIGMOID), ("q", probe_pb2.PROBE_ACTIVATION_SOFTMAX)):
+        probes.probes.add(name=name, layer=1, outputs=outputs, activation=activation, smoothing=smoothing)
+    probes.rules.add(name="a", probe="p", output=1, above=0.25, for_tokens=2, action=rule_pb2.RULE_ACTION_ABORT)
+    probes.rules.add(name="b", probe="q", below=0.75, action=rule_pb2.RULE_ACTION_STEER, steering=full.steering)
+    judged = inference_pb2.RequestSpec(capture=CAPTURE, probes=probes)
     sampled = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ["x"], "num_sequences": 2}
     bias = [inference_pb2.LogitBias(token_id=token, bias=2.0) for token in (1, 2)]
     further = {"logit_bias": bias, "bad_words": ["no"], "min_p": 0.5, "stop_token_ids": [3], "logprobs": 2}
     return {
         "GetModelInfo": [inference_pb2.GetModelInfoRequest(check_store=True)],
-        "RegisterRequest": [inference_pb2.RegisterRequestRequest(spec=item) for item in (full, spec("b", CAPTURE))],
+        "RegisterRequest": [
+            inference_pb2.RegisterRequestRequest(spec=item) for item in (full, spec("b", CAPTURE), judged)
+        ],
         "FindMissingVectors": [inference_pb2.FindMissingVectorsRequest(digests=digests)],
         "PutVectors": [inference_pb2.PutVectorsRequest(vector=item) for item in _VECTORS],
         "Generate": [
             ask(spec("", CAPTURE, [ADD_JOY]), **sampled),
             ask("a"),
+            ask(judged, **sampled),
             inference_pb2.GenerateRequest(spec=full, text="ab", sampling=inference_pb2.SamplingParameters(**sampled)),
             ask(spec("", CAPTURE), max_tokens=0, prompt_logprobs=1),
             ask(json_schema='{"type": "object"}', repetition_penalty=1.5, **further),

@@ -38,9 +38,11 @@ BASIC = 'name = "toxic"\nprobe = "one.safetensors"\nabove = 0.7\n'
 
 
 def test_a_file_of_rules(write, tmp_path):
-    smooth = residuum.Probe(np.ones((2, HIDDEN)), layer=0, activation="softmax", smooth=residuum.EMA(0.5))
+    smooth = residuum.Probe(
+        np.ones((2, HIDDEN)), layer=0, activation="softmax", smooth=residuum.EMA(0.5), output_names=["a", "b"]
+    )
     smooth.save(tmp_path / "two.safetensors")
-    other = 'name = "two"\nprobe = "two.safetensors"\nbelow = 0.1\nthen = "abort"\nfor_tokens = 3\noutput = 1\n'
+    other = 'name = "two"\nprobe = "two.safetensors"\nbelow = 0.1\nthen = "abort"\nfor_tokens = 3\noutput = "b"\n'
     path = write(BASIC, other + 'tenants = ["alice", "bob"]\nmay_opt_out = ["bob"]')
     rules = load_rules(path, PROBING)
     assert rules.names == ["operator:toxic", "operator:two"]
@@ -68,6 +70,7 @@ def test_a_file_of_rules(write, tmp_path):
         ([BASIC.replace("0.7", "1.2")], "can never fire"),
         ([BASIC + "below = 0.1"], "needs either above or below"),
         ([BASIC + "output = 1"], "not an output 1"),
+        ([BASIC + 'output = "x"'], "the probe has no output 'x'"),
         ([BASIC + "for_tokens = 0"], "rule.0.for_tokens"),
         ([BASIC + 'then = "steer"'], "rule.0.then"),
         (["name = "], "is not TOML"),

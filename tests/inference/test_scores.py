@@ -55,6 +55,8 @@ def spec(*probes, **fields):
         (spec(probe(outputs=((A, float("nan")),))), "probes.probes[0].outputs[0].bias", "finite"),
         (spec(probe(outputs=((A, 0.0),) * (MAX_PROBE_OUTPUTS + 1))), "probes.probes", "65 outputs"),
         (spec(probe(activation=9)), "probes.probes[0].activation", "9"),
+        (spec(probe(output_names=["a", "b"])), "probes.probes[0].output_names", "2 names for 1 outputs"),
+        (spec(probe(mlp=[probe_pb2.ProbeLayer()])), "probes.probes[0].mlp", "layer 2 has 0 outputs"),
         (spec(probe(activation=probe_pb2.PROBE_ACTIVATION_SOFTMAX)), "probes.probes[0].activation", "always 1"),
     ],
 )
@@ -156,6 +158,21 @@ def test_a_region_that_the_engine_never_knew_is_free_at_once():
     assert board.take(0, 1000, 1) == region
     with pytest.raises(Failure, match=r"Generate fewer tokens.*--score-mib"):
         board.take(0, 2000, 1)  # waiting would not help
+
+
+def test_processes_that_share_a_board_use_parts_of_their_own():
+    """The API servers of one `vllm serve` share the memory that the worker made."""
+    memory = ScoreMemory(4000)
+    boards = [ScoreBoard(open_board(memory.path), share=(index, 3)) for index in range(3)]
+    regions = [board.take(0, 111, 3) for board in boards]
+    assert [region.offset for region in regions] == [0, 333, 666]
+    with pytest.raises(Failure, match="--score-mib"):
+        boards[0].take(0, 1, 1)
+    for number, (board, region) in enumerate(zip(boards, regions, strict=True)):
+        memory.numbers[region.offset : region.offset + 333] = number
+        np.testing.assert_array_equal(asyncio.run(board.read(region, 0, 111)), np.full((111, 3), number))
+        board.give_back(region, rests=False)
+        assert board.take(0, 111, 3) == region
 
 
 def test_probes_and_steering_at_one_point_share_its_room():

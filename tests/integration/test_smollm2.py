@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import residuum
+from examples.demo import __main__ as demo
 from examples.demo.reference import compare
+from examples.demo.verdict import BELOW, FOR_TOKENS, make_probe, watch
 from examples.head_ablation import ablate
 
 if TYPE_CHECKING:
@@ -28,6 +32,22 @@ PROMPTS = (
     "To bake bread, you need",
 )
 ALL = residuum.Capture(layers="all")
+
+
+def test_the_demo_watches_a_reply_and_a_rule_ends_it(client: residuum.Client) -> None:
+    """The rule fires where the scores say so; the probe tells the two kinds of sentences apart."""
+    means = demo.find_means(client, demo.Totals())
+    probe = make_probe(means[0], means[1], demo.STEERED_LAYER)
+    assert probe.score(means[0]) > 0.85
+    assert probe.score(means[1]) < 0.15
+    console = Console(file=io.StringIO())
+    reply = watch(client, probe, console)
+    assert reply.scores is not None
+    fires = residuum.Rule(probe, below=BELOW, for_tokens=FOR_TOKENS).fires_at(reply.scores["happy"])
+    assert (reply.finish_reason == "rule") == (fires is not None)
+    assert fires is None or len(reply.token_ids) == fires + 1
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert reply.text in shown
 
 
 def test_every_row_of_eight_concurrent_requests(client: residuum.Client, smollm2: Path) -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from residuum.v1 import probe_pb2
-from residuum.wire.probes import activate, is_valid_probe_name, score
+from residuum.wire.probes import activate, evaluate, is_valid_probe_name, num_outputs, problem_of_mlp
 
+RELU = probe_pb2.HIDDEN_ACTIVATION_RELU
 NONE = probe_pb2.PROBE_ACTIVATION_UNSPECIFIED
 SIGMOID = probe_pb2.PROBE_ACTIVATION_SIGMOID
 SOFTMAX = probe_pb2.PROBE_ACTIVATION_SOFTMAX
@@ -83,7 +84,7 @@ def test_scores_are_inner_products_plus_biases() -> None:
     rng = np.random.default_rng(0)
     rows, weights = rng.normal(size=(7, 32)).astype(np.float32), rng.normal(size=(3, 32)).astype(np.float32)
     biases = rng.normal(size=3).astype(np.float32)
-    found = score(rows, weights, biases, NONE)
+    found = evaluate(probe_pb2.Probe(), rows @ weights.T + biases)
     assert found.dtype == np.float32
     assert found.shape == (7, 3)
     exact = rows.astype(np.float64) @ weights.astype(np.float64).T + biases
@@ -91,8 +92,9 @@ def test_scores_are_inner_products_plus_biases() -> None:
 
 
 def test_rows_beyond_float32_give_infinite_outputs_without_a_warning() -> None:
-    huge = np.full((1, 2), 3e38, np.float32)
-    assert np.isinf(score(huge, huge, np.zeros(1, np.float32), NONE)).all()
+    huge = np.full((1, 2), np.inf, np.float32)
+    layer = probe_pb2.ProbeLayer(weights=np.ones(2, "<f4").tobytes(), biases=[0], activation=RELU)
+    assert np.isinf(evaluate(probe_pb2.Probe(mlp=[layer]), huge)).all()
 
 
 @pytest.mark.parametrize("name", ["probe", "a", "A.b_c-9", "x" * 64, "-", "."])
@@ -103,3 +105,62 @@ def test_valid_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "x" * 65, "a b", "é", "a\n", "a:b"])
 def test_invalid_names(name: str) -> None:
     assert not is_valid_probe_name(name)
+
+
+HIDDEN = {
+    probe_pb2.HIDDEN_ACTIVATION_UNSPECIFIED: lambda x: x,
+    RELU: lambda x: x if x > 0 else 0.0,
+    probe_pb2.HIDDEN_ACTIVATION_TANH: math.tanh,
+    probe_pb2.HIDDEN_ACTIVATION_SIGMOID: lambda x: 1 / (1 + math.exp(-x)),
+    probe_pb2.HIDDEN_ACTIVATION_GELU: lambda x: x / 2 * math.erfc(-x / math.sqrt(2)),
+}
+
+
+def layer(rng: np.random.Generator, inputs: int, outputs: int, activation: int) -> probe_pb2.ProbeLayer:
+    weights = rng.normal(size=(outputs, inputs)).astype("<f4")
+    return probe_pb2.ProbeLayer(weights=weights.tobytes(), biases=rng.normal(size=outputs), activation=activation)
+
+
+@given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(1, 5), st.sampled_from([*HIDDEN])), max_size=2))
+def test_an_mlp_applies_its_layers_in_turn(seed: int, shape: list[tuple[int, int]]) -> None:
+    rng = np.random.default_rng(seed)
+    probe, inputs = probe_pb2.Probe(outputs=[probe_pb2.ProbeOutput()] * 3), 3
+    for outputs, activation in shape:
+        probe.mlp.append(layer(rng, inputs, outputs, activation))
+        inputs = outputs
+    assert problem_of_mlp(probe) == ""
+    assert num_outputs(probe) == inputs
+    first = (rng.normal(size=(4, 3)) * 5).astype(np.float32)
+    found = evaluate(probe, first)
+    assert found.dtype == np.float32
+    for row, scores in zip(first, found, strict=True):
+        values = [float(value) for value in row]
+        for item in probe.mlp:
+            weights = np.frombuffer(item.weights, "<f4").reshape(len(item.biases), -1)
+            hidden = [HIDDEN[item.activation](value) for value in values]
+            values = [
+                math.fsum(float(w) * h for w, h in zip(line, hidden, strict=True)) + bias
+                for line, bias in zip(weights, item.biases, strict=True)
+            ]
+        np.testing.assert_allclose(scores, values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([probe_pb2.ProbeLayer(weights=bytes(8), biases=[0])] * 3, "3 layers after the first; at most 2"),
+        ([probe_pb2.ProbeLayer(weights=bytes(8))], "layer 2 has 0 outputs"),
+        ([probe_pb2.ProbeLayer(weights=bytes(8), biases=[0] * 65)], "layer 2 has 65 outputs"),
+        ([probe_pb2.ProbeLayer(weights=bytes(7), biases=[0])], "take 7 bytes; 1 outputs of 2 inputs take 8"),
+        ([probe_pb2.ProbeLayer(weights=b"\xff" * 8, biases=[0])], "layer 2 are not all finite"),
+        ([probe_pb2.ProbeLayer(weights=bytes(8), biases=[math.inf])], "layer 2 are not all finite"),
+        ([probe_pb2.ProbeLayer(weights=bytes(8), biases=[0], activation=9)], "activation 9 of its layer 2"),
+        (
+            [probe_pb2.ProbeLayer(weights=bytes(8), biases=[0]), probe_pb2.ProbeLayer(weights=bytes(8), biases=[0])],
+            "layer 3 take 8 bytes; 1 outputs of 1 inputs take 4",
+        ),
+    ],
+)
+def test_what_is_wrong_with_an_mlp(layers: list[probe_pb2.ProbeLayer], words: str) -> None:
+    probe = probe_pb2.Probe(outputs=[probe_pb2.ProbeOutput()] * 2, mlp=layers)
+    assert words in problem_of_mlp(probe)

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PROBE:RULE",
         help="act when the scores of a --probe, by its name, cross a threshold: above=T or below=T, and after it for=N "
-        "(tokens in a row), output=N, name=NAME and one of flag, abort or, at the end, an operation as in "
+        "(tokens in a row), output=N or its name, name=NAME and one of flag, abort or, at the end, an operation as in "
         "add=joy.npy@12*4, each after a comma; may be repeated (default: none)",
     )
 
@@ -105,8 +105,10 @@ def _rule_fields(options: str) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if equals and name in {"above", "below"}:
             fields[name] = float(value)
-        elif equals and name in {"for", "output"}:
-            fields["for_tokens" if name == "for" else name] = int(value)
+        elif equals and name == "for":
+            fields["for_tokens"] = int(value)
+        elif equals and name == "output":
+            fields["output"] = int(value) if value.isdigit() else value
         elif equals and name == "name":
             fields["name"] = value
         elif option in {"flag", "abort"}:
@@ -180,7 +182,7 @@ def _rows(scores: Scores | None) -> Iterator[list[str]]:
 
 def _columns(probe: residuum.Probe) -> list[str]:
     count = probe.num_outputs
-    return [probe.name] if count == 1 else [f"{probe.name}.{number}" for number in range(count)]
+    return [probe.name] if count == 1 else [f"{probe.name}.{name}" for name in probe.output_names or range(count)]
 
 
 def _text(number: Any) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
+from residuum.values.probe_layers import ProbeLayer
 from residuum.values.probes import Probe
 from residuum.values.smoothing import parse_smoothing
 
@@ -28,9 +31,15 @@ def save(probe: Probe, path: str | os.PathLike[str]) -> None:
         "activation": probe.activation or _NO_ACTIVATION,
         "name": probe.name,
     }
+    if probe.output_names:
+        metadata["output_names"] = ",".join(probe.output_names)
     if probe.smooth is not None:
         metadata["smooth"] = str(probe.smooth)
-    write_safetensors(path, {"weight": probe.weights, "bias": probe.bias}, metadata)
+    tensors = {"weight": probe.weights, "bias": probe.bias}
+    for number, layer in enumerate(probe.mlp, 2):
+        tensors |= {f"weight_{number}": layer.weights, f"bias_{number}": layer.bias}
+        metadata[f"activation_{number}"] = layer.activation or _NO_ACTIVATION
+    write_safetensors(path, tensors, metadata)
 
 
 def load(path: str | os.PathLike[str]) -> Probe:
@@ -44,7 +53,7 @@ def load(path: str | os.PathLike[str]) -> Probe:
     layer, activation = metadata["layer"], metadata["activation"]
     if not re.fullmatch(r"\d{1,9}", layer, re.ASCII):
         raise _refusal(path, f"its layer is {layer!r}")
-    wrong = {name for name in ("weight", "bias") if arrays[name].dtype != np.float32}
+    wrong = {name for name in arrays if arrays[name].dtype != np.float32}
     if wrong:
         raise _refusal(path, f"its {min(wrong)} is not float32")
     try:
@@ -56,9 +65,20 @@ def load(path: str | os.PathLike[str]) -> Probe:
             activation=None if activation == _NO_ACTIVATION else activation,
             name=metadata["name"],
             smooth=parse_smoothing(metadata["smooth"]) if "smooth" in metadata else None,
+            mlp=list(_further_layers(arrays, metadata)),
+            output_names=metadata["output_names"].split(",") if "output_names" in metadata else (),
         )
     except InvalidRequest as error:
         raise type(error)(f"{os.fspath(path)}: {error}", reason=error.reason) from None
+
+
+def _further_layers(arrays: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[str, str]) -> Iterator[ProbeLayer]:
+    number = 2
+    while {f"weight_{number}", f"bias_{number}"} <= {*arrays}:
+        activation = metadata.get(f"activation_{number}", _NO_ACTIVATION)
+        hidden = None if activation == _NO_ACTIVATION else activation
+        yield ProbeLayer(arrays[f"weight_{number}"], arrays[f"bias_{number}"], hidden)
+        number += 1
 
 
 def _refusal(path: str | os.PathLike[str], why: str) -> InvalidRequest:

@@ -21,6 +21,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _HiddenActivation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HiddenActivationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HiddenActivation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HIDDEN_ACTIVATION_UNSPECIFIED: _HiddenActivation.ValueType  # 0
+    """Nothing."""
+    HIDDEN_ACTIVATION_RELU: _HiddenActivation.ValueType  # 1
+    """max(x, 0)."""
+    HIDDEN_ACTIVATION_TANH: _HiddenActivation.ValueType  # 2
+    """The hyperbolic tangent."""
+    HIDDEN_ACTIVATION_SIGMOID: _HiddenActivation.ValueType  # 3
+    """1 / (1 + exp(-x))."""
+    HIDDEN_ACTIVATION_GELU: _HiddenActivation.ValueType  # 4
+    """x (1 + erf(x / sqrt(2))) / 2."""
+
+class HiddenActivation(_HiddenActivation, metaclass=_HiddenActivationEnumTypeWrapper):
+    """What an MLP applies to each output of a layer."""
+
+HIDDEN_ACTIVATION_UNSPECIFIED: HiddenActivation.ValueType  # 0
+"""Nothing."""
+HIDDEN_ACTIVATION_RELU: HiddenActivation.ValueType  # 1
+"""max(x, 0)."""
+HIDDEN_ACTIVATION_TANH: HiddenActivation.ValueType  # 2
+"""The hyperbolic tangent."""
+HIDDEN_ACTIVATION_SIGMOID: HiddenActivation.ValueType  # 3
+"""1 / (1 + exp(-x))."""
+HIDDEN_ACTIVATION_GELU: HiddenActivation.ValueType  # 4
+"""x (1 + erf(x / sqrt(2))) / 2."""
+Global___HiddenActivation: _TypeAlias = HiddenActivation  # noqa: Y015
+
 class _ProbeActivation:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -89,9 +121,11 @@ Global___ProbeSpec: _TypeAlias = ProbeSpec  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):
-    """A linear probe: it scores the rows at a site of a layer. Output i of a row x is x . v_i + bias_i, computed in float32,
-    where v_i is the output's vector. Steering comes first: a probe reads the
-    steered row, in float32, before it is rounded to the model's dtype.
+    """A linear probe, or a small MLP: it scores the rows at a site of a layer. Output i of a row x is x . v_i + bias_i,
+    computed in float32, where v_i is the output's vector. Steering comes first: a probe reads the steered row, in float32,
+    before it is rounded to the model's dtype.
+
+    With `mlp`, these outputs are those of the MLP's first layer, and the probe's outputs are those of its last layer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -102,6 +136,8 @@ class Probe(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     ACTIVATION_FIELD_NUMBER: _builtins.int
     SMOOTHING_FIELD_NUMBER: _builtins.int
+    MLP_FIELD_NUMBER: _builtins.int
+    OUTPUT_NAMES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name, 1 to 64 of the characters a-z A-Z 0-9 . _ -."""
     layer: _builtins.int
@@ -112,11 +148,19 @@ class Probe(_message.Message):
     """What is applied to the outputs of a row. Unset: nothing."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeOutput]:
-        """The outputs, at least one."""
+        """The outputs, at least one: with `mlp`, those of its first layer."""
 
     @_builtins.property
     def smoothing(self) -> Global___Smoothing:
         """How the scores of consecutive positions are smoothed, each output separately, after the activation. Unset: not."""
+
+    @_builtins.property
+    def mlp(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeLayer]:
+        """The further layers of an MLP, at most 2. Empty: the probe is linear."""
+
+    @_builtins.property
+    def output_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the outputs, each different and named as a probe is. They are only recorded. Empty: they have none."""
 
     def __init__(
         self,
@@ -127,14 +171,50 @@ class Probe(_message.Message):
         outputs: _abc.Iterable[Global___ProbeOutput] | None = ...,
         activation: Global___ProbeActivation.ValueType = ...,
         smoothing: Global___Smoothing | None = ...,
+        mlp: _abc.Iterable[Global___ProbeLayer] | None = ...,
+        output_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["smoothing", b"smoothing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "layer", b"layer", "name", b"name", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "layer", b"layer", "mlp", b"mlp", "name", b"name", "output_names", b"output_names", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class ProbeLayer(_message.Message):
+    """A further layer of an MLP. Its outputs are weights . f(x) + biases, computed in float64, where x are the outputs of the
+    layer before and f is applied to each.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTIVATION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    BIASES_FIELD_NUMBER: _builtins.int
+    activation: Global___HiddenActivation.ValueType
+    """f."""
+    weights: _builtins.bytes
+    """The weights, little-endian float32 [outputs][outputs of the layer before]. Must be finite."""
+    @_builtins.property
+    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The bias of each output, 1 to 64. Must be finite."""
+
+    def __init__(
+        self,
+        *,
+        activation: Global___HiddenActivation.ValueType = ...,
+        weights: _builtins.bytes = ...,
+        biases: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "biases", b"biases", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeLayer: _TypeAlias = ProbeLayer  # noqa: Y015
 
 @_typing.final
 class Smoothing(_message.Message):

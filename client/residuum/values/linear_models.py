@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
+from residuum.wire.probes import is_valid_probe_name
 
 _OF_PROBABILITIES = {"LogisticRegression", "LinearDiscriminantAnalysis"}
 """Classes of scikit-learn whose probabilities are the sigmoid or the softmax of linear outputs."""
@@ -22,6 +23,8 @@ class LinearModel(NamedTuple):
     """float64, one number or [outputs]."""
     activation: str | None
     """What makes probabilities of the outputs; None: the model has none."""
+    classes: tuple[str, ...]
+    """The names of the outputs; empty if there is one, or if the model's classes are no valid names."""
 
 
 def of_sklearn(model: Any) -> LinearModel:
@@ -47,7 +50,10 @@ def of_sklearn(model: Any) -> LinearModel:
             weights = weights / np.asarray(scaler.scale_, np.float64)
         if scaler.with_mean:  # without it, mean_ may have the means all the same
             bias = bias - weights @ np.asarray(scaler.mean_, np.float64)
-    return LinearModel(weights, bias, _activation(model, len(np.atleast_2d(weights))))
+    outputs = len(np.atleast_2d(weights))
+    classes = tuple(map(str, getattr(model, "classes_", ())))
+    named = outputs > 1 and len(classes) == outputs and all(map(is_valid_probe_name, classes))
+    return LinearModel(weights, bias, _activation(model, outputs), classes if named else ())
 
 
 def _is_scaler(name: str, step: Any) -> bool:
@@ -87,16 +93,39 @@ def _class_names(model: Any) -> set[str]:
     return {kind.__name__ for kind in type(model).__mro__}
 
 
-def of_torch(module: Any) -> tuple[Any, Any]:
-    """Return the weight and the bias of a torch.nn.Linear, as tensors; the bias is 0.0 if it has none.
+_HIDDEN_MODULES = {"ReLU": "relu", "Tanh": "tanh", "Sigmoid": "sigmoid", "GELU": "gelu"}
+"""Modules of torch between the layers of an MLP, with the names of their functions."""
+
+_NO_MODULES = {"Dropout", "Identity"}
+"""Modules that do nothing once the model is trained."""
+
+
+def of_torch(module: Any) -> list[tuple[str | None, Any, Any]]:
+    """Return the layers of a torch.nn.Linear, or of a Sequential of several.
+
+    Returns:
+        For each layer: what is applied to its inputs, None for nothing; its weight; and its bias, 0.0 if it has none.
 
     Raises:
-        TypeError: The module has no weight.
+        TypeError: The module is neither, or has other parts.
     """
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not hasattr(weight, "detach"):
-        raise TypeError(f"Probe.from_torch takes a torch.nn.Linear, not {type(module).__name__}.")
-    return weight, 0.0 if bias is None else bias
+    layers: list[tuple[str | None, Any, Any]] = []
+    hidden: str | None = None
+    for part in module if type(module).__name__ == "Sequential" else [module]:
+        name, weight, bias = type(part).__name__, getattr(part, "weight", None), getattr(part, "bias", None)
+        if "Linear" in _class_names(part) and hasattr(weight, "detach"):
+            layers.append((hidden, weight, 0.0 if bias is None else bias))
+            hidden = None
+        elif name in _HIDDEN_MODULES and layers and hidden is None and getattr(part, "approximate", "none") == "none":
+            hidden = _HIDDEN_MODULES[name]
+        elif name not in _NO_MODULES:
+            raise TypeError(
+                f"Probe.from_torch takes a torch.nn.Linear, not {name} here; or a Sequential of Linear with "
+                f"{', '.join(_HIDDEN_MODULES)} between them. Give what follows the last Linear as activation=."
+            )
+    if not layers or hidden is not None:
+        raise TypeError("Probe.from_torch: the last module must be a Linear. Give what follows it as activation=.")
+    return layers
 
 
 def _refused(problem: str) -> InvalidRequest:

@@ -16,10 +16,11 @@ from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import probe_pb2
 from residuum.values.linear_models import of_sklearn, of_torch
 from residuum.values.points import site_numbers
+from residuum.values.probe_layers import ProbeLayer, layer_tuple
 from residuum.values.selections import layer_list
 from residuum.values.smoothing import Smoothing, smoothing_of
 from residuum.values.vector import Vector, as_float32
-from residuum.wire.probes import is_valid_probe_name, score
+from residuum.wire.probes import evaluate, is_valid_probe_name, problem_of_mlp, problem_of_names
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -33,10 +34,11 @@ ACTIVATIONS: dict[str | None, probe_pb2.ProbeActivation.ValueType] = {
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Probe:
-    """A linear probe: it gives scores to the rows at a site of a layer.
+    """A linear probe, or a small MLP: it gives scores to the rows at a site of a layer.
 
-    A row's outputs are its inner products with the weights, plus the bias. Its scores are the outputs after the
-    activation. With `smooth`, the server then smooths the scores of consecutive tokens.
+    A row's outputs are its inner products with the weights, plus the bias; with `mlp`, these are the outputs of the
+    first layer, and further layers follow. Its scores are the outputs after the activation. With `smooth`, the server
+    then smooths the scores of consecutive tokens.
 
     With `probes=[...]`, the server computes the scores on the device while the model generates, and sends them with the
     tokens: see `TokenDelta.scores` and `Reply.scores`. If the request is steered, the probe reads the steered row.
@@ -50,6 +52,9 @@ class Probe:
         activation: What is applied to the outputs of a row: "sigmoid" to each, "softmax" to all, or None.
         name: The name of its scores, 1 to 64 of the characters a-z A-Z 0-9 . _ -. The probes of a request have
             different names.
+        mlp: The further layers of an MLP, at most 2. Then `weights` and `bias` are those of its first layer, whose
+            width counts among the outputs of a request's probes.
+        output_names: The names of the outputs, so that rules can use them; empty: they have none.
         smooth: How the server smooths the scores, each output separately: EMA, RollingMax, RollingMean, or None. It
             begins anew with the reply. A score that is not finite stays as it is, and does not count later.
 
@@ -72,6 +77,8 @@ class Probe:
     activation: str | None
     name: str
     smooth: Smoothing | None
+    mlp: tuple[ProbeLayer, ...]
+    output_names: tuple[str, ...]
 
     def __init__(
         self,
@@ -83,27 +90,37 @@ class Probe:
         activation: str | None = None,
         name: str = "probe",
         smooth: Smoothing | None = None,
+        mlp: Iterable[ProbeLayer] = (),
+        output_names: Iterable[str] = (),
     ) -> None:
-        checked = _weights(weights)
+        checked, layers = _weights(weights), layer_tuple(mlp)
         fields = {
             "weights": checked,
             "bias": _bias(bias, len(checked)),
             "layer": _layer(layer),
             "site": _site(site),
-            "activation": _activation(activation, len(checked)),
+            "mlp": layers,
+            "activation": _activation(activation, len(layers[-1].bias) if layers else len(checked)),
             "name": _name(name),
             "smooth": smoothing_of(smooth),
+            "output_names": _output_names(output_names),
         }
         for field, value in fields.items():
             object.__setattr__(self, field, value)
+        if not (layers or self.output_names):
+            return
+        message = self.to_proto()
+        if problem := problem_of_mlp(message) or problem_of_names(message):
+            raise InvalidRequest(f"Probe: {problem}.", reason="INVALID_FIELD")
 
     @classmethod
     def from_sklearn(cls, model: Any, *, layer: int, site: str = "resid_post", name: str = "probe") -> Probe:
         """Return the probe of a fitted linear model of scikit-learn, such as LogisticRegression, LinearSVC or Ridge.
 
         A logistic regression's scores are its probabilities: for two classes that of `classes_[1]`, else those of all
-        classes in the order of `classes_`. Scores of other models are their linear outputs: `decision_function`, or
-        `predict` of a linear regression. For another activation use `dataclasses.replace(probe, activation="sigmoid")`.
+        classes in the order of `classes_`, which give the outputs their names if they can. Scores of other models are
+        their linear outputs: `decision_function`, or `predict` of a linear regression. For another activation use
+        `dataclasses.replace(probe, activation="sigmoid")`.
 
         Args:
             model: Any model with `coef_` and `intercept_`; or a Pipeline of it with StandardScaler before it, which
@@ -119,17 +136,18 @@ class Probe:
             >>> classifier = LogisticRegression().fit(rows, labels)
             >>> probe = residuum.Probe.from_sklearn(classifier, layer=12, name="question")
         """
-        weights, bias, activation = of_sklearn(model)
-        return cls(weights, bias, layer=layer, site=site, activation=activation, name=name)
+        weights, bias, activation, classes = of_sklearn(model)
+        return cls(weights, bias, layer=layer, site=site, activation=activation, name=name, output_names=classes)
 
     @classmethod
     def from_torch(
         cls, module: Any, *, layer: int, site: str = "resid_post", activation: str | None = None, name: str = "probe"
     ) -> Probe:
-        """Return the probe of a `torch.nn.Linear`.
+        """Return the probe of a `torch.nn.Linear`, or of an MLP.
 
         Args:
-            module: The module, of any dtype and on any device.
+            module: The module, of any dtype and on any device: a Linear, or a Sequential of up to three Linear with
+                ReLU, Tanh, Sigmoid, GELU or nothing between them. Dropout and Identity are left out.
             layer: As for `Probe`; so are the others.
             site: The site.
             activation: The activation. The module itself has none.
@@ -141,8 +159,9 @@ class Probe:
         Example:
             >>> probe = residuum.Probe.from_torch(linear, layer=12, activation="softmax")
         """
-        weights, bias = of_torch(module)
-        return cls(weights, bias, layer=layer, site=site, activation=activation, name=name)
+        (_, weights, bias), *further = of_torch(module)
+        mlp = [ProbeLayer(weight, offset, hidden) for hidden, weight, offset in further]
+        return cls(weights, bias, layer=layer, site=site, activation=activation, name=name, mlp=mlp)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Probe:
@@ -160,8 +179,10 @@ class Probe:
         """Write the probe to a safetensors file.
 
         The file has the tensors `weight`, float32 [outputs, width], and `bias`, float32 [outputs]. Its metadata has
-        `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax"), `name`, and
-        `smooth` if the scores are smoothed (such as "ema:0.9", "max:8" or "mean").
+        `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax"), `name`; and
+        where the probe has them `smooth` (such as "ema:0.9", "max:8" or "mean") and `output_names`, joined by commas.
+        An MLP also has the tensors `weight_2` and `bias_2` of its second layer, with `activation_2` in the metadata
+        ("none", "relu", "tanh", "sigmoid" or "gelu"), and so on.
 
         Raises:
             OSError: The file cannot be written.
@@ -193,7 +214,9 @@ class Probe:
                 f"{list(values.shape)}.",
                 reason="WRONG_LENGTH",
             )
-        scores = score(values, self.weights, self.bias, ACTIVATIONS[self.activation])
+        with np.errstate(over="ignore", invalid="ignore"):  # huge rows give infinite outputs, as on a device
+            scores = evaluate(self.to_proto(), np.atleast_2d(values @ self.weights.T + self.bias))
+        scores = scores.reshape(*values.shape[:-1], self.num_outputs)
         return scores if self.num_outputs > 1 else scores[..., 0]
 
     @property
@@ -203,8 +226,8 @@ class Probe:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs for each row."""
-        return len(self.weights)
+        """Scores of each row."""
+        return len(self.mlp[-1].bias) if self.mlp else len(self.weights)
 
     @functools.cached_property
     def vectors(self) -> tuple[Vector, ...]:
@@ -218,6 +241,8 @@ class Probe:
             (message.site,) = site_numbers([self.site])
         for vector, bias in zip(self.vectors, self.bias, strict=True):
             message.outputs.add(digest=vector.digest, bias=float(bias))
+        message.mlp.extend(layer.to_proto() for layer in self.mlp)
+        message.output_names.extend(self.output_names)
         if self.smooth is not None:
             message.smoothing.CopyFrom(self.smooth.to_proto())
         return message
@@ -236,6 +261,7 @@ class Probe:
         outputs = "1 output" if self.num_outputs == 1 else f"{self.num_outputs} outputs"
         return (
             f"Probe({self.name!r}, {self.site}.{self.layer}, {outputs} of {self.width} elements, "
+            f"{f'an MLP of {len(self.mlp) + 1} layers, ' if self.mlp else ''}"
             f"activation {self.activation}{f', smooth {self.smooth}' if self.smooth else ''})"
         )
 
@@ -333,6 +359,13 @@ def _activation(given: Any, outputs: int) -> str | None:
             reason="INVALID_FIELD",
         )
     return None if given is None else str(given)
+
+
+def _output_names(given: Any) -> tuple[str, ...]:
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"Probe: output_names must be a list of texts, not {given!r}.")
+    return names
 
 
 def _name(given: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class Rule:
         then: What the server does: "flag" only sends and records the event. "abort" also ends the sequence: the token
             is its last one, and its finish reason "rule". Operations, as for `steer=`, apply from the engine's next
             step on, after those that apply already; the event says from which position.
-        output: The output of the probe, counted from 0.
+        output: The output of the probe, counted from 0, or its name.
         name: The name of the rule, 1 to 64 of the characters a-z A-Z 0-9 . _ -. Default: the probe's name. The rules
             of a request have different names.
 
@@ -61,7 +61,7 @@ class Rule:
     below: float | None = None
     for_tokens: int = 1
     then: str | Operation | Iterable[Operation] = "flag"
-    output: int = 0
+    output: int | str = 0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Rule:
             if getattr(self, side) is not None:
                 object.__setattr__(self, side, finite_float32(f"Rule: {side}", getattr(self, side)))
         object.__setattr__(self, "for_tokens", _whole("for_tokens", self.for_tokens, 1))
-        object.__setattr__(self, "output", _whole("output", self.output, 0))
+        object.__setattr__(self, "output", self._output())
         object.__setattr__(self, "then", _action(self.then))
         if not isinstance(self.name, str):
             raise TypeError(f"Rule: name must be a text, not {self.name!r}.")
@@ -85,6 +85,24 @@ class Rule:
             )
         if isinstance(self.probe, Probe):
             self.check(self.probe)
+
+    def _output(self) -> int | str:
+        """Return the index of the output; its name, if the probe is not known yet.
+
+        Raises:
+            InvalidRequest: The probe has no output of this name.
+        """
+        if not isinstance(self.output, str):
+            return _whole("output", self.output, 0)
+        if not isinstance(self.probe, Probe):
+            return self.output
+        if self.output not in self.probe.output_names:
+            has = ", ".join(self.probe.output_names) or "no names of outputs; give output_names= or an index"
+            raise InvalidRequest(
+                f"Rule: the probe {self.probe.name!r} has no output {self.output!r}. It has {has}.",
+                reason="INVALID_FIELD",
+            )
+        return self.probe.output_names.index(self.output)
 
     @property
     def probe_name(self) -> str:
@@ -112,14 +130,25 @@ class Rule:
             scores: [tokens] or [tokens, outputs], such as `reply.scores["toxic"]`.
         """
         given = np.asarray(scores, np.float32)
-        return RuleWatch(self.to_proto()).add(given if given.ndim == 1 else given[:, self.output])
+        return RuleWatch(self.to_proto()).add(given if given.ndim == 1 else given[:, self._index])
+
+    @property
+    def _index(self) -> int:
+        """The index of the output."""
+        if isinstance(self.output, str):
+            raise InvalidRequest(
+                f"Rule {self.name!r}: the output {self.output!r} is known only with the probe. Give the probe instead "
+                "of its name, or an index.",
+                reason="INVALID_FIELD",
+            )
+        return self.output
 
     def to_proto(self) -> rule_pb2.Rule:
         """Return the rule's message, with the digests of its vectors instead of their values."""
         message = rule_pb2.Rule(
             name=self.name,
             probe=self.probe_name,
-            output=self.output,
+            output=self._index,
             for_tokens=self.for_tokens,
             action=ACTIONS["steer" if self.operations else str(self.then)],
         )
@@ -184,7 +213,7 @@ def rule_list(
     if twice:
         raise _invalid(f"Several rules have the name {twice[0]!r}. Give each its own: Rule(..., name='strict').")
     known = {probe.name: probe for probe in probes}
-    for item in items:
+    for index, item in enumerate(items):
         if isinstance(item.probe, Probe) and known.setdefault(item.probe_name, item.probe) != item.probe:
             raise _invalid(
                 f"The rule {item.name!r} has a probe of the name {item.probe_name!r}, and another probe has that name. "
@@ -193,7 +222,7 @@ def rule_list(
         if item.probe_name not in known:
             has = f"Its probes are: {', '.join(known)}." if known else "It has no probes."
             raise _invalid(f"The rule {item.name!r} names the probe {item.probe!r}, which the request lacks. {has}")
-        item.check(known[item.probe_name])
+        items[index] = replace(item, probe=known[item.probe_name])  # checks the rule
     return tuple(items), tuple(known.values())
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from residuum.v1 import probe_pb2
 from residuum.values.probes import Probe
+from residuum.wire.probes import num_outputs
 
 Scores = dict[str, npt.NDArray[np.float32]]
 """The scores of rows by the name of the probe: float32 [rows] of a probe with one output, else [rows, outputs]."""
@@ -24,7 +25,7 @@ def kept_scores(probes: Iterable[probe_pb2.Probe], kept: probe_pb2.KeptScores) -
     if not kept.probes:
         return None
     return {
-        probe.name: _array(scores.values, len(probe.outputs)) for probe, scores in zip(probes, kept.probes, strict=True)
+        probe.name: _array(scores.values, num_outputs(probe)) for probe, scores in zip(probes, kept.probes, strict=True)
     }
 
 

@@ -35,6 +35,9 @@ MAX_OPERATIONS = 256
 MAX_PROBE_OUTPUTS = 64
 """Outputs of all probes of one request."""
 
+MAX_PROBE_LAYERS = 2
+"""Layers of a probe that is an MLP, after its first one. Each has at most MAX_PROBE_OUTPUTS outputs."""
+
 MAX_OPERATOR_RULES = 8
 """Rules of the operator."""
 

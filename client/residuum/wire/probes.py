@@ -2,24 +2,108 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from residuum.v1 import probe_pb2
+from residuum.wire.limits import MAX_PROBE_LAYERS, MAX_PROBE_OUTPUTS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     FloatArray = npt.NDArray[np.float32]
 
+_FLOAT_BYTES = 4
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 def is_valid_probe_name(name: str) -> bool:
     """Tell whether `name` is a valid name of a probe: 1 to 64 of the characters a-z A-Z 0-9 . _ -."""
     return _NAME.fullmatch(name) is not None
+
+
+def num_outputs(probe: probe_pb2.Probe) -> int:
+    """Return how many scores a probe gives to each row."""
+    return len(probe.mlp[-1].biases) if probe.mlp else len(probe.outputs)
+
+
+def problem_of_names(probe: probe_pb2.Probe) -> str:
+    """Return what is wrong with the names of a probe's outputs, in words; empty if nothing is."""
+    names = list(probe.output_names)
+    if not names:
+        return ""
+    if len(names) != num_outputs(probe):
+        return f"there are {len(names)} names for {num_outputs(probe)} outputs"
+    if len({*names}) != len(names):
+        return "two outputs have the same name"
+    wrong = [name for name in names if not is_valid_probe_name(name)]
+    return f"{wrong[0][:64]!r} is not a name of 1 to 64 of the characters a-z A-Z 0-9 . _ -" if wrong else ""
+
+
+def problem_of_mlp(probe: probe_pb2.Probe) -> str:
+    """Return what is wrong with the further layers of a probe, in words; empty if nothing is."""
+    if len(probe.mlp) > MAX_PROBE_LAYERS:
+        return f"it has {len(probe.mlp)} layers after the first; at most {MAX_PROBE_LAYERS}"
+    inputs = len(probe.outputs)
+    for number, layer in enumerate(probe.mlp, 2):
+        outputs = len(layer.biases)
+        if not 1 <= outputs <= MAX_PROBE_OUTPUTS:
+            return f"its layer {number} has {outputs} outputs; from 1 to {MAX_PROBE_OUTPUTS}"
+        if len(layer.weights) != _FLOAT_BYTES * inputs * outputs:
+            return (
+                f"the weights of its layer {number} take {len(layer.weights)} bytes; {outputs} outputs of {inputs} "
+                f"inputs take {_FLOAT_BYTES * inputs * outputs}"
+            )
+        if not (np.isfinite(_weights(layer, inputs)).all() and np.isfinite(layer.biases).all()):
+            return f"the numbers of its layer {number} are not all finite"
+        if layer.activation not in _HIDDEN:
+            return f"the activation {int(layer.activation)} of its layer {number} is not known"
+        inputs = outputs
+    return ""
+
+
+def evaluate(probe: probe_pb2.Probe, outputs: FloatArray) -> FloatArray:
+    """Return a probe's scores, without smoothing: float32 [rows, outputs].
+
+    Args:
+        probe: A valid probe; see `problem_of_mlp`. The values of its vectors are not needed.
+        outputs: float32 [rows, outputs of its first layer]: the inner products with the vectors, plus the biases.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        for layer in probe.mlp:
+            hidden = _HIDDEN[layer.activation](outputs.astype(np.float64))
+            weights = _weights(layer, outputs.shape[-1]).astype(np.float64)
+            outputs = (hidden @ weights.T + np.array(layer.biases)).astype(np.float32)
+    return activate(outputs, probe.activation)
+
+
+def _weights(layer: probe_pb2.ProbeLayer, inputs: int) -> FloatArray:
+    return np.frombuffer(layer.weights, "<f4").reshape(len(layer.biases), inputs)
+
+
+def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    result: npt.NDArray[np.float64] = 0.5 * (1.0 + np.tanh(0.5 * values))
+    return result
+
+
+def _gelu(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    erf = np.array([math.erf(value) for value in (values / math.sqrt(2)).ravel().tolist()]).reshape(values.shape)
+    result: npt.NDArray[np.float64] = np.where(np.isneginf(values), 0.0, values * (1.0 + erf) / 2)
+    return result
+
+
+_HIDDEN: dict[int, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]] = {
+    probe_pb2.HIDDEN_ACTIVATION_UNSPECIFIED: lambda values: values,
+    probe_pb2.HIDDEN_ACTIVATION_RELU: lambda values: np.maximum(values, 0.0),
+    probe_pb2.HIDDEN_ACTIVATION_TANH: np.tanh,
+    probe_pb2.HIDDEN_ACTIVATION_SIGMOID: _sigmoid,
+    probe_pb2.HIDDEN_ACTIVATION_GELU: _gelu,
+}
+"""What a layer may apply to the outputs of the one before, float64."""
 
 
 def activate(outputs: FloatArray, activation: probe_pb2.ProbeActivation.ValueType) -> FloatArray:
@@ -49,21 +133,3 @@ def activate(outputs: FloatArray, activation: probe_pb2.ProbeActivation.ValueTyp
             raise ValueError(f"{activation} is not an activation of probes.")
     rounded: FloatArray = scores.astype(np.float32)
     return rounded
-
-
-def score(
-    rows: FloatArray,
-    weights: FloatArray,
-    biases: FloatArray,
-    activation: probe_pb2.ProbeActivation.ValueType,
-) -> FloatArray:
-    """Return what a probe computes for rows: float32 [rows, outputs].
-
-    Args:
-        rows: float32 [rows, width].
-        weights: float32 [outputs, width]: the vector of each output.
-        biases: float32 [outputs].
-        activation: As for `activate`.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):  # huge rows give infinite outputs, as on a device
-        return activate(rows @ weights.T + biases, activation)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from residuum.v1 import probe_pb2
+from residuum.wire.probes import num_outputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +28,7 @@ def problem_of(rule: rule_pb2.Rule, probe: probe_pb2.Probe) -> str:
         rule: The rule.
         probe: The probe that it names.
     """
-    outputs, side = len(probe.outputs), rule.WhichOneof("threshold")
+    outputs, side = num_outputs(probe), rule.WhichOneof("threshold")
     if rule.output >= outputs:
         return f"the probe {probe.name!r} has {outputs} outputs, 0 to {outputs - 1}, not an output {rule.output}"
     if side is None:
