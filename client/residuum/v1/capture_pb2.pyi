@@ -288,6 +288,34 @@ CAPTURE_STATE_ABORTED: CaptureState.ValueType  # 4
 """The request was aborted. Rows captured until then are stored, or listed as missing. Final."""
 Global___CaptureState: _TypeAlias = CaptureState  # noqa: Y015
 
+class _ArchiveState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ArchiveStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArchiveState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ARCHIVE_STATE_UNSPECIFIED: _ArchiveState.ValueType  # 0
+    """The store has no archive, or the capture has not ended, or the store is older than this field."""
+    ARCHIVE_STATE_PENDING: _ArchiveState.ValueType  # 1
+    """In the store only. They will be copied to the archive."""
+    ARCHIVE_STATE_COPIED: _ArchiveState.ValueType  # 2
+    """In the store and in the archive."""
+    ARCHIVE_STATE_MOVED: _ArchiveState.ValueType  # 3
+    """In the archive only. The store reads them from there."""
+
+class ArchiveState(_ArchiveState, metaclass=_ArchiveStateEnumTypeWrapper):
+    """Where the rows of a capture are, in a store that has an archive."""
+
+ARCHIVE_STATE_UNSPECIFIED: ArchiveState.ValueType  # 0
+"""The store has no archive, or the capture has not ended, or the store is older than this field."""
+ARCHIVE_STATE_PENDING: ArchiveState.ValueType  # 1
+"""In the store only. They will be copied to the archive."""
+ARCHIVE_STATE_COPIED: ArchiveState.ValueType  # 2
+"""In the store and in the archive."""
+ARCHIVE_STATE_MOVED: ArchiveState.ValueType  # 3
+"""In the archive only. The store reads them from there."""
+Global___ArchiveState: _TypeAlias = ArchiveState  # noqa: Y015
+
 class _IncompleteReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1024,6 +1052,7 @@ class CaptureManifest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     MESSAGE_SPANS_FIELD_NUMBER: _builtins.int
+    ARCHIVE_STATE_FIELD_NUMBER: _builtins.int
     state: Global___CaptureState.ValueType
     """The capture's state."""
     incomplete_reason: Global___IncompleteReason.ValueType
@@ -1034,6 +1063,8 @@ class CaptureManifest(_message.Message):
     """Rows in the store, counted once for each layer and site."""
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
+    archive_state: Global___ArchiveState.ValueType
+    """Where the rows are, in a store that has an archive."""
     @_builtins.property
     def description(self) -> Global___CaptureDescription:
         """What the capture holds. Set when the capture is opened."""
@@ -1104,10 +1135,11 @@ class CaptureManifest(_message.Message):
         labels: _abc.Iterable[Global___Label] | None = ...,
         prompt_token_texts: Global___TokenTexts | None = ...,
         message_spans: Global___MessageSpans | None = ...,
+        archive_state: Global___ArchiveState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "message_spans", b"message_spans", "open_time", b"open_time", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive_state", b"archive_state", "description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
