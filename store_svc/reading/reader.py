@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain, islice
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
@@ -241,8 +242,10 @@ class Reader:
         manifest = capture_pb2.CaptureManifest.FromString(data)
         query = Query(request, manifest.description, manifest.sequences)
         self._touched(number)
+        frames = self._frames.wanted(number, query)
+        first = list(islice(frames, 1))  # if it cannot be fetched, the caller gets nothing, and knows that it must wait
         yield _manifest_field(data)
-        for frame in self._frames.wanted(number, query):
+        for frame in chain(first, frames):
             yield from self._rows(frame, query, placing)
         self._ended_record(number, capture_id)  # raises if it was deleted meanwhile
 
