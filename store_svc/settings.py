@@ -20,11 +20,6 @@ _MOST_SHARDS = 8
 """Shards of a database on a machine with many cores, unless the operator chooses another number."""
 
 
-def default_shards() -> int:
-    """Return the number of shards of a new database, unless the operator chooses another one."""
-    return max(min(len(os.sched_getaffinity(0)) // 2, _MOST_SHARDS), 1)
-
-
 def _map_limit(size: ByteSize) -> ByteSize:
     if size < _SMALLEST_MAP:
         raise ValueError("must be at least 16MiB")
@@ -44,12 +39,7 @@ def _keep_within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | 
     return _within_map(size, info) if size else size
 
 
-def archive_url(text: str) -> str:
-    """Return the URL of an archive.
-
-    Raises:
-        ValueError: It does not begin as one.
-    """
+def _archive_url(text: str) -> str:
     if text and not text.startswith(SCHEMES):
         raise ValueError(f"must begin with {', '.join(SCHEMES[:-1])}, as in s3://bucket/prefix")
     return text
@@ -91,7 +81,7 @@ class StoreSettings(SecureSettings):
     the order in which they ended. It never deletes captures that are open or being read. Choose less than max-bytes,
     because a chunk takes whole pages of 4 KiB. Default: the store deletes nothing, and refuses chunks when full."""
 
-    archive: Annotated[str, AfterValidator(archive_url)] = ""
+    archive: Annotated[str, AfterValidator(_archive_url)] = ""
     """Where the store copies ended captures: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
     file:///folder. Each store needs a prefix of its own. Credentials come from the environment, such as
     AWS_ACCESS_KEY_ID. Needs `pip install 'residuum-server[archive]'`. Default: no archive."""
@@ -174,7 +164,7 @@ class StoreSettings(SecureSettings):
     @property
     def num_shards(self) -> int:
         """The number of shards of a new database."""
-        return self.shards or default_shards()
+        return self.shards or max(min(len(os.sched_getaffinity(0)) // 2, _MOST_SHARDS), 1)
 
     @property
     def memory_bound_bytes(self) -> int:

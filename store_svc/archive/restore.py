@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path
-from typing import Annotated, Literal, TypeVar
-
-from pydantic import AfterValidator, ByteSize, Field
+from typing import TypeVar
 
 from residuum.v1 import archive_pb2, capture_pb2
 from store_svc.archive import records
@@ -23,9 +20,9 @@ from store_svc.captures.labels import write_labels
 from store_svc.captures.numbers import skip_numbers
 from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
 from store_svc.database.keys import pack_number, unpack_number
-from store_svc.settings import StoreSettings, archive_url, default_shards
+from store_svc.settings import StoreSettings
 from svc_common.logs import configure_logs, get_logger
-from svc_common.settings import ServiceSettings, load_settings
+from svc_common.settings import load_settings
 
 _T = TypeVar("_T")
 
@@ -36,34 +33,13 @@ _AT_ONCE = 64
 _log = get_logger(__name__)
 
 
-class RestoreSettings(ServiceSettings):
-    """Settings of `restore`: make the database of a store again from its archive, after its disk was lost."""
-
-    archive: Annotated[str, AfterValidator(archive_url)]
-    """The archive, as the store's --archive."""
-
-    path: Path
-    """The folder of the new database."""
-
-    max_bytes: ByteSize = Field(default=StoreSettings.model_fields["max_bytes"].default, validate_default=True)
-    """The greatest size that the database may reach, as the store's --max-bytes."""
-
-    shards: Annotated[int, Field(ge=1, le=64)] | None = None
-    """In how many files the database keeps its rows, as the store's --shards."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level that is logged."""
-
-    @property
-    def num_shards(self) -> int:
-        """The number of shards of the new database."""
-        return self.shards or default_shards()
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Restore a database; return the exit status."""
-    settings = load_settings(RestoreSettings, "python -m store_svc restore", arguments)
+    """Restore a database; return the exit status. The settings are those of the store, so that its command fits."""
+    settings = load_settings(StoreSettings, "python -m store_svc restore", arguments)
     configure_logs(settings.log_level)
+    if not settings.archive:
+        _log.error("cannot restore: set --archive")
+        return 1
     try:
         objects = Objects(settings.archive)
         db = Database(settings.path, settings.max_bytes, sync_roots=True, shards=settings.num_shards)
