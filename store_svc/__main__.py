@@ -1,4 +1,4 @@
-"""Run the store service: `python -m store_svc`."""
+"""Run the store service: `python -m store_svc`. With `restore`, make its database again from an archive."""
 
 import sys
 
@@ -6,6 +6,12 @@ from svc_common.logs import quiet_grpc
 
 if __name__ == "__main__":
     quiet_grpc()
-    from store_svc.server import main  # imports grpc, so it must follow quiet_grpc()
+    arguments = sys.argv[1:]
+    # Both import grpc, so they must follow quiet_grpc().
+    if arguments[:1] == ["restore"]:
+        from store_svc.archive.restore import main
 
-    sys.exit(main(sys.argv[1:]))
+        arguments = arguments[1:]
+    else:
+        from store_svc.server import main
+    sys.exit(main(arguments))

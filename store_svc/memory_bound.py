@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from store_svc.archive.copying import COPIERS
 from store_svc.calls import MAX_SEARCHES, SHORT_CALLS
 
 _MIB = 1 << 20
@@ -32,11 +33,22 @@ _SEARCH = 32 * _MIB
 """For each search: its best hits and those of each thread, the numbers of a million selected captures, the blocks of
 rows of its threads, and the messages with hits."""
 
+_COPIER = 48 * _MIB
+"""For each capture that is copied to the archive: an object with chunks, twice while it is sent, and its index."""
+
+_FETCHING = 10 * _MIB
+"""For each active read stream, if its rows come from the archive: the ranges that are fetched ahead."""
+
+_LANES = 8
+"""Lanes of all searches, which read from the archive, too."""
+
 _CAPTURE = 3 * 1024 // 2
 """For each ended capture: its entry in the catalog."""
 
 
-def memory_bound(*, max_streams: int, max_writers: int, max_open_mib: int, max_captures: int) -> int:
+def memory_bound(
+    *, max_streams: int, max_writers: int, max_open_mib: int, max_captures: int, has_archive: bool = False
+) -> int:
     """Return the most memory that a store takes, in bytes.
 
     The bound leaves out the mapped pages of the database, which the kernel can drop. docs/operations/bounds.md explains
@@ -52,4 +64,5 @@ def memory_bound(*, max_streams: int, max_writers: int, max_open_mib: int, max_c
         + _SEARCH * MAX_SEARCHES
         + _MIB * max_open_mib
         + _CAPTURE * max_captures
+        + (_COPIER * COPIERS + _FETCHING * (max_streams + _LANES) if has_archive else 0)
     )  # fmt: skip

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from residuum.v1 import capture_pb2
+from store_svc.archive.archive import Archive
 from store_svc.calls import Calls
 from store_svc.captures.catalog import Catalog
 from store_svc.database.db import Database
@@ -21,6 +22,12 @@ _STATES = {
     capture_pb2.CAPTURE_STATE_COMPLETE: "complete",
     capture_pb2.CAPTURE_STATE_INCOMPLETE: "incomplete",
     capture_pb2.CAPTURE_STATE_ABORTED: "aborted",
+}
+
+_ARCHIVE_STATES = {
+    capture_pb2.ARCHIVE_STATE_PENDING: "pending",
+    capture_pb2.ARCHIVE_STATE_COPIED: "copied",
+    capture_pb2.ARCHIVE_STATE_MOVED: "moved",
 }
 
 
@@ -59,7 +66,13 @@ class StoreCollector(Collector):
     """Metrics that are looked up at scrape time."""
 
     def __init__(
-        self, db: Database, catalog: Catalog, writer: Writer, calls: Calls, retention: RetentionPolicy
+        self,
+        db: Database,
+        catalog: Catalog,
+        writer: Writer,
+        calls: Calls,
+        retention: RetentionPolicy,
+        archive: Archive | None = None,
     ) -> None:
         """Read metrics from these parts of a store. They may be read from any thread."""
         self._db = db
@@ -67,12 +80,15 @@ class StoreCollector(Collector):
         self._writer = writer
         self._calls = calls
         self._retention = retention
+        self._archive = archive
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their current values."""
         yield from self._contents()
         yield from self._room()
         yield from self._work()
+        if self._archive is not None:
+            yield from self._archived(self._archive)
 
     def _contents(self) -> Iterator[Metric]:
         states = self._catalog.states()
@@ -128,3 +144,49 @@ class StoreCollector(Collector):
         expired.add_metric(["size"], counters.expired_by_size)
         yield expired
         yield CounterMetricFamily("residuum_store_expired_bytes", "Bytes deleted by retention.", counters.bytes_expired)
+
+    def _archived(self, archive: Archive) -> Iterator[Metric]:
+        states, counters = self._catalog.archive_states(), archive.counters
+        captures = GaugeMetricFamily(
+            "residuum_store_archive_captures", "Ended captures, by where their rows are.", labels=["state"]
+        )
+        for state, name in _ARCHIVE_STATES.items():
+            captures.add_metric([name], states.get(state, 0))
+        yield captures
+        yield GaugeMetricFamily(
+            "residuum_store_archive_behind_seconds",
+            "How long the capture has waited that has waited longest to be copied.",
+            archive.seconds_behind,
+        )
+        yield GaugeMetricFamily(
+            "residuum_store_archive_failing",
+            "1 while the archive cannot be written, else 0.",
+            int(bool(archive.link.why_behind)),
+        )
+        failures = CounterMetricFamily(
+            "residuum_store_archive_failures", "Operations on the archive that failed, by kind.", labels=["kind"]
+        )
+        failures.add_metric(["write"], archive.link.failures)
+        failures.add_metric(["read"], archive.fetcher.failures)
+        yield failures
+        yield CounterMetricFamily(
+            "residuum_store_archive_copied_bytes", "Bytes of chunks copied to the archive.", counters.bytes_copied
+        )
+        yield CounterMetricFamily(
+            "residuum_store_archive_read_bytes", "Bytes read from the archive.", archive.fetcher.num_bytes
+        )
+        yield CounterMetricFamily(
+            "residuum_store_archive_dropped_bytes",
+            "Bytes of chunks dropped from the database, because the archive has them.",
+            counters.bytes_dropped,
+        )
+        yield CounterMetricFamily(
+            "residuum_store_archive_deleted_captures",
+            "Deleted captures whose objects were deleted.",
+            counters.captures_deleted,
+        )
+        yield CounterMetricFamily(
+            "residuum_store_archive_not_copied_captures",
+            "Captures that cannot be copied, because a chunk is damaged; the log names them.",
+            counters.captures_not_copied,
+        )

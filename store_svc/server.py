@@ -12,11 +12,15 @@ from grpc_health.v1 import health
 
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.tracing import TracingError, is_on, start_tracing
+from residuum.v1 import capture_pb2
+from store_svc.archive.archive import Archive
+from store_svc.archive.objects import ArchiveRefusedError, Objects
+from store_svc.archive.records import check_restored
 from store_svc.calls import SHORT_CALLS, Calls
 from store_svc.captures.catalog import CatalogLimits
 from store_svc.captures.catalog_loading import load_catalog
 from store_svc.captures.leases import Leases
-from store_svc.captures.lifecycle import Wait
+from store_svc.captures.lifecycle import Capture, Wait
 from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
 from store_svc.metrics import StoreCollector, StoreMetrics
 from store_svc.searching.search import MAX_THREADS
@@ -65,6 +69,7 @@ class Store:
             DamagedError: The database cannot be used.
             StoreFullError: There is no room to make it, or to repair it after a crash.
             OSError: The address cannot be listened on, or a certificate or tokens file cannot be used.
+            ArchiveRefusedError: The archive cannot be used, or is not this store's.
         """
         self._settings = settings
         self.died = False
@@ -84,8 +89,11 @@ class Store:
                 shards=self._db.num_shards,
                 setting=settings.shards,
             )
+        with self._db.read() as txn:
+            check_restored(txn)
         limits = CatalogLimits(settings.max_captures, settings.max_open_mib << 20)
-        self._catalog = load_catalog(self._db, limits, Leases(settings.lease_seconds))
+        leases = Leases(settings.lease_seconds)
+        self._catalog = load_catalog(self._db, limits, leases, has_archive=bool(settings.archive))
         retention = _retention(settings)
         options = WriterOptions(
             synced,
@@ -96,35 +104,42 @@ class Store:
             self._access.limits_of,
         )
         self._metrics = StoreMetrics()
-        traces = CaptureTraces()
+        self._traces = CaptureTraces()
         self._writer = Writer(
             self._db,
             self._catalog,
             options,
             self._on_death,
             on_commit=self._metrics.commit_seconds.observe,
-            on_end=traces.ended,
+            on_end=self._on_end,
         )
+        store_id = self._db.write(_store_id)
+        self._archive = self._open_archive(store_id)
         calls = Calls(settings.max_streams, settings.max_writers)
         self._shared_memory = self._share_memory()
-        self._metrics.registry.register(StoreCollector(self._db, self._catalog, self._writer, calls, retention))
+        self._metrics.registry.register(
+            StoreCollector(self._db, self._catalog, self._writer, calls, retention, self._archive)
+        )
         self._servicer = StoreServicer(
             self._db,
             self._catalog,
             self._writer,
-            store_id=self._db.write(_store_id),
+            store_id=store_id,
             version=_version(),
             retention=retention,
             calls=calls,
             metrics=self._metrics,
             limits_of=self._access.limits_of,
-            traces=traces,
+            traces=self._traces,
             shared_memory=self._shared_memory,
+            archive=self._archive,
         )
         self._stall_interceptor = StallInterceptor(_log, settings.first_message_seconds, settings.stall_seconds)
         self._server = self._make_server()
         self.port = self._listen()
         self._listener = self._show_metrics()
+        if self._archive is not None:
+            self._archive.start()
         self._writer.start()
         self._server.start()
         self._set_health(SERVING)
@@ -148,6 +163,8 @@ class Store:
         if self._listener:
             self._listener.close()
         self._catalog.stop()
+        if self._archive is not None:
+            self._archive.stop(self._settings.grace_seconds)
         self._writer.stop()
         self._servicer.end_streams()
         self._server.stop(self._settings.grace_seconds)
@@ -155,6 +172,8 @@ class Store:
         self._server.stop(min(self._settings.grace_seconds, _FLUSH_SECONDS)).wait()
         self._stall_interceptor.close()
         self._servicer.close()
+        if self._archive is not None:
+            self._archive.close()
         self._shared_memory.close()
         self._db.close()
         _log.info("stopped")
@@ -182,6 +201,41 @@ class Store:
         except OSError:
             self._db.close()
             raise
+
+    def _open_archive(self, store_id: bytes) -> Archive | None:
+        """Return the archive, after checking it; None without one.
+
+        Raises:
+            ArchiveRefusedError: It cannot be used, is not this store's, or is missing although rows are only there.
+        """
+        settings = self._settings
+        try:
+            if not settings.archive:
+                self._check_rows_are_here()
+                return None
+            archive = Archive(
+                Objects(settings.archive),
+                self._db,
+                self._catalog,
+                self._writer,
+                store_id=store_id,
+                keep_bytes=settings.archive_keeps,
+            )
+            archive.check()
+        except ArchiveRefusedError:
+            self._db.close()
+            raise
+        return archive
+
+    def _check_rows_are_here(self) -> None:
+        moved = self._catalog.archive_states().get(capture_pb2.ARCHIVE_STATE_MOVED, 0)
+        if moved:
+            raise ArchiveRefusedError(f"the rows of {moved} captures are only in the archive: set --archive")
+
+    def _on_end(self, capture: Capture) -> None:
+        self._traces.ended(capture)
+        if self._archive is not None:
+            self._archive.ended(capture.number)
 
     def _listen(self) -> int:
         try:
@@ -225,6 +279,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         stop_tracing = start_tracing("residuum-store", settings.otel_endpoint)
         store = Store(settings, shutdown.request)
+    except ArchiveRefusedError as error:
+        _log.error("cannot start: the archive cannot be used", error=str(error))
+        return 1
     except (DamagedError, StoreFullError, OSError, TracingError) as error:
         _log.error("cannot start", error=str(error))
         return 1

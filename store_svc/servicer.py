@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from residuum.wire.limits import (
     MAX_PLACED_CHUNK_BYTES,
     MAX_WAIT_SECONDS,
 )
+from store_svc.archive.archive import Archive
 from store_svc.calls import Calls
 from store_svc.captures.capture_names import (
     CaptureName,
@@ -82,6 +84,7 @@ class StoreServicer:
         limits_of: Callable[[str], Limits],
         traces: CaptureTraces,
         shared_memory: Listener,
+        archive: Archive | None = None,
     ) -> None:
         """Create the servicer.
 
@@ -97,13 +100,17 @@ class StoreServicer:
             limits_of: Returns a tenant's limits.
             traces: Notes each opened capture.
             shared_memory: Has the memories of peers on this machine.
+            archive: Where ended captures are copied; None for nowhere.
         """
         self._db = db
         self._catalog = catalog
         self._writer = writer
-        self._reader = Reader(db, catalog)
+        self._archive = archive
+        fetcher = archive.fetcher if archive is not None else None
+        touched: Callable[[int], object] = archive.touched if archive is not None else lambda _: None
+        self._reader = Reader(db, catalog, fetcher, touched)
         self._labels = LabelReader(db)
-        self._searcher = Searcher(db, catalog)
+        self._searcher = Searcher(db, catalog, fetcher)
         self._store_id = store_id
         self._version = version
         self._retention = retention
@@ -230,7 +237,10 @@ class StoreServicer:
         name = resolve_name(current_caller(), request)
         if _seconds(request) > 0:
             with self.calls.reading():
+                until = time.monotonic() + _seconds(request)
                 self._wait_for_end(name, request, context)
+                if request.wait_for_archive and self._archive is not None:
+                    self._wait_for_copy(self._archive, name, until - time.monotonic(), context)
         return store_pb2.GetCaptureResponse(manifest=self._reader.manifest(name))
 
     def list_captures(
@@ -396,6 +406,8 @@ class StoreServicer:
             retention=self._retention_stats(),
         )
         self._count_captures(response, None)
+        if self._archive is not None:
+            response.archive.CopyFrom(self._archive.stats())
         return response
 
     def _retention_stats(self) -> store_pb2.RetentionStats:
@@ -447,6 +459,21 @@ class StoreServicer:
             raise unknown_capture(request.capture_id)
         if self._catalog.stopping and not feed.capture.ended:
             raise _stopping()
+
+    def _wait_for_copy(
+        self, archive: Archive, name: CaptureName, seconds: float, context: grpc.ServicerContext
+    ) -> None:
+        """Wait until a capture that has ended is in the archive."""
+        number, feed = self._catalog.require(name)
+        if feed is not None:
+            return
+
+        def is_over() -> bool:
+            summary = self._catalog.summary_of(number)
+            is_pending = summary is not None and summary.archive_state == capture_pb2.ARCHIVE_STATE_PENDING
+            return not is_pending or self._catalog.stopping or not context.is_active()
+
+        archive.wait(is_over, seconds)
 
     def _wait_for_rows(self, name: CaptureName, context: grpc.ServicerContext) -> None:
         """Wait briefly for the rows of a sealed capture, so that it can be skipped if it is complete."""

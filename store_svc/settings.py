@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat, ValidationInfo
 
+from store_svc.archive.objects import SCHEMES
 from store_svc.database.db import bytes_for_appends
 from store_svc.memory_bound import memory_bound
 from svc_common.security.tls import SecureSettings
@@ -32,6 +33,16 @@ def _within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | None:
             f"must be 1 to {bytes_for_appends(limit)} bytes: max-bytes, less the space reserved for ending captures"
         )
     return size
+
+
+def _keep_within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | None:
+    return _within_map(size, info) if size else size
+
+
+def _archive_url(text: str) -> str:
+    if text and not text.startswith(SCHEMES):
+        raise ValueError(f"must begin with {', '.join(SCHEMES[:-1])}, as in s3://bucket/prefix")
+    return text
 
 
 def _socket_path(text: str) -> str:
@@ -69,6 +80,16 @@ class StoreSettings(SecureSettings):
     """When the chunks of all captures together take more bytes than this, such as 48GiB, the store deletes captures in
     the order in which they ended. It never deletes captures that are open or being read. Choose less than max-bytes,
     because a chunk takes whole pages of 4 KiB. Default: the store deletes nothing, and refuses chunks when full."""
+
+    archive: Annotated[str, AfterValidator(_archive_url)] = ""
+    """Where the store copies ended captures: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
+    file:///folder. Each store needs a prefix of its own. Credentials come from the environment, such as
+    AWS_ACCESS_KEY_ID. Needs `pip install 'residuum-server[archive]'`. Default: no archive."""
+
+    archive_keep_bytes: Annotated[ByteSize | None, AfterValidator(_keep_within_map)] = None
+    """When the chunks in the database take more bytes than this, the store drops the rows of captures that are in the
+    archive, and reads them from there. Those that were not read for longest go first. 0: at once. Default: three
+    quarters of max-bytes, less the space reserved for ending captures."""
 
     sync_interval_seconds: PositiveFloat = 1.0
     """The store syncs commits to disk after this long without writes."""
@@ -134,6 +155,13 @@ class StoreSettings(SecureSettings):
     """The lowest level that is logged."""
 
     @property
+    def archive_keeps(self) -> int:
+        """The bytes of chunks beyond which rows are dropped that the archive has."""
+        if self.archive_keep_bytes is not None:
+            return self.archive_keep_bytes
+        return bytes_for_appends(self.max_bytes) * 3 // 4
+
+    @property
     def num_shards(self) -> int:
         """The number of shards of a new database."""
         return self.shards or max(min(len(os.sched_getaffinity(0)) // 2, _MOST_SHARDS), 1)
@@ -146,4 +174,5 @@ class StoreSettings(SecureSettings):
             max_writers=self.max_writers,
             max_open_mib=self.max_open_mib,
             max_captures=self.max_captures,
+            has_archive=bool(self.archive),
         )

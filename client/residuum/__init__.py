@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from residuum.exceptions import (
         AbortedCapture,
         AlreadyExists,
+        ArchiveUnreachable,
         BadCredentials,
         BadVector,
         BatchFailed,
@@ -196,6 +197,7 @@ __all__ = [
     "Activations",
     "Add",
     "AlreadyExists",
+    "ArchiveUnreachable",
     "AsyncClient",
     "AsyncStream",
     "AttentionLayer",

@@ -39,6 +39,7 @@
     │   ├── Unreachable (ConnectionError)   nothing answers at the endpoint; .endpoint
     │   ├── StoreUnreachable            the inference service cannot reach its store
     │   ├── NotServing                  loading or stopping
+    │   ├── ArchiveUnreachable          the rows are only in the store's archive, which does not answer
     │   └── EngineDead
     ├── DeadlineExceeded (TimeoutError)
     ├── RequestAborted                  a client called abort
@@ -284,6 +285,10 @@ class Unreachable(Unavailable, ConnectionError):
 
 class StoreUnreachable(Unavailable):
     """The request asks for a capture, and the inference service cannot reach its store."""
+
+
+class ArchiveUnreachable(Unavailable):
+    """The rows are only in the store's archive, which does not answer, or refuses the store."""
 
 
 class NotServing(Unavailable):

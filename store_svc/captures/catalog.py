@@ -74,6 +74,8 @@ class CatalogLimits:
     """Memory for the state of open captures, in bytes."""
 
 
+_MOVED = capture_pb2.ARCHIVE_STATE_MOVED
+
 _SCANNED_AT_ONCE = 512
 """Captures that a listing copies before it releases the lock."""
 
@@ -85,7 +87,7 @@ class Holdings:
         self.numbers: list[int] = []
         """Internal numbers, ascending, which is the order in which the captures were opened."""
         self.num_bytes = 0
-        """Bytes of all chunks."""
+        """Bytes of all chunks in the database. Those that are only in the archive do not count."""
         self.states: Counter[capture_pb2.CaptureState.ValueType] = Counter()
         """Number of captures in each state."""
 
@@ -101,7 +103,11 @@ _NOTHING = Holdings()
 class Catalog:
     """All captures. Only the writer thread changes the catalog; any thread may read it."""
 
-    def __init__(self, limits: CatalogLimits | None = None, leases: Leases | None = None) -> None:
+    def __init__(
+        self, limits: CatalogLimits | None = None, leases: Leases | None = None, *, has_archive: bool = False
+    ) -> None:
+        self.has_archive = has_archive
+        """Whether ended captures are copied to an archive."""
         self.limits = limits or CatalogLimits()
         """The limits that the writer enforces."""
         self.leases = leases or Leases()
@@ -117,6 +123,7 @@ class Catalog:
         self._ended: dict[int, store_pb2.CaptureSummary] = {}
         self._by_end: list[tuple[int, int]] = []  # (end time in ns, number) of ended captures, ascending
         self._readers: Counter[int] = Counter()
+        self._archive_states: Counter[capture_pb2.ArchiveState.ValueType] = Counter()
         self._expiring: set[int] = set()
         self._waiting: dict[Wait, dict[int, float]] = {wait: {} for wait in Wait}
         self.stopping = False
@@ -217,8 +224,9 @@ class Catalog:
         """Add an ended capture to the catalog."""
         with self._lock:
             self._insert(name_of(summary), number)
+            self._note_archive_state(summary)
             self._ended[number] = summary
-            self._count(summary.tenant, {summary.state: 1}, summary.num_bytes)
+            self._count(summary.tenant, {summary.state: 1}, _local_bytes(summary))
         insort(self._by_end, _end_key(number, summary))
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
@@ -238,10 +246,31 @@ class Catalog:
         else:
             summary = capture.summary()
             with self._lock:
+                self._note_archive_state(summary)
                 self._ended[capture.number] = summary
                 del self._feeds[capture.number]
                 self._count(summary.tenant, {before.state: -1, capture.state: 1}, added)
             insort(self._by_end, _end_key(capture.number, summary))
+
+    def note_archive_state(self, number: int, state: capture_pb2.ArchiveState.ValueType) -> None:
+        """Publish where the rows of an ended capture are. Those that are only in the archive no longer count."""
+        with self._lock:
+            before = self._ended[number]
+            summary = self._ended[number] = store_pb2.CaptureSummary()
+            summary.CopyFrom(before)
+            summary.archive_state = state
+            self._archive_states[before.archive_state] -= 1
+            self._archive_states[state] += 1
+            self._count(summary.tenant, {}, _local_bytes(summary) - _local_bytes(before))
+
+    def archive_states(self) -> dict[capture_pb2.ArchiveState.ValueType, int]:
+        """Return how many ended captures are in each state of the archive."""
+        with self._lock:
+            return dict(self._archive_states)
+
+    def is_read(self, number: int) -> bool:
+        """Tell whether a call is reading a capture."""
+        return number in self._readers
 
     def delete(self, name: CaptureName, number: int) -> None:
         """Remove a capture from the catalog, and wake its waiters."""
@@ -250,9 +279,11 @@ class Catalog:
             feed = self._feeds.pop(number, None)
             ended = self._ended.pop(number, None)
             self._expiring.discard(number)
+            if ended:
+                self._archive_states[ended.archive_state] -= 1
             known = feed.capture if feed else ended
             assert known is not None  # noqa: S101 - every number belongs to a feed or an ended capture
-            self._count(name.tenant, {known.state: -1}, -known.num_bytes)
+            self._count(name.tenant, {known.state: -1}, -_local_bytes(known))
             self._remove(name, number)
         if ended:
             del self._by_end[bisect_left(self._by_end, _end_key(number, ended))]
@@ -345,6 +376,12 @@ class Catalog:
         if not own.numbers:
             del self._tenants[name.tenant]
 
+    def _note_archive_state(self, summary: store_pb2.CaptureSummary) -> None:
+        """Note where the rows of a capture are that has ended, and count it. The caller has the lock."""
+        if self.has_archive and not summary.archive_state:
+            summary.archive_state = capture_pb2.ARCHIVE_STATE_PENDING
+        self._archive_states[summary.archive_state] += 1
+
     def _count(self, tenant: str, states: Mapping[capture_pb2.CaptureState.ValueType, int], num_bytes: int) -> None:
         for holdings in (self._all, self._tenants[tenant]):
             holdings.num_bytes += num_bytes
@@ -356,6 +393,12 @@ class Catalog:
         with self._lock:
             feed, ended = self._feeds.get(number), self._ended.get(number)
         return feed.capture.summary() if feed else ended
+
+
+def _local_bytes(capture: Capture | store_pb2.CaptureSummary) -> int:
+    """Return the bytes of a capture's chunks in the database."""
+    is_moved = isinstance(capture, store_pb2.CaptureSummary) and capture.archive_state == _MOVED
+    return 0 if is_moved else capture.num_bytes
 
 
 def _end_key(number: int, summary: store_pb2.CaptureSummary) -> tuple[int, int]:

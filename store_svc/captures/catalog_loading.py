@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from residuum.v1 import capture_pb2, store_pb2
+from store_svc.archive.records import read_record
 from store_svc.captures.catalog import Catalog, CatalogLimits
 from store_svc.captures.leases import Leases
 from store_svc.captures.ledger import Cells
@@ -18,7 +19,9 @@ from svc_common.logs import get_logger
 _log = get_logger(__name__)
 
 
-def load_catalog(db: Database, limits: CatalogLimits | None = None, leases: Leases | None = None) -> Catalog:
+def load_catalog(
+    db: Database, limits: CatalogLimits | None = None, leases: Leases | None = None, *, has_archive: bool = False
+) -> Catalog:
     """Return the catalog of a database. The rows of open captures are rebuilt from their frames.
 
     Raises:
@@ -29,11 +32,16 @@ def load_catalog(db: Database, limits: CatalogLimits | None = None, leases: Leas
         unopened = db.write(doom_unopened, reserve=True)
         if unopened:
             _log.info("frees rows of captures that were not committed before the last store ended", captures=unopened)
-    catalog = Catalog(limits, leases)
+    catalog = Catalog(limits, leases, has_archive=has_archive)
     with db.read() as txn:
         for key, value in txn.items(Table.ENDED):
             manifest = capture_pb2.CaptureManifest.FromString(bytes(value))
-            catalog.open_ended(unpack_number(key), summarize(manifest, manifest.num_rows))
+            number = unpack_number(key)
+            summary = summarize(manifest, manifest.num_rows)
+            record = read_record(txn, number)
+            if record is not None:
+                summary.archive_state = record.state
+            catalog.open_ended(number, summary)
         for key, value in txn.items(Table.LIVE):
             capture, keys = _load(txn, key, capture_pb2.CaptureManifest.FromString(bytes(value)))
             catalog.open(capture, keys)

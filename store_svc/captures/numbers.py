@@ -21,6 +21,12 @@ def take_number(txn: Txn) -> int:
     return number
 
 
+def skip_numbers(txn: Txn, number: int) -> None:
+    """Note that a number, and those before it, are in use."""
+    if next_number(txn) <= number:
+        txn.put(Table.META, _NEXT, pack_number(number + 1))
+
+
 def doom_unopened(txn: Txn) -> list[int]:
     """Free the frames of captures that were never opened; return the numbers of these captures.
 

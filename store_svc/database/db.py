@@ -49,6 +49,9 @@ _SHARDED = b"3"
 """The format of a database with several shards. Versions of the store that know no shards refuse it."""
 _WITH_HEADS = b"4"
 """The format of a database that has had a frame in two parts, with or without shards. Older versions refuse it."""
+_WITHOUT_ROWS = b"5"
+"""The format of a database that has had captures whose rows are only in an archive. Otherwise it is as format 4."""
+_FORMATS = (_FORMAT, _SHARDED, _WITH_HEADS, _WITHOUT_ROWS)
 _SHARDS = struct.Struct(">16sH")
 """The value of META's key `shards`: the secret of the placement, and in the main file the number of shards. In a shard,
 it is the shard's index, so that files of two databases are not mixed up."""
@@ -115,8 +118,7 @@ class Txn:
         if not isinstance(frame, PlacedFrame):
             self.put(Table.FRAMES, key, frame)
             return
-        if bytes(self.get(Table.META, b"format") or b"") != _WITH_HEADS:
-            self.put(Table.META, b"format", _WITH_HEADS)
+        self._note_format(_WITH_HEADS)
         if changes := self._changes(Table.FRAMES):
             self.wrote = True
             changes.put_placed(key, frame)
@@ -124,6 +126,10 @@ class Txn:
             self.put(Table.HEADS, key, frame.head)
             self.put(Table.FRAMES, key, frame.payload)
             frame.check(self._raw.get(key, db=self._tables[Table.FRAMES]))
+
+    def note_rows_elsewhere(self) -> None:
+        """Note that rows of a capture are only in an archive. Older versions of the store then refuse the database."""
+        self._note_format(_WITHOUT_ROWS)
 
     def frame(self, key: bytes) -> StoredFrame | None:
         """Return a frame, or None.
@@ -198,6 +204,10 @@ class Txn:
             deleted += 1
             key = self.next_key(table, key + b"\0")
         return deleted
+
+    def _note_format(self, least: bytes) -> None:
+        if bytes(self.get(Table.META, b"format") or b"") < least:
+            self.put(Table.META, b"format", least)
 
     def _delete(self, table: Table, key: bytes) -> None:
         self._raw.delete(key, db=self._tables[table])
@@ -396,10 +406,10 @@ class Database:
             secret, kept = _SHARDS.unpack(layout) if layout is not None else (b"", 1)
         if found is None:
             return self._make(count)
-        if found not in (_FORMAT, _SHARDED, _WITH_HEADS):
+        if found not in _FORMATS:
             raise DamagedError(
                 f"{self._path} holds a database of format {found!r}, but this version of the store reads the formats "
-                f"{_FORMAT!r}, {_SHARDED!r} and {_WITH_HEADS!r}. Use the version that wrote it, or another --path."
+                f"{_FORMATS[0]!r} to {_FORMATS[-1]!r}. Use the version that wrote it, or another --path."
             )
         if kept == 1:
             return None

@@ -64,12 +64,19 @@ class Table(enum.Enum):
     LOSSES = b"losses"
     """Number and index -> RowLoss."""
     DOOMED = b"doomed"
-    """Number of a deleted capture with frames still to free -> an empty value."""
+    """Number of a deleted capture with frames still to free -> an empty value. If only its frames in this database are
+    to be freed, because the archive has them: ROWS_ONLY."""
     LABELS = b"labels"
     """Number -> CaptureManifest with nothing but the labels of a capture that has any. Databases that were made before
     labels get this table and the next one, empty, when they are opened."""
     LABEL_INDEX = b"label_index"
     """Digest of a tenant, a label and its value, and number -> an empty value."""
+    ARCHIVED = b"archived"
+    """Number -> how far a capture is in the archive, and the name of its objects; see `archive.records`."""
+    PLACES = b"places"
+    """FrameKey -> where the archive has the frame. Complete once ARCHIVED says that the capture is there."""
+    ARCHIVE_WORK = b"archive_work"
+    """What the archive must still be told; see `archive.records`."""
     META = b"meta"
     """Name -> value: the format, the shards, the store's own ID, the next capture number."""
 

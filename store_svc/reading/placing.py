@@ -9,11 +9,11 @@ import numpy as np
 from residuum.wire.checksums import combined
 from residuum.wire.frames import checksum, chunk_head, placed_response
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
-from store_svc.database.db import Database
 from store_svc.database.frames import StoredFrame
+from store_svc.reading.frame_access import Frame
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import cut_into, slice_chunk, slice_header
-from store_svc.reading.stored_chunks import check_layers, framed, parsed, stored_frame
+from store_svc.reading.stored_chunks import check_layers, framed, parsed
 from store_svc.shared_memory.memories import ReadUse
 
 
@@ -23,13 +23,12 @@ class Placing:
     It copies from LMDB's pages straight into the memory, in a read transaction. It waits for room outside of any.
     """
 
-    def __init__(self, db: Database, is_cancelled: Callable[[], bool], memory: ReadUse | None) -> None:
+    def __init__(self, is_cancelled: Callable[[], bool], memory: ReadUse | None) -> None:
         """Place payloads in a memory; with None, place none."""
-        self._db = db
         self._is_cancelled = is_cancelled
         self._memory = memory
 
-    def respond(self, key: bytes, query: Query, *, whole: bool) -> bytes | None:
+    def respond(self, frame: Frame, query: Query, *, whole: bool) -> bytes | None:
         """Return the response with the wanted rows of a frame.
 
         Returns:
@@ -37,15 +36,14 @@ class Placing:
             message.
 
         Raises:
-            Failure: UNKNOWN_CAPTURE or CHECKSUM_MISMATCH.
+            Failure: UNKNOWN_CAPTURE, CHECKSUM_MISMATCH or ARCHIVE_UNREACHABLE.
         """
         memory = self._memory
         while memory is not None and not memory.is_over:
-            with self._db.read() as txn:
-                frame = stored_frame(txn, key, query.capture_id)
-                if not MIN_PLACED_BYTES <= len(frame.payload) <= memory.max_bytes:
+            with frame as stored:
+                if not MIN_PLACED_BYTES <= len(stored.payload) <= memory.max_bytes:
                     return None
-                copied = _copy_whole(frame, memory) if whole else _copy_slice(frame, query, memory)
+                copied = _copy_whole(stored, memory) if whole else _copy_slice(stored, query, memory)
             if copied is not None:
                 return copied
             memory.wait(self._is_cancelled)

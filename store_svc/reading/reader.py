@@ -5,27 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from itertools import chain, islice
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
 from residuum.wire.frames import length_prefix
 from residuum.wire.limits import MAX_CHUNK_BYTES
+from store_svc.archive.fetching import Fetcher
+from store_svc.archive.records import state_field
 from store_svc.captures.capture_names import CaptureName, unknown_capture
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import read_labels
 from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
-from store_svc.database.keys import after_group, pack_number, unpack_frame
+from store_svc.database.keys import pack_number, unpack_frame
+from store_svc.reading.frame_access import Frame, FrameAccess
 from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
-from store_svc.reading.stored_chunks import Part, check_whole, framed, sliced, stored_frame, wanted_parts
+from store_svc.reading.stored_chunks import Part, check_whole, framed, sliced, wanted_parts
 from store_svc.shared_memory.memories import ReadUse
-
-_KEYS_AT_ONCE = 1024
-"""Keys that one read transaction looks at."""
 
 _MANIFEST = store_pb2.ReadChunksResponse.MANIFEST_FIELD_NUMBER
 
@@ -40,9 +40,25 @@ class Reader:
     takes, and LMDB could not reuse the pages of deleted captures meanwhile.
     """
 
-    def __init__(self, db: Database, catalog: Catalog) -> None:
+    def __init__(
+        self,
+        db: Database,
+        catalog: Catalog,
+        fetcher: Fetcher | None = None,
+        touched: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """Create the reader.
+
+        Args:
+            db: The database.
+            catalog: The published captures.
+            fetcher: Reads rows that are only in the archive; None without one.
+            touched: Called with the number of each ended capture that is read.
+        """
         self._db = db
         self._catalog = catalog
+        self._frames = FrameAccess(db, fetcher)
+        self._touched = touched
 
     def manifest(self, name: CaptureName) -> capture_pb2.CaptureManifest:
         """Return the current manifest of a capture.
@@ -75,7 +91,7 @@ class Reader:
         Raises:
             Failure: UNKNOWN_CAPTURE, UNKNOWN_LAYER, UNKNOWN_SITE, INVALID_FIELD, CHECKSUM_MISMATCH or NOT_SERVING.
         """
-        placing = Placing(self._db, is_cancelled, memory)
+        placing = Placing(is_cancelled, memory)
         with self._catalog.reading(name) as (number, feed):
             if feed is None:
                 yield from joined(self._read_ended(number, request, placing), memory)
@@ -104,7 +120,7 @@ class Reader:
             Failure: NOT_SERVING, or the caller has cancelled. Failures of one capture are in the responses.
         """
         batch = CaptureBatch()
-        placing = Placing(self._db, is_cancelled, memory)
+        placing = Placing(is_cancelled, memory)
         placed = 0
         for index, field in self._fields_of_many(names, request, is_cancelled, feed_seen, placing):
             if not field:  # the next field may take long to come
@@ -225,9 +241,12 @@ class Reader:
         data = self._ended_record(number, capture_id)
         manifest = capture_pb2.CaptureManifest.FromString(data)
         query = Query(request, manifest.description, manifest.sequences)
+        self._touched(number)
+        frames = self._frames.wanted(number, query)
+        first = list(islice(frames, 1))  # if it cannot be fetched, the caller gets nothing, and knows that it must wait
         yield _manifest_field(data)
-        for key in self._scan(number, query):
-            yield from self._rows(key, query, placing)
+        for frame in chain(first, frames):
+            yield from self._rows(frame, query, placing)
         self._ended_record(number, capture_id)  # raises if it was deleted meanwhile
 
     def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest, placing: Placing) -> Iterator[bytes]:
@@ -249,7 +268,9 @@ class Reader:
             yield from read.news(is_cancelled)
 
     def _open_read(self, feed: Feed, request: Selection, placing: Placing) -> OpenRead:
-        rows = partial(self._rows, placing=placing)
+        def rows(key: bytes, query: Query) -> Iterator[bytes]:
+            return self._rows(self._frames.frame(key, query.capture_id), query, placing)
+
         return OpenRead(feed, request, self._catalog, rows, self._live_manifest)
 
     def _live_manifest(self, capture: Capture) -> capture_pb2.CaptureManifest:
@@ -265,61 +286,36 @@ class Reader:
         """Return the serialised manifest of an ended capture."""
         with self._db.read() as txn:
             value = txn.get(Table.ENDED, pack_number(number))
-            data = bytes(value) + read_labels(txn, number) if value is not None else None
-        if data is None:
-            raise unknown_capture(capture_id)
-        return data
+            if value is None:
+                raise unknown_capture(capture_id)
+            state = state_field(txn, number, has_archive=self._catalog.has_archive)
+            return bytes(value) + read_labels(txn, number) + state
 
-    def _scan(self, number: int, query: Query) -> Iterator[bytes]:
-        """Yield the keys of the wanted frames of an ended capture."""
-        prefix = at = pack_number(number)
-        while at:
-            keys, at = self._collect(prefix, at, query)
-            yield from keys
-
-    def _collect(self, prefix: bytes, at: bytes, query: Query) -> tuple[list[bytes], bytes]:
-        """Return the next wanted keys from `at` on, and the key to continue from, empty after the last."""
-        keys: list[bytes] = []
-        with self._db.read() as txn:
-            for _ in range(_KEYS_AT_ONCE):
-                found = txn.next_key(Table.FRAMES, at)
-                if found is None or not found.startswith(prefix):
-                    return keys, b""
-                key = unpack_frame(found)
-                if not query.wants_group(key):
-                    at = after_group(found)
-                    continue
-                if query.wants(key):
-                    keys.append(found)
-                at = found + b"\0"
-        return keys, at
-
-    def _rows(self, key: bytes, query: Query, placing: Placing) -> Iterator[bytes]:
+    def _rows(self, frame: Frame, query: Query, placing: Placing) -> Iterator[bytes]:
         """Yield the responses with the wanted rows of a frame."""
-        whole = query.wants_whole(unpack_frame(key))
-        response = placing.respond(key, query, whole=whole)
+        whole = query.wants_whole(unpack_frame(frame.key))
+        response = placing.respond(frame, query, whole=whole)
         if response is None:
-            yield from self._responses(key, query, whole=whole)
+            yield from self._responses(frame, query, whole=whole)
         elif response:
             yield response
 
-    def _responses(self, key: bytes, query: Query, *, whole: bool) -> Iterator[bytes]:
+    def _responses(self, frame: Frame, query: Query, *, whole: bool) -> Iterator[bytes]:
         parts: list[Part] = []
         response = b""
-        with self._db.read() as txn:
-            frame = stored_frame(txn, key, query.capture_id)
-            prefix = frame.prefix
-            size = len(prefix) + len(frame.payload)
+        with frame as stored:
+            prefix = stored.prefix
+            size = len(prefix) + len(stored.payload)
             if whole and size <= MAX_CHUNK_BYTES:
-                response = framed(prefix, frame.payload)
+                response = framed(prefix, stored.payload)
             else:
-                parts = wanted_parts(frame, query)
+                parts = wanted_parts(stored, query)
         if response:
             check_whole(memoryview(response)[-size:], query.capture_id)
             yield response
         for part in parts:
-            with self._db.read() as txn:
-                response = sliced(stored_frame(txn, key, query.capture_id), part, query.capture_id)
+            with frame as stored:
+                response = sliced(stored, part, query.capture_id)
             yield response
 
 

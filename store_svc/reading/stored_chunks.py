@@ -8,8 +8,6 @@ from typing import NamedTuple
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
 from residuum.wire.limits import TARGET_CHUNK_BYTES
-from store_svc.captures.capture_names import unknown_capture
-from store_svc.database.db import Txn
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import slice_chunk
@@ -18,21 +16,6 @@ from store_svc.reading.slicing import slice_chunk
 def framed(*chunk: bytes | memoryview) -> bytes:
     """Return the ReadChunksResponse with a serialised Chunk, given in one or several parts."""
     return b"".join((read_prefix(sum(map(len, chunk))), *chunk))
-
-
-def stored_frame(txn: Txn, key: bytes, capture_id: str) -> StoredFrame:
-    """Return a stored chunk, valid as long as the transaction.
-
-    Raises:
-        Failure: UNKNOWN_CAPTURE: the capture was deleted. CHECKSUM_MISMATCH: the chunk cannot be parsed.
-    """
-    try:
-        frame = txn.frame(key)
-    except FrameError:
-        raise damaged(capture_id) from None
-    if frame is None:
-        raise unknown_capture(capture_id)
-    return frame
 
 
 class Part(NamedTuple):

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -15,15 +16,21 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.encodings import PROJECT, RANDOM_PROJECTIONS, EncodingError, RowFormat
 from residuum.wire.frames import FrameError
+from store_svc.archive.fetching import Away, Fetcher
+from store_svc.archive.records import frames_table, place_of, read_record
 from store_svc.captures.capture_names import name_of
 from store_svc.captures.catalog import Catalog
 from store_svc.database.db import Database, Table, Txn
 from store_svc.database.frames import StoredFrame
 from store_svc.database.keys import FrameKey, after_group, pack_number, unpack_frame
+from store_svc.reading.frame_access import located
 from store_svc.reading.query import Query
 from store_svc.searching.blocks import LayerRows, RowBlock, rows_of_chunk, rows_of_full_frame
 from store_svc.searching.hits import BestHits, Hit
 from store_svc.searching.scores import Scorer
+
+_TICK_SECONDS = 0.02
+"""How long a lane waits for the archive before it gives others a turn."""
 
 _TRANSACTION_SECONDS = 0.01
 """Time after which a read transaction ends. LMDB cannot reuse the pages of deleted captures while it lasts."""
@@ -39,6 +46,7 @@ _FAILURES = {
     Reason.ERROR_REASON_UNKNOWN_CAPTURE: GONE,
     Reason.ERROR_REASON_UNKNOWN_LAYER: NO_LAYER,
     Reason.ERROR_REASON_UNKNOWN_SITE: NO_LAYER,
+    Reason.ERROR_REASON_CHECKSUM_MISMATCH: DAMAGED,
 }
 
 
@@ -82,9 +90,16 @@ class Scan:
     """The captures of a search, which its lanes scan, and the best hits so far."""
 
     def __init__(
-        self, db: Database, catalog: Catalog, request: store_pb2.SearchRequest, scorer: Scorer, numbers: array[int]
+        self,
+        db: Database,
+        catalog: Catalog,
+        request: store_pb2.SearchRequest,
+        scorer: Scorer,
+        numbers: array[int],
+        fetcher: Fetcher | None = None,
     ) -> None:
-        """Prepare to scan captures, given by their internal numbers."""
+        """Prepare to scan captures, given by their internal numbers. `fetcher` reads those in the archive."""
+        self._fetcher = fetcher
         self._db = db
         self._catalog = catalog
         self._site = request.site or capture_pb2.SITE_RESID_POST
@@ -135,8 +150,8 @@ class Scan:
         with self._db.read() as txn:
             try:
                 frame = txn.frame(key)
-                if frame is None:
-                    return GONE
+                if frame is None:  # what comes from the archive was checked on its way
+                    return GONE if place_of(txn, key) is None else None
                 chunk = frame.parse()
             except FrameError:
                 return DAMAGED
@@ -169,13 +184,15 @@ class Scan:
             own = BestHits(self._hits_of_one)
             block.clear()
             at = pack_number(number)
+            score = partial(self._score, block, own, capture, summary)
             while at:
                 with self._db.read() as txn:
                     until = time.monotonic() + _TRANSACTION_SECONDS
                     while at and time.monotonic() < until:
-                        at = capture.step(txn, at, block, lambda: self._score(block, own, capture, summary))
+                        at = capture.step(txn, at, block, score)
                 yield
-            self._score(block, own, capture, summary)
+                yield from self._scan_away(capture, block, score)
+            score()
             with self._db.read() as txn:
                 if txn.get(Table.ENDED, pack_number(number)) is None:
                     raise LeftOutError(GONE)
@@ -183,6 +200,25 @@ class Scan:
                 self._best.add(own.best())
         with self.progress.lock:
             self.progress.rows_without_score += capture.rows_without_score
+
+    def _scan_away(
+        self, capture: _CaptureScan, block: RowBlock, score: Callable[[], None]
+    ) -> Generator[None, None, None]:
+        """Scan the frames of a capture that are only in the archive. Yield while they are on their way.
+
+        Raises:
+            LeftOutError: A frame is damaged.
+            Failure: ARCHIVE_UNREACHABLE or CHECKSUM_MISMATCH.
+        """
+        if not capture.away:
+            return
+        if self._fetcher is None:
+            raise LeftOutError(GONE)
+        for found in self._fetcher.ahead(capture.away, capture.capture_id, _TICK_SECONDS):
+            if found is not None and found[1] is not None:
+                capture.take_fetched(found[0], found[1], block, score)
+            yield
+        capture.away.clear()
 
     def _score(self, block: RowBlock, own: BestHits, capture: _CaptureScan, summary: store_pb2.CaptureSummary) -> None:
         """Keep the rows of a block that may be hits, and clear it."""
@@ -239,7 +275,10 @@ class _CaptureScan:
                 raise LeftOutError(GONE)
             manifest = capture_pb2.CaptureManifest.FromString(bytes(value))
         self.number = number
+        self.capture_id = manifest.description.capture_id
         self.rows_without_score = 0
+        self.away: list[Away] = []
+        """Wanted frames that must be fetched from the archive."""
         self._prefix = pack_number(number)
         self._query = Query(wanted, manifest.description, manifest.sequences)
         if layer not in self._query.layers_at(site):
@@ -263,24 +302,42 @@ class _CaptureScan:
         Raises:
             LeftOutError: The capture is gone or damaged.
         """
-        found = txn.next_key(Table.FRAMES, at)
+        record = read_record(txn, self.number)
+        found = txn.next_key(frames_table(record), at)
         if found is None or not found.startswith(self._prefix):
             return b""
         key = unpack_frame(found)
         if not self._query.wants_group(key):
             return after_group(found)
         if self._query.wants(key):
-            try:
-                frame = txn.frame(found)
-                if frame is None:
-                    raise LeftOutError(GONE)
-                rows = self._rows(key, frame)
-                if rows is not None:
-                    for _ in block.fill(found, rows):
-                        score()
-            except (FrameError, EncodingError):
-                raise LeftOutError(DAMAGED) from None
+            where = located(txn, found, record)
+            if isinstance(where, Away):
+                self.away.append(where)
+            else:
+                self._take(found, lambda: txn.frame(found), block, score)
         return found + b"\0"
+
+    def take_fetched(self, key: bytes, data: memoryview, block: RowBlock, score: Callable[[], None]) -> None:
+        """Copy the wanted rows of a frame from the archive into a block; `score` empties it when it is full.
+
+        Raises:
+            LeftOutError: The frame is damaged.
+        """
+        self._take(key, lambda: StoredFrame.of(None, data), block, score)
+
+    def _take(
+        self, key: bytes, frame_of: Callable[[], StoredFrame | None], block: RowBlock, score: Callable[[], None]
+    ) -> None:
+        try:
+            frame = frame_of()
+            if frame is None:
+                raise LeftOutError(GONE)
+            rows = self._rows(unpack_frame(key), frame)
+            if rows is not None:
+                for _ in block.fill(key, rows):
+                    score()
+        except (FrameError, EncodingError):
+            raise LeftOutError(DAMAGED) from None
 
     def _rows(self, key: FrameKey, frame: StoredFrame) -> LayerRows | None:
         """Return the wanted rows of a frame, or None."""

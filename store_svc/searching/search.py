@@ -19,6 +19,7 @@ from residuum.wire.limits import (
     MAX_SEARCH_WIDTH,
 )
 from residuum.wire.selection import check_positions
+from store_svc.archive.fetching import Fetcher
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.labels import LabelReader, matches
@@ -47,7 +48,9 @@ _CHECKED_AT_ONCE = 1024
 class Searcher:
     """Runs the searches of a store."""
 
-    def __init__(self, db: Database, catalog: Catalog) -> None:
+    def __init__(self, db: Database, catalog: Catalog, fetcher: Fetcher | None = None) -> None:
+        """Search a database, and perhaps what is only in its archive."""
+        self._fetcher = fetcher
         self._db = db
         self._catalog = catalog
         self._labels = LabelReader(db)
@@ -76,7 +79,7 @@ class Searcher:
         """
         scorer = Scorer(vector_of(request), request.measure, request.order)
         numbers, unknown = self._select(request, scope, own_tenant, is_cancelled)
-        scan = Scan(self._db, self._catalog, request, scorer, numbers)
+        scan = Scan(self._db, self._catalog, request, scorer, numbers, self._fetcher)
         num_bytes = 0
         with self._turns.working(scan.lane) as lanes:
             is_done = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -12,6 +12,8 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import ChunkView
 from residuum.wire.labels import LabelError, changed
+from store_svc.archive import records
+from store_svc.archive.layout import capture_key
 from store_svc.captures.capture_names import CaptureName, name_of, unknown_capture
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.labels import parse_labels, read_labels, write_labels
@@ -77,6 +79,7 @@ class Batch:
         self._numbers: dict[CaptureName, int | None] = {}
         self._opened: set[int] = set()
         self._deleted: list[tuple[CaptureName, int]] = []
+        self._archive_states: dict[int, capture_pb2.ArchiveState.ValueType] = {}
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
         self._growth = 0  # bytes by which the state of open captures grows
@@ -89,8 +92,8 @@ class Batch:
 
     @property
     def deletes(self) -> bool:
-        """Whether the transaction deletes captures, whose frames must then be freed."""
-        return bool(self._deleted)
+        """Whether the transaction deletes captures or moves their rows, so that frames must be freed."""
+        return bool(self._deleted) or records.MOVED in self._archive_states.values()
 
     def open(
         self,
@@ -117,7 +120,7 @@ class Batch:
             is_sealed = draft is not None and draft.seal is not None
             if not is_replaced(existing, description, if_exists, self._catalog.leases, is_sealed=is_sealed):
                 return self._labelled(number, existing if draft is None else draft.manifest())
-            replaced = Replaced(existing.num_bytes, was_open=draft is not None and not draft.ended)
+            replaced = Replaced(self._local_bytes(number, existing), was_open=draft is not None and not draft.ended)
         if self._why_full:
             raise store_full(self._why_full, description.capture_id)
         self._check_catalog(num_replaced=0 if replaced is None else 1)
@@ -219,6 +222,7 @@ class Batch:
             raise invalid("labels", f"{error}") from None
         if labels != before:
             write_labels(self._txn, name.tenant, number, labels)
+            records.note_labels(self._txn, number)
         return labels
 
     def delete(self, name: CaptureName) -> int:
@@ -230,8 +234,11 @@ class Batch:
         number = self._require(name)
         draft = self._draft(number)
         num_bytes = draft.num_bytes if draft else self._ended(number)[0].num_bytes
-        self._quotas.delete(name.tenant, num_bytes, was_open=draft is not None and not draft.ended)
+        local_bytes = num_bytes if draft else self._local_bytes(number, self._ended(number)[0])
+        self._quotas.delete(name.tenant, local_bytes, was_open=draft is not None and not draft.ended)
         key = pack_number(number)
+        records.note_deletion(self._txn, number)
+        self._archive_states.pop(number, None)
         for table in (Table.LIVE, Table.ENDED, Table.SEALS):
             self._txn.delete(table, key)
         write_labels(self._txn, name.tenant, number, [])
@@ -270,6 +277,72 @@ class Batch:
         if draft is not None and not draft.ended:
             self._advance(draft)
 
+    def begin_copy(self, number: int) -> str | None:
+        """Note that objects of an ended capture may be in the archive from now on, and return their name.
+
+        This always writes. The commit syncs the one before, so no power cut can undo the end of the capture later.
+
+        Returns:
+            None if the capture is gone, or the archive has it already.
+        """
+        value = self._txn.get(Table.ENDED, pack_number(number))
+        record = records.read_record(self._txn, number)
+        if value is None or (record is not None and record.state != records.PENDING):
+            return None
+        manifest = capture_pb2.CaptureManifest.FromString(bytes(value))
+        key = capture_key(number, manifest.description, manifest.open_time.ToNanoseconds())
+        records.write_record(self._txn, number, records.Record(records.PENDING, key))
+        return key
+
+    def note_copied(
+        self, number: int, key: str, places: Iterable[tuple[bytes, records.Place]], *, is_last: bool
+    ) -> bool:
+        """Note where the archive has frames of a capture, and with `is_last` that it has the whole capture.
+
+        Returns:
+            Whether the capture still exists. If not, its objects are going to be deleted.
+        """
+        if records.read_record(self._txn, number) != (records.PENDING, key):
+            return False
+        records.write_places(self._txn, places)
+        if is_last:
+            records.write_record(self._txn, number, records.Record(records.COPIED, key))
+            self._archive_states[number] = records.COPIED
+        return True
+
+    def drop_rows(self, numbers: Iterable[int]) -> None:
+        """Drop the rows of captures from the database, if the archive has them. Later transactions free them."""
+        for number in numbers:
+            record = records.read_record(self._txn, number)
+            if record is None or record.state != records.COPIED:
+                continue
+            self._txn.note_rows_elsewhere()
+            records.write_record(self._txn, number, records.Record(records.MOVED, record.key))
+            self._txn.put(Table.DOOMED, pack_number(number), records.ROWS_ONLY)
+            self._archive_states[number] = records.MOVED
+
+    def note_labels_copied(self, number: int, labels: bytes) -> None:
+        """Note that the archive has these labels of a capture, as `read_labels` returned them."""
+        if read_labels(self._txn, number) == labels:
+            records.end_label_change(self._txn, number)
+
+    def begin_deletions(self, keys: Iterable[str]) -> None:
+        """Note that the objects of deleted captures are about to be deleted.
+
+        This writes. The commit syncs the one before, so no power cut can undo the deletion of a capture later.
+        """
+        for key in keys:
+            records.note_leftovers(self._txn, key)
+
+    def end_deletions(self, keys: Iterable[str]) -> None:
+        """Note that the objects of deleted captures are gone."""
+        for key in keys:
+            records.end_deletion(self._txn, key)
+
+    def claim_archive(self) -> None:
+        """Note that the archive belongs to this store."""
+        records.claim(self._txn)
+
     def publish(self) -> list[Capture]:
         """Make the changes visible in the catalog. Return the captures that changed."""
         for name, number in self._deleted:
@@ -279,6 +352,8 @@ class Batch:
             if number in self._opened:
                 self._catalog.open(draft, [])
             self._catalog.publish(draft, self._keys.get(number, []))
+        for number, state in self._archive_states.items():
+            self._catalog.note_archive_state(number, state)
         return list(self._drafts.values())
 
     def _check_catalog(self, num_replaced: int) -> None:
@@ -342,6 +417,11 @@ class Batch:
             manifest = capture_pb2.CaptureManifest.FromString(bytes(value or b""))
             self._ended_ledgers[number] = manifest, ended_ledger(manifest)
         return self._ended_ledgers[number]
+
+    def _local_bytes(self, number: int, manifest: capture_pb2.CaptureManifest) -> int:
+        """Return the bytes of a capture's frames in this database."""
+        record = records.read_record(self._txn, number)
+        return 0 if record is not None and record.state == records.MOVED else manifest.num_bytes
 
     def _check_repeat(self, number: int, draft: Capture | None, chunk: ChunkView) -> None:
         manifest, ledger = (draft.record(), draft.ledger) if draft else self._ended(number)
@@ -420,11 +500,13 @@ def _unchanging(frame: memoryview | PlacedFrame, chunk: ChunkView, capture_id: s
 
 
 def purge_some(txn: Txn, limit: int) -> bool:
-    """Free at most `limit` frames of a deleted capture. Return whether there may be more to free."""
+    """Free at most `limit` frames of a capture that is deleted or moved. Return whether there may be more to free."""
     key = txn.next_key(Table.DOOMED, b"")
     if key is None:
         return False
-    if all(txn.delete_some(table, key, limit) < limit for table in (Table.FRAMES, Table.LOSSES)):
+    is_moved = bytes(txn.get(Table.DOOMED, key) or b"") == records.ROWS_ONLY
+    tables = (Table.FRAMES,) if is_moved else (Table.FRAMES, Table.LOSSES, Table.PLACES)
+    if all(txn.delete_some(table, key, limit) < limit for table in tables):
         txn.delete(Table.DOOMED, key)
     return True
 

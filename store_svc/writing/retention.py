@@ -9,6 +9,7 @@ from typing import Literal
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from residuum.v1 import capture_pb2
 from store_svc.captures.capture_names import CaptureName, name_of
 from store_svc.captures.catalog import Catalog
 
@@ -20,6 +21,9 @@ _LOOK_AGAIN_SECONDS = 1.0
 
 _LONGEST_WAIT_SECONDS = 60.0
 """The longest pause before retention looks again. Ages follow the wall clock, which may be set at any time."""
+
+
+_MOVED = capture_pb2.ARCHIVE_STATE_MOVED
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Retention:
             if not is_old and excess <= 0:
                 self._look_after(now, age)
                 break
+            if not is_old and summary.archive_state == _MOVED:
+                continue  # its rows take no room here
             if len(taken) == _MAX_AT_ONCE:
                 self._look_at = now
                 break
@@ -97,7 +103,7 @@ class Retention:
                 self._look_at = now + _LOOK_AGAIN_SECONDS  # being read
                 continue
             taken.append(Expired(number, name_of(summary), summary.num_bytes, age, "age" if is_old else "size"))
-            excess -= summary.num_bytes
+            excess -= 0 if summary.archive_state == _MOVED else summary.num_bytes
         return taken
 
     def give_back(self, expired: Iterable[Expired]) -> None:

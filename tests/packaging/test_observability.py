@@ -40,7 +40,11 @@ def names_in(registry) -> Iterator[str]:
 
 def store_names(folder) -> set[str]:
     """The metrics of a running store with all features on."""
-    store = Store(StoreSettings(path=folder, listen="127.0.0.1:0", max_bytes=32 << 20, retain_bytes=1 << 20))
+    settings = StoreSettings(
+        path=folder / "data", listen="127.0.0.1:0", max_bytes=32 << 20, retain_bytes=1 << 20,
+        archive=f"file://{folder}/archive",
+    )  # fmt: skip
+    store = Store(settings)
     try:
         return set(names_in(store._metrics.registry))
     finally:

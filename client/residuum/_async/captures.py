@@ -312,7 +312,9 @@ class AsyncCaptureClient(AsyncStoreClient):
         )  # fmt: skip
         return self._follow(Reading(plan, keep_values=False), timeout)
 
-    async def manifest(self, request_id: RequestLike, *, wait: bool | float = False) -> Manifest:
+    async def manifest(
+        self, request_id: RequestLike, *, wait: bool | float = False, archived: bool = False
+    ) -> Manifest:
         """Return the manifest of a capture.
 
         If the store is away, the client retries for `wait` seconds plus its own timeout. With `wait=True`, it retries
@@ -322,6 +324,8 @@ class AsyncCaptureClient(AsyncStoreClient):
             request_id: The request.
             wait: Seconds to wait for the capture to end; True means no limit. If the capture is still open after that
                 time, its manifest is returned as it is then.
+            archived: Wait until the rows are in the store's archive, too; see `Manifest.archive_state`. A store without
+                an archive does not wait for that.
 
         Raises:
             UnknownCapture: The capture does not exist.
@@ -341,13 +345,14 @@ class AsyncCaptureClient(AsyncStoreClient):
         async def ask(endpoint: str) -> Manifest:
             while True:
                 seconds = deadline.slice()
-                request = get_request(capture_id, seconds)
+                request = get_request(capture_id, seconds, archived=archived)
                 answer = await self._call(
                     endpoint, self._store(endpoint).GetCapture, request, extra=seconds, capture_id=capture_id
                 )
                 retries.progress()
                 manifest = Manifest.from_proto(answer.manifest)
-                if manifest.is_final or deadline.is_over():
+                is_there = manifest.is_final and not (archived and manifest.archive_state == "pending")
+                if is_there or deadline.is_over():
                     return manifest
 
         while True:

@@ -236,12 +236,18 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait", action="store_true", help="wait until the capture ends, at most --timeout (default: do not wait)"
     )
+    parser.add_argument(
+        "--archived",
+        action="store_true",
+        help="wait until it is in the store's archive, too (default: do not)",
+    )
 
 
 def manifest(options: argparse.Namespace, output: Output) -> int:
     """Print a capture's manifest as one JSON document."""
     with open_client(options) as client, advice_if_cut_off(f"The capture {options.id} is still open."):
-        found = client.manifest(options.id, wait=(options.timeout or True) if options.wait else False)
+        wait = (options.timeout or True) if options.wait or options.archived else False
+        found = client.manifest(options.id, wait=wait, archived=options.archived)
     print(found.to_json(indent=None if output.as_json else 2))
     return 0
 

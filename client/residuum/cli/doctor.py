@@ -148,9 +148,23 @@ def _examine_stats(stats: residuum.StoreStats, started: float) -> Iterator[Findi
             "more space. Then it accepts rows again without a restart"
         )
         yield Finding(f"{name}: full", ok=False, detail=detail)
+    if stats.archive_url:
+        yield _archive(name, stats)
     if stats.append_limit_bytes:  # older stores do not report space
         yield _room(name, stats)
         yield _disk(name, stats)
+
+
+def _archive(name: str, stats: residuum.StoreStats) -> Finding:
+    """Return whether captures reach the archive."""
+    if stats.archive_behind:
+        detail = (
+            f"{stats.archive_url} cannot be written ({stats.archive_behind}), so {stats.archive_pending} captures wait "
+            "to be copied. The store goes on, and copies them when it can"
+        )
+        return Finding(f"{name}: archive", ok=False, detail=detail)
+    there = stats.archive_copied + stats.archive_moved
+    return Finding(f"{name}: archive", ok=True, detail=f"{there} captures in {stats.archive_url}")
 
 
 def _rights(credentials: Credentials, stats: residuum.StoreStats) -> Iterator[Finding]:

@@ -42,6 +42,10 @@ _WHOLE_STORE = {
     "expired_by_age",
     "expired_by_size",
     "bytes_expired",
+    "archive_pending",
+    "archive_copied",
+    "archive_moved",
+    "archive_behind",
 }
 """Statistics that a store gives only to admins. For other callers they are unknown, not 0, so they are not shown."""
 
@@ -54,6 +58,8 @@ def stats(options: argparse.Namespace, output: Output) -> int:
         facts = dataclasses.asdict(item)
         if item.tenant is not None:
             facts = {name: facts[name] for name in facts if name not in _WHOLE_STORE}
+        if not item.archive_url:
+            facts = {name: facts[name] for name in facts if not name.startswith("archive_")}
         if output.is_terminal:
             for name in facts:
                 if name.endswith("_bytes") and facts[name] is not None:

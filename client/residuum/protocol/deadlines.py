@@ -94,9 +94,12 @@ def label_request(capture_id: str, labels: Mapping[str, LabelValue | None]) -> s
     return store_pb2.LabelCaptureRequest(capture_id=capture_id, labels=label_list(given), removed_names=removed)
 
 
-def get_request(capture_id: str, wait: float) -> store_pb2.GetCaptureRequest:
-    """Build the request for a manifest. The store waits up to `wait` seconds for the capture to end."""
-    request = store_pb2.GetCaptureRequest(capture_id=capture_id)
+def get_request(capture_id: str, wait: float, *, archived: bool = False) -> store_pb2.GetCaptureRequest:
+    """Build the request for a manifest.
+
+    The store waits up to `wait` seconds for the capture to end, and with `archived` until it is in the archive, too.
+    """
+    request = store_pb2.GetCaptureRequest(capture_id=capture_id, wait_for_archive=archived)
     if wait:
         request.wait.FromTimedelta(datetime.timedelta(seconds=wait))
     return request

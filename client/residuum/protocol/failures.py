@@ -39,6 +39,7 @@ EXCEPTIONS: dict[str, type[exc.ResiduumError]] = {
     "QUOTA_EXCEEDED": exc.QuotaExceeded,
     "CALLER_STALLED": exc.CallerStalled,
     "UNKNOWN_MEMORY": exc.ServerFault,  # only writers get it
+    "ARCHIVE_UNREACHABLE": exc.ArchiveUnreachable,
 }
 """The exception of every reason in errors.proto."""
 

@@ -290,6 +290,34 @@ CAPTURE_STATE_ABORTED: CaptureState.ValueType  # 4
 """The request was aborted. Rows captured until then are stored, or listed as missing. Final."""
 Global___CaptureState: _TypeAlias = CaptureState  # noqa: Y015
 
+class _ArchiveState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ArchiveStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArchiveState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ARCHIVE_STATE_UNSPECIFIED: _ArchiveState.ValueType  # 0
+    """The store has no archive, or the capture has not ended, or the store is older than this field."""
+    ARCHIVE_STATE_PENDING: _ArchiveState.ValueType  # 1
+    """In the store only. They will be copied to the archive."""
+    ARCHIVE_STATE_COPIED: _ArchiveState.ValueType  # 2
+    """In the store and in the archive."""
+    ARCHIVE_STATE_MOVED: _ArchiveState.ValueType  # 3
+    """In the archive only. The store reads them from there."""
+
+class ArchiveState(_ArchiveState, metaclass=_ArchiveStateEnumTypeWrapper):
+    """Where the rows of a capture are, in a store that has an archive."""
+
+ARCHIVE_STATE_UNSPECIFIED: ArchiveState.ValueType  # 0
+"""The store has no archive, or the capture has not ended, or the store is older than this field."""
+ARCHIVE_STATE_PENDING: ArchiveState.ValueType  # 1
+"""In the store only. They will be copied to the archive."""
+ARCHIVE_STATE_COPIED: ArchiveState.ValueType  # 2
+"""In the store and in the archive."""
+ARCHIVE_STATE_MOVED: ArchiveState.ValueType  # 3
+"""In the archive only. The store reads them from there."""
+Global___ArchiveState: _TypeAlias = ArchiveState  # noqa: Y015
+
 class _IncompleteReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1042,6 +1070,7 @@ class CaptureManifest(_message.Message):
     MESSAGE_SPANS_FIELD_NUMBER: _builtins.int
     RULE_EVENTS_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
+    ARCHIVE_STATE_FIELD_NUMBER: _builtins.int
     state: Global___CaptureState.ValueType
     """The capture's state."""
     incomplete_reason: Global___IncompleteReason.ValueType
@@ -1052,6 +1081,8 @@ class CaptureManifest(_message.Message):
     """Rows in the store, counted once for each layer and site."""
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
+    archive_state: Global___ArchiveState.ValueType
+    """Where the rows are, in a store that has an archive."""
     @_builtins.property
     def description(self) -> Global___CaptureDescription:
         """What the capture holds. Set when the capture is opened."""
@@ -1132,10 +1163,11 @@ class CaptureManifest(_message.Message):
         message_spans: Global___MessageSpans | None = ...,
         rule_events: _abc.Iterable[_rule_pb2.RuleEvent] | None = ...,
         prompt_scores: _probe_pb2.KeptScores | None = ...,
+        archive_state: Global___ArchiveState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "message_spans", b"message_spans", "open_time", b"open_time", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts", "seal_time", b"seal_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts", "rule_events", b"rule_events", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive_state", b"archive_state", "description", b"description", "end_time", b"end_time", "incomplete_detail", b"incomplete_detail", "incomplete_reason", b"incomplete_reason", "labels", b"labels", "message_spans", b"message_spans", "missing", b"missing", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "present", b"present", "prompt_scores", b"prompt_scores", "prompt_token_texts", b"prompt_token_texts", "rule_events", b"rule_events", "seal_time", b"seal_time", "sequences", b"sequences", "state", b"state", "steering_changes", b"steering_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

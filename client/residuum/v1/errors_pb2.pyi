@@ -107,6 +107,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """FAILED_PRECONDITION: a payload is in shared memory that the store does not have. Send payloads in messages, or give
     the memory again (see DescribeStore).
     """
+    ERROR_REASON_ARCHIVE_UNREACHABLE: _ErrorReason.ValueType  # 32
+    """UNAVAILABLE: the rows are only in the store's archive, which does not answer, or refuses the store; try again.
+    Metadata: `capture_id`.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reason of a failure.
@@ -200,6 +204,10 @@ only cut such a call off end it with CANCELLED without a reason.
 ERROR_REASON_UNKNOWN_MEMORY: ErrorReason.ValueType  # 31
 """FAILED_PRECONDITION: a payload is in shared memory that the store does not have. Send payloads in messages, or give
 the memory again (see DescribeStore).
+"""
+ERROR_REASON_ARCHIVE_UNREACHABLE: ErrorReason.ValueType  # 32
+"""UNAVAILABLE: the rows are only in the store's archive, which does not answer, or refuses the store; try again.
+Metadata: `capture_id`.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

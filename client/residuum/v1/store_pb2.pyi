@@ -621,10 +621,13 @@ class GetCaptureRequest(_message.Message):
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    WAIT_FOR_ARCHIVE_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The ID of the capture."""
     tenant: _builtins.str
     """The capture's tenant. Unset: the caller's own. Only admins can use another tenant's captures."""
+    wait_for_archive: _builtins.bool
+    """Whether to wait until the rows are in the archive, too. A store without an archive does not wait for that."""
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
         """How long to wait for the capture to end before returning its current manifest. Unset: do not wait. At most 5
@@ -637,10 +640,11 @@ class GetCaptureRequest(_message.Message):
         capture_id: _builtins.str = ...,
         wait: _duration_pb2.Duration | None = ...,
         tenant: _builtins.str | None = ...,
+        wait_for_archive: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_id", b"capture_id", "tenant", b"tenant", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_id", b"capture_id", "tenant", b"tenant", "wait", b"wait", "wait_for_archive", b"wait_for_archive"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
     _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
@@ -773,6 +777,7 @@ class CaptureSummary(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    ARCHIVE_STATE_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     """The ID of the capture."""
     model: _builtins.str
@@ -789,6 +794,8 @@ class CaptureSummary(_message.Message):
     """
     tenant: _builtins.str
     """The capture's tenant. Empty: the default tenant."""
+    archive_state: _capture_pb2.ArchiveState.ValueType
+    """Where the rows are, in a store that has an archive."""
     @_builtins.property
     def open_time(self) -> _timestamp_pb2.Timestamp:
         """When the capture was opened."""
@@ -814,10 +821,11 @@ class CaptureSummary(_message.Message):
         page_token: _builtins.str = ...,
         tenant: _builtins.str = ...,
         labels: _abc.Iterable[_capture_pb2.Label] | None = ...,
+        archive_state: _capture_pb2.ArchiveState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "open_time", b"open_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "end_time", b"end_time", "labels", b"labels", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "page_token", b"page_token", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive_state", b"archive_state", "capture_id", b"capture_id", "end_time", b"end_time", "labels", b"labels", "model", b"model", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "open_time", b"open_time", "page_token", b"page_token", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1477,6 +1485,7 @@ class GetStatsResponse(_message.Message):
     APPEND_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     WHY_FULL_FIELD_NUMBER: _builtins.int
+    ARCHIVE_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     """Bytes of chunks in the store."""
     num_chunks: _builtins.int
@@ -1529,6 +1538,10 @@ class GetStatsResponse(_message.Message):
     def tenant(self) -> Global___TenantStats:
         """The tenant that the statistics are about. Unset: they are about the whole store."""
 
+    @_builtins.property
+    def archive(self) -> Global___ArchiveStats:
+        """The archive. Unset: the store has none, or is older than this field."""
+
     def __init__(
         self,
         *,
@@ -1550,14 +1563,61 @@ class GetStatsResponse(_message.Message):
         append_limit_bytes: _builtins.int = ...,
         tenant: Global___TenantStats | None = ...,
         why_full: _builtins.str = ...,
+        archive: Global___ArchiveStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention", "server_time", b"server_time", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "retention", b"retention", "server_time", b"server_time", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "tenant", b"tenant", "used_bytes", b"used_bytes", "why_full", b"why_full"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_limit_bytes", b"append_limit_bytes", "archive", b"archive", "captures", b"captures", "chunks_rejected", b"chunks_rejected", "chunks_repeated", b"chunks_repeated", "chunks_written", b"chunks_written", "commits", b"commits", "disk_bytes", b"disk_bytes", "free_disk_bytes", b"free_disk_bytes", "max_bytes", b"max_bytes", "num_bytes", b"num_bytes", "num_chunks", b"num_chunks", "retention", b"retention", "server_time", b"server_time", "server_version", b"server_version", "start_time", b"start_time", "tenant", b"tenant", "used_bytes", b"used_bytes", "why_full", b"why_full"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class ArchiveStats(_message.Message):
+    """The archive of a store, to which ended captures are copied."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    CAPTURES_PENDING_FIELD_NUMBER: _builtins.int
+    CAPTURES_COPIED_FIELD_NUMBER: _builtins.int
+    CAPTURES_MOVED_FIELD_NUMBER: _builtins.int
+    WHY_BEHIND_FIELD_NUMBER: _builtins.int
+    BYTES_COPIED_FIELD_NUMBER: _builtins.int
+    BYTES_FETCHED_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    """The address, such as s3://bucket/prefix."""
+    captures_pending: _builtins.int
+    """Ended captures that are not in the archive yet."""
+    captures_copied: _builtins.int
+    """Captures whose rows are in the store and in the archive."""
+    captures_moved: _builtins.int
+    """Captures whose rows are in the archive only."""
+    why_behind: _builtins.str
+    """Why nothing can be copied at the moment, in words. Empty: the archive works."""
+    bytes_copied: _builtins.int
+    """Bytes of chunks that were copied since the store started."""
+    bytes_fetched: _builtins.int
+    """Bytes that were read from the archive since the store started."""
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        captures_pending: _builtins.int = ...,
+        captures_copied: _builtins.int = ...,
+        captures_moved: _builtins.int = ...,
+        why_behind: _builtins.str = ...,
+        bytes_copied: _builtins.int = ...,
+        bytes_fetched: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_copied", b"bytes_copied", "bytes_fetched", b"bytes_fetched", "captures_copied", b"captures_copied", "captures_moved", b"captures_moved", "captures_pending", b"captures_pending", "url", b"url", "why_behind", b"why_behind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArchiveStats: _TypeAlias = ArchiveStats  # noqa: Y015
 
 @_typing.final
 class TenantStats(_message.Message):

@@ -33,6 +33,13 @@ STATES: dict[capture_pb2.CaptureState.ValueType, str] = {
 }
 """The states of a capture by their names in Python."""
 
+ARCHIVE_STATES: dict[capture_pb2.ArchiveState.ValueType, str] = {
+    capture_pb2.ARCHIVE_STATE_PENDING: "pending",
+    capture_pb2.ARCHIVE_STATE_COPIED: "copied",
+    capture_pb2.ARCHIVE_STATE_MOVED: "moved",
+}
+"""The places of a capture's rows by their names in Python."""
+
 FINAL_STATES = frozenset({"complete", "incomplete", "aborted"})
 
 
@@ -227,6 +234,15 @@ class Manifest:
     labels: Mapping[str, LabelValue] = field(hash=False)
     prompt_text: str
     proto: capture_pb2.CaptureManifest = field(repr=False, compare=False)
+
+    @property
+    def archive_state(self) -> str:
+        """Where the rows are, in a store that has an archive, once the capture has ended.
+
+        "pending": only in the store. "copied": in both. "moved": only in the archive; the store reads them from there.
+        Empty if the store has no archive.
+        """
+        return ARCHIVE_STATES.get(self.proto.archive_state, "")
 
     @property
     def is_final(self) -> bool:

@@ -37,6 +37,7 @@ def to_document(proto: capture_pb2.CaptureManifest) -> dict[str, Any]:
     message = json_format.MessageToDict(
         proto, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+    del message["archive_state"]  # of the store at this moment, not of the capture
     message.update({name: int(message[name]) for name in _COUNTS})
     message["sequences"] = {
         str(number): _sequence(proto, number) for number in range(max(description.num_sequences, len(proto.sequences)))

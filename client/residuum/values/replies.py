@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from residuum.exceptions import NoTokenTexts
 from residuum.v1 import store_pb2
 from residuum.values.logprobs import Logprobs
-from residuum.values.manifest import STATES, to_datetime
+from residuum.values.manifest import ARCHIVE_STATES, STATES, to_datetime
 from residuum.values.probes import Probe
 from residuum.values.rules import RuleEvent
 from residuum.values.scores import Scores
@@ -239,6 +239,7 @@ class CaptureSummary:
         store: The name of the store that holds it.
         tenant: The tenant that it belongs to; empty for the default tenant.
         labels: Its labels.
+        archive_state: Where its rows are, if the store has an archive; see `Manifest.archive_state`.
     """
 
     capture_id: str
@@ -251,6 +252,7 @@ class CaptureSummary:
     store: str = ""
     tenant: str = ""
     labels: Mapping[str, LabelValue] = field(default_factory=dict, hash=False)
+    archive_state: str = ""
 
     @classmethod
     def from_proto(cls, proto: store_pb2.CaptureSummary, store: str = "") -> CaptureSummary:
@@ -265,6 +267,7 @@ class CaptureSummary:
             end_time=to_datetime(proto.end_time),
             store=store,
             tenant=proto.tenant,
+            archive_state=ARCHIVE_STATES.get(proto.archive_state, ""),
             labels=to_dict(proto.labels),
         )
 
@@ -309,6 +312,11 @@ class StoreStats:
             Other callers get only their tenant's captures and bytes.
         tenant_max_bytes: Bytes of chunks that the tenant may have in this store; None for no limit.
         tenant_max_open_captures: Captures that the tenant may have open in this store; None for no limit.
+        archive_url: Where the store's archive is; empty if it has none. The following fields are then 0 or empty.
+        archive_pending: Ended captures that are not in the archive yet.
+        archive_copied: Captures whose rows are in the store and in the archive.
+        archive_moved: Captures whose rows are only in the archive. `num_bytes` does not count them.
+        archive_behind: Why nothing can be copied at the moment, in words; empty if the archive works.
     """
 
     endpoint: str
@@ -332,6 +340,11 @@ class StoreStats:
     tenant: str | None = None
     tenant_max_bytes: int | None = None
     tenant_max_open_captures: int | None = None
+    archive_url: str = ""
+    archive_pending: int = 0
+    archive_copied: int = 0
+    archive_moved: int = 0
+    archive_behind: str = ""
 
     @classmethod
     def from_proto(cls, store: StoreAddress, proto: store_pb2.GetStatsResponse) -> StoreStats:
@@ -359,6 +372,11 @@ class StoreStats:
             tenant=own.tenant if is_for_tenant else None,
             tenant_max_bytes=own.max_bytes if own.HasField("max_bytes") else None,
             tenant_max_open_captures=own.max_open_captures if own.HasField("max_open_captures") else None,
+            archive_url=proto.archive.url,
+            archive_pending=proto.archive.captures_pending,
+            archive_copied=proto.archive.captures_copied,
+            archive_moved=proto.archive.captures_moved,
+            archive_behind=proto.archive.why_behind,
         )
 
     @classmethod
@@ -379,7 +397,7 @@ class StoreStats:
 
 _SUMMED = (
     "num_bytes", "num_chunks", "disk_bytes", "max_bytes", "used_bytes", "append_limit_bytes", "free_disk_bytes",
-    "expired_by_age", "expired_by_size", "bytes_expired",
+    "expired_by_age", "expired_by_size", "bytes_expired", "archive_pending", "archive_copied", "archive_moved",
 )  # fmt: skip
 """The statistics that are added up. Stores that share a disk each count its free bytes."""
 

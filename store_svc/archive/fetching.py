@@ -1,0 +1,180 @@
+"""Reads frames from the archive, ahead of the caller, in ranges of neighbouring frames."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotReadyError
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from residuum.rpc.errors import Failure, Reason
+from residuum.wire.frames import checksum
+from store_svc.archive.layout import chunks_path
+from store_svc.archive.objects import ArchiveError, MissingObjectError, Objects
+from store_svc.archive.records import Place
+
+_RANGE_BYTES = 1 << 20
+"""Bytes at which a range ends. It has one frame at least, and so at most 8 MiB more."""
+
+_AHEAD_BYTES = 4 << 20
+"""Bytes of one reader that are fetched or wait for it, unless one range has more."""
+
+_MAX_AHEAD = 8
+"""Ranges, or frames in the database, that wait at most."""
+
+_THREADS = 32
+"""Ranges that are fetched at once, for all readers."""
+
+
+@dataclass(frozen=True)
+class Away:
+    """A frame to fetch."""
+
+    key: bytes
+    """The frame's key in the database."""
+    place: Place
+    """Where the archive has it."""
+    archive_key: str
+    """The name of the capture in the archive."""
+
+
+@dataclass
+class _Range:
+    """Neighbouring frames of one object, or the key of one frame that is in the database."""
+
+    local_key: bytes = b""
+    items: list[Away] = field(default_factory=list)
+    num_bytes: int = 0
+    future: Future[memoryview] | None = None
+
+
+class Fetcher:
+    """Fetches frames. Thread-safe; each reader has its own iterators."""
+
+    def __init__(self, objects: Objects) -> None:
+        """Prepare to fetch from an archive."""
+        self._objects = objects
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
+        self.num_bytes = 0
+        """Bytes that were fetched."""
+        self.failures = 0
+        """Fetches that failed."""
+
+    def ahead(
+        self, frames: Iterable[Away | bytes], capture_id: str, tick: float | None = None
+    ) -> Iterator[tuple[bytes, memoryview | None] | None]:
+        """Yield the key and the bytes of each frame, in order, while the next ones are fetched.
+
+        Args:
+            frames: The frames. A key alone is that of a frame in the database; its bytes are None.
+            capture_id: Their capture, for errors.
+            tick: Yield None whenever nothing has come for this many seconds; None: wait.
+
+        Raises:
+            Failure: ARCHIVE_UNREACHABLE, or CHECKSUM_MISMATCH if an object is missing or damaged.
+        """
+        waiting: deque[_Range] = deque()
+        num_bytes = 0
+        try:
+            for found in _ranges(frames):
+                while waiting and (len(waiting) >= _MAX_AHEAD or num_bytes + found.num_bytes > _AHEAD_BYTES):
+                    num_bytes -= waiting[0].num_bytes
+                    yield from _unpacked(waiting.popleft(), capture_id, tick)
+                if found.items:
+                    found.future = self._threads.submit(self._fetch, found.items)
+                    num_bytes += found.num_bytes
+                waiting.append(found)
+            while waiting:
+                yield from _unpacked(waiting.popleft(), capture_id, tick)
+        finally:
+            for found in waiting:
+                if found.future is not None:
+                    found.future.cancel()
+
+    def one(self, frame: Away, capture_id: str) -> memoryview:
+        """Return the bytes of one frame.
+
+        Raises:
+            Failure: As `ahead`.
+        """
+        return _checked(frame, _outcome(lambda: self._fetch([frame]), capture_id), capture_id)
+
+    def close(self) -> None:
+        """End the threads, once no read runs."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, items: list[Away]) -> memoryview:
+        first, last = items[0], items[-1].place
+        path = chunks_path(first.archive_key, first.place.object)
+        start, length = first.place.offset, last.offset + last.num_bytes - first.place.offset
+        try:
+            data = self._objects.get_range(path, start, length)
+        except ArchiveError:
+            self.failures += 1
+            raise
+        self.num_bytes += length
+        return data
+
+
+def _ranges(frames: Iterable[Away | bytes]) -> Iterator[_Range]:
+    """Join neighbouring frames into ranges."""
+    current: _Range | None = None
+    for frame in frames:
+        if isinstance(frame, bytes):
+            if current is not None:
+                yield current
+                current = None
+            yield _Range(frame)
+            continue
+        if current is not None and (current.num_bytes >= _RANGE_BYTES or not _follows(current.items[-1], frame)):
+            yield current
+            current = None
+        if current is None:
+            current = _Range()
+        current.items.append(frame)
+        current.num_bytes += frame.place.num_bytes
+    if current is not None:
+        yield current
+
+
+def _follows(before: Away, frame: Away) -> bool:
+    a, b = before.place, frame.place
+    return before.archive_key == frame.archive_key and a.object == b.object and a.offset + a.num_bytes == b.offset
+
+
+def _unpacked(found: _Range, capture_id: str, tick: float | None) -> Iterator[tuple[bytes, memoryview | None] | None]:
+    if found.future is None:
+        yield found.local_key, None
+        return
+    while tick is not None and not found.future.done():
+        with suppress(NotReadyError, ArchiveError):
+            found.future.exception(tick)
+        yield None
+    data = _outcome(found.future.result, capture_id)
+    at = 0
+    for item in found.items:
+        yield item.key, _checked(item, data[at : at + item.place.num_bytes], capture_id)
+        at += item.place.num_bytes
+
+
+def _outcome(result: Callable[[], memoryview], capture_id: str) -> memoryview:
+    try:
+        return result()
+    except MissingObjectError as error:
+        message = f"The archive lacks rows of {capture_id!r}: the object {error}."
+        raise Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id) from None
+    except ArchiveError as error:
+        message = (
+            f"The rows of {capture_id!r} are only in the archive, which cannot be read at the moment: {error}. "
+            "Try again later."
+        )
+        raise Failure(Reason.ERROR_REASON_ARCHIVE_UNREACHABLE, message, capture_id=capture_id) from None
+
+
+def _checked(frame: Away, data: memoryview, capture_id: str) -> memoryview:
+    if len(data) != frame.place.num_bytes or checksum(data) != frame.place.crc32c:
+        message = f"A chunk of {capture_id!r} in the archive is damaged: its checksum does not match."
+        raise Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id)
+    return data

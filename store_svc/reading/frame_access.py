@@ -1,0 +1,149 @@
+"""The frames of captures, wherever they are: in the database, or in the archive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from residuum.wire.frames import FrameError
+from store_svc.archive import records
+from store_svc.archive.fetching import Away, Fetcher
+from store_svc.captures.capture_names import unknown_capture
+from store_svc.database.db import Database, Table, Txn
+from store_svc.database.frames import StoredFrame
+from store_svc.database.keys import after_group, pack_number, unpack_frame
+from store_svc.reading.query import Query
+from store_svc.reading.stored_chunks import damaged
+
+_KEYS_AT_ONCE = 1024
+"""Keys that one read transaction looks at."""
+
+
+class Frame:
+    """One frame. Entering it yields a StoredFrame, valid until the exit; it can be entered several times.
+
+    It is a class for speed: the store enters one for each frame. A frame that is dropped from the database meanwhile
+    comes from the archive.
+    """
+
+    def __init__(
+        self, db: Database, fetcher: Fetcher | None, key: bytes, capture_id: str, data: memoryview | None = None
+    ) -> None:
+        """Prepare to read a frame. `data` are its bytes, if they were fetched already."""
+        self.key = key
+        self._db = db
+        self._fetcher = fetcher
+        self._capture_id = capture_id
+        self._data = data
+
+    def __enter__(self) -> StoredFrame:
+        if self._data is None:
+            self._reading = self._db.read()
+            txn = self._reading.__enter__()
+            try:
+                frame = txn.frame(self.key)
+                if frame is not None:
+                    return frame
+                away = self._where(txn)
+            except FrameError:
+                self._reading.__exit__()
+                raise damaged(self._capture_id) from None
+            except BaseException:
+                self._reading.__exit__()
+                raise
+            self._reading.__exit__()
+            if self._fetcher is None:
+                raise unknown_capture(self._capture_id)
+            self._data = self._fetcher.one(away, self._capture_id)
+        try:
+            return StoredFrame.of(None, self._data)
+        except FrameError:
+            raise damaged(self._capture_id) from None
+
+    def __exit__(self, *_: object) -> None:
+        if self._data is None:
+            self._reading.__exit__()
+
+    def _where(self, txn: Txn) -> Away:
+        """Return where the archive has the frame.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE: it has not; the capture was deleted.
+        """
+        record = records.read_record(txn, unpack_frame(self.key).number)
+        place = records.place_of(txn, self.key)
+        if record is None or place is None:
+            raise unknown_capture(self._capture_id)
+        return Away(self.key, place, record.key)
+
+
+class FrameAccess:
+    """Finds the frames of captures, and fetches those that are only in the archive."""
+
+    def __init__(self, db: Database, fetcher: Fetcher | None = None) -> None:
+        """Use a database, and perhaps an archive."""
+        self._db = db
+        self._fetcher = fetcher
+
+    def frame(self, key: bytes, capture_id: str) -> Frame:
+        """Return a frame."""
+        return Frame(self._db, self._fetcher, key, capture_id)
+
+    def wanted(self, number: int, query: Query) -> Iterator[Frame]:
+        """Yield the wanted frames of an ended capture. Those in the archive are fetched ahead.
+
+        Raises:
+            Failure: ARCHIVE_UNREACHABLE or CHECKSUM_MISMATCH.
+        """
+        found = self._scan(number, query)
+        if self._fetcher is None:
+            yield from (Frame(self._db, None, _key(item), query.capture_id) for item in found)
+            return
+        for item in self._fetcher.ahead(found, query.capture_id):
+            if item is not None:
+                key, data = item
+                yield Frame(self._db, self._fetcher, key, query.capture_id, data)
+
+    def _scan(self, number: int, query: Query) -> Iterator[bytes | Away]:
+        """Yield the keys of the wanted frames, with their places if they are only in the archive."""
+        prefix = at = pack_number(number)
+        while at:
+            found, at = self._collect(number, prefix, at, query)
+            yield from found
+
+    def _collect(self, number: int, prefix: bytes, at: bytes, query: Query) -> tuple[list[bytes | Away], bytes]:
+        """Return the next wanted frames from a key on, and the key to continue from, empty after the last."""
+        found: list[bytes | Away] = []
+        with self._db.read() as txn:
+            # Each transaction looks anew: the rows may be dropped between two of them.
+            record = records.read_record(txn, number)
+            table = records.frames_table(record)
+            for _ in range(_KEYS_AT_ONCE):
+                raw = txn.next_key(table, at)
+                if raw is None or not raw.startswith(prefix):
+                    return found, b""
+                key = unpack_frame(raw)
+                if not query.wants_group(key):
+                    at = after_group(raw)
+                    continue
+                if query.wants(key):
+                    found.append(located(txn, raw, record))
+                at = raw + b"\0"
+        return found, at
+
+
+def located(txn: Txn, key: bytes, record: records.Record | None) -> bytes | Away:
+    """Return the key of a frame, with its place if only the archive has it.
+
+    Args:
+        txn: The transaction.
+        key: The key.
+        record: The record of its capture.
+    """
+    if record is None or record.state != records.MOVED or txn.get(Table.FRAMES, key) is not None:
+        return key
+    place = records.place_of(txn, key)
+    return key if place is None else Away(key, place, record.key)
+
+
+def _key(item: bytes | Away) -> bytes:
+    return item if isinstance(item, bytes) else item.key

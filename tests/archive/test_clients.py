@@ -1,0 +1,97 @@
+"""What clients and the command see of an archive."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import residuum
+from residuum.cli.doctor import _examine_stats
+from residuum.v1 import store_pb2
+from tests.archive.s3 import Proxy
+from tests.archive.support import MOVED, capture, wait_for, wait_for_state
+from tests.store.support import POST, Client, row, serving
+
+NOBODY = "127.0.0.1:1"
+"""No inference service. Reading needs none."""
+
+
+@pytest.fixture
+def plain(tmp_path: Path, url: str) -> Iterator[Client]:
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, plain):
+        yield plain
+
+
+@pytest.fixture
+def client(plain: Client) -> Iterator[residuum.Client]:
+    with residuum.Client(NOBODY, store=plain.target, timeout=20) as client:
+        yield client
+
+
+def test_a_client_waits_for_the_archive_and_reads_from_it(plain: Client, client: residuum.Client) -> None:
+    capture(plain)
+    manifest = client.manifest("a", wait=20, archived=True)
+    assert manifest.archive_state in ("copied", "moved")
+    wait_for_state(plain, MOVED)
+    acts = client.activations("a")
+    expected = np.stack([row((0, POST, 2, at)) for at in range(4)])
+    np.testing.assert_array_equal(acts[2], expected)
+    assert [item.archive_state for item in client.captures()] == ["moved"]
+    assert "archive_state" not in client.manifest("a").to_dict(), "an exported manifest does not depend on the moment"
+    (stats,) = client.stats()
+    assert (stats.archive_moved, stats.archive_pending, stats.archive_behind) == (1, 0, "")
+
+
+def test_a_client_waits_for_an_archive_that_is_away(plain: Client, client: residuum.Client, s3: Proxy) -> None:
+    capture(plain)
+    wait_for_state(plain, MOVED)
+    wait_for(lambda: not plain.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks, "empty database")
+    s3.before = lambda call: call.answer(403, "ExpiredToken")
+    with pytest.raises(residuum.ArchiveUnreachable, match="only in the archive"):
+        client.activations("a", timeout=0.5)
+    timer = threading.Timer(1.0, s3.work)
+    timer.start()
+    assert client.activations("a", timeout=20).manifest.is_complete
+    timer.join()
+
+
+def command(plain: Client, *arguments: str) -> str:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "RESIDUUM_ENDPOINT": NOBODY,
+        "RESIDUUM_STORE": plain.target,
+    }
+    line = [sys.executable, "-m", "residuum", *arguments, "--store", plain.target, "--json"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_waits_for_the_archive_and_shows_it(plain: Client) -> None:
+    capture(plain)
+    assert json.loads(command(plain, "manifest", "a", "--archived"))["state"] == "CAPTURE_STATE_COMPLETE"
+    wait_for_state(plain, MOVED)
+    stats = json.loads(command(plain, "stats"))
+    assert stats["archive_moved"] == 1
+    assert stats["archive_url"].startswith("s3://")
+
+
+def test_doctor_says_whether_captures_reach_the_archive(client: residuum.Client) -> None:
+    (stats,) = client.stats()
+    (finding,) = [item for item in _examine_stats(stats, 0.0) if item.check.endswith(": archive")]
+    assert finding.ok
+    behind = replace(stats, archive_behind="403 Forbidden", archive_pending=7)
+    (finding,) = [item for item in _examine_stats(behind, 0.0) if item.check.endswith(": archive")]
+    assert not finding.ok
+    assert "403 Forbidden" in finding.detail
+    assert "7 captures wait" in finding.detail

@@ -1,0 +1,127 @@
+"""Rows of copied captures are dropped from the database when it has too many of them, or is full."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from residuum.v1 import store_pb2
+from store_svc.captures.capture_names import CaptureName
+from tests.archive.support import (
+    COPIED,
+    LAYERS,
+    MOVED,
+    capture,
+    file_url,
+    state,
+    stats,
+    wait_for,
+    wait_for_state,
+)
+from tests.store.support import Client, grid, serving
+
+WIDTH = 1024
+NUM_BYTES = 3 * 8 * WIDTH * 4
+"""About the bytes of a capture of 8 positions and 3 layers."""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return file_url(tmp_path / "archive")
+
+
+def states(client: Client) -> dict[str, int]:
+    listed = client.stub.ListCaptures(store_pb2.ListCapturesRequest()).captures
+    return {item.capture_id: item.archive_state for item in listed}
+
+
+def test_rows_stay_while_there_are_few(tmp_path: Path, url: str) -> None:
+    with serving(tmp_path / "store", archive=url) as (store, client):
+        for at in range(5):
+            capture(client, f"c{at}", width=WIDTH, prompt=8)
+        wait_for(lambda: stats(client).captures_copied == 5, "copies")
+        store._archive._drop()
+        assert set(states(client).values()) == {COPIED}
+
+
+def test_captures_that_were_not_read_for_longest_are_dropped_first(tmp_path: Path, url: str) -> None:
+    keep = int(3.5 * NUM_BYTES)
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=keep) as (_, client):
+        for at in range(3):
+            capture(client, f"c{at}", width=WIDTH, prompt=8)
+            wait_for_state(client, COPIED, [f"c{at}"])
+        client.read("c0")
+        for at in range(3, 5):
+            capture(client, f"c{at}", width=WIDTH, prompt=8)
+            wait_for(lambda at=at: stats(client).captures_moved == at - 2, "drop")
+        assert states(client) == {"c0": COPIED, "c1": MOVED, "c2": MOVED, "c3": COPIED, "c4": COPIED}
+        assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_bytes <= keep
+        for at in range(5):
+            assert client.read(f"c{at}")[0] == grid(LAYERS, range(8))
+
+
+def test_a_full_store_makes_room_by_dropping(tmp_path: Path, url: str) -> None:
+    """Without the archive, a store of 16 MiB would be full after four of these captures."""
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=14 << 20, max_bytes=16 << 20, shards=1) as (
+        _,
+        client,
+    ):
+        names = [f"c{at}" for at in range(12)]
+        refusals = 0
+        for name in names:
+            until = time.monotonic() + 60
+            while True:  # as a shipper does: rows that were refused are sent again
+                with contextlib.suppress(grpc.RpcError):
+                    capture(client, name, width=WIDTH, prompt=300, at_once=10)
+                    break
+                assert time.monotonic() < until, "the store stays full"
+                refusals += 1
+                time.sleep(0.1)
+        wait_for(lambda: stats(client).captures_pending == 0, "copies", 60)
+        for name in names:
+            assert client.read(name)[0] == grid(LAYERS, range(300))
+        assert refusals
+        assert MOVED in states(client).values()
+
+
+def test_a_capture_that_is_read_while_it_is_dropped_is_read_whole(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader finds some rows in the database, and the others in the archive."""
+    monkeypatch.setattr("store_svc.reading.frame_access._KEYS_AT_ONCE", 4)
+    monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 4)
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=NUM_BYTES) as (store, client):
+        capture(client, "a", width=WIDTH, prompt=7)
+        capture(client, "big", width=8, prompt=400)
+        wait_for(lambda: stats(client).captures_pending == 0, "copies")
+        number = store._catalog.number_of(CaptureName("", "big"))
+        with ThreadPoolExecutor(4) as readers:
+            reads = [readers.submit(client.read, "big") for _ in range(12)]
+            store._writer.call("big", lambda batch: batch.drop_rows([number]), reserve=True)
+            assert [read.result()[0] for read in reads] == [grid(LAYERS, range(400))] * 12
+        assert state(client, "big") == MOVED
+
+
+def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -> None:
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, retain_hours=3 / 3600) as (_, client):
+        capture(client)
+        wait_for(lambda: not states(client), "expiry")
+        wait_for(lambda: not list((tmp_path / "archive" / "captures").glob("*")), "deletion")
+        wait_for(lambda: not list((tmp_path / "archive" / "chunks").glob("*/*")), "deletion of chunks")
+
+
+def test_captures_that_are_only_in_the_archive_do_not_expire_by_size(tmp_path: Path, url: str) -> None:
+    """They take no room in the database, so deleting them would free none."""
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, retain_bytes=2 * NUM_BYTES + 1000) as (
+        _,
+        client,
+    ):
+        for at in range(6):
+            capture(client, f"c{at}", width=WIDTH, prompt=8)
+            wait_for_state(client, MOVED, [f"c{at}"])
+        assert set(states(client)) == {f"c{at}" for at in range(6)}

@@ -1,0 +1,220 @@
+"""The archive fails in every way that object storage fails in. The store goes on, and catches up when it can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from residuum.v1 import errors_pb2
+from store_svc.archive.objects import Objects
+from store_svc.archive.restore import main as restore_main
+from tests.archive.s3 import BUCKET, Call, Proxy
+from tests.archive.support import (
+    LAYERS,
+    MOVED,
+    PENDING,
+    archived_ids,
+    capture,
+    chunk_objects,
+    state,
+    stats,
+    wait_for,
+    wait_for_state,
+)
+from tests.store.support import Process, failing_with, grid, serving
+
+Start = Callable[..., Process]
+NOW = "--archive-keep-bytes=0"
+
+
+def test_captures_are_copied_to_a_bucket_and_restored_from_it(tmp_path: Path, url: str) -> None:
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
+        for at in range(12):
+            capture(client, f"c{at}", prompt=4 + at)
+        wait_for(lambda: stats(client).captures_moved == 12, "copies")
+        wait_for(lambda: store._db.num_chunks() == 0, "empty database")
+        assert client.read("c3")[0] == grid(LAYERS, range(7))
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "other")]) == 0
+    with serving(tmp_path / "other", archive=url) as (_, client):
+        for at in range(12):
+            assert client.read(f"c{at}")[0] == grid(LAYERS, range(4 + at))
+
+
+def failing_puts(status: int, code: str) -> Callable[[Call], None]:
+    def fault(call: Call) -> None:
+        if call.method == "PUT":
+            call.answer(status, code)
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(500, "InternalError"), (503, "SlowDown"), (400, "ExpiredToken"), (403, "AccessDenied")],
+)
+def test_a_store_whose_archive_fails_goes_on_and_catches_up(
+    tmp_path: Path, url: str, s3: Proxy, status: int, code: str
+) -> None:
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
+        s3.before = failing_puts(status, code)
+        capture(client)
+        wait_for(lambda: stats(client).why_behind, "failure")
+        assert str(status) in stats(client).why_behind
+        assert client.read()[0] == capture(client, "b") == grid(LAYERS, range(4))
+        assert state(client) == PENDING
+        assert store._archive.seconds_behind > 0
+        s3.work()
+        wait_for_state(client, MOVED, ["a", "b"], seconds=60)
+        assert stats(client).why_behind == ""
+        assert client.read("a")[0] == client.read("b")[0] == grid(LAYERS, range(4))
+    assert archived_ids(Objects(url)) == ["a", "b"]
+
+
+def test_half_an_upload_is_sent_again(tmp_path: Path, url: str, s3: Proxy) -> None:
+    cut: set[str] = set()
+
+    def fault(call: Call) -> None:
+        if call.method == "PUT" and call.path not in cut:
+            cut.add(call.path)
+            call.cut()
+
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
+        s3.before = fault
+        capture(client, width=1024, prompt=64)
+        wait_for_state(client, MOVED)
+        assert len(cut) == 2
+        assert client.read()[0] == grid(LAYERS, range(64))
+
+
+def test_an_upload_whose_answer_is_lost_is_there_once(tmp_path: Path, url: str, s3: Proxy) -> None:
+    lost: set[str] = set()
+
+    def fault(call: Call) -> None:
+        if call.method == "PUT" and call.path not in lost:
+            lost.add(call.path)
+            call.drop()
+
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
+        s3.after = fault
+        capture(client)
+        wait_for_state(client, MOVED)
+        assert client.read()[0] == grid(LAYERS, range(4))
+    assert len(chunk_objects(Objects(url))) == len(archived_ids(Objects(url))) == 1
+
+
+def test_a_slow_archive_makes_nobody_wait(tmp_path: Path, url: str, s3: Proxy) -> None:
+    """Writers and readers of rows in the database are as fast as without an archive, whatever waits for the archive."""
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
+        capture(client, "moved")
+        wait_for_state(client, MOVED, ["moved"])
+        free = threading.Event()
+        s3.before = lambda _: free.wait(20) and None
+        readers = [threading.Thread(target=lambda: client.read("moved")) for _ in range(8)]
+        for reader in readers:
+            reader.start()
+        start = time.monotonic()
+        for at in range(8):
+            capture(client, f"new{at}")
+            assert client.read(f"new{at}")[0] == grid(LAYERS, range(4))
+        assert time.monotonic() - start < 10, "the store waited for its archive"
+        assert stats(client).captures_pending == 8
+        free.set()
+        for reader in readers:
+            reader.join(30)
+        wait_for(lambda: stats(client).captures_moved == 9, "copies")
+
+
+def test_rows_in_an_archive_that_fails_are_unavailable_until_it_works(tmp_path: Path, url: str, s3: Proxy) -> None:
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
+        capture(client)
+        wait_for_state(client, MOVED)
+        wait_for(lambda: store._db.num_chunks() == 0, "empty database")
+        s3.before = lambda call: call.answer(403, "ExpiredToken")
+        with failing_with(errors_pb2.ERROR_REASON_ARCHIVE_UNREACHABLE) as failures:
+            client.read()
+        assert "only in the archive" in failures[0].message
+        s3.work()
+        assert client.read()[0] == grid(LAYERS, range(4))
+
+
+def refused(path: Path, *flags: str) -> str:
+    """Start a store that must refuse to start; return its log."""
+    command = [sys.executable, "-m", "store_svc", "--listen", "127.0.0.1:0", "--path", str(path), *flags]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert done.returncode == 1, done.stderr
+    assert "the archive cannot be used" in done.stderr
+    return done.stderr
+
+
+def test_a_store_does_not_start_without_its_bucket(tmp_path: Path, s3: Proxy) -> None:
+    assert s3
+    assert "NoSuchBucket" in refused(tmp_path / "store", "--archive", "s3://no-such-bucket/prefix")
+
+
+def test_a_store_does_not_start_if_it_may_not_write(tmp_path: Path, s3: Proxy, url: str) -> None:
+    s3.before = failing_puts(403, "AccessDenied")
+    assert "AccessDenied" in refused(tmp_path / "store", "--archive", url)
+
+
+def test_a_store_does_not_start_if_it_may_not_delete(tmp_path: Path, s3: Proxy, url: str) -> None:
+    s3.before = lambda call: call.answer(403, "AccessDenied") if call.method in ("DELETE", "POST") else None
+    assert "AccessDenied" in refused(tmp_path / "store", "--archive", url)
+
+
+def test_a_store_starts_while_its_archive_is_away(start: Start, s3: Proxy, url: str) -> None:
+    s3.before = lambda call: call.drop()
+    store = start("--archive", url, NOW)
+    capture(store.client)
+    assert store.client.read()[0] == grid(LAYERS, range(4))
+    assert state(store.client) == PENDING
+    s3.work()
+    wait_for_state(store.client, MOVED, seconds=60)
+    assert store.end() == 0
+    assert archived_ids(Objects(url)) == ["a"]
+
+
+def test_a_store_stops_while_its_archive_is_away(start: Start, s3: Proxy, url: str) -> None:
+    store = start("--archive", url, "--grace-seconds", "1")
+    free, waiting = threading.Event(), threading.Event()
+
+    def hang(_: Call) -> None:
+        waiting.set()
+        free.wait(30)
+
+    s3.before = hang
+    capture(store.client)
+    assert waiting.wait(30), "nothing is sent"
+    before = time.monotonic()
+    assert store.end() == 0
+    assert time.monotonic() - before < 15
+    free.set()
+    s3.work()
+    store = start("--archive", url, NOW)
+    wait_for_state(store.client, MOVED)
+    assert store.client.read()[0] == grid(LAYERS, range(4))
+
+
+def test_two_stores_share_a_bucket(tmp_path: Path, s3: Proxy) -> None:
+    assert s3
+    one, two = f"s3://{BUCKET}/one", f"s3://{BUCKET}/two"
+    with (
+        serving(tmp_path / "one", archive=one, archive_keep_bytes=0) as (_, first),
+        serving(tmp_path / "two", archive=two, archive_keep_bytes=0) as (_, second),
+    ):
+        capture(first, "same", prompt=4)
+        capture(second, "same", prompt=9)
+        for client in (first, second):
+            wait_for_state(client, MOVED, ["same"])
+        assert first.read("same")[0] == grid(LAYERS, range(4))
+        assert second.read("same")[0] == grid(LAYERS, range(9))
+    restore_main(["--archive", two, "--path", str(tmp_path / "again")])
+    with serving(tmp_path / "again", archive=two) as (_, client):
+        assert client.read("same")[0] == grid(LAYERS, range(9))

@@ -1,0 +1,245 @@
+"""A store whose disk is lost is made again from its archive."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from residuum.v1 import archive_pb2, capture_pb2, errors_pb2, store_pb2
+from store_svc.archive.layout import CAPTURES, pack, unpack_capture
+from store_svc.archive.objects import ArchiveRefusedError, Objects
+from store_svc.archive.restore import Restore
+from store_svc.archive.restore import main as restore_main
+from store_svc.database.db import DamagedError, Database
+from tests.archive.support import (
+    COPIED,
+    LAYERS,
+    MOVED,
+    archived_ids,
+    capture,
+    chunk_objects,
+    file_url,
+    state,
+    stats,
+    wait_for,
+    wait_for_state,
+)
+from tests.store.support import failing_with, grid, seal_request, serving
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return file_url(tmp_path / "archive")
+
+
+def restore(url: str, path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "store_svc", "restore", "--archive", url, "--path", str(path), *flags]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("shards", ["1", "3"])
+def test_a_store_is_made_again_from_its_archive(tmp_path: Path, url: str, shards: str) -> None:
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        for capture_id, prompt in (("a", 4), ("b", 40), ("deleted", 4)):
+            capture(client, capture_id, prompt=prompt)
+        client.stub.LabelCapture(
+            store_pb2.LabelCaptureRequest(capture_id="a", labels=[capture_pb2.Label(name="split", text="train")])
+        )
+        wait_for_state(client, COPIED, ["a", "b", "deleted"])
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="deleted"))
+        wait_for(lambda: archived_ids(Objects(url)) == ["a", "b"], "deletion")
+        before = {name: client.get(name) for name in ("a", "b")}
+    shutil.rmtree(tmp_path / "store")
+    done = restore(url, tmp_path / "store", "--shards", shards)
+    assert done.returncode == 0, done.stderr
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        listed = client.stub.ListCaptures(store_pb2.ListCapturesRequest(where="split=train")).captures
+        assert [item.capture_id for item in listed] == ["a"]
+        for name, manifest in before.items():
+            after = client.get(name)
+            assert after.archive_state == MOVED
+            after.archive_state = manifest.archive_state
+            assert after == manifest
+        assert client.read("a")[0] == grid(LAYERS, range(4))
+        assert client.read("b")[0] == grid(LAYERS, range(40))
+        with failing_with(errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE):
+            client.get("deleted")
+        client.stub.SealCapture(seal_request("a", generated=(1,)))  # a repeat is recognised, as before
+        capture(client, "new")
+        wait_for_state(client, COPIED, ["new"])
+        assert archived_ids(Objects(url)) == ["a", "b", "new"]
+
+
+def test_what_was_not_in_the_archive_is_not_restored(tmp_path: Path, url: str) -> None:
+    """An open capture is lost with the disk. Its number is used again, which mixes nothing up."""
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client, "kept")
+        wait_for_state(client, COPIED, ["kept"])
+    with serving(tmp_path / "store", archive=url) as (store, client):
+        store._archive.link.stop()  # nothing is copied any more
+        capture(client, "lost")
+    shutil.rmtree(tmp_path / "store")
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
+        capture(client, "next", prompt=6)
+        wait_for_state(client, MOVED, ["next"])
+        assert client.read("kept")[0] == grid(LAYERS, range(4))
+        assert client.read("next")[0] == grid(LAYERS, range(6))
+
+
+def test_chunks_without_their_capture_are_deleted_after_a_restore(tmp_path: Path, url: str) -> None:
+    objects = Objects(url)
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client)
+        wait_for_state(client, COPIED)
+    objects.put("chunks/00000000000000ff-0123456789abcdef/00000", b"half a copy")
+    shutil.rmtree(tmp_path / "store")
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        wait_for(lambda: len(chunk_objects(objects)) == 1, "deletion")
+        assert client.read()[0] == grid(LAYERS, range(4))
+
+
+def test_the_newer_of_two_captures_with_one_name_is_restored(tmp_path: Path, url: str) -> None:
+    """The older one was replaced, and the disk was lost before its objects were deleted."""
+    objects = Objects(url)
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client, prompt=4)
+        wait_for_state(client, COPIED)
+    (path,) = objects.list(CAPTURES)
+    old, key = objects.get(path), path.removeprefix("captures/")
+    chunk = objects.get(f"chunks/{key}/00000")
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+        wait_for(lambda: not archived_ids(objects), "deletion")
+        capture(client, prompt=6)
+        wait_for_state(client, COPIED)
+    objects.put(path, old)
+    objects.put(f"chunks/{key}/00000", chunk)
+    shutil.rmtree(tmp_path / "store")
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        assert client.read()[0] == grid(LAYERS, range(6))
+        wait_for(lambda: len(archived_ids(objects)) == len(chunk_objects(objects)) == 1, "deletion")
+
+
+def test_a_restore_that_is_killed_can_be_run_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        for at in range(6):
+            capture(client, f"c{at}")
+        wait_for(lambda: stats(client).captures_copied == 6, "copies")
+    shutil.rmtree(tmp_path / "store")
+    monkeypatch.setattr("store_svc.archive.restore._AT_ONCE", 2)
+    writes = 0
+
+    def dying(self: Restore, *arguments: object, original: object = Restore._write) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == 3:
+            raise KeyboardInterrupt
+        original(self, *arguments)  # type: ignore[operator]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Restore, "_write", dying)
+        with pytest.raises(KeyboardInterrupt):
+            restore_main(["--archive", url, "--path", str(tmp_path / "store")])
+    with pytest.raises(DamagedError, match="half restored"), serving(tmp_path / "store", archive=url):
+        pass
+    done = restore(url, tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        for at in range(6):
+            assert client.read(f"c{at}")[0] == grid(LAYERS, range(4))
+            assert state(client, f"c{at}") == MOVED
+
+
+def test_a_restore_writes_into_no_other_database(tmp_path: Path, url: str) -> None:
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client)
+        wait_for_state(client, COPIED)
+    done = restore(url, tmp_path / "store")
+    assert done.returncode == 1
+    assert "has a database already" in done.stderr
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        assert client.read()[0] == grid(LAYERS, range(4))
+
+
+def test_a_restore_needs_an_archive(tmp_path: Path) -> None:
+    done = restore(file_url(tmp_path / "nothing"), tmp_path / "store")
+    assert done.returncode == 1
+    assert "is not the archive of a store" in done.stderr
+    assert restore("ftp://x", tmp_path / "store").returncode != 0
+
+
+def test_a_damaged_capture_is_left_out_and_named(tmp_path: Path, url: str) -> None:
+    objects = Objects(url)
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client, "a")
+        capture(client, "b")
+        wait_for_state(client, COPIED, ["a", "b"])
+    paths = {unpack_capture(objects.get(path)).manifest.description.capture_id: path for path in objects.list(CAPTURES)}
+    objects.put(paths["a"], objects.get(paths["a"])[:-1])
+    shutil.rmtree(tmp_path / "store")
+    done = restore(url, tmp_path / "store")
+    assert done.returncode == 0
+    assert paths["a"].removeprefix("captures/") in done.stderr
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        assert client.read("b")[0] == grid(LAYERS, range(4))
+        assert len(chunk_objects(objects)) == 2, "the rows of a damaged capture are kept"
+
+
+class TestOwner:
+    """An archive belongs to one store."""
+
+    def test_a_second_store_is_refused(self, tmp_path: Path, url: str) -> None:
+        with serving(tmp_path / "one", archive=url):
+            pass
+        with (
+            pytest.raises(ArchiveRefusedError, match="belongs to another store"),
+            serving(tmp_path / "two", archive=url),
+        ):
+            pass
+        with serving(tmp_path / "one", archive=url):
+            pass
+
+    def test_an_archive_that_has_gone_is_noticed(self, tmp_path: Path, url: str) -> None:
+        with serving(tmp_path / "one", archive=url):
+            pass
+        shutil.rmtree(tmp_path / "archive")
+        with (
+            pytest.raises(ArchiveRefusedError, match="is empty, but this store has an archive"),
+            serving(tmp_path / "one", archive=url),
+        ):
+            pass
+
+    def test_objects_of_something_else_are_left_alone(self, tmp_path: Path, url: str) -> None:
+        Objects(url).put("owner", b"something else")
+        with (
+            pytest.raises(ArchiveRefusedError, match="is not of a store's archive"),
+            serving(tmp_path / "one", archive=url),
+        ):
+            pass
+
+    def test_a_store_without_its_archive_does_not_start(self, tmp_path: Path, url: str) -> None:
+        with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
+            capture(client)
+            wait_for_state(client, MOVED)
+        with pytest.raises(ArchiveRefusedError, match="only in the archive"), serving(tmp_path / "store"):
+            pass
+
+    def test_the_owner_of_a_newer_version_is_refused(self, tmp_path: Path, url: str) -> None:
+        data = pack(archive_pb2.ArchiveOwner(store_id=b"x" * 16)).replace(b"archive 1", b"archive 2")
+        Objects(url).put("owner", data)
+        with (
+            pytest.raises(ArchiveRefusedError, match="is not of a store's archive"),
+            serving(tmp_path / "store", archive=url),
+        ):
+            pass
+        with pytest.raises(ArchiveRefusedError):
+            Restore(Database(tmp_path / "new", 64 << 20, sync_roots=False), Objects(url)).run()
