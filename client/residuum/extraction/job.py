@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -22,8 +22,12 @@ from residuum.extraction.reader import Extracted, ExtractSummary
 from residuum.extraction.runner import Runner, clean_up
 from residuum.extraction.services import Services
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError
+from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
 from residuum.values.steering import operation_list
+
+_DISCARD_PAUSES = (0.0, 0.2, 1.0)
+"""Seconds before each attempt to delete what a stopped sample has left: its last requests may still open captures."""
 
 
 class HasSettings(Protocol):
@@ -47,6 +51,8 @@ class Job:
     progress: bool = True
     lines: bool = False
     """Whether to print plain lines where there is no terminal."""
+    is_sample: bool = False
+    """Whether the job never continues, so that its captures are deleted even if it stops."""
 
     def items(self) -> Items:
         """Return the prompts.
@@ -108,6 +114,7 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
             await services.begin()
+            job = replace(job, spec=await _with_stored_rows(job.spec, services))
             folder.begin(job.spec.document(len(items), services.info.model), _facts(services))
             _check_prompts(folder, items)
             summary = await _run(job, items, folder, services)
@@ -139,6 +146,20 @@ def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         loop.close()
 
 
+async def _with_stored_rows(spec: JobSpec, services: Services) -> JobSpec:
+    """Return the job with vectors in place of the stored rows that its steering names.
+
+    Raises:
+        UnknownCapture: A capture does not exist. A job that continues needs it, too.
+    """
+    rows = stored_rows(spec.steer)
+    if not rows:
+        return spec
+    client = next(service.client for service in services.all if not service.is_away)
+    found = await client._read_rows(rows, {})  # noqa: SLF001 - `generate` reads them for each prompt
+    return replace(spec, steer=[operation.with_rows(found) for operation in spec.steer])
+
+
 async def _drain() -> None:
     """Wait for the other tasks of this loop, which have been cancelled if they are not over."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -159,6 +180,12 @@ async def _run(job: Job, items: Items, folder: JobFolder, services: Services) ->
         )  # fmt: skip
         try:
             await runner.run()
+        except BaseException:
+            if job.is_sample:
+                for pause in _DISCARD_PAUSES:
+                    await asyncio.sleep(pause)
+                    await clean_up(services.all, folder.job_id, keep_captures=False)
+            raise
         finally:
             totals, seconds = runner.totals, time.monotonic() - began
             with contextlib.suppress(OSError):  # a full disk must not hide why the job stopped

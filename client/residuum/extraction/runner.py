@@ -29,6 +29,8 @@ _AHEAD = 4
 """How many prompts may wait to be written for each that runs. They wait for one that is slower."""
 _LOST_ATTEMPTS = 3
 """How often a prompt is sent whose capture was lost or is not complete."""
+_DELETING_SECONDS = 5.0
+"""How long a job that stops waits for captures to be deleted. The end of the next run deletes the others."""
 
 Outcome = Answered | Failed
 
@@ -78,12 +80,17 @@ class Runner:
             await self._collect(feeding)
             await asyncio.gather(*self._deleting)
         finally:
-            tasks = [feeding, *self._waiting, *self._deleting]
+            tasks = [feeding, *self._waiting]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._writing is not None:  # a thread cannot be cancelled; the shard that it writes is whole
                 await asyncio.gather(self._writing, return_exceptions=True)
+            if self._deleting:  # also of the captures of that shard
+                _, late = await asyncio.wait(self._deleting, timeout=_DELETING_SECONDS)
+                for task in late:
+                    task.cancel()
+                await asyncio.gather(*late, return_exceptions=True)
 
     async def _feed(self) -> None:
         """Start the prompts in order, as there is room."""
@@ -115,8 +122,10 @@ class Runner:
                 feeding.result()
             self._started.clear()
             started = asyncio.ensure_future(self._started.wait())
-            await asyncio.wait([started, feeding], return_when=asyncio.FIRST_COMPLETED)
-            started.cancel()
+            try:
+                await asyncio.wait([started, feeding], return_when=asyncio.FIRST_COMPLETED)
+            finally:  # a job that is cancelled here must not leave a task that never ends
+                started.cancel()
         await asyncio.wait([self._waiting[0]])
         limit = max(1, min(_READ_CAPTURES, _READ_BYTES // self._capture_bytes))
         ended = list(itertools.takewhile(asyncio.Task.done, itertools.islice(self._waiting, limit)))
