@@ -9,6 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from residuum.exceptions import ExtractStopped, IncompleteCapture, OutageWarning, ResiduumError, UnknownCapture
 from residuum.extraction.folder import JobFolder
@@ -31,6 +32,8 @@ _LOST_ATTEMPTS = 3
 """How often a prompt is sent whose capture was lost or is not complete."""
 _DELETING_SECONDS = 5.0
 """How long a job that stops waits for captures to be deleted. The end of the next run deletes the others."""
+_CANCEL_SECONDS = 0.5
+"""The time between two cancellations of the same task."""
 
 Outcome = Answered | Failed
 
@@ -80,17 +83,12 @@ class Runner:
             await self._collect(feeding)
             await asyncio.gather(*self._deleting)
         finally:
-            tasks = [feeding, *self._waiting]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel([feeding, *self._waiting])
             if self._writing is not None:  # a thread cannot be cancelled; the shard that it writes is whole
                 await asyncio.gather(self._writing, return_exceptions=True)
             if self._deleting:  # also of the captures of that shard
                 _, late = await asyncio.wait(self._deleting, timeout=_DELETING_SECONDS)
-                for task in late:
-                    task.cancel()
-                await asyncio.gather(*late, return_exceptions=True)
+                await _cancel(late)
 
     async def _feed(self) -> None:
         """Start the prompts in order, as there is room."""
@@ -242,6 +240,17 @@ class Runner:
             task = asyncio.ensure_future(_delete(used))
             self._deleting.add(task)
             task.add_done_callback(self._deleting.discard)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended. A call of grpc.aio that just begins may lose a cancellation."""
+    tasks = list(tasks)
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=_CANCEL_SECONDS)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _delete(used: Iterable[tuple[Service, str]]) -> None:
