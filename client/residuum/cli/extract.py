@@ -78,6 +78,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "conversation cannot be truncated (default: fail)",
     )
     group.add_argument(
+        "--pack",
+        action="store_true",
+        help="join the prompts and cut them into windows of --context-length tokens, for sparse autoencoders; --limit "
+        "counts windows (default: no)",
+    )
+    group.add_argument(
+        "--separator",
+        type=_token,
+        default="bos",
+        metavar="TOKEN",
+        help="with --pack: the token between documents and at the start of windows: bos, eos, none or a token ID "
+        "(default: bos)",
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="with --pack: the folder of the served model (default: none; the prompts are then lists of token IDs)",
+    )
+    group.add_argument(
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
@@ -135,6 +154,7 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         "steer": steering.operations_of(options),
         "sampling": sampling.parameters_of(options, output),
         **{name: getattr(options, name) for name in _SPEC_FLAGS},
+        "separator": None if options.separator == "none" else options.separator,
     }
     job, clients = job_of(
         _Connection(options), str(source), options.output, spec, options.endpoint or (), on_error=options.on_error,
@@ -155,7 +175,16 @@ def extract(options: argparse.Namespace, output: Output) -> int:
 
 _SPEC_FLAGS = (
     "column", "keep", "chat", "model", "limit", "shuffle", "context_length", "on_long", "dtype", "shard_bytes",
+    "pack", "tokenizer",
 )  # fmt: skip
+
+
+def _token(text: str) -> int | str:
+    if text in {"bos", "eos", "none"}:
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither bos, eos, none nor a token ID")
 
 
 class _Connection:

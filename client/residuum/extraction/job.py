@@ -16,12 +16,14 @@ from residuum._async.client import AsyncClient
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JobFolder, open_folder
 from residuum.extraction.inputs import Items, Source, open_rows
+from residuum.extraction.packing import PackedItems
 from residuum.extraction.progress import show_progress
 from residuum.extraction.prompt import PromptSender
 from residuum.extraction.reader import Extracted, ExtractSummary
 from residuum.extraction.runner import Runner, clean_up
 from residuum.extraction.services import Services
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError
+from residuum.extraction.tokenizer import Tokenizer
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
 from residuum.values.steering import operation_list
@@ -54,7 +56,7 @@ class Job:
     is_sample: bool = False
     """Whether the job never continues, so that its captures are deleted even if it stops."""
 
-    def items(self) -> Items:
+    def items(self) -> Items | PackedItems:
         """Return the prompts.
 
         Raises:
@@ -67,7 +69,31 @@ class Job:
             raise InvalidRequest(f"on_error={self.on_error!r} does not exist. Choose 'stop' or 'skip'.")
         spec = self.spec
         rows = open_rows(self.source, spec.column, spec.keep)
-        return Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat, limit=spec.limit, shuffle=spec.shuffle)
+        limit = None if spec.pack else spec.limit
+        items = Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat, limit=limit, shuffle=spec.shuffle)
+        if not spec.pack or spec.context_length is None:
+            return items
+        tokenizer, separator = self._packing()
+        return PackedItems(
+            items, length=spec.context_length, separator=separator, tokenizer=tokenizer, limit=spec.limit,
+            on_error=self.on_error,
+        )  # fmt: skip
+
+    def document(self, prompts: int, model: str) -> dict[str, Any]:
+        """Return everything that decides which rows the job makes; see `JobSpec.document`."""
+        return self.spec.document(prompts, model, self.separator if self.spec.pack else None)
+
+    @property
+    def separator(self) -> int | None:
+        """The ID of the token between packed documents."""
+        return self._packing()[1]
+
+    def _packing(self) -> tuple[Tokenizer | None, int | None]:
+        folder, separator = self.spec.tokenizer, self.spec.separator
+        tokenizer = None if folder is None else Tokenizer(folder)
+        if isinstance(separator, str):
+            separator = None if tokenizer is None else tokenizer.special(separator)
+        return tokenizer, separator
 
 
 def job_of(
@@ -115,7 +141,7 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         try:
             await services.begin()
             job = replace(job, spec=await _with_stored_rows(job.spec, services))
-            folder.begin(job.spec.document(len(items), services.info.model), _facts(services))
+            folder.begin(job.document(len(items), services.info.model), _facts(services))
             _check_prompts(folder, items)
             summary = await _run(job, items, folder, services)
         finally:
@@ -166,7 +192,7 @@ async def _drain() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-async def _run(job: Job, items: Items, folder: JobFolder, services: Services) -> ExtractSummary:
+async def _run(job: Job, items: Items | PackedItems, folder: JobFolder, services: Services) -> ExtractSummary:
     began, before = time.monotonic(), folder.done
     sender = PromptSender(job.spec, services, folder.job_id, job.timeout)
     endpoints = [service.client.endpoint for service in services.all]
@@ -195,7 +221,7 @@ async def _run(job: Job, items: Items, folder: JobFolder, services: Services) ->
     return ExtractSummary(done_before=before, seconds=seconds, **vars(totals))
 
 
-def _check_prompts(folder: JobFolder, items: Items) -> None:
+def _check_prompts(folder: JobFolder, items: Items | PackedItems) -> None:
     """Check that the prompts in the shards are those of the input.
 
     Raises:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.extraction.folder import JOB, shards_in
+from residuum.extraction.packing import documents_of
 from residuum.extraction.progress import size
 from residuum.extraction.shards import map_arrays, read_lines
 
@@ -226,8 +227,30 @@ class Extracted:
         if name not in self.spec["keep"]:
             kept = ", ".join(self.spec["keep"]) or "none: name columns with keep= when you extract"
             raise KeyError(f"the job did not keep the column {name!r}; it kept {kept}")
-        found = [line["labels"].get(name) for line in self.prompts]
-        return [found[index] for index in self.prompt.tolist()]
+        found = [document["labels"].get(name) for documents in self._documents for document in documents]
+        return [found[index] for index in self._document_numbers.tolist()]
+
+    @property
+    def documents(self) -> npt.NDArray[np.int64]:
+        """The row of the input that each row is from; int64 [rows]. Packed windows have rows of several.
+
+        The separator before a document counts as its part.
+        """
+        rows = np.array([item["input_row"] for documents in self._documents for item in documents], np.int64)
+        return rows[self._document_numbers]
+
+    @cached_property
+    def _documents(self) -> list[list[Mapping[str, Any]]]:
+        return documents_of(self.prompts)
+
+    @cached_property
+    def _document_numbers(self) -> npt.NDArray[np.int64]:
+        """The document of each row, as an index of the documents of all prompts in order."""
+        counts = [len(documents) for documents in self._documents]
+        prompts = np.repeat(np.arange(len(counts)), counts)
+        at = np.array([item["position"] for documents in self._documents for item in documents], np.int64)
+        span = int(self.positions.max(initial=0)) + 1  # so that one number orders documents by prompt and position
+        return np.searchsorted(prompts * span + at, self.prompt * span + self.positions, side="right") - 1
 
     def __len__(self) -> int:
         return sum(shard.rows for shard in self._shards)

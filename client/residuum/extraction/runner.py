@@ -14,6 +14,7 @@ from typing import Any
 from residuum.exceptions import ExtractStopped, IncompleteCapture, OutageWarning, ResiduumError, UnknownCapture
 from residuum.extraction.folder import JobFolder
 from residuum.extraction.inputs import Items
+from residuum.extraction.packing import PackedItems
 from residuum.extraction.progress import Report, Totals
 from residuum.extraction.prompt import Answered, Failed, PromptSender, with_advice
 from residuum.extraction.services import Service, goes_away
@@ -44,7 +45,7 @@ class Runner:
     def __init__(
         self,
         spec: JobSpec,
-        items: Items,
+        items: Items | PackedItems,
         folder: JobFolder,
         sender: PromptSender,
         report: Report,
