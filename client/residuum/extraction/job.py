@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import threading
@@ -27,6 +28,9 @@ from residuum.extraction.tokenizer import Tokenizer
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
 from residuum.values.steering import operation_list
+
+_SIGNAL_SECONDS = 0.5
+"""How long Ctrl-C may go unnoticed."""
 
 _DISCARD_PAUSES = (0.0, 0.2, 1.0)
 """Seconds before each attempt to delete what a stopped sample has left: its last requests may still open captures."""
@@ -161,6 +165,8 @@ def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
     thread.start()
     task = asyncio.run_coroutine_threadsafe(run_job(job, clients), loop)
     try:
+        while not task.done():  # a signal that comes as a wait without limit begins would interrupt nothing
+            concurrent.futures.wait([task], timeout=_SIGNAL_SECONDS)
         return task.result()
     except BaseException:  # Ctrl-C, and what handlers of signals and alarms raise
         task.cancel()

@@ -1,6 +1,6 @@
 """Packing: documents are joined and cut into windows of equal length, as training of sparse autoencoders wants it.
 
-The rule is that of SAELens with its defaults (`prepend_bos=True`, `sequence_separator_token="bos"`): the separator comes
+The rule is that of SAELens with its defaults (`prepend_bos=True`, `sequence_separator_token="bos"`): the separator is
 between two documents and at the start of each window, unless the document has it there already. What does not fill the
 last window is left out.
 """

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -176,7 +176,14 @@ class Extracted:
         Raises:
             KeyError: The job has no such rows; the message lists those that it has.
         """
-        name = f"{site}.{layer}"
+        return self.at(f"{site}.{layer}")
+
+    def at(self, name: str) -> LayerRows:
+        """Return the rows of a point, such as "resid_post.12", [rows, width].
+
+        Raises:
+            KeyError: The job has no such rows; the message lists those that it has.
+        """
         if name not in self._tensors:
             raise KeyError(f"there are no rows of {name}; choose among {', '.join(self.points)}")
         dtype, width = self._tensors[name]
@@ -213,6 +220,37 @@ class Extracted:
     def token_ids(self) -> npt.NDArray[np.int64]:
         """The token ID at each row's position, -1 if unknown; int64 [rows]."""
         return self._column("token_ids")
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        format: Literal["datasets", "parquet"] = "datasets",  # noqa: A002
+    ) -> Path:
+        """Write all rows for other libraries, with token IDs, prompts, positions, documents and labels.
+
+        If all prompts have as many rows, as packed windows have, the table has one row for each prompt: a column
+        [context, width] for each point, named as in TransformerLens, and `token_ids` [context]. This is what SAELens
+        reads as cached activations. Otherwise the table has one row for each token. bfloat16 becomes float32.
+
+        Args:
+            folder: The folder to write; it must not exist.
+            format: "datasets" for `datasets.load_from_disk`, "parquet" for Parquet files. Both need the extra
+                `parquet`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            FileExistsError: The folder exists.
+            InvalidRequest: There are no rows, or a kept column has the name of another column.
+            ImportError: pyarrow is not installed.
+
+        Example:
+            >>> datasets.load_from_disk(rows.export("cached"))[0]["blocks.12.hook_resid_post"]
+        """
+        from residuum.extraction.tables_out import export_table
+
+        return export_table(self, folder, format)
 
     def labels(self, name: str) -> list[Any]:
         """Return a kept column's value for each row.
