@@ -203,6 +203,7 @@ def test_sparsify_takes_a_model_that_looks_rows_up(folder):
     numbers = ((first[:, 0] - 30) / 1000).int().tolist()
     assert len(set(numbers)) == len(numbers)
     assert numbers != sorted(numbers)
+    assert data.model.hookpoints == ["layers.3", "layers.5"]
     parts = [data.shard(3, index)._items for index in range(3)]
     assert {number for part in parts for number in part} == set(range(12))
 

@@ -1,8 +1,8 @@
 """A random order of rows that can be read at the speed of the disk.
 
 Rows are read in blocks of consecutive rows. The blocks come in random order. Several of them, from everywhere in the
-files, are in memory as one group, whose rows are shuffled. All of this follows from the seed and the epoch. So any place
-of the order can be found without reading what comes before it.
+files, are in memory as one group, whose rows are shuffled. All of this follows from the seed and the epoch. So each
+place of the order can be found without reading what comes before it.
 """
 
 from __future__ import annotations

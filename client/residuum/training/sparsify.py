@@ -7,7 +7,6 @@ and the "model" looks their rows up, so that the trainer works unchanged and no 
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,16 +82,24 @@ class SparsifyData(Dataset[dict[str, torch.Tensor]]):
 
 
 class ActivationModel(nn.Module):
-    """Looks rows up instead of computing them. Its submodules `layers.0`, `layers.1`, ... have the rows as outputs."""
+    """Looks rows up instead of computing them. It has a submodule for each point, whose output is the point's rows.
+
+    The residual stream after layer 12 is the output of `layers.12`, and what its attention and MLP add are those of
+    `layers.12.self_attn` and `layers.12.mlp`, as in many models of transformers. Other points have their own names.
+    """
 
     def __init__(self, reader: ShuffledReader, device: str | torch.device) -> None:
         super().__init__()
         self._reader = reader
         self._place = torch.device(device)
-        self.layers = nn.ModuleList(nn.Identity() for _ in reader.points)
-        self.config = SimpleNamespace(num_hidden_layers=len(reader.points))
-        self.hookpoints = [f"layers.{number}" for number in range(len(reader.points))]
+        self.hookpoints = [_module_of(point) for point in reader.points]
         """The names of the submodules, in the order of the points."""
+        for name in self.hookpoints:
+            module: nn.Module = self
+            for part in name.split("."):
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Identity())
+                module = module.get_submodule(part)
         self.dummy_inputs = {"input_ids": torch.zeros((1, 1), dtype=torch.int64)}
         """An input for sparsify, from which it learns the widths."""
 
@@ -117,8 +124,15 @@ class ActivationModel(nn.Module):
         first, last = int(places.min()), int(places.max()) + 1
         pieces = list(self._reader.read(0, first, last))
         outputs = []
-        for number, layer in enumerate(self.layers):
+        for number, name in enumerate(self.hookpoints):
             values = np.concatenate([arrays[number] for _, arrays in pieces])
             chosen = values if len(values) == len(places) else values[places - first]
-            outputs.append(layer(tensor_of(chosen, torch.float32, self._place).reshape(*shape, -1)))
+            rows = tensor_of(chosen, torch.float32, self._place).reshape(*shape, -1)
+            outputs.append(self.get_submodule(name)(rows))
         return outputs
+
+
+def _module_of(point: str) -> str:
+    site, _, layer = point.rpartition(".")
+    inner = {"resid_post": "", "attn_out": ".self_attn", "mlp_out": ".mlp"}.get(site)
+    return point if inner is None else f"layers.{layer}{inner}"
