@@ -177,9 +177,9 @@ class ActivationBatches(Iterator[Batch]):
 
 
 def tensor_of(values: Array, dtype: torch.dtype | None, device: str | torch.device | None) -> torch.Tensor:
-    """Return rows as a tensor of its own."""
+    """Return rows as a tensor, which may share their memory."""
     if values.dtype.name == "bfloat16":
         found = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     else:
         found = torch.from_numpy(values)
-    return found.to(device=device, dtype=dtype or found.dtype, copy=True)
+    return found.to(device=device, dtype=dtype or found.dtype)

@@ -18,14 +18,26 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one shard that are read at once, and their places in their group."""
+    """Rows of one shard that are read at once."""
 
     shard: int
     """The shard."""
     rows: slice | Numbers
     """The rows, counted from the shard's first."""
-    places: Numbers
-    """Where each of them is in the group."""
+    count: int
+    """How many they are."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that are in memory together."""
+
+    pieces: list[Piece]
+    """How they are read."""
+    taken: Numbers
+    """The shuffled order, as indices of the rows as they are read."""
+    numbers: Numbers
+    """The rows in the shuffled order, as numbers of all shards."""
 
 
 class Layout:
@@ -95,20 +107,18 @@ class Order:
         """Return the group that has a place of the order."""
         return int(np.searchsorted(self.group_starts, place, side="right")) - 1
 
-    def group(self, number: int) -> tuple[Numbers, list[Piece]]:
-        """Return the rows of a group in their order, as numbers of all shards, and how to read them."""
+    def group(self, number: int) -> Group:
+        """Return a group."""
         layout, per_group = self._layout, self._layout.blocks_in_group
         blocks = self._blocks[number * per_group : (number + 1) * per_group].tolist()
-        found = [layout.numbers(int(layout.starts[block]), int(layout.lengths[block])) for block in blocks]
-        every = np.concatenate(found)
-        places = np.arange(len(every))
+        every = np.concatenate(
+            [layout.numbers(int(layout.starts[block]), int(layout.lengths[block])) for block in blocks]
+        )
+        taken = np.arange(len(every))
         if self._shuffle:
-            places = np.random.default_rng([*self._seed, number]).permutation(len(every))
-        numbers = np.empty_like(every)
-        numbers[places] = every
-        pieces, at = [], 0
-        for block, rows in zip(blocks, found, strict=True):
-            piece = Piece(int(layout.shards[block]), layout.rows_in_shard(block), places[at : at + len(rows)])
-            pieces.append(piece)
-            at += len(rows)
-        return numbers, pieces
+            taken = np.random.default_rng([*self._seed, number]).permutation(len(every))
+        pieces = [
+            Piece(int(layout.shards[block]), layout.rows_in_shard(block), int(layout.lengths[block]))
+            for block in blocks
+        ]
+        return Group(pieces, taken, every[taken])

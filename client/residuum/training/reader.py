@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,23 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.reader import Extracted, LayerRows
-from residuum.training.order import Layout, Numbers, Order
+from residuum.training.order import Group, Layout, Numbers, Order
 from residuum.values.points import parse_points, point_names
 
 Array = npt.NDArray[Any]
 Source = Extracted | str | os.PathLike[str]
 Points = str | Iterable[str] | None
-Group = tuple[Numbers, list[Array]]
-"""The numbers of a group's rows, and the rows of each point."""
+Rows = tuple[Numbers, list[Array]]
+"""The numbers of rows, and the rows of each point."""
+
+
+@dataclass
+class Loaded:
+    """A group in memory."""
+
+    group: Group
+    rows: list[Array]
+    """The rows of each point in the order in which they were read, as integers; there may be more than the group has."""
 
 
 class ShuffledReader:
@@ -54,17 +64,23 @@ class ShuffledReader:
             raise InvalidRequest(f"There are no rows to read in {rows.folder}.", reason="INVALID_FIELD")
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="residuum-training")
         self._order: tuple[int, Order] | None = None
-        self._loaded: dict[tuple[int, int], Future[Group]] = {}
+        self._loaded: dict[tuple[int, int], Future[Loaded]] = {}
+        self._free: list[list[Array]] = []
 
-    def read(self, epoch: int, start: int, stop: int) -> Iterator[Group]:
-        """Yield the rows of some places of an epoch's order, in pieces that are views of groups in memory."""
+    def read(self, epoch: int, start: int, stop: int) -> Iterator[Rows]:
+        """Yield the rows of some places of an epoch's order: a copy of a piece of each group that has some."""
         order = self._order_of(epoch)
         while start < stop:
             number = order.group_at(start)
             first, last = order.group_starts[number : number + 2].tolist()
-            numbers, values = self._group(epoch, order, number)
+            loaded = self._group(epoch, order, number)
             part = slice(start - first, min(stop, last) - first)
-            yield numbers[part], [array[part] for array in values]
+            taken = loaded.group.taken[part]
+            values = [
+                words.take(taken, axis=0).view(layer.dtype)
+                for words, layer in zip(loaded.rows, self.layers, strict=True)
+            ]
+            yield loaded.group.numbers[part], values
             start = min(stop, last)
 
     def close(self) -> None:
@@ -77,27 +93,36 @@ class ShuffledReader:
             self._order = (epoch, Order(self.layout, seed=self._seed, epoch=epoch, shuffle=self._shuffle))
         return self._order[1]
 
-    def _group(self, epoch: int, order: Order, number: int) -> Group:
+    def _group(self, epoch: int, order: Order, number: int) -> Loaded:
         """Return a group, and begin to read the next one."""
         key = (epoch, number)
         for old in [other for other in self._loaded if other not in (key, (epoch, number + 1))]:
-            self._loaded.pop(old).cancel()
+            future = self._loaded.pop(old)
+            if not future.cancel() and future.done() and future.exception() is None:
+                self._free.append(future.result().rows)  # new memory costs more time than reading into it
         if key not in self._loaded:
-            self._loaded[key] = self._threads.submit(self._load, order, number)
+            self._begin(epoch, order, number)
         found = self._loaded[key].result()
         if number + 2 < len(order.group_starts) and (epoch, number + 1) not in self._loaded:
-            self._loaded[epoch, number + 1] = self._threads.submit(self._load, order, number + 1)
+            self._begin(epoch, order, number + 1)
         return found
 
-    def _load(self, order: Order, number: int) -> Group:
-        numbers, pieces = order.group(number)
-        values = []
-        for layer, parts in zip(self.layers, self._parts, strict=True):
-            words = np.empty((len(numbers), layer.shape[1]), parts[0].dtype)
-            for piece in pieces:
-                words[piece.places] = parts[piece.shard][piece.rows]
-            values.append(words.view(layer.dtype))
-        return numbers, values
+    def _begin(self, epoch: int, order: Order, number: int) -> None:
+        memory = self._free.pop() if self._free else None
+        self._loaded[epoch, number] = self._threads.submit(self._load, order, number, memory)
+
+    def _load(self, order: Order, number: int, memory: list[Array] | None) -> Loaded:
+        group = order.group(number)
+        count = len(group.taken)
+        if memory is None or len(memory[0]) < count:
+            shapes = [(count, layer.shape[1]) for layer in self.layers]
+            memory = [np.empty(shape, parts[0].dtype) for shape, parts in zip(shapes, self._parts, strict=True)]
+        for words, parts in zip(memory, self._parts, strict=True):
+            at = 0
+            for piece in group.pieces:
+                words[at : at + piece.count] = parts[piece.shard][piece.rows]
+                at += piece.count
+        return Loaded(group, memory)
 
 
 def chosen_points(rows: Extracted, points: Points) -> tuple[str, ...]:
