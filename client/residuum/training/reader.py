@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ class Loaded:
 
     group: Group
     rows: list[Array]
-    """The rows of each point in the order in which they were read, as integers; there may be more than the group has."""
+    """The rows of each point in the order in which they were read, as integers; it may be longer than the group."""
 
 
 class ShuffledReader:
@@ -118,6 +119,8 @@ class ShuffledReader:
             shapes = [(count, layer.shape[1]) for layer in self.layers]
             memory = [np.empty(shape, parts[0].dtype) for shape, parts in zip(shapes, self._parts, strict=True)]
         for words, parts in zip(memory, self._parts, strict=True):
+            for piece in group.pieces:
+                _expect(parts[piece.shard], piece.rows)
             at = 0
             for piece in group.pieces:
                 words[at : at + piece.count] = parts[piece.shard][piece.rows]
@@ -167,6 +170,18 @@ def _mask(where: Any, count: int) -> npt.NDArray[np.bool_]:
             reason="INVALID_FIELD",
         )
     return mask
+
+
+def _expect(part: Array, rows: slice | Numbers) -> None:
+    """Tell the kernel that rows will be read, so that it reads many blocks at once."""
+    mapped: Any = part
+    while isinstance(mapped.base, np.ndarray):
+        mapped = mapped.base
+    if not isinstance(rows, slice) or not isinstance(mapped.base, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
+        return
+    first = part.ctypes.data - mapped.ctypes.data + rows.start * part.strides[0]
+    begin = first // mmap.PAGESIZE * mmap.PAGESIZE
+    mapped.base.madvise(mmap.MADV_WILLNEED, begin, first - begin + (rows.stop - rows.start) * part.strides[0])
 
 
 def _as_words(part: Array) -> Array:
