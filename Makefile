@@ -15,7 +15,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm --rounds 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-client model demo serve bench bench-gpu test test-fast test-languages test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup setup-client model demo serve bench bench-gpu test test-fast test-languages test-trainers test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,14 +75,28 @@ bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/
 	@$(GPU_PYTHON) -m bench.readme
 
 test: setup model .venv-s3/stamp ## Test everything that needs no GPU; ARGS go to pytest (quick: ARGS='-m "not engine"')
-	RESIDUUM_TEST_S3=required $(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder --ignore tests/languages $(ARGS)
+	RESIDUUM_TEST_S3=required $(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder \
+		--ignore tests/languages --ignore tests/trainers $(ARGS)
 
 test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; skips tests that need torch if it is not installed
 	$(BIN)/python -m pytest --numprocesses 6 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
-		$(addprefix --ignore tests/,bench faults fuzz hostile languages) $(ARGS)
+		$(addprefix --ignore tests/,bench faults fuzz hostile languages trainers) $(ARGS)
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)
+
+# These packages pin each other's versions, so they get an environment of their own. dictionary-learning requires an old
+# nnsight, which it needs only to compute activations itself.
+build/trainers/stamp: requirements/trainers.txt requirements/torch.lock | .venv/bin/python $(UV)
+	@$(UV) venv --quiet --allow-existing --python $(BIN)/python build/trainers
+	@$(call torch,build/trainers)
+	@$(UV) pip install --quiet --python build/trainers/bin/python --requirement requirements/trainers.txt .
+	@$(UV) pip install --quiet --python build/trainers/bin/python --no-deps dictionary-learning==0.1.0
+	@touch $@
+
+test-trainers: build/trainers/stamp ## Train SAEs with SAELens, dictionary_learning and sparsify on extractions, in build/trainers
+	PYTHONPATH=client build/trainers/bin/python -m pytest -c /dev/null --rootdir . --confcutdir tests/trainers \
+		-p no:cacheprovider tests/trainers $(ARGS)
 
 test-compose: setup-client ## Test compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
 	@$(BIN)/python -m tests.compose $(ARGS)

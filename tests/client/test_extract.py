@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import errno
 import json
+import time
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from peer import HIDDEN, POST, rows
 from safetensors import safe_open
 
 import residuum
+from residuum.extraction import folder as folder_module
 from residuum.extraction import shards
 from residuum.extraction.folder import open_folder
+from residuum.extraction.runner import Runner
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 
@@ -177,6 +180,53 @@ async def test_every_prompt_is_steered(client, peer, tmp_path):
     steered = [len(request.spec.steering.operations) for request in peer.requests if hasattr(request, "sampling")]
     assert steered == [1, 1, 1]
     assert "operations" in found.spec["steering"]
+
+
+async def test_a_stored_row_may_steer_every_prompt(client, peer, captured, tmp_path):
+    """The job reads it once."""
+    row = residuum.StoredRow(captured, layer=4, position=1)
+    steer = residuum.Set(row, layer=2)
+    found = await client.extract(["a", "b"], tmp_path / "out", capture=WHAT, steer=steer, progress=False)
+    (wanted,) = rows(0, POST, 4, [1])
+    digest = residuum.Vector.from_array(wanted.astype(np.float32)).digest
+    requests = [request for request in peer.requests if hasattr(request, "sampling")]
+    sent = [next(iter(request.spec.steering.operations)) for request in requests if request.spec.steering.operations]
+    assert [operation.set.digest for operation in sent] == [digest] * 2
+    assert found.spec["steering"]
+    await stopped(
+        client, ["a"], tmp_path / "two", "gone", residuum.UnknownCapture,
+        steer=residuum.Set(residuum.StoredRow("gone", layer=4, position=1), layer=2),
+    )  # fmt: skip
+
+
+async def test_a_job_that_stops_has_deleted_the_captures_whose_rows_are_in_files(client, tmp_path, monkeypatch):
+    """It stops while a thread writes the first file."""
+    commit = folder_module.JobFolder.commit
+    monkeypatch.setattr(folder_module.JobFolder, "commit", lambda *args: (time.sleep(0.3), commit(*args))[1])
+    source = [*(f"a {'b' * number}" for number in range(1, 15)), 3]
+    await stopped(client, source, tmp_path / "out", "item 14", shard_bytes=300)
+    done = len(residuum.Extracted(tmp_path / "out").prompts)
+    left = await client.captures(prefix=job_id(tmp_path / "out"))
+    assert 0 < done < 14
+    assert sorted(int(item.capture_id.rpartition("-")[2]) for item in left) == list(range(done, 14))
+
+
+async def test_a_job_that_is_cancelled_before_its_first_prompt_leaves_no_task():
+    runner = Runner(None, None, None, None, None, max_concurrency=1, on_error="stop", keep_captures=False)
+    before = asyncio.all_tasks()
+    waiting = asyncio.ensure_future(runner._next(asyncio.get_running_loop().create_future()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+
+
+async def test_the_names_of_new_folders_are_synced(client, prompts, tmp_path, monkeypatch):
+    synced, sync = [], folder_module._sync
+    monkeypatch.setattr(folder_module, "_sync", lambda path: (synced.append(path), sync(path)))
+    await client.extract(prompts, tmp_path / "new" / "deep" / "out", capture=WHAT, progress=False)
+    assert {tmp_path, tmp_path / "new", tmp_path / "new" / "deep", tmp_path / "new" / "deep" / "out"} <= set(synced)
 
 
 async def test_captures_can_be_kept(client, tmp_path):

@@ -113,9 +113,25 @@ def test_a_spec_has_flags_and_the_command_line_takes_precedence(cli, tmp_path):
     assert files(tmp_path / "two") == files(tmp_path / "out")
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_flags_take_precedence_over_a_spec_wherever_it_is_named(cli, tmp_path, is_first):
+    """Also flags that equal their defaults, and those that may be repeated."""
+    source, spec = tmp_path / "prompts.jsonl", tmp_path / "job.toml"
+    source.write_text('{"text": "a"}\n{"text": 3}\n')
+    spec.write_text('capture = 1\non-error = "skip"\ndtype = "float32"\nendpoint = ["nobody:1"]\nlabel = "a=1"\n')
+    named, own = ["--spec", spec], ["--on-error", "stop", "--dtype", "stored", "--label", "b=2"]
+    flags = [*named, *own] if is_first else [*own, *named]
+    code, _, errors = cli("extract", source, "--output", tmp_path / "out", *flags)
+    assert (code, "line 2" in errors) == (1, True)
+    document = json.loads((tmp_path / "out" / "job.json").read_text())["spec"]
+    assert document["dtype"] == "stored"
+    assert [label["name"] for label in document["capture"]["labels"]] == ["b"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("capture: 12", "cannot be used"),  # YAML
         ("capture = ", "cannot be used"),
         ("colour = 1", "unrecognized arguments: --colour=1"),
         ("spec = 'a'", "not a flag"),

@@ -26,10 +26,10 @@ def kind():
     return residuum.Client
 
 
-def start(source, folder, endpoint):
+def start(source, folder, endpoint, *more):
     command = [sys.executable, "-m", "residuum", "extract", str(source), "--output", str(folder)]
     return subprocess.Popen(
-        [*command, "--endpoint", endpoint, *FLAGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--endpoint", endpoint, *FLAGS, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -95,6 +95,19 @@ def test_ctrl_c_says_how_to_continue(source, endpoint, peer, tmp_path):
     assert process.returncode == 130
     assert "To continue the job, run the same command again" in errors
     assert "Traceback" not in errors
+
+
+def test_a_dry_run_that_is_stopped_leaves_no_captures(source, endpoint, peer, tmp_path):
+    with residuum.Client(endpoint) as client:
+        before = {item.capture_id for item in client.captures(prefix="extract-")}  # of other tests
+    peer.script.hold = threading.Event()
+    process = start(source, tmp_path / "out", endpoint, "--dry-run", "--max-tokens", "2")
+    assert peer.generating.wait(30)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    with residuum.Client(endpoint) as client:
+        assert {item.capture_id for item in client.captures(prefix="extract-")} <= before
 
 
 def test_a_complete_job_asks_for_nothing_again(source, endpoint, peer, whole):

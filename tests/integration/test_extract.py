@@ -49,6 +49,29 @@ def test_rows_of_a_job_equal_those_of_transformers(client: residuum.Client, smol
     ).summary.prompts == 0  # fmt: skip
 
 
+def test_packed_texts_have_the_tokens_of_the_model(client: residuum.Client, smollm2: Path, tmp_path: Path) -> None:
+    """Each document has its own tokens, as transformers makes them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = [prompt for prompt in PROMPTS if isinstance(prompt, str)]
+    rows = client.extract(
+        texts, tmp_path / "rows", capture=residuum.Capture(layers=[3]), pack=True, context_length=8, tokenizer=smollm2,
+        separator="eos", progress=False,
+    )  # fmt: skip
+    stream = [
+        token
+        for text in texts
+        for token in [tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
+    ]
+    got = rows.token_ids.reshape(-1, 8)
+    assert (got[:, 0] == tokenizer.eos_token_id).all()
+    assert len(got) > 2
+    own = [token for token in got.ravel().tolist() if token != tokenizer.eos_token_id]
+    assert own == [token for token in stream if token != tokenizer.eos_token_id][: len(own)]
+    assert rows.layer(3).shape == (got.size, 576)
+
+
 def test_a_truncated_prompt_has_the_first_tokens(client: residuum.Client) -> None:
     text = PROMPTS[0]
     whole = client.generate(text, max_tokens=0).prompt_token_ids

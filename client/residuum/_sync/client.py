@@ -413,6 +413,9 @@ class Client(SearchClient):
         context_length: int | None = None,
         on_long: Literal["fail", "skip", "truncate"] = "fail",
         on_error: Literal["stop", "skip"] = "stop",
+        pack: bool = False,
+        separator: int | Literal["bos", "eos"] | None = "bos",
+        tokenizer: str | os.PathLike[str] | None = None,
         dtype: Literal["stored", "float32"] = "stored",
         shard_bytes: int = 256 << 20,
         keep_captures: bool = False,
@@ -450,6 +453,14 @@ class Client(SearchClient):
                 "truncate" uses its first tokens. A conversation cannot be truncated.
             on_error: What to do if a row of the input is broken, or its prompt fails: "stop" the job, or "skip" the
                 prompt and record the reason. Failures that would concern all prompts always stop the job.
+            pack: Join the prompts and cut them into windows of exactly `context_length` tokens, as training of sparse
+                autoencoders wants it. `limit` then counts windows, and the tokens after the last full one are left out.
+                `rows.documents` names the row of the input for each row.
+            separator: With `pack`: the token between two documents and at the start of each window, unless it is there
+                already: "bos" or "eos" of the tokenizer, a token ID, or None for none. A tokenizer without "bos" has
+                "eos" in its place.
+            tokenizer: With `pack`: the folder of the served model, with its tokenizer.json. It needs the extra `pack`.
+                Leave it out if the prompts are lists of token IDs.
             dtype: "stored" writes rows in the dtype in which they were captured, and decoded ones as float32. "float32"
                 writes all as float32.
             shard_bytes: The approximate size of a file of rows. The client holds up to two of them in memory, and the
@@ -483,7 +494,8 @@ class Client(SearchClient):
         spec: dict[str, Any] = {
             "capture": capture, "column": column, "keep": keep, "chat": chat, "steer": steer, "model": model,
             "limit": limit, "shuffle": shuffle, "context_length": context_length, "on_long": on_long, "dtype": dtype,
-            "shard_bytes": shard_bytes, "sampling": sampling,
+            "shard_bytes": shard_bytes, "pack": pack, "separator": separator, "tokenizer": tokenizer,
+            "sampling": sampling,
         }  # fmt: skip
         return io.extract(
             self, source, folder, spec, endpoints, on_error=on_error, keep_captures=keep_captures, timeout=timeout,

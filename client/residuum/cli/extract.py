@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import datetime
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from residuum.cli import sampling, steering
 from residuum.cli.connection import CALL_SECONDS, credentials_of, outages
 from residuum.cli.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, size
-from residuum.cli.parser import DEFAULT_ENDPOINT, positive_count
+from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
 from residuum.extraction.job import job_of, run_in_thread
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, DEFAULT_SHARD_BYTES
@@ -34,6 +33,8 @@ _NOT_IN_A_SPEC = {"spec", "json", "help"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
+    if isinstance(parser, Parser):
+        parser.read_spec = _tokens
     parser.add_argument(
         "input",
         nargs="?",
@@ -48,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spec",
         metavar="FILE",
-        action=_Spec,
         help="a TOML file with flags of this command and their values, such as capture = 12; flags on the command line "
         "take precedence (default: none)",
     )
@@ -76,6 +76,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fail",
         help="what to do with a longer prompt: treat it as an error, leave it out, or use its first tokens; a "
         "conversation cannot be truncated (default: fail)",
+    )
+    group.add_argument(
+        "--pack",
+        action="store_true",
+        help="join the prompts and cut them into windows of --context-length tokens, for sparse autoencoders; --limit "
+        "counts windows (default: no)",
+    )
+    group.add_argument(
+        "--separator",
+        type=_token,
+        default="bos",
+        metavar="TOKEN",
+        help="with --pack: the token between documents and at the start of windows: bos, eos, none or a token ID "
+        "(default: bos)",
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="with --pack: the folder of the served model (default: none; the prompts are then lists of token IDs)",
     )
     group.add_argument(
         "--on-error",
@@ -126,7 +145,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def extract(options: argparse.Namespace, output: Output) -> int:
     """Run the job, or continue it, and print what it did."""
-    source = options.input or getattr(options, "spec_input", None)
+    source = options.input
     for flag, value in (("INPUT", source), ("--output", options.output), ("--capture", options.capture)):
         if value is None:
             options.usage_error(f"{flag} is missing; give it on the command line or in --spec")
@@ -135,6 +154,7 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         "steer": steering.operations_of(options),
         "sampling": sampling.parameters_of(options, output),
         **{name: getattr(options, name) for name in _SPEC_FLAGS},
+        "separator": None if options.separator == "none" else options.separator,
     }
     job, clients = job_of(
         _Connection(options), str(source), options.output, spec, options.endpoint or (), on_error=options.on_error,
@@ -155,7 +175,16 @@ def extract(options: argparse.Namespace, output: Output) -> int:
 
 _SPEC_FLAGS = (
     "column", "keep", "chat", "model", "limit", "shuffle", "context_length", "on_long", "dtype", "shard_bytes",
+    "pack", "tokenizer",
 )  # fmt: skip
+
+
+def _token(text: str) -> int | str:
+    if text in {"bos", "eos", "none"}:
+        return text
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither bos, eos, none nor a token ID")
 
 
 class _Connection:
@@ -198,35 +227,12 @@ def _show(rows: residuum.Extracted, output: Output) -> None:
         output.note(f"{len(rows.failures)} prompts failed in all; the prompts-*.jsonl files have the reasons")
 
 
-class _Spec(argparse.Action):
-    """Takes the values of flags from a TOML file, unless they were given before it."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        """Set the flags."""
-        path = str(values)
-        try:
-            tokens = list(_tokens(path))
-        except (ImportError, OSError, ValueError) as error:
-            parser.error(f"{option_string} {path} cannot be used: {error}")
-        found = copy.copy(parser).parse_args(tokens)
-        namespace.spec = path
-        for name, value in vars(found).items():
-            default = parser.get_default(name)
-            if value != default and getattr(namespace, name, default) == default:
-                setattr(namespace, "spec_input" if name == "input" else name, value)
-
-
 def _tokens(path: str) -> Iterator[str]:
-    """Yield the file's values as they would be on the command line.
+    """Yield the values of a file of --spec as they would be on the command line.
 
     Raises:
         InvalidRequest: A value has no form on the command line.
+        OSError: The file cannot be read.
         ValueError: It is not TOML.
         ImportError: Python 3.10 lacks the package tomli.
     """

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from residuum.cli.connection import CALL_SECONDS
@@ -24,10 +24,33 @@ Command = Callable[[argparse.Namespace, Output], int]
 class Parser(argparse.ArgumentParser):
     """A parser that prints only the error for a wrong command line, not all flags."""
 
+    read_spec: Callable[[str], Iterable[str]] | None = None
+    """Returns the flags in the file that --spec names, for a command that has this flag."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # So that `--positions -4:` is a value, as `--positions -4` is; argparse has no public way to say so.
         self._negative_number_matcher = re.compile(r"-\d")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse a command line. Its flags replace those of the file that --spec names, wherever it names it."""
+        if self.read_spec is None:
+            return super().parse_known_args(args, namespace)
+        blank = dict.fromkeys(action.dest for action in self._actions if action.default != argparse.SUPPRESS)
+        given, further = super().parse_known_args(args, argparse.Namespace(**blank))
+        if given.spec is None:
+            return super().parse_known_args(args, namespace)
+        try:
+            tokens = list(self.read_spec(given.spec))
+        except (ImportError, OSError, ValueError) as error:
+            self.error(f"--spec {given.spec} cannot be used: {error}")
+        found, unknown = super().parse_known_args(tokens, namespace)
+        if unknown:
+            self.error(f"--spec {given.spec} has unrecognized arguments: {' '.join(unknown)}")
+        for name, value in vars(given).items():
+            if value is not None:
+                setattr(found, name, value)
+        return found, further
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the help is, and exit with code 2."""

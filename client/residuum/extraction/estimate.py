@@ -49,7 +49,9 @@ def estimate(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Estimate
         total = len(items)
     with tempfile.TemporaryDirectory(prefix="residuum-") as folder:
         spec = replace(job.spec, limit=min(SAMPLE, total), shuffle=0)
-        sample = replace(job, folder=Path(folder, "sample"), spec=spec, on_error="skip", keep_captures=False)
+        sample = replace(
+            job, folder=Path(folder, "sample"), spec=spec, on_error="skip", keep_captures=False, is_sample=True
+        )
         done = run_in_thread(sample, clients).summary
     if done is None:
         raise RuntimeError("a job that has run has a summary")

@@ -151,8 +151,11 @@ def open_folder(path: str | os.PathLike[str]) -> Iterator[JobFolder]:
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file. The output is a folder: choose another path.")
+    missing = [item for item in (folder, *folder.parents) if not item.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for new in missing:  # the name of a new folder is in the folder above it
+            _sync(new.parent)
     except OSError as error:
         raise type(error)(f"The folder {folder} cannot be created: {error.strerror}.") from None
     if not os.access(folder, os.W_OK | os.X_OK):

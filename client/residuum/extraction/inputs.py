@@ -71,6 +71,8 @@ class Item:
     """A digest of the prompt and the kept columns, or of the error."""
     error: InvalidRequest | None = None
     """Why there is no prompt."""
+    documents: tuple[Mapping[str, Any], ...] = ()
+    """If the prompt is a window of packed documents: where each one begins, and its labels."""
 
 
 class Items:
@@ -128,10 +130,10 @@ class Items:
             prompt = self._prompt(row, where)
             _check_text(prompt, where)
             labels = {name: _plain(self._value(row, name, where)) for name in self._keep}
-            digest = _digest([prompt, labels])
+            own_digest = digest([prompt, labels])
         except BadRow as error:
-            return Item(index, number, where, None, {}, _digest([str(error)]), error)
-        return Item(index, number, where, prompt, labels, digest)
+            return Item(index, number, where, None, {}, digest([str(error)]), error)
+        return Item(index, number, where, prompt, labels, own_digest)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
         value = _plain(self._value(row, self._column, where))
@@ -307,6 +309,7 @@ def _check_text(prompt: Prompt, where: str) -> None:
         ) from None
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return the digest of what a prompt is."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()

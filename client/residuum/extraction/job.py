@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -16,14 +17,23 @@ from residuum._async.client import AsyncClient
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JobFolder, open_folder
 from residuum.extraction.inputs import Items, Source, open_rows
+from residuum.extraction.packing import PackedItems
 from residuum.extraction.progress import show_progress
 from residuum.extraction.prompt import PromptSender
 from residuum.extraction.reader import Extracted, ExtractSummary
 from residuum.extraction.runner import Runner, clean_up
 from residuum.extraction.services import Services
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError
+from residuum.extraction.tokenizer import Tokenizer
+from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
 from residuum.values.steering import operation_list
+
+_SIGNAL_SECONDS = 0.5
+"""How long Ctrl-C may go unnoticed."""
+
+_DISCARD_PAUSES = (0.0, 0.2, 1.0)
+"""Seconds before each attempt to delete what a stopped sample has left: its last requests may still open captures."""
 
 
 class HasSettings(Protocol):
@@ -47,8 +57,10 @@ class Job:
     progress: bool = True
     lines: bool = False
     """Whether to print plain lines where there is no terminal."""
+    is_sample: bool = False
+    """Whether the job never continues, so that its captures are deleted even if it stops."""
 
-    def items(self) -> Items:
+    def items(self) -> Items | PackedItems:
         """Return the prompts.
 
         Raises:
@@ -61,7 +73,31 @@ class Job:
             raise InvalidRequest(f"on_error={self.on_error!r} does not exist. Choose 'stop' or 'skip'.")
         spec = self.spec
         rows = open_rows(self.source, spec.column, spec.keep)
-        return Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat, limit=spec.limit, shuffle=spec.shuffle)
+        limit = None if spec.pack else spec.limit
+        items = Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat, limit=limit, shuffle=spec.shuffle)
+        if not spec.pack or spec.context_length is None:
+            return items
+        tokenizer, separator = self._packing()
+        return PackedItems(
+            items, length=spec.context_length, separator=separator, tokenizer=tokenizer, limit=spec.limit,
+            on_error=self.on_error,
+        )  # fmt: skip
+
+    def document(self, prompts: int, model: str) -> dict[str, Any]:
+        """Return everything that decides which rows the job makes; see `JobSpec.document`."""
+        return self.spec.document(prompts, model, self.separator if self.spec.pack else None)
+
+    @property
+    def separator(self) -> int | None:
+        """The ID of the token between packed documents."""
+        return self._packing()[1]
+
+    def _packing(self) -> tuple[Tokenizer | None, int | None]:
+        folder, separator = self.spec.tokenizer, self.spec.separator
+        tokenizer = None if folder is None else Tokenizer(folder)
+        if isinstance(separator, str):
+            separator = None if tokenizer is None else tokenizer.special(separator)
+        return tokenizer, separator
 
 
 def job_of(
@@ -108,7 +144,8 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
             await services.begin()
-            folder.begin(job.spec.document(len(items), services.info.model), _facts(services))
+            job = replace(job, spec=await _with_stored_rows(job.spec, services))
+            folder.begin(job.document(len(items), services.info.model), _facts(services))
             _check_prompts(folder, items)
             summary = await _run(job, items, folder, services)
         finally:
@@ -128,6 +165,8 @@ def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
     thread.start()
     task = asyncio.run_coroutine_threadsafe(run_job(job, clients), loop)
     try:
+        while not task.done():  # a signal that comes as a wait without limit begins would interrupt nothing
+            concurrent.futures.wait([task], timeout=_SIGNAL_SECONDS)
         return task.result()
     except BaseException:  # Ctrl-C, and what handlers of signals and alarms raise
         task.cancel()
@@ -139,13 +178,27 @@ def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         loop.close()
 
 
+async def _with_stored_rows(spec: JobSpec, services: Services) -> JobSpec:
+    """Return the job with vectors in place of the stored rows that its steering names.
+
+    Raises:
+        UnknownCapture: A capture does not exist. A job that continues needs it, too.
+    """
+    rows = stored_rows(spec.steer)
+    if not rows:
+        return spec
+    client = next(service.client for service in services.all if not service.is_away)
+    found = await client._read_rows(rows, {})  # noqa: SLF001 - `generate` reads them for each prompt
+    return replace(spec, steer=[operation.with_rows(found) for operation in spec.steer])
+
+
 async def _drain() -> None:
     """Wait for the other tasks of this loop, which have been cancelled if they are not over."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     await asyncio.gather(*others, return_exceptions=True)
 
 
-async def _run(job: Job, items: Items, folder: JobFolder, services: Services) -> ExtractSummary:
+async def _run(job: Job, items: Items | PackedItems, folder: JobFolder, services: Services) -> ExtractSummary:
     began, before = time.monotonic(), folder.done
     sender = PromptSender(job.spec, services, folder.job_id, job.timeout)
     endpoints = [service.client.endpoint for service in services.all]
@@ -159,6 +212,12 @@ async def _run(job: Job, items: Items, folder: JobFolder, services: Services) ->
         )  # fmt: skip
         try:
             await runner.run()
+        except BaseException:
+            if job.is_sample:
+                for pause in _DISCARD_PAUSES:
+                    await asyncio.sleep(pause)
+                    await clean_up(services.all, folder.job_id, keep_captures=False)
+            raise
         finally:
             totals, seconds = runner.totals, time.monotonic() - began
             with contextlib.suppress(OSError):  # a full disk must not hide why the job stopped
@@ -168,7 +227,7 @@ async def _run(job: Job, items: Items, folder: JobFolder, services: Services) ->
     return ExtractSummary(done_before=before, seconds=seconds, **vars(totals))
 
 
-def _check_prompts(folder: JobFolder, items: Items) -> None:
+def _check_prompts(folder: JobFolder, items: Items | PackedItems) -> None:
     """Check that the prompts in the shards are those of the input.
 
     Raises:

@@ -8,12 +8,13 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from residuum.extraction.folder import JOB, shards_in
+from residuum.extraction.packing import documents_of
 from residuum.extraction.progress import size
 from residuum.extraction.shards import map_arrays, read_lines
 
@@ -175,7 +176,14 @@ class Extracted:
         Raises:
             KeyError: The job has no such rows; the message lists those that it has.
         """
-        name = f"{site}.{layer}"
+        return self.at(f"{site}.{layer}")
+
+    def at(self, name: str) -> LayerRows:
+        """Return the rows of a point, such as "resid_post.12", [rows, width].
+
+        Raises:
+            KeyError: The job has no such rows; the message lists those that it has.
+        """
         if name not in self._tensors:
             raise KeyError(f"there are no rows of {name}; choose among {', '.join(self.points)}")
         dtype, width = self._tensors[name]
@@ -213,6 +221,37 @@ class Extracted:
         """The token ID at each row's position, -1 if unknown; int64 [rows]."""
         return self._column("token_ids")
 
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        format: Literal["datasets", "parquet"] = "datasets",  # noqa: A002
+    ) -> Path:
+        """Write all rows for other libraries, with token IDs, prompts, positions, documents and labels.
+
+        If all prompts have as many rows, as packed windows have, the table has one row for each prompt: a column
+        [context, width] for each point, named as in TransformerLens, and `token_ids` [context]. This is what SAELens
+        reads as cached activations. Otherwise the table has one row for each token. bfloat16 becomes float32.
+
+        Args:
+            folder: The folder to write; it must not exist.
+            format: "datasets" for `datasets.load_from_disk`, "parquet" for Parquet files. Both need the extra
+                `parquet`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            FileExistsError: The folder exists.
+            InvalidRequest: There are no rows, or a kept column has the name of another column.
+            ImportError: pyarrow is not installed.
+
+        Example:
+            >>> datasets.load_from_disk(rows.export("cached"))[0]["blocks.12.hook_resid_post"]
+        """
+        from residuum.extraction.tables_out import export_table
+
+        return export_table(self, folder, format)
+
     def labels(self, name: str) -> list[Any]:
         """Return a kept column's value for each row.
 
@@ -226,8 +265,30 @@ class Extracted:
         if name not in self.spec["keep"]:
             kept = ", ".join(self.spec["keep"]) or "none: name columns with keep= when you extract"
             raise KeyError(f"the job did not keep the column {name!r}; it kept {kept}")
-        found = [line["labels"].get(name) for line in self.prompts]
-        return [found[index] for index in self.prompt.tolist()]
+        found = [document["labels"].get(name) for documents in self._documents for document in documents]
+        return [found[index] for index in self._document_numbers.tolist()]
+
+    @property
+    def documents(self) -> npt.NDArray[np.int64]:
+        """The row of the input that each row is from; int64 [rows]. Packed windows have rows of several.
+
+        The separator before a document counts as its part.
+        """
+        rows = np.array([item["input_row"] for documents in self._documents for item in documents], np.int64)
+        return rows[self._document_numbers]
+
+    @cached_property
+    def _documents(self) -> list[list[Mapping[str, Any]]]:
+        return documents_of(self.prompts)
+
+    @cached_property
+    def _document_numbers(self) -> npt.NDArray[np.int64]:
+        """The document of each row, as an index of the documents of all prompts in order."""
+        counts = [len(documents) for documents in self._documents]
+        prompts = np.repeat(np.arange(len(counts)), counts)
+        at = np.array([item["position"] for documents in self._documents for item in documents], np.int64)
+        span = int(self.positions.max(initial=0)) + 1  # so that one number orders documents by prompt and position
+        return np.searchsorted(prompts * span + at, self.prompt * span + self.positions, side="right") - 1
 
     def __len__(self) -> int:
         return sum(shard.rows for shard in self._shards)

@@ -9,10 +9,12 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from residuum.exceptions import ExtractStopped, IncompleteCapture, OutageWarning, ResiduumError, UnknownCapture
 from residuum.extraction.folder import JobFolder
 from residuum.extraction.inputs import Items
+from residuum.extraction.packing import PackedItems
 from residuum.extraction.progress import Report, Totals
 from residuum.extraction.prompt import Answered, Failed, PromptSender, with_advice
 from residuum.extraction.services import Service, goes_away
@@ -29,6 +31,10 @@ _AHEAD = 4
 """How many prompts may wait to be written for each that runs. They wait for one that is slower."""
 _LOST_ATTEMPTS = 3
 """How often a prompt is sent whose capture was lost or is not complete."""
+_DELETING_SECONDS = 5.0
+"""How long a job that stops waits for captures to be deleted. The end of the next run deletes the others."""
+_CANCEL_SECONDS = 0.5
+"""The time between two cancellations of the same task."""
 
 Outcome = Answered | Failed
 
@@ -39,7 +45,7 @@ class Runner:
     def __init__(
         self,
         spec: JobSpec,
-        items: Items,
+        items: Items | PackedItems,
         folder: JobFolder,
         sender: PromptSender,
         report: Report,
@@ -78,12 +84,12 @@ class Runner:
             await self._collect(feeding)
             await asyncio.gather(*self._deleting)
         finally:
-            tasks = [feeding, *self._waiting, *self._deleting]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel([feeding, *self._waiting])
             if self._writing is not None:  # a thread cannot be cancelled; the shard that it writes is whole
                 await asyncio.gather(self._writing, return_exceptions=True)
+            if self._deleting:  # also of the captures of that shard
+                _, late = await asyncio.wait(self._deleting, timeout=_DELETING_SECONDS)
+                await _cancel(late)
 
     async def _feed(self) -> None:
         """Start the prompts in order, as there is room."""
@@ -115,8 +121,10 @@ class Runner:
                 feeding.result()
             self._started.clear()
             started = asyncio.ensure_future(self._started.wait())
-            await asyncio.wait([started, feeding], return_when=asyncio.FIRST_COMPLETED)
-            started.cancel()
+            try:
+                await asyncio.wait([started, feeding], return_when=asyncio.FIRST_COMPLETED)
+            finally:  # a job that is cancelled here must not leave a task that never ends
+                started.cancel()
         await asyncio.wait([self._waiting[0]])
         limit = max(1, min(_READ_CAPTURES, _READ_BYTES // self._capture_bytes))
         ended = list(itertools.takewhile(asyncio.Task.done, itertools.islice(self._waiting, limit)))
@@ -233,6 +241,17 @@ class Runner:
             task = asyncio.ensure_future(_delete(used))
             self._deleting.add(task)
             task.add_done_callback(self._deleting.discard)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended. A call of grpc.aio that just begins may lose a cancellation."""
+    tasks = list(tasks)
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=_CANCEL_SECONDS)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _delete(used: Iterable[tuple[Service, str]]) -> None:

@@ -156,6 +156,7 @@ class Shard:
             "first_row": first,
             "rows": rows,
             "labels": dict(item.labels),
+            **({"documents": item.documents} if item.documents else {}),
         }
 
     def _tensor(self, name: str) -> tuple[np.dtype[Any], list[int], Sequence[Array]]:

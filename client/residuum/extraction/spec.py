@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,7 @@ OnError = Literal["stop", "skip"]
 OnLong = Literal["fail", "skip", "truncate"]
 """What to do with a prompt that is longer than `context_length`."""
 
+_SHORTEST_WINDOW = 2
 DEFAULT_SHARD_BYTES = 256 << 20
 DEFAULT_CONCURRENCY = 64
 
@@ -41,6 +43,9 @@ class JobSpec:
     on_long: OnLong = "fail"
     dtype: Literal["stored", "float32"] = "stored"
     shard_bytes: int = DEFAULT_SHARD_BYTES
+    pack: bool = False
+    separator: int | Literal["bos", "eos"] | None = "bos"
+    tokenizer: str | os.PathLike[str] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -66,13 +71,32 @@ class JobSpec:
         ):
             if text not in choices:
                 raise InvalidRequest(f"{name}={text!r} does not exist. Choose among {', '.join(choices)}.")
+        self._check_packing()
 
-    def document(self, prompts: int, model: str) -> dict[str, Any]:
+    def _check_packing(self) -> None:
+        if not self.pack:
+            if self.tokenizer is not None:
+                raise InvalidRequest("tokenizer= needs pack=True: without it, the server tokenizes the prompts.")
+            return
+        if self.context_length is None or self.context_length < _SHORTEST_WINDOW:
+            raise InvalidRequest("pack=True needs context_length=, the tokens of a window: at least 2.")
+        if self.chat:
+            raise InvalidRequest("pack=True and chat=True exclude each other: a conversation cannot be packed.")
+        is_id = isinstance(self.separator, int) and not isinstance(self.separator, bool) and self.separator >= 0
+        if not is_id and self.separator not in ("bos", "eos", None):
+            raise InvalidRequest(f"separator= must be 'bos', 'eos', a token ID or None, not {self.separator!r}.")
+        if isinstance(self.separator, str) and self.tokenizer is None:
+            raise InvalidRequest(
+                f"separator={self.separator!r} needs tokenizer=, the model's folder. Or give a token ID, or None."
+            )
+
+    def document(self, prompts: int, model: str, separator: int | None = None) -> dict[str, Any]:
         """Return everything that decides which rows the job makes.
 
         Args:
             prompts: The number of prompts.
             model: The model that the services serve.
+            separator: The ID of the token between packed documents.
         """
         return {
             "capture": json_format.MessageToDict(self.capture.to_proto(), preserving_proto_field_name=True),
@@ -90,6 +114,7 @@ class JobSpec:
             "dtype": self.dtype,
             "shard_bytes": self.shard_bytes,
             "prompts": prompts,
+            **({"pack": True, "separator": separator} if self.pack else {}),
         }
 
 

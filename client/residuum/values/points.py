@@ -182,3 +182,10 @@ def _runs(layers: Sequence[int] | None) -> list[str]:
         return [""]
     runs = to_ranges(np.array(layers))
     return [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+
+
+def transformer_lens_name(point: str) -> str:
+    """Return TransformerLens' name of a point, such as "blocks.12.hook_resid_post"; the point itself if it has none."""
+    site, _, layer = point.rpartition(".")
+    name = next((name for name, own in _OF_TRANSFORMER_LENS.items() if own == site), None)
+    return point if name is None else f"blocks.{layer}.{name}"

@@ -1,0 +1,221 @@
+"""Writes an extraction as an Arrow table: a Hugging Face dataset on disk, or Parquet files. Needs pyarrow.
+
+If all prompts have as many rows, as packed windows do, the table has one row for each prompt, in the layout of SAELens'
+cached activations: a column [context, width] for each point. Otherwise it has one row for each token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from residuum.exceptions import InvalidRequest
+from residuum.exports.parts import portable
+from residuum.rpc.extras import install_extra
+from residuum.values.points import transformer_lens_name
+
+if TYPE_CHECKING:
+    from residuum.extraction.reader import Extracted
+
+TableFormat = Literal["datasets", "parquet"]
+FORMATS: tuple[TableFormat, ...] = ("datasets", "parquet")
+
+_PIECE_BYTES = 32 << 20
+"""The approximate rows that are in memory at once."""
+_FILE_BYTES = 1 << 30
+"""The approximate size of a file."""
+
+
+def export_table(rows: Extracted, folder: str | os.PathLike[str], format_name: str) -> Path:
+    """Write a folder; see `Extracted.export`."""
+    if format_name not in FORMATS:
+        raise InvalidRequest(f"format={format_name!r} does not exist. Choose among {', '.join(FORMATS)}.")
+    try:
+        import pyarrow as pa  # noqa: F401 - to say early that it is missing
+    except ImportError:
+        raise ImportError(f"Exports to {format_name} need the package pyarrow: {install_extra('parquet')}.") from None
+    target = Path(folder)
+    if target.exists():
+        raise FileExistsError(f"{target} exists already. Delete it, or choose another folder.")
+    if not len(rows):
+        raise InvalidRequest(f"{rows.folder} has no rows to export.", reason="INVALID_FIELD")
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        table = _Table(rows)
+        files = _write_files(table, part, format_name)
+        if format_name == "datasets":
+            _write_state(table, part, files)
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return target
+
+
+class _Table:
+    """The columns of an extraction, a piece at a time."""
+
+    def __init__(self, rows: Extracted) -> None:
+        self.rows = rows
+        self.points = {transformer_lens_name(point): rows.at(point) for point in rows.points}
+        counts = np.bincount(rows.prompt, minlength=1)
+        counts = counts[counts > 0]
+        is_even = len(set(counts.tolist())) == 1 and not rows.sequences.any()
+        self.context = int(counts[0]) if is_even else None
+        """The rows of each prompt; None if the table has a row for each token."""
+        self.features: dict[str, Any] = {}
+        self.fields: list[Any] = []
+        self._numbers = {
+            "token_ids": (rows.token_ids, "int32"), "positions": (rows.positions, "int32"),
+            "documents": (rows.documents, "int64"),
+        }  # fmt: skip
+        self._labels = {name: _label_values(rows.labels(name)) for name in rows.spec["keep"]}
+        self._describe()
+
+    def __len__(self) -> int:
+        return len(self.rows) // (self.context or 1)
+
+    def _describe(self) -> None:
+        import pyarrow as pa
+
+        for name, values in self.points.items():
+            dtype = portable(values.dtype).name
+            kind = pa.from_numpy_dtype(dtype)
+            if self.context is None:
+                self._add(name, pa.list_(kind, values.shape[1]), _sequence(dtype, values.shape[1]))
+                continue
+            shape = [self.context, values.shape[1]]
+            of_datasets = {
+                "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
+                "ARROW:extension:metadata": json.dumps([shape, dtype]),
+            }
+            feature = {"shape": shape, "dtype": dtype, "_type": "Array2D"}
+            self._add(name, pa.list_(pa.list_(kind)), feature, of_datasets)
+        for name, (_, dtype) in self._numbers.items():
+            self._add_by_token(name, dtype, pa.from_numpy_dtype(dtype))
+        self._add("prompt", pa.int64(), {"dtype": "int64", "_type": "Value"})
+        for name, (dtype, _) in self._labels.items():
+            self._add_by_token(name, dtype, getattr(pa, dtype)())
+
+    def _add_by_token(self, name: str, dtype: str, kind: Any) -> None:
+        import pyarrow as pa
+
+        if self.context is None:
+            self._add(name, kind, {"dtype": dtype, "_type": "Value"})
+        else:
+            self._add(name, pa.list_(kind, self.context), _sequence(dtype, self.context))
+
+    def _add(self, name: str, kind: Any, feature: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+        import pyarrow as pa
+
+        if name in self.features:
+            raise InvalidRequest(
+                f"The kept column {name!r} has the name of another column of the table. Rename it in the input.",
+                reason="INVALID_FIELD",
+            )
+        self.features[name] = dict(feature)
+        self.fields.append(pa.field(name, kind, metadata=metadata))
+
+    def schema(self) -> Any:
+        """Return the schema, with the features that `datasets` reads."""
+        import pyarrow as pa
+
+        return pa.schema(self.fields, metadata={"huggingface": json.dumps({"info": {"features": self.features}})})
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the table in pieces."""
+        width = sum(values.shape[1] * portable(values.dtype).itemsize for values in self.points.values())
+        step = max(1, _PIECE_BYTES // (width * (self.context or 1)))
+        for first in range(0, len(self), step):
+            yield self._batch(first, min(first + step, len(self)))
+
+    def _batch(self, first: int, last: int) -> Any:
+        import pyarrow as pa
+
+        context = self.context or 1
+        part = slice(first * context, last * context)
+        columns: list[Any] = []
+        for values in self.points.values():
+            found = np.ascontiguousarray(values[part], portable(values.dtype))
+            columns.append(self._nested(found))
+        for array, dtype in self._numbers.values():
+            columns.append(self._by_token(pa.array(array[part].astype(dtype))))
+        columns.append(pa.array(self.rows.prompt[part][::context]))
+        for dtype, found_labels in self._labels.values():
+            columns.append(self._by_token(pa.array(found_labels[part], getattr(pa, dtype)())))
+        return pa.record_batch(columns, schema=self.schema())
+
+    def _nested(self, values: npt.NDArray[Any]) -> Any:
+        import pyarrow as pa
+
+        flat, width = pa.array(values.reshape(-1)), values.shape[1]
+        if self.context is None:
+            return pa.FixedSizeListArray.from_arrays(flat, width)
+        starts = pa.array(np.arange(len(values) + 1, dtype=np.int32) * np.int32(width))
+        windows = pa.array(np.arange(0, len(values) + 1, self.context, dtype=np.int32))
+        return pa.ListArray.from_arrays(windows, pa.ListArray.from_arrays(starts, flat))
+
+    def _by_token(self, values: Any) -> Any:
+        import pyarrow as pa
+
+        return values if self.context is None else pa.FixedSizeListArray.from_arrays(values, self.context)
+
+
+def _write_files(table: _Table, folder: Path, format_name: str) -> list[str]:
+    """Write the files of a table, and return their names."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    suffix = "arrow" if format_name == "datasets" else "parquet"
+    names: list[str] = []
+    writer, size = None, 0
+    schema = table.schema()
+    for batch in table.batches():
+        if writer is None or size >= _FILE_BYTES:
+            if writer is not None:
+                writer.close()
+            names.append(f"data-{len(names):05}.{suffix}")
+            file, size = str(folder / names[-1]), 0
+            writer = pa.ipc.new_stream(file, schema) if suffix == "arrow" else parquet.ParquetWriter(file, schema)
+        writer.write_batch(batch)
+        size += batch.nbytes
+    if writer is not None:
+        writer.close()
+    return names
+
+
+def _write_state(table: _Table, folder: Path, files: list[str]) -> None:
+    """Write the two documents by which `datasets.load_from_disk` finds the files."""
+    info = {"features": table.features, "description": "", "citation": "", "homepage": "", "license": ""}
+    (folder / "dataset_info.json").write_text(json.dumps(info, indent=1))
+    job = json.dumps(table.rows.spec, sort_keys=True).encode()
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in files],
+        "_fingerprint": hashlib.sha256(job).hexdigest()[:16],
+        "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
+        "_split": None,
+    }  # fmt: skip
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+
+
+def _sequence(dtype: str, length: int) -> dict[str, Any]:
+    return {"feature": {"dtype": dtype, "_type": "Value"}, "length": length, "_type": "Sequence"}
+
+
+def _label_values(values: list[Any]) -> tuple[str, list[Any]]:
+    """Return the type of a label and its values. Values of different kinds, and nested ones, become JSON."""
+    kinds = {type(value) for value in values if value is not None}
+    for kind, dtype in ((bool, "bool_"), (int, "int64"), (float, "float64"), (str, "string")):
+        if kinds <= {kind} or (kind is float and kinds <= {int, float}):
+            return dtype, values
+    return "string", [value if value is None else json.dumps(value) for value in values]

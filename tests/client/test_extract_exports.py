@@ -1,0 +1,84 @@
+"""Extractions as Hugging Face datasets and as Parquet."""
+
+from __future__ import annotations
+
+import datasets
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from peer import HIDDEN
+from test_extract import WHAT, stopped
+
+import residuum
+
+SOURCE = [{"text": [2 + (number + at) % 7 for at in range(1 + number % 5)], "y": number} for number in range(20)]
+
+
+@pytest.fixture
+def kind():
+    return residuum.Client
+
+
+async def test_packed_windows_are_the_layout_of_cached_activations(client, tmp_path):
+    rows = await client.extract(
+        SOURCE, tmp_path / "rows", capture=WHAT, keep="y", pack=True, context_length=6, separator=1, progress=False
+    )
+    data = datasets.load_from_disk(rows.export(tmp_path / "out")).with_format("numpy")
+    assert data.features["blocks.4.hook_resid_post"] == datasets.Array2D((6, HIDDEN), "float32")
+    assert data.features["token_ids"].length == 6
+    assert len(data) == len(rows) // 6 == len(rows.prompts)
+    for name, layer in (("blocks.1.hook_resid_post", 1), ("blocks.4.hook_resid_post", 4)):
+        wanted = np.asarray(rows.layer(layer), np.float32).reshape(-1, 6, HIDDEN)
+        assert np.array_equal(data[:][name], wanted)
+        assert np.array_equal(data[3][name], wanted[3])
+    assert data.features["token_ids"].feature.dtype == "int32"
+    for name, wanted in (
+        ("token_ids", rows.token_ids), ("positions", rows.positions), ("documents", rows.documents),
+        ("y", np.array(rows.labels("y"))),
+    ):  # fmt: skip
+        assert np.array_equal(data[:][name].ravel(), wanted)
+    assert data[:]["prompt"].tolist() == list(range(len(data)))
+
+
+@pytest.mark.parametrize("kind_of_table", ["datasets", "parquet"])
+async def test_prompts_of_many_lengths_have_a_row_for_each_token(client, tmp_path, kind_of_table):
+    source = [{**row, "kind": ["a", None][row["y"] % 2], "any": row["y"] if row["y"] % 3 else "x"} for row in SOURCE]
+    rows = await client.extract(source, tmp_path / "rows", capture=WHAT, keep="y,kind,any", progress=False)
+    out = rows.export(tmp_path / "out", kind_of_table)
+    if kind_of_table == "datasets":
+        data = datasets.load_from_disk(out)
+    else:
+        assert pq.read_table(out).num_rows == len(rows)
+        data = datasets.load_dataset("parquet", data_dir=str(out), split="train", cache_dir=tmp_path / "cache")
+    data = data.with_format("numpy")
+    assert np.array_equal(data[:]["blocks.4.hook_resid_post"], np.asarray(rows.layer(4), np.float32))
+    assert data[:]["token_ids"].tolist() == rows.token_ids.tolist()
+    assert data[:]["prompt"].tolist() == rows.prompt.tolist()
+    assert data[:]["y"].tolist() == rows.labels("y")
+    assert list(data.with_format(None)["kind"]) == rows.labels("kind")
+    assert data.with_format(None)[0]["any"] == '"x"'
+
+
+async def test_many_files_are_one_dataset(client, tmp_path, monkeypatch):
+    monkeypatch.setattr("residuum.extraction.tables_out._PIECE_BYTES", 1000)
+    monkeypatch.setattr("residuum.extraction.tables_out._FILE_BYTES", 2000)
+    rows = await client.extract(SOURCE, tmp_path / "rows", capture=WHAT, shard_bytes=300, progress=False)
+    out = rows.export(tmp_path / "out")
+    assert len(list(out.glob("*.arrow"))) > 1
+    data = datasets.load_from_disk(out).with_format("numpy")
+    assert np.array_equal(data[:]["blocks.1.hook_resid_post"], np.asarray(rows.layer(1), np.float32))
+
+
+async def test_bad_exports(client, tmp_path):
+    rows = await client.extract([{"text": "a", "prompt": 1}], tmp_path / "rows", capture=WHAT, keep="prompt",
+                                progress=False)  # fmt: skip
+    with pytest.raises(residuum.InvalidRequest, match="kept column 'prompt' has the name"):
+        rows.export(tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    with pytest.raises(FileExistsError, match="exists already"):
+        rows.export(tmp_path / "rows")
+    with pytest.raises(residuum.InvalidRequest, match=r"does not exist\. Choose among datasets, parquet"):
+        rows.export(tmp_path / "out", "csv")
+    await stopped(client, [3], tmp_path / "no", "item 0")
+    with pytest.raises(residuum.InvalidRequest, match="no rows to export"):
+        residuum.Extracted(tmp_path / "no").export(tmp_path / "out")

@@ -1,0 +1,134 @@
+"""Packing documents into windows, alone and in a job."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from peer import POST, rows
+from test_extract import WHAT, FullDisk, files, stopped
+
+import residuum
+from residuum.extraction.inputs import Items, ListedRows
+from residuum.extraction.packing import PackedItems
+
+BOS = 1
+
+
+@pytest.fixture
+def kind():
+    return residuum.Client
+
+
+def packed(documents, length, *, separator=BOS, **more):
+    items = Items(ListedRows(documents, "text"), column="text", keep=more.pop("keep", ()))
+    return PackedItems(
+        items, length=length, separator=separator, tokenizer=None, **{"limit": None, "on_error": "stop", **more}
+    )
+
+
+def reference(documents, length, separator):
+    """The rule token by token, with no cursor to continue at."""
+    windows, window = [], []
+    for document in documents:
+        for at, token in enumerate(document):
+            if separator is not None and (at == 0 or not window) and token != separator:
+                window.append((separator, None))
+                if len(window) == length:
+                    windows.append(window)
+                    window = [(separator, None)]
+            window.append((token, at))
+            if len(window) == length:
+                windows.append(window)
+                window = []
+    return [[token for token, _ in window] for window in windows]
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size=12),
+    length=st.integers(2, 7), separator=st.sampled_from([BOS, None]), limit=st.none() | st.integers(1, 4),
+)  # fmt: skip
+def test_windows_follow_the_rule(documents, length, separator, limit):
+    wanted = reference(documents, length, separator)
+    if not wanted:
+        with pytest.raises(residuum.InvalidRequest, match="fill no window"):
+            packed(documents, length, separator=separator)
+        return
+    items = packed(documents, length, separator=separator, limit=limit)
+    found = [items.item(index) for index in range(len(items))]
+    assert [item.prompt for item in found] == wanted[:limit]
+    for item in reversed(found):  # any order, as a job that continues asks
+        assert items.item(item.index) == item
+        ends = [document["position"] for document in item.documents[1:]] + [length]
+        for document, end in zip(item.documents, ends, strict=True):
+            own = item.prompt[document["position"] : end]
+            source = documents[document["input_row"]][document["offset"] :]
+            assert source[: len(own)] == own or ([separator, *source])[: len(own)] == own
+
+
+async def test_rows_know_their_document_and_its_labels(client, tmp_path):
+    source = [{"text": [5, 6, 7], "y": "a"}, {"text": [8, 9], "y": "b"}, {"text": [2, 3, 4, 5], "y": "c"}]
+    found = await client.extract(
+        source, tmp_path / "out", capture=WHAT, keep="y", pack=True, context_length=5, separator=BOS, progress=False
+    )
+    assert found.token_ids.tolist() == [1, 5, 6, 7, 1, 1, 8, 9, 1, 2]
+    assert found.documents.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert found.labels("y") == list("aaaabbbbcc")
+    assert found.positions.tolist() == [*range(5)] * 2
+    assert np.array_equal(np.asarray(found.layer(4)), rows(0, POST, 4, np.tile(np.arange(5), 2)))
+    assert found.spec["separator"] == BOS
+
+
+async def test_a_packed_job_continues_with_the_same_files(client, peer, tmp_path):
+    source = [[2 + (number + at) % 7 for at in range(1 + number % 9)] for number in range(60)]
+    more = {"capture": WHAT, "pack": True, "context_length": 6, "separator": BOS, "shard_bytes": 600, "progress": False}
+    await client.extract(source, tmp_path / "whole", **more)
+    with FullDisk(after=2):
+        await stopped(client, source, tmp_path / "out", "cannot write", OSError, **more)
+    found = await client.extract(source, tmp_path / "out", **more)
+    assert found.summary.done_before > 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    await stopped(client, source, tmp_path / "out", "separator was 1 and is 2", **{**more, "separator": 2})
+    changed = [*source[:30], [9], *source[31:]]
+    await stopped(client, changed, tmp_path / "out", "prompts was|has changed", **more)
+
+
+async def test_without_packing_documents_are_the_prompts(client, tmp_path):
+    found = await client.extract(["a", "b c"], tmp_path / "out", capture=WHAT, progress=False)
+    assert found.documents.tolist() == [0, 1, 1]
+
+
+async def test_bad_documents(client, tmp_path):
+    more = {"pack": True, "context_length": 3, "separator": None}
+    source = [[5, 6], "text", [{"role": "user", "content": "hi"}], [-1], [], [7]]
+    await stopped(client, source, tmp_path / "a", "item 1 of the input is a text.*tokenizer", **more)
+    with pytest.warns(residuum.LeftOutWarning, match="3 documents were left out. The first: item 1"):
+        found = await client.extract(source, tmp_path / "b", capture=WHAT, on_error="skip", progress=False, **more)
+    assert found.token_ids.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"pack": True}, "needs context_length"),
+        ({"pack": True, "context_length": 1}, "at least 2"),
+        ({"pack": True, "context_length": 4, "chat": True}, "conversation cannot be packed"),
+        ({"pack": True, "context_length": 4, "separator": "x"}, "must be 'bos'"),
+        ({"pack": True, "context_length": 4}, "needs tokenizer"),
+        ({"tokenizer": "x"}, "needs pack=True"),
+    ],
+)
+async def test_arguments_that_do_not_go_together(client, tmp_path, arguments, match):
+    await stopped(client, [[1]], tmp_path / "out", match, residuum.InvalidRequest, **arguments)
+
+
+def test_the_command_line(cli, tmp_path):
+    source = tmp_path / "p.jsonl"
+    source.write_text("".join(json.dumps({"text": [2, 3, 4]}) + "\n" for _ in range(9)))
+    flags = ["--output", tmp_path / "out", "--capture", "1", "--pack", "--context-length", "4", "--limit", "5"]
+    code, _, errors = cli("extract", source, *flags, "--separator", "1")
+    assert (code, errors) == (0, "")
+    assert residuum.Extracted(tmp_path / "out").token_ids.tolist() == [1, 2, 3, 4] * 5
