@@ -24,8 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure(name: str, options: argparse.Namespace) -> Part:
-    with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
-        part = asyncio.run(measure(job_of(options, Runner(name)), Path(scratch)))
+    with (
+        tempfile.TemporaryDirectory(prefix="residuum-") as scratch,
+        tempfile.TemporaryDirectory(prefix="residuum-", dir=options.store_folder) as data,
+    ):
+        part = asyncio.run(measure(job_of(options, Runner(name)), Path(scratch), Path(data)))
     return Part(part, show(part), bars(part))
 
 
@@ -47,6 +50,7 @@ def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
         decode=options.decode,
         shared_prefix=options.shared_prefix,
         captures=options.captures,
+        probes=options.probes,
         runner=runner,
         shown={"model": Path(model).name, "eager": options.eager, "engine_args": engine_args},
         **{**quick, **({"rounds": options.rounds} if options.rounds else {})},
@@ -65,6 +69,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--captures", action="store_true", help="capture each prompt's last token and the reply, at all layers"
+    )
+    parser.add_argument(
+        "--probes", type=int, default=0, help="also measure requests with this number of linear probes (default: none)"
+    )
+    parser.add_argument(
+        "--store-folder", type=Path, help="folder of the store's data (default: the folder of temporary files)"
     )
     parser.add_argument("--decode", type=int, help="tokens of each reply (default: 128, with --quick 32)")
     parser.add_argument("--rounds", type=int, help="rounds, each with both ways (default: 5, with --quick 3)")

@@ -30,6 +30,16 @@ def part(ours, vllm, shared_prefix):
     }
 
 
+def test_probes_have_a_bar_for_each_token_over_the_same_without_them():
+    measured = part(54.0, 50.0, 0)
+    summaries = {way: [{**summary(50.0), "token_ms": ms}] for way, ms in (("AsyncLLM", 2.0), ("residuum", 3.0))}
+    summaries["residuum with probes"] = [{**summary(50.0), "token_ms": 3.06}]
+    measured["parameters"]["probes"] = 8
+    measured["levels"][0]["probes"] = difference(summaries, "residuum", "residuum with probes")
+    last = bars(measured)[-1]
+    assert (last.value, last.passed, last.limit) == (1.02, False, 1.01)
+
+
 def test_the_first_token_has_a_bar_in_ms_and_with_a_shared_prefix_a_ratio():
     assert [(bar.value, bar.passed) for bar in bars(part(54.0, 50.0, 0))] == [(1.0, True), (0.0, True), (4.0, True)]
     assert [(bar.value, bar.passed) for bar in bars(part(54.0, 50.0, 9))] == [(1.0, True), (0.0, True), (1.08, False)]
