@@ -32,10 +32,11 @@ NAMES = """
     MissingVectors ModelInfo Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable
     OpenCapture OutageWarning PatchSweep PermissionDenied Piece Positions Probe ProbeLayer PromptTooLong PutResult
     QuotaExceeded Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RollingMax
-    RollingMean RowSet Rows Rule RuleEvent Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange
-    SteeringRecord StoreFull StoreFullCapture StoreStats StoreUnreachable StoredRow Stream TokenDelta
-    Unauthenticated Unavailable Unembedding UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest
-    UnknownSite Unreachable Usage Vector __version__ attention_weights directions load_vectors serve vllm_xargs
+    RollingMean RowSet Rows Rule RuleEvent Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault Set
+    SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture StoreStats StoreUnreachable
+    StoredRow Stream TokenDelta Unauthenticated Unavailable Unembedding UnknownCapture UnknownLayer UnknownModel
+    UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ attention_weights directions
+    load_vectors serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 
