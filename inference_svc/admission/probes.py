@@ -11,7 +11,7 @@ from inference_svc.taps.points import INNER_SITES
 from inference_svc.taps.steps.demand import point_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
-from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS
+from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS, MAX_PROBES_BYTES
 from residuum.wire.probes import is_valid_probe_name, num_outputs, problem_of_mlp, problem_of_names
 from residuum.wire.smoothing import problem_of
 
@@ -47,6 +47,12 @@ def resolve_probes(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.Pr
         raise invalid(
             "probes.probes",
             f"The probes have {outputs} outputs; all probes of a request have at most {MAX_PROBE_OUTPUTS}.",
+        )
+    if spec.ByteSize() > MAX_PROBES_BYTES:
+        raise invalid(
+            "probes",
+            f"The probes and rules take {spec.ByteSize()} bytes; those of a request take at most {MAX_PROBES_BYTES}. "
+            "Use smaller layers of MLPs, or fewer operations of rules.",
         )
     names = [probe.name for probe in spec.probes]
     resolved = probe_pb2.ProbeSpec()

@@ -66,6 +66,15 @@ def test_an_invalid_probe_is_refused(bad, field, words):
     assert caught.value.metadata["field"] == field
 
 
+def test_probes_that_are_too_large_for_a_description_are_refused():
+    layers = [probe_pb2.ProbeLayer(weights=bytes(4 * count * 64), biases=[0] * 64) for count in (1, 64)]
+    probes = [probe(f"p{number}", mlp=layers) for number in range(20)]
+    resolve_probes(spec(*probes[:10]), FACTS)
+    with pytest.raises(Failure, match=r"take \d+ bytes; those of a request take at most 262144") as caught:
+        resolve_probes(spec(*probes), FACTS)
+    assert caught.value.metadata["field"] == "probes"
+
+
 def test_a_probe_at_an_unknown_place_is_refused():
     with pytest.raises(Failure, match="There is no layer 3") as caught:
         resolve_probes(spec(probe(layer=3)), FACTS)

@@ -11,6 +11,7 @@ from residuum.wire.limits import (
     MAX_MANIFEST_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_PROBE_OUTPUTS,
+    MAX_PROBES_BYTES,
     MAX_RULES,
     MAX_SEAL_BYTES,
     MAX_STEERING_CHANGES_BYTES,
@@ -56,6 +57,9 @@ def test_the_longest_manifest_fits_a_message_with_its_steering(
     description.probes.rules.extend(
         [rule_pb2.Rule(name="r" * 64, probe="p" * 64, above=0.5, action=RULE_ABORTS)] * MAX_RULES
     )
+    room = MAX_PROBES_BYTES - description.probes.ByteSize() - 100
+    description.probes.probes[0].mlp.add(weights=bytes(room))
+    assert MAX_PROBES_BYTES - 100 < description.probes.ByteSize() <= MAX_PROBES_BYTES
     check_description(description)
     outcome = capture_pb2.SequenceOutcome(generated_token_ids=[LARGEST_TOKEN] * (each - prompt), finish_reason="length")
     seal = store_pb2.SealCaptureRequest(

@@ -79,7 +79,7 @@ Global___ProbeActivation: _TypeAlias = ProbeActivation  # noqa: Y015
 
 @_typing.final
 class ProbeSpec(_message.Message):
-    """A request's probes."""
+    """A request's probes. At most 256 KiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -52,11 +52,11 @@ class Probe:
         activation: What is applied to the outputs of a row: "sigmoid" to each, "softmax" to all, or None.
         name: The name of its scores, 1 to 64 of the characters a-z A-Z 0-9 . _ -. The probes of a request have
             different names.
+        smooth: How the server smooths the scores, each output separately: EMA, RollingMax, RollingMean, or None. It
+            begins anew with the reply. A score that is not finite stays as it is, and does not count later.
         mlp: The further layers of an MLP, at most 2. Then `weights` and `bias` are those of its first layer, whose
             width counts among the outputs of a request's probes.
         output_names: The names of the outputs, so that rules can use them; empty: they have none.
-        smooth: How the server smooths the scores, each output separately: EMA, RollingMax, RollingMean, or None. It
-            begins anew with the reply. A score that is not finite stays as it is, and does not count later.
 
     Raises:
         BadVector: The weights are not of this shape, or not finite.
