@@ -73,7 +73,8 @@ class Objects:
             else:
                 # With a checksum, S3 refuses an upload that was damaged on its way.
                 options: dict[str, Any] = {"checksum_algorithm": "sha256"} if url.startswith("s3://") else {}
-                self._store = from_url(url, retry_config=_RETRIES, **options)
+                make: Any = from_url  # its types know the options of each cloud apart
+                self._store = make(url, retry_config=_RETRIES, **options)
         except Exception as error:
             raise ArchiveRefusedError(f"cannot use {url}: {_text(error)}") from error
 
