@@ -130,7 +130,7 @@ lock: | $(UV) ## Resolve both pyproject.toml into requirements/*.lock (ARGS=--up
 	@export UV_FIND_LINKS="$${PIP_FIND_LINKS:-https://download.pytorch.org/whl/cpu/torch/}"; set -e; \
 	printf '%s\n' '-e .' '-e ./server[cpu,store]' | $(COMPILE) --python-platform x86_64-manylinux_2_28 --group demo \
 		--excludes requirements/excluded.txt -c requirements/torch.lock - -o requirements/cpu.lock $(ARGS); \
-	printf '%s\n' '-e .[gguf,otel,parquet,zarr]' '-e ./server[store]' | $(COMPILE) --universal --group dev \
+	printf '%s\n' '-e .[gguf,otel,parquet,ui,zarr]' '-e ./server[store]' | $(COMPILE) --universal --group dev \
 		-c requirements/cpu.lock - -o requirements/dev.lock $(ARGS); \
 	printf '%s\n' '-e ./server[store]' '-e .' | $(COMPILE) --universal -c requirements/cpu.lock - -o requirements/store.lock $(ARGS)
 
