@@ -114,11 +114,14 @@ class Grid:
     def ranges(self) -> list[list[float | None]]:
         """Return the values below which 2% and 98% of a layer's values are: [low, high] for each layer.
 
-        Colours span this range. The whole range would show only the outliers, such as the first token.
+        Colours span this range, because the whole range would show only the outliers. The first position is left out if
+        there are others: many models attend to it when there is nothing else to attend to, and its norm is a hundred
+        times that of the others.
         """
         found: list[list[float | None]] = []
         for row in self.values:
-            there = row[np.isfinite(row)]
+            there = row[1:][np.isfinite(row[1:])]
+            there = there if len(there) else row[np.isfinite(row)]
             found.append([float(edge) for edge in np.quantile(there, (0.02, 0.98))] if len(there) else [None, None])
         return found
 

@@ -85,4 +85,6 @@ function Outage() {
   return html`<div role="status">${text && html`<div class="banner">${text}</div>`}</div>`;
 }
 
-render(html`<${Page} />`, document.getElementById("page"));
+const root = document.getElementById("page");
+root.replaceChildren();
+render(html`<${Page} />`, root);

@@ -1,5 +1,5 @@
-// Colours of values. "norm" has one hue, light to dark; signed measures have two hues around 0. In a dark page, small
-// values are dark, so that large ones stand out in both.
+// Colours of values. "norm" has one hue, on a logarithmic scale; signed measures have two hues around 0. In a dark page,
+// small values are dark, so that large ones stand out in both.
 
 const SEQUENTIAL = {
   light: [[247, 248, 252], [199, 211, 244], [125, 150, 226], [60, 88, 190], [25, 40, 110]],
@@ -17,10 +17,15 @@ export const isSigned = (measure) => measure !== "norm";
 export function color(value, [low, high], measure, dark = isDark()) {
   if (!Number.isFinite(value) || low === null) return null;
   const stops = (isSigned(measure) ? DIVERGING : SEQUENTIAL)[dark ? "dark" : "light"];
-  const share = high > low ? Math.min(Math.max((value - low) / (high - low), 0), 1) : 0.5;
+  const share = high > low ? Math.min(Math.max(shareOf(value, low, high, measure), 0), 1) : 0.5;
   const place = share * (stops.length - 1);
   const at = Math.min(Math.floor(place), stops.length - 2);
   return stops[at].map((part, index) => Math.round(part + (stops[at + 1][index] - part) * (place - at)));
+}
+
+function shareOf(value, low, high, measure) {
+  if (isSigned(measure) || low <= 0) return (value - low) / (high - low);
+  return Math.log(Math.max(value, low) / low) / Math.log(high / low);
 }
 
 // The text colour that can be read on a colour: WCAG's relative luminance decides.

@@ -1,6 +1,7 @@
 // Numbers, times and tokens as text.
 
-export const count = (value) => value.toLocaleString("en");
+const WHOLE = new Intl.NumberFormat("en"); // making one takes longer than using it
+export const count = (value) => WHOLE.format(value);
 
 export function bytes(value) {
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {

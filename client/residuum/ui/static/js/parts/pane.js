@@ -39,8 +39,8 @@ export function Controls({ manifest, chosen, directions, change }) {
   </div>`;
 }
 
-// `state` has the window (first, last) and the chosen position; `change` changes them. `key` of grids: `manifest.state`.
-export function Pane({ manifest, chosen, state, change, name }) {
+// `state` has the window (first, last) and the chosen position; `change` changes them. `span`: positions to show at least.
+export function Pane({ manifest, chosen, state, change, name, span = 0 }) {
   const { site, sequence, layer, measure, direction, from, each } = chosen;
   const wanted = { id: manifest.id, site: site.name, sequence, measure, direction, from };
   const isOpen = manifest.state === "open";
@@ -49,14 +49,14 @@ export function Pane({ manifest, chosen, state, change, name }) {
   const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, columns: COLUMNS }, signal))), [...keys, state.first, state.last]);
   const scores = useLoaded(async (signal) => (isOpen ? null : floats((await get("scores", { ...wanted, layer }, signal)).values)), [...keys, layer]);
   const live = useLive(isOpen ? wanted : null, keys);
-  const grid = isOpen ? live.grid : ended.value;
+  const grid = useMemo(() => padded(isOpen ? live.grid : ended.value, span), [isOpen, live.grid, ended.value, span]);
   const values = isOpen ? rowOf(live.grid, layer) : scores.value;
   const canvas = useRef(null);
   const [hovered, setHovered] = useState(null);
   const ids = tokens.value?.ids ?? [];
   const texts = useMemo(() => tokens.value?.texts ?? (tokens.value?.ids ?? []).map((id) => `‹${id}›`), [tokens.value]);
   const ranges = useMemo(() => grid && rangesFor(grid.ranges, measure, each), [grid, measure, each]);
-  const range = ranges?.[site.layers.indexOf(layer)] ?? [null, null];
+  const range = grid ? rangesFor([grid.ranges[site.layers.indexOf(layer)]], measure, true)[0] : null;
   const position = state.position === undefined || state.position === "" ? null : Number(state.position);
   const shown = hovered ?? position;
   const zoom = (factor) => {
@@ -97,6 +97,15 @@ export function Pane({ manifest, chosen, state, change, name }) {
 }
 
 export const title = (measure, direction) => (measure === "norm" ? "Norm" : `${measure === "cosine" ? "Cosine with" : "Projection onto"} ${direction}`);
+
+// A grid with empty columns up to a number of positions, so that two captures side by side are aligned.
+function padded(grid, span) {
+  const isWhole = grid && grid.columns === grid.positions && grid.last === grid.positions - 1 && grid.first === 0;
+  if (!isWhole || span <= grid.positions || span > COLUMNS) return grid;
+  const values = new Float32Array(grid.layers.length * span).fill(NaN);
+  grid.layers.forEach((_, row) => values.set(grid.values.subarray(row * grid.columns, (row + 1) * grid.columns), row * span));
+  return { ...grid, values, columns: span, last: span - 1, positions: span };
+}
 
 const gridOf = (answer) => ({ ...answer, values: floats(answer.values) });
 
@@ -146,8 +155,10 @@ export function useLive(wanted, keys) {
   return state;
 }
 
+// As the server computes it for a capture that has ended: without the first position.
 function edges(row) {
-  const there = row.filter(Number.isFinite).sort((left, right) => left - right);
+  const rest = row.slice(1).filter(Number.isFinite);
+  const there = (rest.length ? rest : row.filter(Number.isFinite)).sort((left, right) => left - right);
   return there.length ? [there[Math.floor(0.02 * there.length)], there[Math.ceil(0.98 * there.length) - 1]] : [null, null];
 }
 

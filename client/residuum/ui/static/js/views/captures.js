@@ -11,6 +11,7 @@ import { Badge, Field, Problem, Python, Select } from "../parts/basics.js";
 const ROW = 34;
 const PAGE = 1000;
 const MOST = 100000;
+const MOST_SINGLE = 20; // captures to ask for one by one; if more have ended, the whole list is loaded again
 const COLUMNS = [
   ["id", "Capture", "", (item) => item.id],
   ["state", "State", "state", (item) => item.state],
@@ -60,14 +61,14 @@ function Where({ value, onChange }) {
 function Table({ items, sort, order, sortBy, picked, pick, isLoading, hasFilter }) {
   const frame = useRef(null);
   const [first, setFirst] = useState(0);
-  const visibleRows = Math.ceil((frame.current?.clientHeight ?? 800) / ROW) + 20;
+  const visibleRows = Math.ceil((frame.current?.clientHeight ?? 800) / ROW) + 12;
   const start = Math.max(0, Math.min(first, items.length - visibleRows));
   const rows = items.slice(start, start + visibleRows);
   useEffect(() => {
     frame.current.scrollTop = 0;
     setFirst(0);
   }, [sort, order]);
-  const scroll = (event) => setFirst(Math.max(0, 10 * Math.floor((event.target.scrollTop / ROW - 10) / 10)));
+  const scroll = (event) => setFirst(Math.max(0, 4 * Math.floor((event.target.scrollTop / ROW - 4) / 4)));
   return html`<div class="captures scroller" ref=${frame} onScroll=${scroll} tabindex="0" role="region" aria-label="Table of captures">
     <table aria-rowcount=${items.length + 1}>
       <thead><tr>
@@ -116,17 +117,7 @@ function useCaptures(states, where) {
   usePoll(async () => {
     if (status.isLoading) return;
     try {
-      const open = [...known.current.values()].some((item) => item.state === "open");
-      const pages = [get("captures", { states, where, size: 100 })];
-      if (open && !states) pages.push(get("captures", { states: "open", where, size: PAGE }));
-      const fresh = (await Promise.all(pages)).flatMap((page) => page.captures);
-      const found = new Set(fresh.map((item) => item.id));
-      const lost = [...known.current.values()].filter((item) => item.state === "open" && !found.has(item.id));
-      for (const item of lost) known.current.delete(item.id); // ended or deleted: the next reload shows it if it exists
-      const ended = lost.length ? (await get("captures", { states, where, size: PAGE })).captures : [];
-      const before = known.current;
-      known.current = new Map([...[...fresh, ...ended].filter((item) => !before.has(item.id)).map((item) => [item.id, item]), ...before]);
-      for (const item of [...fresh, ...ended]) known.current.set(item.id, item);
+      known.current = await refreshed(known.current, states, where);
       setItems([...known.current.values()]);
       setStatus({ isLoading: false, error: null });
     } catch (error) {
@@ -136,12 +127,45 @@ function useCaptures(states, where) {
   return { items, ...status, reload: () => setTurn((before) => before + 1) };
 }
 
+// The list with new captures, and with the state of those that were open.
+async function refreshed(before, states, where) {
+  const open = [...before.values()].filter((item) => item.state === "open");
+  const newest = (await get("captures", { states, where, size: 100 })).captures;
+  const stillOpen = open.length ? (await get("captures", { states: "open", where, size: PAGE })).captures : [];
+  const found = new Set([...newest, ...stillOpen].map((item) => item.id));
+  const ended = open.filter((item) => !found.has(item.id));
+  if (ended.length > MOST_SINGLE) {
+    const whole = new Map();
+    await loadAll({ states, where }, null, (page) => page.forEach((item) => whole.set(item.id, item)));
+    return whole;
+  }
+  const after = new Map([...newest.filter((item) => !before.has(item.id)).map((item) => [item.id, item]), ...before]);
+  for (const item of [...newest, ...stillOpen]) if (after.has(item.id)) after.set(item.id, item);
+  for (const item of ended) {
+    const now = await current(item);
+    if (now && (!states || now.state === states)) after.set(item.id, now);
+    else after.delete(item.id);
+  }
+  return after;
+}
+
+// A capture's entry as it is now; null if it was deleted.
+async function current(item) {
+  try {
+    const { state, rows, bytes: size, ended, labels } = await get("capture", { id: item.id });
+    return { ...item, state, rows, bytes: size, ended, labels };
+  } catch (error) {
+    if (error.status === 404) return null;
+    throw error;
+  }
+}
+
 async function loadAll(filter, signal, onPage) {
   let page = "";
   let total = 0;
   do {
     const answer = await get("captures", { ...filter, size: PAGE, page }, signal);
-    if (signal.aborted) return;
+    if (signal?.aborted) return;
     total += answer.captures.length;
     onPage(answer.captures);
     page = answer.next;

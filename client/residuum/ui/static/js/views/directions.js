@@ -131,7 +131,7 @@ function Direction({ entry, state, change, about, folder, onChanged }) {
         ["Examples", facts.origin.positive_examples ? `${facts.origin.positive_examples} + ${facts.origin.negative_examples}` : ""],
       ]} />`}
     </section>
-    ${facts && html`
+    ${facts && html`<div class="pair">
       ${facts.notes.separation && html`<section class="panel" aria-label="Separation"><h2>Separation of examples that were held out</h2>
         <${Plot} title="Separation by layer" xLabel="layer" yLabel="area under ROC" bounds=${[Math.min(0.4, ...facts.notes.separation.areas), 1]} line=${0.5} chosen=${layer} onChoose=${choose}
           curves=${[{ name: "separation", points: facts.notes.separation.layers.map((at, index) => [at, facts.notes.separation.areas[index]]) }]} />
@@ -139,7 +139,7 @@ function Direction({ entry, state, change, about, folder, onChanged }) {
           <button onClick=${() => saveCsv(`${name}-separation.csv`, [["layer", "area"], ...facts.notes.separation.layers.map((at, index) => [at, facts.notes.separation.areas[index]])])}>CSV</button></div>
       </section>`}
       <section class="panel" aria-label="Norms"><h2>Norm of each layer's vector</h2>
-        <${Plot} title="Norm by layer" xLabel="layer" yLabel="norm" chosen=${layer} onChoose=${choose} curves=${[{ name: "norm", points: facts.layers.map((at, index) => [at, facts.norms[index]]) }]} /></section>
+        <${Plot} title="Norm by layer" xLabel="layer" yLabel="norm" chosen=${layer} onChoose=${choose} curves=${[{ name: "norm", points: facts.layers.map((at, index) => [at, facts.norms[index]]) }]} /></section></div>
       <${Promoted} name=${name} layer=${layer} layers=${facts.layers} onChoose=${choose} />
       <${Search} name=${name} layer=${layer} state=${state} change=${change} about=${about} folder=${folder} />`}
     <${Manage} name=${name} onChanged=${onChanged} />`;
