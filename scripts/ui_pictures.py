@@ -85,7 +85,7 @@ def take(browser: Any, address: str, name: str, path: Path, width: int, scheme: 
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()
     page.goto(address)
-    page.get_by_role("heading", level=1).wait_for()
+    page.get_by_role("navigation", name="Views").wait_for()
     view, state = VIEWS[name]
     page.goto(f"{address.partition('?')[0]}#{view}?{urllib.parse.urlencode(state)}")
     if view == "generate":

@@ -113,7 +113,7 @@ def test_a_row_has_statistics_and_predicted_tokens(page, capture):
     assert found["max"] == row.max()
     assert found["largest"][0] == [int(np.argmax(np.abs(row))), np.abs(row).max()]
     assert [text for _, text, _ in found["lens"]][:2] == ["<1>", "<2>"]
-    assert page("row", id=name, layer=3, position=8)[0] == 400
+    assert "position 8" in page("row", id=name, layer=3, position=8)["missing"]  # the last token of a reply has no row
     assert page("row", id=name, layer=99, position=0)[0] == 400
 
 

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from peer import HIDDEN
+from peer import row as peer_row
 from ui_page import Page
 
 import residuum
@@ -150,6 +151,27 @@ def test_a_page_that_goes_away_stops_its_request(page, peer):
     running.response.close()
     running.connection.close()
     assert peer.cancelled.wait(20)
+
+
+def test_a_sweep_measures_each_scale(page, peer, endpoint):
+    body = {
+        "prompt": "a bb ccc",
+        "operation": operation(),
+        "layer": 3,
+        "scales": [-1, 0, 2.5],
+        "sampling": {"max_tokens": 4},
+    }
+    events = page.events("sweep", body)
+    assert sorted(data["scale"] for _, data in events) == [-1, 0, 2.5]
+    sent = {len(request.spec.steering.operations) for request in peer.requests if hasattr(request, "spec")}
+    assert sent == {0, 1}  # scale 0 is the unsteered reply
+    wanted = np.stack([peer_row(0, 1, 3, at) for at in (3, 4, 5)]).astype(np.float64) @ np.ones(HIDDEN) / HIDDEN**0.5
+    assert all(data["projection"] == pytest.approx(wanted.mean(), rel=1e-6) for _, data in events)
+    assert all((data["tokens"], data["text"]) == (4, " 4 5 6 7") for _, data in events)
+    with residuum.Client(endpoint) as client:
+        assert not any(item.state == "open" for item in client.captures())
+    for changes in ({"scales": []}, {"scales": [float("1e999")]}, {"layer": "3"}, {"operation": operation(kind="cap")}):
+        assert page("sweep", {**body, **changes})[0] == 400
 
 
 def test_a_service_that_is_away_is_reported(tmp_path):

@@ -52,7 +52,7 @@ class Watched:
         self.page.on("request", self._request)
         self.page.on("dialog", lambda dialog: (self.errors.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         self.page.goto(address)
-        self.page.get_by_role("heading", level=1).wait_for()
+        self.page.get_by_role("navigation", name="Views").wait_for()  # the token has been traded for the cookie
 
     def _console(self, message) -> None:
         if message.type in {"error", "warning"} and not (self.expects_failures and AWAY in message.text):

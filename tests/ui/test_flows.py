@@ -202,6 +202,23 @@ def test_the_scale_changes_while_it_generates_and_stop_ends_it(address, visit, c
     assert change.steering[0].scale == 2.5
 
 
+def test_a_sweep_shows_dose_and_response(address, visit, client):
+    settings = {"prompt": "When I opened the door, I saw", "max_tokens": 8, "keep": False, "columns": [column("A", 1)]}
+    before = len(list(client.captures()))
+    page = visit(address).open("generate", s=json.dumps(settings))
+    sweep = page.get_by_role("region", name="Dose and response")
+    sweep.get_by_label("Steps").fill("3")
+    sweep.get_by_label("Projection at layer").select_option("12")
+    sweep.get_by_role("button", name="Run the sweep").click()
+    expect(sweep.get_by_role("row")).to_have_count(4, timeout=MINUTE)
+    rows = saved_csv(page, sweep.get_by_role("button", name="CSV").click)
+    assert [float(row[0]) for row in rows[1:]] == [-4, 0, 4]
+    low, middle, high = (float(row[1]) for row in rows[1:])
+    assert low < middle < high  # what is added along a direction moves the projection onto it
+    expect(sweep.get_by_role("img", name=re.compile("Mean projection by scale"))).to_be_visible()
+    assert len(list(client.captures())) == before
+
+
 def test_a_conversation_is_generated(address, visit):
     page = visit(address).open("generate")
     page.get_by_label("Prompt is").select_option("chat")

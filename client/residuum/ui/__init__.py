@@ -8,8 +8,8 @@ or from the services; it requests nothing from any other host.
     answers.py        JSON, server-sent events, and errors as the page reads them
     captures.py       lists and manifests
     grids.py          layer × position grids of a measure, and single rows; measures.py computes them
-    generations.py    generation, with operations.py; changes of steering; stop
-    directions.py     the gallery of directions, and searches; gallery.py is the folder
+    generations.py    generation, with operations.py; changes of steering; stop. sweeps.py: one prompt, several scales
+    directions.py     the directions, and searches; gallery.py is their folder, separation.py how well they separate
     health.py         what `residuum doctor` says, and the stores' space
     static/           the page: ES modules, no build step. scripts/vendor_ui.py checks the libraries in static/vendor
 """

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from residuum.ui import access, captures, directions, generations, grids, health
+from residuum.ui import access, captures, directions, generations, grids, health, sweeps
 from residuum.ui.answers import FAILURES, failed
 from residuum.ui.gallery import Gallery
 from residuum.ui.grids import GridCache
@@ -85,4 +85,5 @@ _CALLS = {
     "direction/rename": directions.rename,
     "direction/delete": directions.delete,
     "search": directions.search,
+    "sweep": sweeps.sweep,
 }

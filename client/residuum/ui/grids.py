@@ -109,18 +109,21 @@ async def live(request: Request) -> Response:
 
 
 async def row(request: Request) -> Response:
-    """Return facts about one row, and the tokens that it predicts through the model's unembedding."""
+    """Return facts about one row, and the tokens that it predicts through the model's unembedding.
+
+    A position without a row is no failure: the last token of every reply is one.
+    """
     manifest, site, sequence, measure, _ = await _wanted(request)
     layer, position = whole_number(request, "layer"), whole_number(request, "position")
     client: AsyncClient = request.app.state.client
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EmptyCaptureWarning)  # the message below says it
+        warnings.simplefilter("ignore", EmptyCaptureWarning)  # the answer says it
         acts = await client.activations(
             manifest.capture_id, layers=[layer], sites=[site], sequences=sequence, positions=[position],
             wait=False, allow_partial=True,
         )  # fmt: skip
     if not acts.present.any():
-        raise invalid(f"The capture has no row of layer {layer} at position {position}.")
+        return JSONResponse({"missing": f"The capture has no row of layer {layer} at position {position}."})
     values = acts[layer][0]
     answer = {**statistics(values), "measure": number(float(measure.values(layer, values[None])[0]))}
     if site in _STREAM_SITES and len(values) == manifest.hidden_size:

@@ -53,7 +53,8 @@ function Row({ manifest, chosen, position }) {
   const found = row.value;
   return html`<section class="panel" aria-label="Row"><h2>Row of layer ${layer}, position ${position}</h2>
     <${Problem} error=${row.error} />
-    ${found && !row.error && html`
+    ${found?.missing && html`<p class="soft">${found.missing} The last token of a reply never has one.</p>`}
+    ${found && !found.missing && !row.error && html`
       <${Facts} facts=${[
         measure !== "norm" && [title(measure, direction), number(found.measure)],
         ["Norm", number(found.norm)], ["Mean", number(found.mean)], ["Standard deviation", number(found.std)],

@@ -4,6 +4,7 @@ import { connect, literal, loadDirection, operationCode } from "../core/python.j
 import { Field, Problem, Python, Select } from "../parts/basics.js";
 import { newOperation, sent } from "../parts/operations.js";
 import { Column, useGeneration } from "../parts/reply.js";
+import { Sweep } from "../parts/sweep.js";
 import { useDirections } from "./capture.js";
 
 const DEFAULTS = {
@@ -53,6 +54,8 @@ export function Generate({ state, change, about }) {
     <${Problem} error=${directions.error} />
     <div class="steer">${columns.map((column, index) => html`<${Column} key=${column.name} column=${column} directions=${all} capture=${settings.keep}
       generation=${generations[index]} onChange=${(item) => setColumn(index, item)} />`)}</div>
+    <${Sweep} operation=${columns.flatMap((column) => column.operations).find(({ kind }) => kind === "add" || kind === "ablate")} directions=${all}
+      body=${bodyOf(settings, { name: "sweep", operations: [] })} />
     <${Python} code=${codeOf(settings, columns, about, directions.value?.folder ?? "")} />`;
 }
 
