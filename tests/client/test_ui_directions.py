@@ -1,8 +1,6 @@
 """The app of `residuum ui`: the gallery of directions, new ones, searches, and health."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,14 +170,3 @@ def test_health_and_findings(page):
     assert health["stats"][0]["num_bytes"] >= 0
     assert page("model")["layers"] == LAYERS
     assert page("about")["endpoint"]
-
-
-def test_the_command_says_what_is_missing(tmp_path):
-    """Without the extra, the command says how to install it."""
-    code = (
-        "import sys; sys.modules['starlette'] = None; sys.modules['uvicorn'] = None\n"
-        "from residuum.cli import main; sys.exit(main(['ui']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "extra 'ui'" in done.stderr
