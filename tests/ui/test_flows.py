@@ -263,7 +263,7 @@ def test_a_file_is_uploaded(address, visit, gallery, tmp_path):
     form = page.get_by_role("form", name="New direction from a file")
     form.get_by_label("File").set_input_files(tmp_path / "single.npy")
     expect(form.get_by_label("Name")).to_have_value("single")
-    form.get_by_label("Layer of a single vector").fill("7")
+    form.get_by_label("Layer, if one vector").fill("7")
     form.get_by_role("button", name="Add to the gallery").click()
     expect(page.get_by_role("heading", name="single")).to_be_visible()
     assert residuum.Directions.load(gallery / "single.safetensors").layers == (7,)

@@ -6,8 +6,8 @@ import { number } from "../core/format.js";
 import { useDark, useWidth } from "../core/hooks.js";
 
 // grid: { layers, first, last, columns, values (Float32Array [layers, columns]) }. ranges: [low, high] for each layer.
-// chosen: { layer, position } or null. describe(position): what a token is.
-export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = () => "", label, canvasRef }) {
+// chosen: { layer, position } or null. describe(position): what a token is. height: about how many pixels it may take.
+export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = () => "", label, canvasRef, height: most = 420 }) {
   const frame = useRef(null);
   const own = useRef(null);
   const canvas = canvasRef ?? own;
@@ -15,7 +15,7 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
   const dark = useDark();
   const [hovered, setHovered] = useState(null);
   const { layers, first, last, columns, values } = grid;
-  const rowHeight = Math.max(5, Math.min(14, Math.floor(420 / Math.max(layers.length, 1))));
+  const rowHeight = Math.max(5, Math.min(14, Math.floor(most / Math.max(layers.length, 1))));
   const height = rowHeight * layers.length;
   const count = last - first + 1;
 

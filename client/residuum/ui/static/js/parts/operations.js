@@ -19,7 +19,7 @@ export function Operations({ operations, directions, onChange }) {
       <div class="row">
         <${Select} label="What" value=${item.kind} options=${KINDS} onChange=${(kind) => change(index, { kind })} />
         <${Select} label="Direction" value=${item.direction} options=${usable.map(({ name }) => [name, name])} onChange=${(direction) => change(index, { direction, from: "" })} />
-        <${Field} label="Layers, such as 12-14" kind="narrow"><input value=${item.layers} onChange=${(event) => change(index, { layers: event.target.value })} /><//>
+        <${Field} label="Layers" kind="narrow"><input placeholder="12-14, or all" value=${item.layers} onChange=${(event) => change(index, { layers: event.target.value })} /><//>
         <${Select} label="Vector" value=${item.from} onChange=${(from) => change(index, { from })}
           options=${[["", "each layer's own"], ...(usable.find(({ name }) => name === item.direction)?.layers ?? []).map((layer) => [String(layer), `of layer ${layer}`])]} />
         <${Select} label="Where" value=${item.phase} options=${PHASES} onChange=${(phase) => change(index, { phase })} />

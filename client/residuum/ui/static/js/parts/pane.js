@@ -40,7 +40,8 @@ export function Controls({ manifest, chosen, directions, change }) {
 }
 
 // `state` has the window (first, last) and the chosen position; `change` changes them. `span`: positions to show at least.
-export function Pane({ manifest, chosen, state, change, name, span = 0 }) {
+// `shared` and `onRanges`: two panes have the same colours; each says its own ranges, and gets those of both.
+export function Pane({ manifest, chosen, state, change, name, span = 0, shared, onRanges }) {
   const { site, sequence, layer, measure, direction, from, each } = chosen;
   const wanted = { id: manifest.id, site: site.name, sequence, measure, direction, from };
   const isOpen = manifest.state === "open";
@@ -55,8 +56,10 @@ export function Pane({ manifest, chosen, state, change, name, span = 0 }) {
   const [hovered, setHovered] = useState(null);
   const ids = tokens.value?.ids ?? [];
   const texts = useMemo(() => tokens.value?.texts ?? (tokens.value?.ids ?? []).map((id) => `‹${id}›`), [tokens.value]);
-  const ranges = useMemo(() => grid && rangesFor(grid.ranges, measure, each), [grid, measure, each]);
-  const range = grid ? rangesFor([grid.ranges[site.layers.indexOf(layer)]], measure, true)[0] : null;
+  useEffect(() => { if (grid) onRanges?.(grid.ranges); }, [grid]);
+  const own = shared?.length === grid?.ranges.length ? shared : grid?.ranges;
+  const ranges = useMemo(() => own && rangesFor(own, measure, each), [own, measure, each]);
+  const range = own ? rangesFor([own[site.layers.indexOf(layer)]], measure, true)[0] : null;
   const position = state.position === undefined || state.position === "" ? null : Number(state.position);
   const shown = hovered ?? position;
   const zoom = (factor) => {

@@ -64,7 +64,8 @@ export function useGeneration() {
   return { state, start, stop, steer };
 }
 
-export function Column({ column, directions, onChange, generation, capture }) {
+// `measured`: an operation, onto whose direction the heat map projects; undefined for the norm.
+export function Column({ column, directions, onChange, generation, capture, measured }) {
   const { state, steer } = generation;
   const timer = useRef(0);
   const change = (operations) => {
@@ -73,7 +74,6 @@ export function Column({ column, directions, onChange, generation, capture }) {
     clearTimeout(timer.current); // a slider moves through many values
     timer.current = setTimeout(() => steer(operations.map(sent), describe(operations)), 200);
   };
-  const measured = column.operations[0];
   return html`<section class="panel" aria-label=${column.name}>
     <div class="head"><h2>${column.name}</h2>${state.status !== "idle" && html`<${Badge} kind=${STATUS[state.status]}>${state.status}<//>`}
       <div class="tools">${state.status === "running" && html`<button onClick=${generation.stop}>Stop</button>`}
@@ -129,5 +129,5 @@ function LiveMap({ id, measured, name }) {
   if (!grid) return null;
   const ranges = rangesFor(grid.ranges, measure, true);
   return html`<div class="head"><h3>${title(measure, measured?.direction)}</h3><${Legend} measure=${measure} each=${true} /></div>
-    <${HeatMap} grid=${grid} ranges=${ranges} measure=${measure} chosen=${chosen} onChoose=${setChosen} label=${`${title(measure, measured?.direction)} of ${name} by layer and position`} />`;
+    <${HeatMap} grid=${grid} ranges=${ranges} measure=${measure} height=${260} chosen=${chosen} onChoose=${setChosen} label=${`${title(measure, measured?.direction)} of ${name} by layer and position`} />`;
 }

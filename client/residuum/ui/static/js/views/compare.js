@@ -1,5 +1,5 @@
 // Two captures side by side, with the same measure, layer and position.
-import { html, useEffect, useState } from "../core/lib.js";
+import { html, useEffect, useMemo, useState } from "../core/lib.js";
 import { get } from "../core/api.js";
 import { oneLine } from "../core/format.js";
 import { useLoaded } from "../core/hooks.js";
@@ -19,6 +19,8 @@ export function Compare({ state, change, about }) {
 
 function Both({ state, change, about, gallery }) {
   const sides = [useCapture(state.a), useCapture(state.b)];
+  const [ranges, setRanges] = useState([null, null]);
+  const shared = useMemo(() => (ranges[0]?.length === ranges[1]?.length ? ranges[0]?.map((own, layer) => joined(own, ranges[1][layer])) : undefined), [ranges]);
   const [left, right] = sides.map((side) => side.value);
   if (!left || !right) return html`<${Problem} error=${sides[0].error ?? sides[1].error} /><p class="empty">Loading…</p>`;
   const chosen = choices(left, state, gallery.directions);
@@ -27,9 +29,15 @@ function Both({ state, change, about, gallery }) {
   return html`<${Controls} manifest=${left} chosen=${chosen} directions=${gallery.directions} change=${change} />
     <div class="pair">${[left, right].map((manifest, index) => html`<div key=${index}>
       <div class="head"><h2><a href=${link("capture", { ...state, a: "", b: "", id: manifest.id })}>${oneLine(manifest.id)}</a></h2><${Badge} kind=${manifest.state}>${manifest.state}<//></div>
-      <${Pane} manifest=${manifest} chosen=${choices(manifest, { ...state, layer: chosen.layer }, gallery.directions)} state=${state} change=${change} name=${manifest.id} span=${span} />
+      <${Pane} manifest=${manifest} chosen=${choices(manifest, { ...state, layer: chosen.layer }, gallery.directions)} state=${state} change=${change} name=${manifest.id} span=${span}
+        shared=${shared} onRanges=${(own) => setRanges((before) => before.map((other, at) => (at === index ? own : other)))} />
     </div>`)}</div>
     <${Python} code=${code} />`;
+}
+
+function joined([low, high], [otherLow, otherHigh]) {
+  if (low === null || otherLow === null) return low === null ? [otherLow, otherHigh] : [low, high];
+  return [Math.min(low, otherLow), Math.max(high, otherHigh)];
 }
 
 function Choose({ state, change }) {

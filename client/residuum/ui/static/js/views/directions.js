@@ -105,7 +105,7 @@ function Upload({ onMade }) {
     <div class="row">
       <${Field} label="File"><input type="file" required accept=".safetensors,.gguf,.npy" onChange=${choose} /><//>
       <${Field} label="Name" kind="grow"><input required maxlength="80" value=${form.name} onInput=${(event) => setForm({ ...form, name: event.target.value })} /><//>
-      <${Field} label="Layer of a single vector" kind="narrow"><input type="number" min="0" value=${form.layer} onInput=${(event) => setForm({ ...form, layer: event.target.value })} /><//>
+      <${Field} label="Layer, if one vector" kind="narrow"><input type="number" min="0" value=${form.layer} onInput=${(event) => setForm({ ...form, layer: event.target.value })} /><//>
       <button>Add to the gallery</button>
     </div><${Problem} error=${error} /></form>`;
 }
@@ -127,7 +127,7 @@ function Direction({ entry, state, change, about, folder, onChanged }) {
       <${Problem} error=${found.error} />
       ${facts && html`<${Facts} facts=${[
         ["Layers", runs(facts.layers)], ["Elements", facts.hidden_size], ["Method", facts.origin.method.replaceAll("_", " ")], ["Model", facts.origin.model],
-        ["Site", facts.origin.site], ["Rows of", facts.origin.positions],
+        ["Site", facts.origin.site], ["Rows of", facts.origin.positions.replaceAll("_", " ")],
         ["Examples", facts.origin.positive_examples ? `${facts.origin.positive_examples} + ${facts.origin.negative_examples}` : ""],
       ]} />`}
     </section>

@@ -19,6 +19,7 @@ export function Generate({ state, change, about }) {
   const generations = [useGeneration(), useGeneration(), useGeneration()];
   const all = directions.value?.directions ?? [];
   const columns = settings.columns.slice(0, 3);
+  const first = columns.flatMap((column) => column.operations)[0]; // all columns show the same measure
   const isRunning = generations.some(({ state: { status } }) => status === "running");
   const start = (event) => {
     event?.preventDefault();
@@ -52,7 +53,7 @@ export function Generate({ state, change, about }) {
       </div>
     </form>
     <${Problem} error=${directions.error} />
-    <div class="steer">${columns.map((column, index) => html`<${Column} key=${column.name} column=${column} directions=${all} capture=${settings.keep}
+    <div class="steer">${columns.map((column, index) => html`<${Column} key=${column.name} column=${column} directions=${all} capture=${settings.keep} measured=${column.operations[0] ?? first}
       generation=${generations[index]} onChange=${(item) => setColumn(index, item)} />`)}</div>
     <${Sweep} operation=${columns.flatMap((column) => column.operations).find(({ kind }) => kind === "add" || kind === "ablate")} directions=${all}
       body=${bodyOf(settings, { name: "sweep", operations: [] })} />
