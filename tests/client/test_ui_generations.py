@@ -3,6 +3,7 @@
 import http.client
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -169,9 +170,26 @@ def test_a_sweep_measures_each_scale(page, peer, endpoint):
     assert all(data["projection"] == pytest.approx(wanted.mean(), rel=1e-6) for _, data in events)
     assert all((data["tokens"], data["text"]) == (4, " 4 5 6 7") for _, data in events)
     with residuum.Client(endpoint) as client:
-        assert not any(item.state == "open" for item in client.captures())
+        assert list(client.captures(prefix="ui-")) == []
     for changes in ({"scales": []}, {"scales": [float("1e999")]}, {"layer": "3"}, {"operation": operation(kind="cap")}):
         assert page("sweep", {**body, **changes})[0] == 400
+
+
+def test_a_sweep_that_the_page_leaves_is_stopped_and_deleted(page, peer, endpoint):
+    peer.script.hold = threading.Event()
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+    body = {"prompt": "a", "operation": operation(), "layer": 3, "scales": [1, 2], "sampling": {"max_tokens": 4}}
+    connection.request("POST", "/api/sweep", json.dumps(body), {"Cookie": page.cookie})
+    response = connection.getresponse()
+    assert peer.generating.wait(20)
+    response.close()
+    connection.close()
+    assert peer.cancelled.wait(20)
+    with residuum.Client(endpoint) as client:
+        deadline = time.monotonic() + 20
+        while list(client.captures(prefix="ui-")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_a_service_that_is_away_is_reported(tmp_path):

@@ -136,6 +136,20 @@ def test_a_link_reproduces_the_view(address, visit, captured):
     expect(other.get_by_text("position 0", exact=True)).to_have_count(1 if state_of(page).get("first") == "0" else 0)
 
 
+@pytest.mark.parametrize(("measure", "source"), [("norm", ""), ("projection", ""), ("cosine", "12")])
+def test_the_python_of_a_view_gives_the_numbers_of_the_view(address, visit, captured, measure, source):
+    page = visit(address).open("capture", id="tale", measure=measure, direction="joy", **{"from": source})
+    heat = page.get_by_role("region", name="Heat map of tale")
+    expect(heat.get_by_role("application")).to_be_visible()
+    rows = saved_csv(page, heat.get_by_role("button", name="CSV").click)
+    page.get_by_text("Python that does the same").click()
+    namespace = {}
+    exec(page.get_by_label("Python code").inner_text(), namespace)
+    for layer, *values in rows[1:]:
+        there = [float(value) for value in values[:-1]]  # the last token has no row
+        np.testing.assert_allclose(there, namespace["grid"][int(layer)], rtol=1e-4, atol=1e-4)
+
+
 def test_labels_are_changed(address, visit, client, captured):
     page = visit(address).open("capture", id="facts")
     page.get_by_label("New label").fill("checked = true")

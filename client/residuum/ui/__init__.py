@@ -10,6 +10,7 @@ or from the services; it requests nothing from any other host.
     grids.py          layer × position grids of a measure, and single rows; measures.py computes them
     generations.py    generation, with operations.py; changes of steering; stop. sweeps.py: one prompt, several scales
     directions.py     the directions, and searches; gallery.py is their folder, separation.py how well they separate
+    scratch.py        captures that serve only for a direction or a sweep
     health.py         what `residuum doctor` says, and the stores' space
     static/           the page: ES modules, no build step. scripts/vendor_ui.py checks the libraries in static/vendor
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from residuum.exceptions import EmptyCaptureWarning, OutageWarning, SilentStoreWarning
 from residuum.ui import access, captures, directions, generations, grids, health, sweeps
 from residuum.ui.answers import FAILURES, failed
 from residuum.ui.gallery import Gallery
@@ -37,6 +39,9 @@ def make_app(client: AsyncClient, *, token: str, gallery: Path, diagnose: Diagno
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        # The page shows each of these. The filter is that of the process, because all tasks share it.
+        for category in (OutageWarning, SilentStoreWarning, EmptyCaptureWarning):
+            warnings.simplefilter("ignore", category)
         async with client:
             app.state.client = client
             app.state.gallery = Gallery(gallery)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import tempfile
-import warnings
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +15,16 @@ from starlette.responses import JSONResponse, Response
 
 from residuum.directions.methods import difference_of_means, pca
 from residuum.directions.values import Directions
-from residuum.exceptions import OutageWarning, ResiduumError, UnknownCapture
+from residuum.exceptions import ResiduumError
 from residuum.ui.answers import Event, body_of, bytes_of, event_stream, invalid, number, whole_number
 from residuum.ui.gallery import Gallery, read_file
+from residuum.ui.scratch import scratch_captures
 from residuum.ui.separation import separations
 from residuum.values.activations import Activations
 from residuum.values.capture import Capture
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
-    from residuum.values.replies import Reply
 
 _MOST_PROMPTS = 2000
 _METHODS = {"difference_of_means": difference_of_means, "pca": pca}
@@ -59,29 +57,24 @@ async def make(request: Request) -> Response:
     sides = [_prompts(body, side) for side in ("positive", "negative")]
     capture = Capture(layers=body.get("layers") or "all", positions=body.get("positions") or "last_prompt")
 
+    prompts = [prompt for side in sides for prompt in side]
+    asked = [[{"role": "user", "content": prompt}] for prompt in prompts] if body.get("chat") else prompts
+
     async def events() -> AsyncIterator[Event]:
-        replies: list[Reply] = []
-        prompts = [prompt for side in sides for prompt in side]
-        try:
-            yield "progress", {"done": 0, "total": len(prompts)}
-            order: dict[int, Reply] = {}
+        yield "progress", {"done": 0, "total": len(prompts)}
+        async with scratch_captures(client, len(prompts)) as names:
             batch = client.generate_as_completed(
-                [[{"role": "user", "content": prompt}] for prompt in prompts] if body.get("chat") else prompts,
-                capture=capture, max_tokens=0, progress=False,
-            )  # fmt: skip
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", OutageWarning)  # the page shows that no progress is made
-                async for index, reply in batch:
-                    order[index] = reply
-                    replies.append(reply)
-                    yield "progress", {"done": len(order), "total": len(prompts)}
-            acts = await client.activations([order[index] for index in range(len(prompts))])
+                asked, capture=capture, request_ids=names, max_tokens=0, progress=False
+            )
+            done = 0
+            async for _ in batch:
+                done += 1
+                yield "progress", {"done": done, "total": len(prompts)}
+            acts = await client.activations(names)
             positive, negative = acts[: len(sides[0])], acts[len(sides[0]) :]
             directions, notes = await asyncio.to_thread(_compute, str(method), positive, negative)
             notes["prompts"] = {"positive": sides[0], "negative": sides[1]}
             gallery.save(name, directions, notes)
-        finally:
-            await _delete(client, replies)
         yield "made", {"name": name}
 
     return event_stream(events())
@@ -211,9 +204,3 @@ def _file(directions: Directions, form: str) -> bytes:
         else:
             directions.save(path)
         return path.read_bytes()
-
-
-async def _delete(client: AsyncClient, replies: Sequence[Reply]) -> None:
-    """Delete the captures of the examples. They served only to make the directions."""
-    with contextlib.suppress(UnknownCapture):  # another program deleted one
-        await client.delete(replies)

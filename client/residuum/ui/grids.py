@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from residuum.exceptions import EmptyCaptureWarning, ResiduumError
+from residuum.exceptions import ResiduumError
 from residuum.protocol.lens import Unembedding
 from residuum.ui.answers import Event, describe, event_stream, floats, invalid, number, whole_number
 from residuum.ui.gallery import layer_vectors
@@ -116,12 +115,10 @@ async def row(request: Request) -> Response:
     manifest, site, sequence, measure, _ = await _wanted(request)
     layer, position = whole_number(request, "layer"), whole_number(request, "position")
     client: AsyncClient = request.app.state.client
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EmptyCaptureWarning)  # the answer says it
-        acts = await client.activations(
-            manifest.capture_id, layers=[layer], sites=[site], sequences=sequence, positions=[position],
-            wait=False, allow_partial=True,
-        )  # fmt: skip
+    acts = await client.activations(
+        manifest.capture_id, layers=[layer], sites=[site], sequences=sequence, positions=[position],
+        wait=False, allow_partial=True,
+    )  # fmt: skip
     if not acts.present.any():
         return JSONResponse({"missing": f"The capture has no row of layer {layer} at position {position}."})
     values = acts[layer][0]

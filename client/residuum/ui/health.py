@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import residuum
-from residuum.exceptions import ResiduumError, SilentStoreWarning
+from residuum.exceptions import ResiduumError
 from residuum.ui.answers import describe
 
 if TYPE_CHECKING:
@@ -42,13 +41,10 @@ async def health(request: Request) -> Response:
     answer: dict[str, Any] = {"inference": "", "stores": {}, "stats": [], "problems": []}
     status = await client.health()
     answer |= {"inference": status.inference or "", "stores": dict(status.stores)}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SilentStoreWarning)
-        try:
-            answer["stats"] = [_stats(item) for item in await client.stats(allow_partial=True)]
-        except ResiduumError as error:
-            answer["problems"].append(describe(error)["message"])
-    answer["problems"] += [str(item.message) for item in caught]
+    try:
+        answer["stats"] = [_stats(item) for item in await client.stats(allow_partial=True)]
+    except ResiduumError as error:
+        answer["problems"].append(describe(error)["message"])
     return JSONResponse(answer)
 
 

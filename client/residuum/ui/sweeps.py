@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from residuum.exceptions import UnknownCapture
 from residuum.ui.answers import Event, body_of, event_stream, invalid, number
 from residuum.ui.gallery import layer_vectors
 from residuum.ui.generations import prompt_of, sampling_of
 from residuum.ui.measures import Measure
 from residuum.ui.operations import operations_of
+from residuum.ui.scratch import scratch_captures
 from residuum.values.capture import Capture
 
 if TYPE_CHECKING:
@@ -39,26 +38,24 @@ async def sweep(request: Request) -> Response:
     directions = gallery.load(str(operation.get("direction", "")))
     measure = Measure.of("projection", layer_vectors(directions, [layer], str(operation.get("from", ""))))
     steer = [operations_of([{**operation, "scale": scale}], gallery) if scale else None for scale in scales]
-    batch = client.generate_as_completed(
-        [prompt_of(body)] * len(scales), steer=steer, progress=False, max_concurrency=8,
-        capture=Capture(layers=[layer], positions="generated"), **sampling_of(body.get("sampling", {})),
-    )  # fmt: skip
+    prompt, sampling = prompt_of(body), sampling_of(body.get("sampling", {}))
 
     async def events() -> AsyncIterator[Event]:
-        async for index, reply in batch:
-            yield "point", {"scale": scales[index], **await _response(client, reply, layer, measure)}
+        async with scratch_captures(client, len(scales)) as names:
+            batch = client.generate_as_completed(
+                [prompt] * len(scales), steer=steer, request_ids=names, progress=False, max_concurrency=8,
+                capture=Capture(layers=[layer], positions="generated"), **sampling,
+            )  # fmt: skip
+            async for index, reply in batch:
+                yield "point", {"scale": scales[index], **await _response(client, reply, layer, measure)}
 
     return event_stream(events())
 
 
 async def _response(client: AsyncClient, reply: Reply, layer: int, measure: Measure) -> dict[str, Any]:
-    """Return what a reply is like. Its capture served only for this, and is deleted."""
-    try:
-        acts = await client.activations(reply)
-        values = measure.values(layer, acts[layer])
-    finally:
-        with contextlib.suppress(UnknownCapture):
-            await client.delete(reply)
+    """Return what a reply is like."""
+    acts = await client.activations(reply)
+    values = measure.values(layer, acts[layer])
     projection = number(float(values.mean())) if len(values) else None
     return {"projection": projection, "tokens": reply.usage.generated_tokens, "text": reply.text}
 

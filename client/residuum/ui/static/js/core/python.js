@@ -17,7 +17,7 @@ export function measureCode({ endpoint, gallery, id, site, sequence, measure, di
   const select = [site !== "resid_post" && `site=${literal(site)}`, sequence && `sequence=${sequence}`].filter(Boolean).join(", ");
   const lines = [
     "import numpy as np",
-    connect(endpoint),
+    connect(endpoint).trimEnd(),
     `acts = client.activations(${literal(id)}, allow_partial=True)${select && `.select(${select})`}`,
   ];
   if (measure === "norm") {
