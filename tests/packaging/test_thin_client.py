@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import subprocess
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -132,3 +133,18 @@ def test_the_wheel_holds_the_page_and_its_libraries_as_the_manifest_says(wheel):
         assert vendored == {"manifest.json", *entries}
         for name, entry in entries.items():
             assert hashlib.sha256(archive.read(f"{folder}/vendor/{name}")).hexdigest() == entry["sha256"], name
+
+
+def test_the_page_is_served_from_the_installed_wheel(wheel, environment, tmp_path):
+    python = environment(f"{wheel}[ui]", f"--constraint={ROOT / 'requirements/dev.lock'}")
+    command = [python.parent / "residuum", "ui", "--port", "0", "--json", "--gallery", tmp_path]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = json.loads(process.stdout.readline())["address"]
+            base = address.partition("?")[0]
+            for path in ("", "page.css", "js/main.js", "vendor/preact.js"):
+                with urllib.request.urlopen(base + path, timeout=30) as answer:
+                    assert answer.status == 200
+                    assert answer.read()
+        finally:
+            process.terminate()

@@ -145,6 +145,11 @@ def test_the_python_of_a_view_gives_the_numbers_of_the_view(address, visit, capt
     page.get_by_text("Python that does the same").click()
     namespace = {}
     exec(page.get_by_label("Python code").inner_text(), namespace)
+    assert len(rows) == 31
+    page.get_by_label("Layers of the heat map").fill("3, 10-12")
+    page.get_by_label("Layers of the heat map").press("Enter")
+    some = saved_csv(page, heat.get_by_role("button", name="CSV").click)
+    assert some == [rows[0], rows[4], *rows[11:14]]
     for layer, *values in rows[1:]:
         there = [float(value) for value in values[:-1]]  # the last token has no row
         np.testing.assert_allclose(there, namespace["grid"][int(layer)], rtol=1e-4, atol=1e-4)

@@ -43,3 +43,12 @@ export function runs(numbers) {
   }
   return parts.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
 }
+
+// The numbers in a text such as "0, 3-5"; null if it is empty or no such text.
+export function numbersOf(text) {
+  if (!/^\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*$/.test(text ?? "")) return null;
+  return text.split(",").flatMap((part) => {
+    const [first, last = first] = part.split("-").map(Number);
+    return Array.from({ length: Math.min(Math.max(last - first + 1, 0), 10000) }, (_, index) => first + index);
+  });
+}

@@ -3,9 +3,9 @@ import { html, useEffect, useMemo, useRef, useState } from "../core/lib.js";
 import { floats, get, stream } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { saveCsv, savePng } from "../core/download.js";
-import { number, oneLine, visible } from "../core/format.js";
+import { number, numbersOf, oneLine } from "../core/format.js";
 import { useLoaded } from "../core/hooks.js";
-import { Problem, Select } from "./basics.js";
+import { Field, Problem, Select } from "./basics.js";
 import { HeatMap, Legend } from "./heatmap.js";
 import { Tokens } from "./tokens.js";
 
@@ -21,10 +21,10 @@ export function choices(manifest, state, directions) {
   const direction = directions.find((item) => item.name === state.direction) ?? directions.find((item) => !item.problem);
   const measure = direction && MEASURES.some(([name]) => name === state.measure) ? state.measure : "norm";
   const from = direction?.layers.includes(Number(state.from)) && state.from ? state.from : "";
-  return { site, sequence, layer, measure, direction: measure === "norm" ? "" : direction.name, from: measure === "norm" ? "" : from, each: state.each === "1" };
+  return { site, sequence, layer, measure, direction: measure === "norm" ? "" : direction.name, from: measure === "norm" ? "" : from, each: state.each === "1", rows: numbersOf(state.layers) };
 }
 
-export function Controls({ manifest, chosen, directions, change }) {
+export function Controls({ manifest, chosen, directions, state, change }) {
   const usable = directions.filter((item) => !item.problem);
   const direction = usable.find((item) => item.name === chosen.direction);
   return html`<div class="row panel">
@@ -34,6 +34,7 @@ export function Controls({ manifest, chosen, directions, change }) {
     ${chosen.measure !== "norm" && html`
       <${Select} label="Direction" value=${chosen.direction} options=${usable.map(({ name }) => [name, name])} onChange=${(name) => change({ direction: name, from: "" })} />
       <${Select} label="Its vector" value=${chosen.from} options=${[["", "each layer's own"], ...direction.layers.map((layer) => [String(layer), `of layer ${layer}`])]} onChange=${(from) => change({ from })} />`}
+    <${Field} label="Layers of the heat map" kind="narrow"><input placeholder="all" value=${state.layers ?? ""} onChange=${(event) => change({ layers: event.target.value })} /><//>
     <${Select} label="Layer of the text" value=${String(chosen.layer)} options=${chosen.site.layers.map((layer) => [String(layer), String(layer)])} onChange=${(layer) => change({ layer })} />
     <${Select} label="Colours" value=${chosen.each ? "1" : ""} options=${[["", "one scale for all layers"], ["1", "a scale for each layer"]]} onChange=${(each) => change({ each })} />
   </div>`;
@@ -42,7 +43,7 @@ export function Controls({ manifest, chosen, directions, change }) {
 // `state` has the window (first, last) and the chosen position; `change` changes them. `span`: positions to show at least.
 // `shared` and `onRanges`: two panes have the same colours; each says its own ranges, and gets those of both.
 export function Pane({ manifest, chosen, state, change, name, span = 0, shared, onRanges }) {
-  const { site, sequence, layer, measure, direction, from, each } = chosen;
+  const { site, sequence, layer, measure, direction, from, each, rows } = chosen;
   const wanted = { id: manifest.id, site: site.name, sequence, measure, direction, from };
   const isOpen = manifest.state === "open";
   const keys = [manifest.id, manifest.state, site.name, sequence, measure, direction, from];
@@ -58,7 +59,8 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   const texts = useMemo(() => tokens.value?.texts ?? (tokens.value?.ids ?? []).map((id) => `‹${id}›`), [tokens.value]);
   useEffect(() => { if (grid) onRanges?.(grid.ranges); }, [grid]);
   const own = shared?.length === grid?.ranges.length ? shared : grid?.ranges;
-  const ranges = useMemo(() => own && rangesFor(own, measure, each), [own, measure, each]);
+  const shownGrid = useMemo(() => grid && only(grid, own, rows), [grid, own, state.layers]);
+  const ranges = useMemo(() => shownGrid && rangesFor(shownGrid.ranges, measure, each), [shownGrid, measure, each]);
   const range = own ? rangesFor([own[site.layers.indexOf(layer)]], measure, true)[0] : null;
   const position = state.position === undefined || state.position === "" ? null : Number(state.position);
   const shown = hovered ?? position;
@@ -79,11 +81,11 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
           <button disabled=${!grid || isOpen} onClick=${() => zoom(0.5)} aria-label="Zoom in">+</button>
           <button disabled=${!grid || isOpen || grid.columns === grid.positions} onClick=${() => zoom(2)} aria-label="Zoom out">−</button>
           <button disabled=${!grid} onClick=${() => savePng(`${manifest.id}-${measure}.png`, canvas.current)}>PNG</button>
-          <button disabled=${!grid} onClick=${() => saveCsv(`${manifest.id}-${measure}.csv`, gridTable(grid))}>CSV</button>
+          <button disabled=${!grid} onClick=${() => saveCsv(`${manifest.id}-${measure}.csv`, gridTable(shownGrid))}>CSV</button>
         </div>
       </div>
       <${Problem} error=${isOpen ? live.error : ended.error} />
-      ${grid && html`<${HeatMap} grid=${grid} ranges=${ranges} measure=${measure} canvasRef=${canvas} describe=${describe}
+      ${grid && html`<${HeatMap} grid=${shownGrid} ranges=${ranges} measure=${measure} canvasRef=${canvas} describe=${describe}
         chosen=${position === null ? null : { layer, position }} label=${`${title(measure, direction)} by layer and position. The arrow keys move the chosen cell.`}
         onChoose=${(cell) => change({ layer: cell.layer, position: cell.position })} />`}
     </section>
@@ -100,6 +102,15 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
 }
 
 export const title = (measure, direction) => (measure === "norm" ? "Norm" : `${measure === "cosine" ? "Cosine with" : "Projection onto"} ${direction}`);
+
+// A grid with some of its layers; with all if none is named. `ranges` are those of the grid's layers.
+function only(grid, ranges, rows) {
+  const kept = grid.layers.map((layer, index) => index).filter((index) => !rows || rows.includes(grid.layers[index]));
+  if (!kept.length || kept.length === grid.layers.length) return { ...grid, ranges };
+  const values = new Float32Array(kept.length * grid.columns);
+  kept.forEach((index, row) => values.set(grid.values.subarray(index * grid.columns, (index + 1) * grid.columns), row * grid.columns));
+  return { ...grid, values, layers: kept.map((index) => grid.layers[index]), ranges: kept.map((index) => ranges[index]) };
+}
 
 // A grid with empty columns up to a number of positions, so that two captures side by side are aligned.
 function padded(grid, span) {

@@ -31,7 +31,7 @@ export function Capture({ state, change, about }) {
     </div>
     <${Problem} error=${manifest.error} />
     ${["incomplete", "aborted"].includes(found.state) && html`<p class="notice">${found.detail || `This capture is ${found.state}.`} ${found.missing}</p>`}
-    <${Controls} manifest=${found} chosen=${chosen} directions=${directions.value.directions} change=${change} />
+    <${Controls} manifest=${found} chosen=${chosen} directions=${directions.value.directions} state=${state} change=${change} />
     <div class="columns">
       <div><${Pane} manifest=${found} chosen=${chosen} state=${state} change=${change} name=${found.id} /></div>
       <aside aria-label="Details">

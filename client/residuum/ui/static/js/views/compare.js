@@ -26,7 +26,7 @@ function Both({ state, change, about, gallery }) {
   const chosen = choices(left, state, gallery.directions);
   const span = Math.max(...[left, right].map((side) => side.sequences[Math.min(chosen.sequence, side.sequences.length - 1)].tokens));
   const code = [state.a, state.b].map((id) => measureCode({ ...chosen, site: chosen.site.name, id, endpoint: about.endpoint, gallery: gallery.folder })).join("\n\n");
-  return html`<${Controls} manifest=${left} chosen=${chosen} directions=${gallery.directions} change=${change} />
+  return html`<${Controls} manifest=${left} chosen=${chosen} directions=${gallery.directions} state=${state} change=${change} />
     <div class="pair">${[left, right].map((manifest, index) => html`<div key=${index}>
       <div class="head"><h2><a href=${link("capture", { ...state, a: "", b: "", id: manifest.id })}>${oneLine(manifest.id)}</a></h2><${Badge} kind=${manifest.state}>${manifest.state}<//></div>
       <${Pane} manifest=${manifest} chosen=${choices(manifest, { ...state, layer: chosen.layer }, gallery.directions)} state=${state} change=${change} name=${manifest.id} span=${span}
