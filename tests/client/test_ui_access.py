@@ -57,7 +57,9 @@ def test_the_cookie_is_for_this_site_alone(page):
     assert str(page.port) in cookie.partition("=")[0]
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "", "[::2]", "[::1", "x@", "a/b"]
+)
 def test_other_host_names_are_refused(page, host):
     """DNS rebinding: another site's name that resolves to 127.0.0.1."""
     assert status(page, Host=host) == 403

@@ -77,7 +77,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), str(scope["path"])
         host = headers.get("host", "")
-        if not is_loopback(urllib.parse.urlsplit(f"//{host}").hostname or ""):
+        if not is_loopback(_name_of(host)):
             return _refused(403, f"This app answers only at loopback addresses such as 127.0.0.1, not at {host!r}.")
         if not path.startswith("/api/"):
             return None
@@ -100,6 +100,14 @@ class Guard:
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _name_of(host: str) -> str:
+    """Return the name or address in a Host header; empty if there is none."""
+    try:
+        return urllib.parse.urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # a bracket without its other half
+        return ""
 
 
 def _cookie_name(scope: Scope) -> str:

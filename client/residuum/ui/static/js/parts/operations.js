@@ -1,5 +1,6 @@
 // The editor of steering operations.
 import { html } from "../core/lib.js";
+import { link } from "../core/route.js";
 import { Field, Select } from "./basics.js";
 
 const KINDS = [["add", "Add"], ["ablate", "Remove (ablate)"], ["cap", "Keep within bounds (cap)"], ["replace", "Set the projection (replace)"]];
@@ -31,7 +32,7 @@ export function Operations({ operations, directions, onChange }) {
       <button class="plain bad" onClick=${() => onChange(operations.filter((_, at) => at !== index))}>Remove operation ${index + 1}</button>
     </fieldset>`)}
     <button disabled=${!usable.length} onClick=${() => onChange([...operations, newOperation(directions)])}>Add an operation</button>
-    ${!usable.length && html`<span class="soft small"> Make a direction first.</span>`}`;
+    ${!usable.length && html`<span class="small"> <a href=${link("directions", { new: "1" })}>Make a direction first.</a></span>`}`;
 }
 
 function Slider({ label, value, bound, onChange }) {
