@@ -29,20 +29,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def browser():
-    """The browser; skips the tests without one."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="these tests need the package playwright")
+def browser_path():
+    """The path of the browser; skips the tests without one."""
     path = chromium()
     if path is None:
         pytest.skip(f"these tests need a browser: none of {', '.join(PROGRAMS)} is installed (apt install chromium)")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(browser_path):
+    """The browser. It is closed after each file: while it is open, no test can run an event loop of its own."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="these tests need the package playwright")
     with playwright.sync_playwright() as running:
-        opened = running.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        opened = running.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield opened
         opened.close()
 
 
 @pytest.fixture(scope="session")
-def services(browser, smollm2):
+def services(browser_path, smollm2):
     """(store, inference): SmolLM2 in bfloat16, eager."""
     with running_services(
         str(smollm2),
@@ -92,7 +98,7 @@ def captured(client):
 
 
 @pytest.fixture
-def scripted(browser, tmp_path):
+def scripted(browser_path, tmp_path):
     """A real store and a scripted inference service, which tests may stop and start again."""
     from peer import RunningPeer
     from running_store import RunningStore

@@ -59,6 +59,8 @@ def write(endpoint, name, texts, *, layers=3, width=4, labels=None):
             ),
             timeout=60,
         )  # fmt: skip
+    with residuum.Client(store=endpoint) as client:
+        assert client.manifest(name, wait=60).is_complete
 
 
 def _messages(name, count, layers, width):
