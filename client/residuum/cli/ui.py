@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="the folder with directions (default: ~/.local/share/residuum/directions)",
     )
-    parser.add_argument("--open", action="store_true", help="open the page in the browser (default: print its address)")
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """Serve the page until Ctrl-C."""
+    """Serve the page until Ctrl-C.
+
+    It does not start a browser: the address has the token, and all users of a machine can read command lines.
+    """
     try:
         from residuum.ui import gallery, server
     except ImportError as error:
@@ -57,8 +58,6 @@ def run(options: argparse.Namespace, output: Output) -> int:
             output.json({"address": address})
         else:
             output.say(f"page       {address}\nservices   {options.endpoint}\nCtrl-C stops the page.")
-        if options.open:
-            webbrowser.open(address)
 
     folder = Path(options.gallery) if options.gallery else gallery.default_folder()
     try:
