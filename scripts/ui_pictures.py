@@ -104,7 +104,8 @@ def shrink(path: Path) -> None:
     from PIL import Image
 
     with Image.open(path) as picture:
-        small = picture.convert("RGB").quantize(256)
+        # The default method merges rare colours, such as the blue ones of a heat map, with grey.
+        small = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
     small.save(path, optimize=True)
 
 
