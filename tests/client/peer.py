@@ -237,7 +237,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def Unembed(self, request, context):
         """Predicts token i + 1 after a row whose first element is i, and then the tokens after it."""
         self._begin("Unembed", request)
-        first = np.frombuffer(request.rows, "<f4").reshape(-1, HIDDEN)[:, 0].astype(int)
+        first = np.frombuffer(request.rows, "<f4").reshape(-1, HIDDEN)[:, 0].astype(int).clip(0)
         k = request.num_top
         top_ids = first[:, None] + 1 + np.arange(k)
         own = np.array(request.token_ids, int)
@@ -246,7 +246,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                 tokens=-0.5 * own, num_top=k, top_token_ids=top_ids.ravel(),
                 top=np.tile(-0.25 * np.arange(k), len(first)),
             ),
-            ranks=np.abs(own - first),
+            ranks=np.abs(own - first[: len(own)]),
             texts=[
                 inference_pb2.TokenText(token_id=token, text=f"<{token}>") for token in np.unique(top_ids).tolist()
             ],

@@ -33,7 +33,9 @@ def test_import_linter_keeps_every_contract(tool):
     [
         ("client/residuum/__init__.py", "import torch"),
         ("client/residuum/__init__.py", "import svc_common.rpc.serving"),
+        ("client/residuum/directions/__init__.py", "import residuum.ui.gallery"),
         ("client/residuum/exports/__init__.py", "import residuum.captures.row_stream"),
+        ("client/residuum/cli/__init__.py", "import starlette.applications"),
         ("client/residuum/protocol/__init__.py", "import residuum.transport.failures"),
         ("client/residuum/protocol/__init__.py", "import grpc"),
         ("client/residuum/rpc/channels.py", "import residuum.exceptions"),

@@ -1,8 +1,10 @@
 """`pip install .` installs the thin client and nothing heavy, checked in a fresh environment."""
 
+import hashlib
 import json
 import os
 import subprocess
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -54,7 +56,7 @@ def test_nothing_heavy_is_installed(python, tmp_path):
 
 
 def test_every_client_module_imports_with_base_dependencies_only(python, tmp_path):
-    """Except residuum.torch, which fails to import without torch."""
+    """Except residuum.torch, which needs torch, and the modules of the page, which need the extra `ui`."""
     code = """
 import importlib, json, pkgutil, residuum
 failed = []
@@ -67,7 +69,9 @@ for module in pkgutil.walk_packages(residuum.__path__, "residuum."):
         failed.append(module.name)
 print(json.dumps(failed))
 """
-    assert run(python, code, tmp_path) == ["residuum.torch"]
+    failed = run(python, code, tmp_path)
+    assert [name for name in failed if not name.startswith("residuum.ui.")] == ["residuum.torch"]
+    assert "residuum.ui.server" in failed
 
 
 def test_serving_says_what_is_missing(python, tmp_path):
@@ -117,3 +121,30 @@ def test_mypy_reads_the_types_of_an_installed_wheel(python, tool, tmp_path):
     assert "numpy.ndarray" in checked.stdout
     assert 'program.py:5: error: Argument "layers"' in checked.stdout
     assert "Found 1 error in 1 file" in checked.stdout
+
+
+def test_the_wheel_holds_the_page_and_its_libraries_as_the_manifest_says(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        folder = "residuum/ui/static"
+        names = [name.removeprefix(f"{folder}/") for name in archive.namelist() if name.startswith(f"{folder}/")]
+        assert {"index.html", "page.css", "js/main.js"} <= set(names)
+        entries = json.loads(archive.read(f"{folder}/vendor/manifest.json"))
+        vendored = {name.removeprefix("vendor/") for name in names if name.startswith("vendor/")}
+        assert vendored == {"manifest.json", *entries}
+        for name, entry in entries.items():
+            assert hashlib.sha256(archive.read(f"{folder}/vendor/{name}")).hexdigest() == entry["sha256"], name
+
+
+def test_the_page_is_served_from_the_installed_wheel(wheel, environment, tmp_path):
+    python = environment(f"{wheel}[ui]", f"--constraint={ROOT / 'requirements/dev.lock'}")
+    command = [python.parent / "residuum", "ui", "--port", "0", "--json", "--gallery", tmp_path]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = json.loads(process.stdout.readline())["address"]
+            base = address.partition("?")[0]
+            for path in ("", "page.css", "js/main.js", "vendor/preact.js"):
+                with urllib.request.urlopen(base + path, timeout=30) as answer:
+                    assert answer.status == 200
+                    assert answer.read()
+        finally:
+            process.terminate()

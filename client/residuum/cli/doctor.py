@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """Run the checks. Return 1 if one failed, else 0."""
     failed = False
     with open_client(options) as client:
-        for finding in _examine(client, named_store=options.store is not None):
+        for finding in examine(client, named_store=options.store is not None):
             failed = failed or not finding.ok
             _show(finding, output)
     return 1 if failed else 0
@@ -65,7 +65,7 @@ def _show(finding: Finding, output: Output) -> None:
         output.say(f"{mark}  {finding.check}: {finding.detail}")
 
 
-def _examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]:
+def examine(client: residuum.Client, *, named_store: bool) -> Iterator[Finding]:
     """Yield findings. Checks that depend on a failed one are skipped."""
     reachable = yield from _endpoint("inference service", client.endpoint)
     if not reachable:

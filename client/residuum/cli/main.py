@@ -25,6 +25,7 @@ from residuum.cli import (
     serve,
     services,
     token,
+    ui,
     vectors,
 )
 from residuum.cli.output import Output
@@ -120,6 +121,13 @@ def make_parser() -> argparse.ArgumentParser:
     add_command(commands, "stats", services.stats, "show what the stores hold, and how long they keep it")
     text = "check the connections to and between the services, with advice for failures"
     add_command(commands, "doctor", doctor.run, text)
+    add_command(
+        commands,
+        "ui",
+        ui.run,
+        "serve a page for the browser, to explore captures and to steer",
+        arguments=ui.add_arguments,
+    )
     _add_health(commands)
     _add_token(commands)
     return parser

@@ -1,0 +1,139 @@
+"""Lists of captures, manifests, tokens and labels."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from residuum.exceptions import NoMessageSpans, NoTokenTexts
+from residuum.ui.answers import body_of, invalid, whole_number
+from residuum.values.manifest import Manifest, SteeringRecord
+from residuum.values.replies import CaptureSummary
+
+if TYPE_CHECKING:
+    from residuum.aio import AsyncClient
+
+_STATES = ("open", "complete", "incomplete", "aborted")
+
+
+async def list_page(request: Request) -> Response:
+    """Return a page of the list of captures, newest first."""
+    client: AsyncClient = request.app.state.client
+    asked = request.query_params
+    states = [state for state in asked.get("states", "").split(",") if state in _STATES]
+    page = await client.captures_page(
+        page_size=whole_number(request, "size", 500), page_token=asked.get("page", ""),
+        prefix=asked.get("prefix", ""), states=states, where=asked.get("where", ""),
+    )  # fmt: skip
+    return JSONResponse({"captures": [_summary(item) for item in page.captures], "next": page.next_page_token})
+
+
+async def describe(request: Request) -> Response:
+    """Return what a manifest says: what was captured, of which request, and what is missing."""
+    manifest = await _manifest(request)
+    return JSONResponse(
+        {
+            "id": manifest.capture_id, "model": manifest.model, "adapter": manifest.adapter, "state": manifest.state,
+            "reason": manifest.reason, "detail": manifest.detail, "missing": manifest.describe_missing(),
+            "sites": [_site(manifest, site) for site in manifest.sites], "num_layers": manifest.num_layers,
+            "hidden_size": manifest.hidden_size, "encoding": manifest.encoding, "dtype": manifest.dtype,
+            "reduction": manifest.reduction, "before_steering": manifest.before_steering,
+            "positions": str(manifest.positions), "prompt_tokens": len(manifest.prompt_token_ids),
+            "sequences": _sequences(manifest), "rows": manifest.num_rows, "bytes": manifest.num_bytes,
+            "steering": [_operation(item) for item in manifest.steering],
+            "changes": [
+                {"first": change.first_positions, "steering": [_operation(item) for item in change.steering]}
+                for change in manifest.steering_changes
+            ],
+            "opened": _milliseconds(manifest.open_time), "ended": _milliseconds(manifest.end_time),
+            "labels": dict(manifest.labels), "vllm": manifest.vllm_version,
+        }
+    )  # fmt: skip
+
+
+async def tokens(request: Request) -> Response:
+    """Return the token IDs and texts of one sequence, with the prompt, and the messages of a conversation."""
+    manifest = await _manifest(request)
+    sequence = whole_number(request, "sequence", 0)
+    outcomes = manifest.sequences
+    generated = outcomes[sequence].generated_token_ids if sequence < len(outcomes) else ()
+    answer: dict[str, Any] = {"ids": [*manifest.prompt_token_ids, *generated], "texts": None, "spans": []}
+    try:
+        answer["texts"] = list(manifest.tokens(sequence))
+    except NoTokenTexts as error:
+        answer["why"] = str(error)
+    with contextlib.suppress(NoMessageSpans):  # most prompts are no conversation
+        answer["spans"] = [[span.role, span.first, span.last] for span in manifest.spans(sequence)]
+    return JSONResponse(answer)
+
+
+async def label(request: Request) -> Response:
+    """Set and remove labels."""
+    body = await body_of(request)
+    labels = body.get("labels")
+    if not isinstance(labels, dict):
+        raise invalid("labels must be an object.")
+    client: AsyncClient = request.app.state.client
+    return JSONResponse({"labels": await client.label(_text(body, "id"), labels)})
+
+
+async def delete(request: Request) -> Response:
+    """Delete one capture."""
+    client: AsyncClient = request.app.state.client
+    return JSONResponse({"freed": await client.delete(_text(await body_of(request), "id"))})
+
+
+async def _manifest(request: Request) -> Manifest:
+    client: AsyncClient = request.app.state.client
+    return await client.manifest(request.query_params.get("id", ""))
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise invalid(f"{name} must be a text, not {value!r}.")
+    return value
+
+
+def _summary(item: CaptureSummary) -> dict[str, Any]:
+    return {
+        "id": item.capture_id, "model": item.model, "state": item.state, "rows": item.num_rows, "bytes": item.num_bytes,
+        "opened": _milliseconds(item.open_time), "ended": _milliseconds(item.end_time), "store": item.store,
+        "labels": dict(item.labels),
+    }  # fmt: skip
+
+
+def _site(manifest: Manifest, site: str) -> dict[str, Any]:
+    try:
+        width = manifest.format_at(site).decoded_width
+    except ValueError:  # this version does not know the encoding
+        width = 0
+    return {"name": site, "layers": list(manifest.layers_at(site)), "width": width}
+
+
+def _sequences(manifest: Manifest) -> list[dict[str, Any]]:
+    count = max(manifest.proto.description.num_sequences, 1)
+    ended = manifest.sequences
+    return [
+        {
+            "tokens": len(manifest.prompt_token_ids) + (len(ended[index].generated_token_ids) if ended else 0),
+            "finish": ended[index].finish_reason if index < len(ended) else "",
+        }
+        for index in range(count)
+    ]
+
+
+def _operation(item: SteeringRecord) -> dict[str, Any]:
+    numbers = {name: getattr(item, name) for name in ("scale", "min", "max", "value")}
+    return {
+        "operation": item.operation, "layers": list(item.layers), "site": item.site, "positions": str(item.positions),
+        "digests": list(item.digests), **{name: value for name, value in numbers.items() if value is not None},
+    }  # fmt: skip
+
+
+def _milliseconds(time: datetime.datetime | None) -> int | None:
+    return None if time is None else round(time.timestamp() * 1000)

@@ -1,0 +1,181 @@
+"""Endpoints for layer × position grids of a measure, the values of one layer, and single rows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from residuum.exceptions import ResiduumError
+from residuum.protocol.lens import Unembedding
+from residuum.ui.answers import Event, describe, event_stream, floats, invalid, number, whole_number
+from residuum.ui.gallery import layer_vectors
+from residuum.ui.measures import Grid, Measure, statistics
+from residuum.values.manifest import Manifest
+
+if TYPE_CHECKING:
+    from residuum.aio import AsyncClient
+    from residuum.ui.gallery import Gallery
+
+_CACHE_BYTES = 256 << 20
+"""Bytes of grids that are kept, so that other layers and zooms need no further read."""
+
+_MOST_COLUMNS = 4096
+_EVENT_SECONDS = 0.1
+"""How often a live stream sends what has come."""
+
+_STREAM_SITES = {"resid_post", "resid_pre", "resid_mid"}
+"""The sites whose rows the model's unembedding can be applied to."""
+
+
+class GridCache:
+    """Computes grids of captures that have ended, and keeps the latest ones."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._grids: OrderedDict[Any, Grid] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def get(self, manifest: Manifest, site: str, sequence: int, measure: Measure, key: Any) -> Grid:
+        """Return a grid. The rows are read as a stream, so the memory is that of the grid and of one message.
+
+        Args:
+            manifest: The capture's manifest; it has ended.
+            site: The site.
+            sequence: The sequence.
+            measure: What to compute.
+            key: Names the measure with its direction.
+        """
+        name = (manifest.capture_id, manifest.open_time, site, sequence, key)
+        async with self._lock:  # two views of one capture share one read
+            if name not in self._grids:
+                grid = Grid(manifest.layers_at(site), _positions(manifest, sequence))
+                async for layer, positions, values in _measured(self._client, manifest, site, sequence, measure):
+                    grid.put(layer, positions, values)
+                self._grids[name] = grid
+                while len(self._grids) > 1 and sum(grid.values.nbytes for grid in self._grids.values()) > _CACHE_BYTES:
+                    self._grids.popitem(last=False)
+            self._grids.move_to_end(name)
+            return self._grids[name]
+
+
+async def grid(request: Request) -> Response:
+    """Return a window of a grid, in as many columns as the page can show."""
+    found = await _grid(request)
+    end = max(found.values.shape[1] - 1, 0)
+    first = min(whole_number(request, "first", 0), end)
+    last = max(first, min(whole_number(request, "last", end), end))
+    columns = min(max(whole_number(request, "columns", 1024), 1), _MOST_COLUMNS)
+    part = found.window(first, last, columns)
+    return JSONResponse(
+        {
+            "layers": found.layers, "positions": found.values.shape[1], "first": first, "last": last,
+            "columns": part.shape[1], "values": floats(part), "ranges": found.ranges(),
+        }
+    )  # fmt: skip
+
+
+async def scores(request: Request) -> Response:
+    """Return the values of one layer at every position."""
+    found = await _grid(request)
+    return JSONResponse({"values": floats(found.row(whole_number(request, "layer")))})
+
+
+async def live(request: Request) -> Response:
+    """Stream the values of a capture while its request generates, and end with it."""
+    manifest, site, sequence, measure, _ = await _wanted(request)
+    client: AsyncClient = request.app.state.client
+
+    async def events() -> AsyncIterator[Event]:
+        yield "start", {"layers": list(manifest.layers_at(site)), "prompt_tokens": len(manifest.prompt_token_ids)}
+        tiles: list[dict[str, Any]] = []
+        sent = 0.0
+        async for layer, positions, values in _measured(client, manifest, site, sequence, measure):
+            tiles.append({"layer": layer, "positions": positions.tolist(), "values": floats(values)})
+            if time.monotonic() - sent >= _EVENT_SECONDS:
+                yield "tiles", {"tiles": tiles}
+                tiles, sent = [], time.monotonic()
+        if tiles:
+            yield "tiles", {"tiles": tiles}
+        yield "end", {}
+
+    return event_stream(events())
+
+
+async def row(request: Request) -> Response:
+    """Return facts about one row, and the tokens that it predicts through the model's unembedding.
+
+    A position without a row is no failure: the last token of every reply is one.
+    """
+    manifest, site, sequence, measure, _ = await _wanted(request)
+    layer, position = whole_number(request, "layer"), whole_number(request, "position")
+    client: AsyncClient = request.app.state.client
+    acts = await client.activations(
+        manifest.capture_id, layers=[layer], sites=[site], sequences=sequence, positions=[position],
+        wait=False, allow_partial=True,
+    )  # fmt: skip
+    if not acts.present.any():
+        return JSONResponse({"missing": f"The capture has no row of layer {layer} at position {position}."})
+    values = acts[layer][0]
+    answer = {**statistics(values), "measure": number(float(measure.values(layer, values[None])[0]))}
+    if site in _STREAM_SITES and len(values) == manifest.hidden_size:
+        try:
+            answer["lens"] = _lens(await client.unembed(values, top_k=8))
+        except ResiduumError as error:  # the store may be read without an inference service
+            answer["lens_error"] = describe(error)["message"]
+    return JSONResponse(answer)
+
+
+def _lens(found: Unembedding) -> list[list[Any]]:
+    return [
+        [int(token), found.text(int(token)), number(float(value))]
+        for token, value in zip(found.top_ids.ravel(), found.top.ravel(), strict=True)
+    ]
+
+
+async def _grid(request: Request) -> Grid:
+    manifest, site, sequence, measure, key = await _wanted(request)
+    if not manifest.is_final:
+        raise invalid(f"{manifest.capture_id} is still open. Follow it live, or wait until it has ended.")
+    cache: GridCache = request.app.state.grids
+    return await cache.get(manifest, site, sequence, measure, key)
+
+
+async def _wanted(request: Request) -> tuple[Manifest, str, int, Measure, Any]:
+    """Return what a request names: the capture, the site, the sequence, the measure, and a key of the measure."""
+    client: AsyncClient = request.app.state.client
+    asked = request.query_params
+    manifest = await client.manifest(asked.get("id", ""))
+    site = asked.get("site") or manifest.sites[0]
+    layers = manifest.layers_at(site)
+    sequence = whole_number(request, "sequence", 0)
+    if sequence >= max(manifest.proto.description.num_sequences, 1):
+        raise invalid(f"{manifest.capture_id} has no sequence {sequence}.")
+    name, direction, from_layer = asked.get("measure", "norm"), asked.get("direction", ""), asked.get("from", "")
+    if name == "norm" or not direction:
+        return manifest, site, sequence, Measure.of(name), name
+    gallery: Gallery = request.app.state.gallery
+    vectors = layer_vectors(gallery.load(direction), layers, from_layer)
+    key = (name, tuple((layer, vector.digest) for layer, vector in vectors.items()))
+    return manifest, site, sequence, Measure.of(name, vectors), key
+
+
+async def _measured(
+    client: AsyncClient, manifest: Manifest, site: str, sequence: int, measure: Measure
+) -> AsyncIterator[tuple[int, Any, Any]]:
+    """Yield (layer, positions, values) of a capture as its rows arrive, until it has ended."""
+    pieces = client.follow(manifest.capture_id, sites=[site], sequence=sequence, allow_partial=True)
+    async for _, layer, positions, rows in pieces:
+        yield layer, positions, measure.values(layer, rows)
+
+
+def _positions(manifest: Manifest, sequence: int) -> int:
+    ended = manifest.sequences
+    generated = len(ended[sequence].generated_token_ids) if sequence < len(ended) else 0
+    last = max((run[1] for rows in manifest.present if rows.sequence == sequence for run in rows.ranges), default=-1)
+    return max(len(manifest.prompt_token_ids) + generated, last + 1)

@@ -1,0 +1,71 @@
+"""Endpoints for the state of the services: health, space, and the findings of `residuum doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import residuum
+from residuum.exceptions import ResiduumError
+from residuum.ui.answers import describe
+
+if TYPE_CHECKING:
+    from residuum.aio import AsyncClient
+    from residuum.values.model_info import ModelInfo
+    from residuum.values.replies import StoreStats
+
+Diagnosis = Callable[[], Iterable[Any]]
+"""Returns findings with `check`, `ok`, `warning` and `detail`. The command line provides it: it has `doctor`."""
+
+
+async def session(request: Request) -> Response:
+    """Return what the page needs at its start."""
+    client: AsyncClient = request.app.state.client
+    return JSONResponse({"version": residuum.__version__, "endpoint": client.endpoint})
+
+
+async def model(request: Request) -> Response:
+    """Return the facts of the served model that the page offers as choices."""
+    client: AsyncClient = request.app.state.client
+    return JSONResponse(_model(await client.info()))
+
+
+async def health(request: Request) -> Response:
+    """Return whether the services are serving, and what the stores hold. A service that is away is no failure."""
+    client: AsyncClient = request.app.state.client
+    answer: dict[str, Any] = {"inference": "", "stores": {}, "stats": [], "problems": []}
+    status = await client.health()
+    answer |= {"inference": status.inference or "", "stores": dict(status.stores)}
+    try:
+        answer["stats"] = [_stats(item) for item in await client.stats(allow_partial=True)]
+    except ResiduumError as error:
+        answer["problems"].append(describe(error)["message"])
+    return JSONResponse(answer)
+
+
+async def doctor(request: Request) -> Response:
+    """Return the findings of `residuum doctor`."""
+    diagnose: Diagnosis = request.app.state.diagnose
+    findings = await asyncio.to_thread(lambda: [vars(finding) for finding in diagnose()])
+    return JSONResponse({"findings": findings})
+
+
+def _model(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "model": info.model, "layers": info.num_layers, "hidden_size": info.hidden_size, "sites": info.sites,
+        "max_model_len": info.max_model_len, "vllm": info.vllm_version, "version": info.server_version,
+    }  # fmt: skip
+
+
+def _stats(item: StoreStats) -> dict[str, Any]:
+    known = dataclasses.asdict(item)
+    return {
+        name: known[name]
+        for name in ("store", "endpoint", "captures", "num_bytes", "used_bytes", "append_limit_bytes",
+                     "free_disk_bytes", "why_full", "server_version", "tenant")
+    }  # fmt: skip

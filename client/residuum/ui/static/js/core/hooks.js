@@ -1,0 +1,61 @@
+// Hooks that load data.
+import { useCallback, useEffect, useRef, useState } from "./lib.js";
+
+// Load a value and load it again when `keys` change. Answers to earlier keys are dropped.
+export function useLoaded(load, keys) {
+  const [state, setState] = useState({ value: null, error: null, isLoading: true });
+  const [turn, setTurn] = useState(0);
+  useEffect(() => {
+    const stop = new AbortController();
+    setState((before) => ({ ...before, isLoading: true }));
+    load(stop.signal).then(
+      (value) => stop.signal.aborted || setState({ value, error: null, isLoading: false }),
+      (error) => stop.signal.aborted || setState((before) => ({ ...before, error, isLoading: false })),
+    );
+    return () => stop.abort();
+  }, [...keys, turn]);
+  const reload = useCallback(() => setTurn((before) => before + 1), []);
+  return { ...state, reload };
+}
+
+// Call a function now and then every so many seconds, while the page is visible.
+export function usePoll(task, seconds, keys) {
+  const latest = useRef(task);
+  latest.current = task;
+  useEffect(() => {
+    let timer = 0;
+    let isOver = false;
+    const tick = async () => {
+      if (!document.hidden) await latest.current();
+      if (!isOver) timer = setTimeout(tick, seconds * 1000);
+    };
+    tick();
+    return () => {
+      isOver = true;
+      clearTimeout(timer);
+    };
+  }, keys);
+}
+
+// The width of an element in CSS pixels, as it changes.
+export function useWidth(ref) {
+  const [width, setWidth] = useState(0);
+  useEffect(() => {
+    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    if (ref.current) observer.observe(ref.current);
+    return () => observer.disconnect();
+  }, []);
+  return width;
+}
+
+// Whether the page is dark, as that changes.
+export function useDark() {
+  const query = matchMedia("(prefers-color-scheme: dark)");
+  const [dark, setDark] = useState(query.matches);
+  useEffect(() => {
+    const listen = () => setDark(query.matches);
+    query.addEventListener("change", listen);
+    return () => query.removeEventListener("change", listen);
+  }, []);
+  return dark;
+}

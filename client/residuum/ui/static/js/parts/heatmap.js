@@ -1,0 +1,121 @@
+// A layer × position heat map on a canvas. The top row is the last layer. It is one stop of the keyboard: the arrow keys
+// move the chosen cell.
+import { html, useEffect, useRef, useState } from "../core/lib.js";
+import { color, isSigned } from "../core/colors.js";
+import { number } from "../core/format.js";
+import { useDark, useWidth } from "../core/hooks.js";
+
+// grid: { layers, first, last, columns, values (Float32Array [layers, columns]) }. ranges: [low, high] for each layer.
+// chosen: { layer, position } or null. describe(position): what a token is. height: about how many pixels it may take.
+export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = () => "", label, canvasRef, height: most = 420 }) {
+  const frame = useRef(null);
+  const own = useRef(null);
+  const canvas = canvasRef ?? own;
+  const width = useWidth(frame);
+  const dark = useDark();
+  const [hovered, setHovered] = useState(null);
+  const { layers, first, last, columns, values } = grid;
+  const rowHeight = Math.max(5, Math.min(14, Math.floor(most / Math.max(layers.length, 1))));
+  const height = rowHeight * layers.length;
+  const count = last - first + 1;
+
+  useEffect(() => {
+    if (width && canvas.current) draw(canvas.current, { width, height, grid, ranges, measure, dark, chosen });
+  }, [grid, ranges, width, dark, chosen?.layer, chosen?.position]);
+
+  const cellAt = (event) => {
+    const box = canvas.current.getBoundingClientRect();
+    const row = Math.floor(((event.clientY - box.top) / box.height) * layers.length);
+    const column = Math.floor(((event.clientX - box.left) / box.width) * columns);
+    if (row < 0 || column < 0 || row >= layers.length || column >= columns) return null;
+    return { layer: layers[layers.length - 1 - row], position: first + Math.floor((column * count) / columns) };
+  };
+  const move = (event) => {
+    const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [1, 0], ArrowDown: [-1, 0] }[event.key];
+    if (!step || !layers.length) return;
+    event.preventDefault();
+    const now = chosen ?? { layer: layers.at(-1), position: first };
+    const index = Math.min(Math.max(layers.indexOf(now.layer) + step[0], 0), layers.length - 1);
+    const stride = Math.max(1, Math.ceil(count / columns));
+    const position = Math.min(Math.max(now.position + step[1] * stride, first), last);
+    onChoose?.({ layer: layers[index], position });
+  };
+  const shown = hovered ?? chosen;
+  return html`<div class="heat" ref=${frame}>
+    <${LayerAxis} layers=${layers} rowHeight=${rowHeight} />
+    <canvas ref=${canvas} role="application" aria-roledescription="heat map" tabindex="0" aria-label=${label}
+      onMouseMove=${(event) => setHovered(cellAt(event))} onMouseLeave=${() => setHovered(null)}
+      onClick=${(event) => { const cell = cellAt(event); if (cell) onChoose?.(cell); }} onKeyDown=${move}></canvas>
+    <div class="foot"><span>position ${first}</span><span>${last}</span></div>
+    <div class="foot status" aria-live="polite">${shown ? cellText(grid, shown, describe) : "Point at a cell, or move with the arrow keys."}</div>
+  </div>`;
+}
+
+export function valueAt({ layers, first, last, columns, values }, { layer, position }) {
+  const row = layers.indexOf(layer);
+  if (row < 0 || position < first || position > last) return NaN;
+  const column = Math.floor(((position - first) * columns) / (last - first + 1));
+  return values[row * columns + column];
+}
+
+function cellText(grid, cell, describe) {
+  const several = grid.columns < grid.last - grid.first + 1 ? "largest near " : "";
+  return `layer ${cell.layer}, ${several}position ${cell.position}${describe(cell.position)}: ${number(valueAt(grid, cell))}`;
+}
+
+function LayerAxis({ layers, rowHeight }) {
+  const every = Math.max(1, Math.ceil(16 / rowHeight));
+  const marked = layers.map((layer, index) => [layer, layers.length - 1 - index]).filter(([, row]) => row % every === 0);
+  return html`<div class="axis" aria-hidden="true">
+    ${marked.map(([layer, row]) => html`<span key=${layer} style=${{ top: `${(row + 0.5) * rowHeight}px` }}>${layer}</span>`)}
+  </div>`;
+}
+
+function draw(canvas, { height, grid, ranges, measure, dark, chosen }) {
+  const { layers, columns, values, first, last } = grid;
+  const scale = devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.max(1, Math.round(width * scale));
+  canvas.height = Math.max(1, Math.round(height * scale));
+  if (!layers.length || !columns) return;
+  const image = new ImageData(columns, layers.length);
+  for (let row = 0; row < layers.length; row++) {
+    const source = (layers.length - 1 - row) * columns;
+    const range = ranges[layers.length - 1 - row];
+    for (let column = 0; column < columns; column++) {
+      const rgb = color(values[source + column], range, measure, dark);
+      if (rgb) image.data.set([...rgb, 255], 4 * (row * columns + column));
+    }
+  }
+  const small = new OffscreenCanvas(columns, layers.length);
+  small.getContext("2d").putImageData(image, 0, 0);
+  const context = canvas.getContext("2d");
+  context.imageSmoothingEnabled = false;
+  context.drawImage(small, 0, 0, canvas.width, canvas.height);
+  const row = chosen ? layers.indexOf(chosen.layer) : -1;
+  if (row >= 0 && chosen.position >= first && chosen.position <= last) {
+    const cell = [canvas.width / columns, canvas.height / layers.length];
+    const column = Math.floor(((chosen.position - first) * columns) / (last - first + 1));
+    const thick = 2 * scale;
+    context.lineWidth = thick;
+    context.strokeStyle = dark ? "#fff" : "#111";
+    context.strokeRect(column * cell[0] - thick / 2, (layers.length - 1 - row) * cell[1] - thick / 2, Math.max(cell[0], 3) + thick, cell[1] + thick);
+  }
+}
+
+// The colours of a range, with the numbers at its ends.
+export function Legend({ range, measure, each }) {
+  const canvas = useRef(null);
+  const dark = useDark();
+  useEffect(() => {
+    const context = canvas.current.getContext("2d");
+    canvas.current.width = 100;
+    canvas.current.height = 1;
+    for (let at = 0; at < 100; at++) {
+      context.fillStyle = `rgb(${color(isSigned(measure) ? at / 99 : 2 ** (at / 99), isSigned(measure) ? [0, 1] : [1, 2], measure, dark).join(",")})`;
+      context.fillRect(at, 0, 1, 1);
+    }
+  }, [measure, dark]);
+  return html`<span class="legend">${each ? "low" : number(range?.[0])}<canvas ref=${canvas} aria-hidden="true"></canvas>${each ? "high, of each layer" : number(range?.[1])}</span>`;
+}

@@ -1,0 +1,133 @@
+// One column of Generate: its operations, its text as it comes, and the heat map of its rows.
+import { html, useEffect, useRef, useState } from "../core/lib.js";
+import { post, stream } from "../core/api.js";
+import { rangesFor } from "../core/colors.js";
+import { number, visible } from "../core/format.js";
+import { link } from "../core/route.js";
+import { Badge, Problem } from "./basics.js";
+import { HeatMap, Legend } from "./heatmap.js";
+import { Operations, sent } from "./operations.js";
+import { title, useLive } from "./pane.js";
+
+const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, error: null, result: null };
+
+// A generation: its state, and functions that start it, stop it and change its steering.
+export function useGeneration() {
+  const [state, setState] = useState(IDLE);
+  const running = useRef(null);
+  useEffect(() => () => running.current?.abort(), []);
+
+  const start = async (body) => {
+    running.current?.abort();
+    const control = new AbortController();
+    running.current = control;
+    const isCurrent = () => running.current === control;
+    const update = (change) => isCurrent() && setState(change);
+    setState({ ...IDLE, status: "running" });
+    const arrived = [];
+    let frame = 0;
+    const flush = () => {
+      frame = 0;
+      const fresh = arrived.splice(0);
+      update((before) => ({ ...before, tokens: [...before.tokens, ...fresh] }));
+    };
+    const onEvent = (name, data) => {
+      if (name === "started") update((before) => ({ ...before, id: data.id, promptTokens: data.prompt_tokens }));
+      if (name === "token") arrived.push({ text: data.text, position: data.position });
+      if (name === "token" && !frame) frame = requestAnimationFrame(flush);
+      if (name === "finished") { flush(); update((before) => ({ ...before, result: data })); }
+    };
+    try {
+      await stream("generate", { body, onEvent, signal: control.signal });
+      update((before) => ({ ...before, status: "done" }));
+    } catch (error) {
+      flush();
+      if (error.name !== "AbortError") update((before) => ({ ...before, status: error.kind === "RequestAborted" ? "stopped" : "failed", error: error.kind === "RequestAborted" ? null : error }));
+    }
+  };
+  const stop = async () => {
+    try {
+      if (state.id) await post("stop", { id: state.id });
+      else running.current?.abort();
+    } catch (error) {
+      setState((before) => ({ ...before, error }));
+    }
+  };
+  const steer = async (operations, text) => {
+    try {
+      const { first_positions: [first] } = await post("steer", { id: state.id, operations });
+      setState((before) => ({ ...before, marks: [...before.marks, { position: first, text }], error: null }));
+    } catch (error) {
+      setState((before) => (before.status === "running" ? { ...before, error } : before)); // else it has just ended
+    }
+  };
+  return { state, start, stop, steer };
+}
+
+// `measured`: an operation, onto whose direction the heat map projects; undefined for the norm.
+export function Column({ column, directions, onChange, generation, capture, measured }) {
+  const { state, steer } = generation;
+  const timer = useRef(0);
+  const change = (operations) => {
+    onChange({ ...column, operations });
+    if (state.status !== "running" || !state.id) return;
+    clearTimeout(timer.current); // a slider moves through many values
+    timer.current = setTimeout(() => steer(operations.map(sent), describe(operations)), 200);
+  };
+  return html`<section class="panel" aria-label=${column.name}>
+    <div class="head"><h2>${column.name}</h2>${state.status !== "idle" && html`<${Badge} kind=${STATUS[state.status]}>${state.status}<//>`}
+      <div class="tools">${state.status === "running" && html`<button onClick=${generation.stop}>Stop</button>`}
+      ${state.id && capture && state.status !== "running" && html`<a class="button" href=${link("capture", { id: state.id })}>Open capture</a>`}</div></div>
+    ${column.canSteer && html`<${Operations} operations=${column.operations} directions=${directions} onChange=${change} />`}
+    <div class="text" aria-label=${`Text of ${column.name}`} aria-live="off" role="group">${texts(state)}</div>
+    <${Problem} error=${state.error} />
+    ${state.result && html`<p class="soft small">${state.result.tokens} tokens in ${state.result.seconds.toFixed(1)} s; ended by ${REASONS[state.result.reason] ?? state.result.reason}</p>`}
+    ${capture && state.id && html`<${LiveMap} id=${state.id} measured=${measured} name=${column.name} />`}
+  </section>`;
+}
+
+const STATUS = { running: "open", done: "good", stopped: "warn", failed: "bad" };
+const REASONS = { length: "the limit of tokens", stop: "the model" };
+
+// The text, with a mark where a change of the steering began to hold.
+function texts(state) {
+  if (state.status === "idle") return html`<span class="soft">The reply appears here.</span>`;
+  const parts = [];
+  let marks = state.marks;
+  let run = "";
+  const flush = () => {
+    if (run) parts.push(run);
+    run = "";
+  };
+  for (const token of state.tokens) {
+    while (marks.length && marks[0].position <= token.position) {
+      flush();
+      parts.push(html`<span class="mark">${marks[0].text} from token ${marks[0].position - state.promptTokens}</span>`);
+      marks = marks.slice(1);
+    }
+    run += token.text;
+  }
+  flush();
+  for (const mark of marks) parts.push(html`<span class="mark">${mark.text} from token ${mark.position - state.promptTokens}</span>`);
+  return parts.map((part) => (typeof part === "string" ? visible(part).replaceAll("⏎", "") : part));
+}
+
+export function describe(operations) {
+  if (!operations.length) return "no steering";
+  return operations.map((item) => {
+    const value = { add: `scale ${number(item.scale)}`, ablate: `removal ${number(item.scale)}`, cap: "bounds", replace: `projection ${number(item.value)}` }[item.kind];
+    return `${item.direction} ${value}`;
+  }).join(", ");
+}
+
+function LiveMap({ id, measured, name }) {
+  const measure = measured ? "projection" : "norm";
+  const wanted = { id, measure, direction: measured?.direction, from: measured?.from };
+  const { grid, error } = useLive(wanted, [id, measured?.direction, measured?.from]);
+  const [chosen, setChosen] = useState(null);
+  if (error) return html`<p class="soft small">No heat map: ${error.message}</p>`;
+  if (!grid) return null;
+  const ranges = rangesFor(grid.ranges, measure, true);
+  return html`<div class="head"><h3>${title(measure, measured?.direction)}</h3><${Legend} measure=${measure} each=${true} /></div>
+    <${HeatMap} grid=${grid} ranges=${ranges} measure=${measure} height=${260} chosen=${chosen} onChoose=${setChosen} label=${`${title(measure, measured?.direction)} of ${name} by layer and position`} />`;
+}

@@ -1,0 +1,127 @@
+// One capture: what it is, its heat map and text, and the row that is chosen.
+import { html, useState } from "../core/lib.js";
+import { get, post } from "../core/api.js";
+import { bytes, count, number, oneLine, runs, time } from "../core/format.js";
+import { useLoaded, usePoll } from "../core/hooks.js";
+import { measureCode } from "../core/python.js";
+import { link } from "../core/route.js";
+import { Badge, Facts, Problem, Python } from "../parts/basics.js";
+import { choices, Controls, Pane, title } from "../parts/pane.js";
+
+export function useCapture(id) {
+  const loaded = useLoaded((signal) => get("capture", { id }, signal), [id]);
+  usePoll(async () => loaded.value?.state === "open" && loaded.reload(), 1, [id, loaded.value?.state]);
+  return loaded;
+}
+
+export const useDirections = () => useLoaded((signal) => get("directions", {}, signal), []);
+
+export function Capture({ state, change, about }) {
+  const manifest = useCapture(state.id ?? "");
+  const directions = useDirections();
+  if (!manifest.value || !directions.value) {
+    return html`<h1>Capture ${oneLine(state.id ?? "")}</h1><${Problem} error=${manifest.error ?? directions.error} />${!manifest.error && html`<p class="empty">Loading…</p>`}`;
+  }
+  const found = manifest.value;
+  const chosen = choices(found, state, directions.value.directions);
+  const code = measureCode({ ...chosen, site: chosen.site.name, id: found.id, endpoint: about.endpoint, gallery: directions.value.folder });
+  return html`
+    <div class="head"><h1>${oneLine(found.id)}</h1><${Badge} kind=${found.state}>${found.state}<//>
+      <div class="tools"><a class="button" href=${link("compare", { a: found.id, measure: chosen.measure, direction: chosen.direction })}>Compare with another</a></div>
+    </div>
+    <${Problem} error=${manifest.error} />
+    ${["incomplete", "aborted"].includes(found.state) && html`<p class="notice">${found.detail || `This capture is ${found.state}.`} ${found.missing}</p>`}
+    <${Controls} manifest=${found} chosen=${chosen} directions=${directions.value.directions} state=${state} change=${change} />
+    <div class="columns">
+      <div><${Pane} manifest=${found} chosen=${chosen} state=${state} change=${change} name=${found.id} /></div>
+      <aside aria-label="Details">
+        <${Row} manifest=${found} chosen=${chosen} position=${state.position} />
+        <section class="panel" aria-label="About this capture"><h2>About this capture</h2><${About} manifest=${found} /></section>
+        <${Labels} manifest=${found} onChanged=${manifest.reload} />
+        <${Delete} id=${found.id} />
+      </aside>
+    </div>
+    <${Python} code=${code} />`;
+}
+
+function Row({ manifest, chosen, position }) {
+  const { site, sequence, layer, measure, direction, from } = chosen;
+  const isChosen = position !== undefined && position !== "";
+  const row = useLoaded(async (signal) => (isChosen ? get("row", { id: manifest.id, site: site.name, sequence, layer, position, measure, direction, from }, signal) : null),
+    [manifest.id, manifest.state, site.name, sequence, layer, position, measure, direction, from]);
+  if (!isChosen) return html`<section class="panel" aria-label="Row"><h2>Row</h2><p class="soft">Choose a cell or a token to see its row.</p></section>`;
+  const found = row.value;
+  return html`<section class="panel" aria-label="Row"><h2>Row of layer ${layer}, position ${position}</h2>
+    <${Problem} error=${row.error} />
+    ${found?.missing && html`<p class="soft">${found.missing} The last token of a reply never has one.</p>`}
+    ${found && !found.missing && !row.error && html`
+      <${Facts} facts=${[
+        measure !== "norm" && [title(measure, direction), number(found.measure)],
+        ["Norm", number(found.norm)], ["Mean", number(found.mean)], ["Standard deviation", number(found.std)],
+        ["Least and largest", `${number(found.min)}, ${number(found.max)}`], ["Elements", count(found.width)],
+        ["Largest elements", found.largest.slice(0, 5).map(([index, value]) => `${index}: ${number(value)}`).join("; ")],
+      ].filter(Boolean)} />
+      ${found.lens && html`<h3>Tokens that it predicts (logit lens)</h3>
+        <table><tbody>${found.lens.map(([id, text, value]) => html`<tr key=${id}><td class="mono">“${oneLine(text)}”</td><td class="number">${(100 * Math.exp(value)).toFixed(1)}%</td></tr>`)}</tbody></table>`}
+      ${found.lens_error && html`<p class="soft small">No logit lens: ${found.lens_error}</p>`}`}
+  </section>`;
+}
+
+function About({ manifest }) {
+  const operations = (list) => list.map((item) => `${item.operation} at layers ${runs(item.layers)}${item.scale === undefined ? "" : `, scale ${number(item.scale)}`}`).join("; ");
+  return html`<${Facts} facts=${[
+    ["Model", manifest.adapter ? `${manifest.model}, adapter ${manifest.adapter}` : manifest.model],
+    ["Opened", time(manifest.opened)], ["Ended", time(manifest.ended)],
+    ["Layers", runs(manifest.sites[0].layers)], ["Sites", manifest.sites.map(({ name }) => name).join(", ")],
+    ["Prompt", `${count(manifest.prompt_tokens)} tokens`],
+    ["Sequences", manifest.sequences.map(({ tokens, finish }) => `${count(tokens)} tokens${finish && ` (${finish})`}`).join("; ")],
+    ["Rows", `${count(manifest.rows)}, ${bytes(manifest.bytes)}`], ["Encoding", `${manifest.encoding}, ${manifest.dtype}`],
+    ["Reduction", manifest.reduction === "none" ? "" : manifest.reduction],
+    ["Steering", operations(manifest.steering)],
+    ...manifest.changes.map((change) => [`From position ${change.first.join(", ")}`, operations(change.steering) || "no steering"]),
+  ]} />`;
+}
+
+function Labels({ manifest, onChanged }) {
+  const [text, setText] = useState("");
+  const [error, setError] = useState(null);
+  const save = async (labels) => {
+    try {
+      await post("capture/label", { id: manifest.id, labels });
+      setError(null);
+      setText("");
+      onChanged();
+    } catch (failure) {
+      setError(failure);
+    }
+  };
+  const add = (event) => {
+    event.preventDefault();
+    const [name, value] = text.split(/=(.*)/s).map((part) => part.trim());
+    if (!name || value === undefined) setError(new Error("Write a label as name = value."));
+    else save({ [name]: parseLabel(value) });
+  };
+  return html`<section class="panel" aria-label="Labels"><h2>Labels</h2>
+    <p>${Object.entries(manifest.labels).map(([name, value]) => html`<span key=${name}><span class="tag" title=${`${name}: ${value}`}>${oneLine(`${name}: ${value}`)}</span>
+      <button class="plain" aria-label=${`Remove the label ${name}`} onClick=${() => save({ [name]: null })}>×</button></span>`)}
+      ${!Object.keys(manifest.labels).length && html`<span class="soft">None</span>`}</p>
+    <form class="row" onSubmit=${add}><input class="grow" aria-label="New label" placeholder="name = value" value=${text} onInput=${(event) => setText(event.target.value)} /><button>Add</button></form>
+    <${Problem} error=${error} /></section>`;
+}
+
+// Numbers, true and false keep their type, as in `residuum label`.
+function parseLabel(text) {
+  if (text === "true" || text === "false") return text === "true";
+  return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
+}
+
+function Delete({ id }) {
+  const [isSure, setSure] = useState(false);
+  const [error, setError] = useState(null);
+  const remove = () => post("capture/delete", { id }).then(() => { location.hash = link("captures"); }, setError);
+  return html`<section class="panel" aria-label="Delete">
+    ${isSure
+      ? html`<p>Delete this capture and its rows for ever?</p><div class="tools"><button class="bad" onClick=${remove}>Delete for ever</button><button onClick=${() => setSure(false)}>Keep it</button></div>`
+      : html`<button class="bad" onClick=${() => setSure(true)}>Delete this capture…</button>`}
+    <${Problem} error=${error} /></section>`;
+}

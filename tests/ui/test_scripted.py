@@ -1,0 +1,271 @@
+"""The page with a real store and a scripted inference service: hostile texts, outages, many captures, long captures."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+pytest.importorskip("playwright")
+pytest.importorskip("starlette")
+
+from playwright.sync_api import expect
+
+import residuum
+from residuum.rpc.channels import open_channel
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from residuum.wire.frames import append_prefix, checksum, chunk_prefix
+from residuum.wire.labels import to_label
+from tests.store.support import POST, describe
+from tests.ui.browser import serving
+
+pytestmark = pytest.mark.slow
+
+MINUTE = 60_000
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    '"><script>alert(2)</script>',
+    "javascript:alert(3)",
+    "{{7*7}}${alert(4)}",
+    "\u202egnp.exe\u0000\u2028",
+    "=HYPERLINK(0)",
+]
+SMOOTH = 50
+"""Milliseconds. A longer task of the page would be seen as a stutter."""
+
+
+def texts_of(items):
+    return capture_pb2.TokenTexts(text="".join(items), lengths=map(len, items))
+
+
+def write(endpoint, name, texts, *, layers=3, width=4, labels=None):
+    """Write a complete capture whose prompt has these token texts, straight to the store."""
+    count = len(texts)
+    with open_channel(endpoint) as channel:
+        stub = store_pb2_grpc.StoreServiceStub(channel)
+        description = describe(name, layers=range(layers), prompt=count, width=width)
+        description.spec.labels.extend(to_label(key, value) for key, value in (labels or {}).items())
+        stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=30)
+        append = channel.stream_stream("/residuum.v1.StoreService/AppendChunks", request_serializer=bytes)
+        list(append(_messages(name, count, layers, width), timeout=120))
+        outcome = capture_pb2.SequenceOutcome(
+            generated_token_ids=[0], finish_reason="stop", token_texts=texts_of(["."])
+        )
+        stub.SealCapture(
+            store_pb2.SealCaptureRequest(
+                capture_id=name, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_COMPLETE,
+                prompt_token_texts=texts_of(texts),
+            ),
+            timeout=60,
+        )  # fmt: skip
+    with residuum.Client(store=endpoint) as client:
+        assert client.manifest(name, wait=60).is_complete
+
+
+def _messages(name, count, layers, width):
+    rng = np.random.default_rng(0)
+    for number, first in enumerate(range(0, count, 32), 1):
+        positions = range(first, min(first + 32, count))
+        payload = rng.normal(size=(layers, len(positions), width)).astype("<f4").tobytes()
+        header = capture_pb2.ChunkHeader(
+            sequence=0, site=POST, layers=range(layers), positions=positions, dtype=describe().dtype, width=width,
+            encoding=capture_pb2.ENCODING_RAW,
+        )  # fmt: skip
+        chunk = chunk_prefix(header, checksum(payload), len(payload)) + payload
+        yield append_prefix(number, name, len(chunk)) + chunk
+
+
+@pytest.fixture
+def address(scripted):
+    with serving(scripted.peer.endpoint, scripted.save_direction()) as found:
+        yield found
+
+
+def test_hostile_texts_are_only_texts(scripted, address, visit):
+    """Whatever a label, a token, a file name or a link holds, it is shown and never run."""
+    write(
+        scripted.store.endpoint, "hostile", HOSTILE, labels={f"label-{at}": text for at, text in enumerate(HOSTILE[:4])}
+    )
+    seen = visit(address)
+    page = seen.open("captures")
+    expect(page.get_by_text(f"label-0: {HOSTILE[0]}")).to_be_visible()
+    page = seen.open("capture", id="hostile", position=1)
+    tokens = page.locator(".token")
+    expect(tokens).to_have_count(len(HOSTILE) + 1)
+    assert tokens.nth(0).inner_text() == HOSTILE[0]
+    assert tokens.nth(1).inner_text() == HOSTILE[1]
+    assert "\u202e" not in tokens.nth(4).inner_text()
+    with page.expect_download() as waiting:
+        page.get_by_role("region", name="Text of hostile").get_by_role("button", name="CSV").click()
+    assert "'=HYPERLINK" in waiting.value.path().read_text()
+    seen.expects_failures = True  # links to what does not exist
+    for text in HOSTILE:
+        for view, name in (
+            ("capture", "id"),
+            ("compare", "a"),
+            ("directions", "name"),
+            ("generate", "s"),
+            ("captures", "text"),
+        ):
+            seen.open(view, **{name: text, "b": text, "site": text, "measure": text, "layer": text, "position": text})
+    assert page.locator("#page img, #page script, #page iframe").count() == 0
+    page.goto(f"{seen.base}#<img src=x onerror=alert(1)>")
+    expect(page.get_by_role("heading", name="Captures")).to_be_visible()
+
+
+def test_a_hostile_reply_is_only_text(scripted, address, visit):
+    seen = visit(address)
+    page = seen.open("generate")
+    page.get_by_label("Prompt", exact=True).fill(HOSTILE[0])
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(page.locator(".badge", has_text="done")).to_be_visible()
+    page.get_by_text("Python that does the same").click()
+    expect(page.get_by_label("Python code")).to_contain_text(HOSTILE[0])
+
+
+def test_a_store_that_is_away_is_named_until_it_is_back(scripted, address, visit):
+    write(scripted.store.endpoint, "kept", ["a", "b"])
+    seen = visit(address)
+    seen.expects_failures = True
+    page = seen.open("captures")
+    expect(page.get_by_role("link", name="kept")).to_be_visible()
+    scripted.store.process.kill()
+    scripted.store.process.wait(20)
+    banner = page.locator(".banner")
+    expect(banner).to_contain_text("does not answer", timeout=MINUTE)
+    expect(page.get_by_role("link", name="kept")).to_be_visible()  # what was loaded stays
+    scripted.restart_store()
+    expect(banner).to_have_count(0, timeout=MINUTE)
+    page.get_by_role("link", name="kept").click()
+    expect(page.locator(".token")).to_have_count(3)
+
+
+def test_an_inference_service_that_is_away_is_named(scripted, address, visit):
+    from peer import RunningPeer
+
+    seen = visit(address)
+    seen.expects_failures = True
+    port = int(scripted.peer.endpoint.rpartition(":")[2])
+    page = seen.open("generate")
+    scripted.peer.stop()
+    expect(page.locator(".banner")).to_contain_text("inference service does not answer", timeout=MINUTE)
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(page.get_by_role("alert").first).to_be_visible(timeout=MINUTE)
+    scripted.peer = RunningPeer(scripted.store.endpoint, port)
+    expect(page.locator(".banner")).to_have_count(0, timeout=MINUTE)
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(page.locator(".badge", has_text="done")).to_be_visible(timeout=MINUTE)
+
+
+def test_a_page_whose_own_server_ends_says_so(scripted, visit):
+    with serving(scripted.peer.endpoint, scripted.save_direction()) as found:
+        seen = visit(found)
+        seen.expects_failures = True
+        page = seen.open("captures")
+    expect(page.locator(".banner")).to_contain_text("residuum ui", timeout=MINUTE)
+
+
+def test_an_open_capture_is_watched_and_a_list_updates_itself(scripted, address, visit):
+    scripted.peer.servicer.script.hold = threading.Event()
+    seen = visit(address)
+    page = seen.open("captures")
+    expect(page.get_by_text("There are no captures yet")).to_be_visible()
+    with residuum.Client(scripted.peer.endpoint) as client:
+        stream = client.stream(
+            "a bb ccc", max_tokens=8, request_id="growing", capture=residuum.Capture(flush_interval=1)
+        )
+        with stream:
+            next(iter(stream))
+            expect(page.get_by_role("row", name="growing").locator(".badge")).to_have_text("open")
+            other = seen.page.context.new_page()
+            other.goto(f"{seen.base}#capture?id=growing")
+            expect(other.get_by_text("Growing while the request generates")).to_be_visible()
+            scripted.peer.servicer.script.hold.set()
+            for _ in stream:
+                pass
+    expect(page.get_by_role("row", name="growing").locator(".badge")).to_have_text("complete")
+    expect(other.locator("h1 + .badge")).to_have_text("complete", timeout=MINUTE)
+    expect(other.get_by_role("application")).to_be_visible()
+
+
+def states(stub):
+    return stub.GetStats(store_pb2.GetStatsRequest(), timeout=60).captures
+
+
+def longest_task(page, act, attempts=3):
+    """Do something on a page, and return the longest time that its thread was busy, in milliseconds.
+
+    The machine may be busy with something else, so the result is the best of a few attempts: what the page itself
+    needs, it needs every time.
+    """
+    page.evaluate(
+        "() => { window.longest = 0; new PerformanceObserver((list) => list.getEntries().forEach("
+        "(entry) => { window.longest = Math.max(window.longest, entry.duration); })).observe({ type: 'longtask' }); }"
+    )
+    found = []
+    for _ in range(attempts):
+        page.evaluate("window.longest = 0")
+        act()
+        page.wait_for_timeout(300)  # the browser reports a task after its end
+        found.append(page.evaluate("window.longest"))
+    return min(found)
+
+
+def scroll(page, selector, steps=60):
+    """Scroll an element from its top to its end, a frame at a time."""
+    page.evaluate(
+        """async ([selector, steps]) => {
+            const box = document.querySelector(selector);
+            for (let step = 1; step <= steps; step++) {
+                box.scrollTop = ((box.scrollHeight - box.clientHeight) * step) / steps;
+                await new Promise(requestAnimationFrame);
+            }
+        }""",
+        [selector, steps],
+    )
+
+
+def test_ten_thousand_captures_are_listed_and_scrolled_smoothly(scripted, address, visit, record_property):
+    with open_channel(scripted.store.endpoint) as channel:
+        stub = store_pb2_grpc.StoreServiceStub(channel)
+
+        def make(number):
+            name = f"many-{number:05}"
+            stub.OpenCapture(store_pb2.OpenCaptureRequest(description=describe(name)), timeout=60)
+            outcome = capture_pb2.SequenceOutcome(finish_reason="abort")
+            stub.SealCapture(
+                store_pb2.SealCaptureRequest(
+                    capture_id=name, sequences=[outcome], outcome=capture_pb2.CAPTURE_STATE_ABORTED
+                ),
+                timeout=60,
+            )
+
+        with ThreadPoolExecutor(64) as pool:
+            list(pool.map(make, range(10_000)))
+        while any(item.state == capture_pb2.CAPTURE_STATE_OPEN for item in states(stub)):
+            time.sleep(0.1)  # the store ends them in the background
+    page = visit(address).open("captures")
+    expect(page.get_by_text("10,000 of 10,000")).to_be_visible(timeout=MINUTE)
+    assert page.locator("tbody tr").count() < 120
+    busy = longest_task(page, lambda: scroll(page, ".captures"))
+    record_property("longest_task_ms", busy)
+    expect(page.get_by_role("link", name="many-00000")).to_be_visible()
+    page.get_by_label("Search in IDs and labels").fill("many-04242")
+    expect(page.get_by_text("1 of 10,000")).to_be_visible()
+    assert busy <= SMOOTH
+
+
+def test_a_capture_of_32k_tokens_scrolls_smoothly(scripted, address, visit, record_property):
+    words = [f" word{number}" for number in range(32_768)]
+    write(scripted.store.endpoint, "long", words, layers=24, width=8)
+    page = visit(address).open("capture", id="long", layer=3, measure="projection", direction="joy")
+    expect(page.get_by_role("application")).to_be_visible(timeout=MINUTE)
+    expect(page.locator(".token").first).to_be_visible()
+    assert page.locator(".token").count() < 4000
+    busy = longest_task(page, lambda: scroll(page, ".tokens"))
+    record_property("longest_task_ms", busy)
+    expect(page.locator("[data-at='32767']")).to_be_visible()
+    page.get_by_label("Zoom in").click()
+    expect(page.get_by_text("position 8192", exact=True)).to_be_visible()
+    assert busy <= SMOOTH
