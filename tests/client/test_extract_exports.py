@@ -69,6 +69,18 @@ async def test_many_files_are_one_dataset(client, tmp_path, monkeypatch):
     assert np.array_equal(data[:]["blocks.1.hook_resid_post"], np.asarray(rows.layer(1), np.float32))
 
 
+def test_the_command_line_exports(cli, tmp_path):
+    (tmp_path / "p.txt").write_text("a bb ccc\nccc bb a\n")
+    command = ["extract", tmp_path / "p.txt", "--output", tmp_path / "rows", "--capture", "1"]
+    code, _, errors = cli(*command, "--export", f"datasets:{tmp_path / 'out'}")
+    assert (code, errors) == (0, "")
+    assert datasets.load_from_disk(tmp_path / "out")["token_ids"][:] == [[1, 2, 3], [3, 2, 1]]
+    code, _, errors = cli(*command, "--export", f"parquet:{tmp_path / 'out'}")
+    assert (code, "exists already" in errors) == (1, True)
+    with pytest.raises(SystemExit):
+        cli(*command, "--export", "csv:out")
+
+
 async def test_bad_exports(client, tmp_path):
     rows = await client.extract([{"text": "a", "prompt": 1}], tmp_path / "rows", capture=WHAT, keep="prompt",
                                 progress=False)  # fmt: skip

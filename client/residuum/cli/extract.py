@@ -20,6 +20,7 @@ from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
 from residuum.extraction.job import job_of, run_in_thread
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, DEFAULT_SHARD_BYTES
+from residuum.extraction.tables_out import FORMATS
 
 EXAMPLES = """\
 INPUT --output FOLDER
@@ -134,6 +135,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help=f"the approximate size of a file of rows (default: {DEFAULT_SHARD_BYTES})",
     )
     group.add_argument(
+        "--export",
+        type=_export,
+        metavar="FORMAT:FOLDER",
+        help="when the job is complete, also write its rows as datasets:FOLDER (a Hugging Face dataset in the layout "
+        "of SAELens' cached activations) or parquet:FOLDER (default: none)",
+    )
+    group.add_argument(
         "--dry-run",
         action="store_true",
         help="write nothing: run a random sample of the prompts, and estimate the job's bytes and time (default: run)",
@@ -161,6 +169,8 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         keep_captures=options.keep_captures, timeout=options.timeout, max_concurrency=options.max_concurrency,
         progress=not output.as_json, lines=not output.as_json,
     )  # fmt: skip
+    if options.export and Path(options.export[1]).exists():
+        raise FileExistsError(f"{options.export[1]} exists already. Delete it, or choose another folder for --export.")
     with outages(output):
         if options.dry_run:
             _show_estimate(estimate(job, clients), output)
@@ -169,6 +179,8 @@ def extract(options: argparse.Namespace, output: Output) -> int:
             rows = run_in_thread(job, clients)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("To continue the job, run the same command again") from None
+    if options.export:
+        rows.export(options.export[1], options.export[0])
     _show(rows, output)
     return 0
 
@@ -185,6 +197,13 @@ def _token(text: str) -> int | str:
     if text.isdecimal():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither bos, eos, none nor a token ID")
+
+
+def _export(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition(":")
+    if name in FORMATS and folder:
+        return name, folder
+    raise argparse.ArgumentTypeError(f"{text!r} is not of the form FORMAT:FOLDER, with {' or '.join(FORMATS)}")
 
 
 class _Connection:

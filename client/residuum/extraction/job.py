@@ -140,7 +140,8 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         job: The job.
         clients: Makes a client for each inference service. They are closed at the end.
     """
-    with contextlib.closing(job.items()) as items, open_folder(job.folder) as folder:
+    found = await asyncio.to_thread(job.items)  # to pack documents, it reads all of them
+    with contextlib.closing(found) as items, open_folder(job.folder) as folder:
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
             await services.begin()

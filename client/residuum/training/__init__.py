@@ -9,6 +9,11 @@ Example:
     ...     loss = sae(batch.activations)
 """
 
+try:
+    import torch  # noqa: F401 - to say what is missing
+except ImportError:
+    raise ImportError("residuum.training needs torch. Install the build for your machine: pip install torch.") from None
+
 from residuum.training.adapters import DictionaryLearningBuffer, SAELensData
 from residuum.training.batches import ActivationBatches, Batch
 from residuum.training.sparsify import SparsifyData
