@@ -20,7 +20,7 @@ from residuum.v1 import store_pb2
 from store_svc.archive import owner, records
 from store_svc.archive.copying import COPIERS, DamagedCaptureError, GoneError, capture_object, chunk_objects
 from store_svc.archive.fetching import Fetcher
-from store_svc.archive.layout import capture_path, chunks_folder
+from store_svc.archive.layout import capture_path, chunks_folder, number_of
 from store_svc.archive.link import Link, StoppedError
 from store_svc.archive.objects import ArchiveError, ArchiveRefusedError, Objects
 from store_svc.captures.catalog import Catalog
@@ -297,10 +297,19 @@ class Archive:
                         _log.exception("the archive's work has failed")
                         self.link.pause()
                     with self._changed:
+                        self._forget_deleted()
                         self._changed.wait(_LOOK_SECONDS)
                     self.link.check()
             except StoppedError:
                 return
+
+    def _forget_deleted(self) -> None:
+        """Forget captures that were deleted while they waited, if there are many.
+
+        Otherwise they would pile up while the archive is away.
+        """
+        if len(self._waiting) > 2 * self._catalog.num_captures + _DROPPED_AT_ONCE:
+            self._waiting = deque(item for item in self._waiting if self._catalog.summary_of(item[0]) is not None)
 
     def _delete_some(self, deleters: ThreadPoolExecutor) -> bool:
         """Delete the objects of deleted captures. Return whether there may be more.
@@ -311,14 +320,17 @@ class Archive:
         with self._read() as txn:
             keys = records.deletions(txn, _DELETED_AT_ONCE)
         with self._changed:
-            copied_now = {f"{number:016x}" for number in self._copying}  # such a copy could still write objects
-        keys = [key for key in keys if key.partition("-")[0] not in copied_now]
+            copied_now = set(self._copying)  # such a copy could still write objects
+        keys = [key for key in keys if number_of(key) not in copied_now]
         if not keys:
             return False
         self._change(lambda batch: batch.begin_deletions(keys))
         list(deleters.map(lambda key: self.link.once(lambda: self._delete(key)), keys))
         self._change(lambda batch: batch.end_deletions(keys))
         self.counters.captures_deleted += len(keys)
+        with self._changed:
+            for key in keys:
+                self._resident.pop(number_of(key), None)
         return True
 
     def _delete(self, key: str) -> None:

@@ -14,6 +14,9 @@ from residuum.wire.frames import checksum
 from store_svc.archive.layout import chunks_path
 from store_svc.archive.objects import ArchiveError, MissingObjectError, Objects
 from store_svc.archive.records import Place
+from svc_common.logs import get_logger
+
+_log = get_logger(__name__)
 
 _RANGE_BYTES = 1 << 20
 """Bytes at which a range ends. It has one frame at least, and so at most 8 MiB more."""
@@ -61,6 +64,7 @@ class Fetcher:
         """Bytes that were fetched."""
         self.failures = 0
         """Fetches that failed."""
+        self._in_a_row = 0
 
     def ahead(
         self, frames: Iterable[Away | bytes], capture_id: str, tick: float | None = None
@@ -111,9 +115,13 @@ class Fetcher:
         start, length = first.place.offset, last.offset + last.num_bytes - first.place.offset
         try:
             data = self._objects.get_range(path, start, length)
-        except ArchiveError:
+        except ArchiveError as error:
             self.failures += 1
+            self._in_a_row += 1
+            if self._in_a_row & (self._in_a_row - 1) == 0:  # the first, second, fourth, eighth and so on
+                _log.warning("rows cannot be read from the archive", error=str(error), failures=self.failures)
             raise
+        self._in_a_row = 0
         self.num_bytes += length
         return data
 
@@ -160,15 +168,20 @@ def _unpacked(found: _Range, capture_id: str, tick: float | None) -> Iterator[tu
 
 
 def _outcome(result: Callable[[], memoryview], capture_id: str) -> memoryview:
+    """Return what `result` returns. Callers learn neither names nor addresses of the archive; the log has them.
+
+    Raises:
+        Failure: ARCHIVE_UNREACHABLE, or CHECKSUM_MISMATCH if the object is missing.
+    """
     try:
         return result()
-    except MissingObjectError as error:
-        message = f"The archive lacks rows of {capture_id!r}: the object {error}."
+    except MissingObjectError:
+        message = f"The archive lacks rows of {capture_id!r}. The store's log says which object is missing."
         raise Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id) from None
-    except ArchiveError as error:
+    except ArchiveError:
         message = (
-            f"The rows of {capture_id!r} are only in the archive, which cannot be read at the moment: {error}. "
-            "Try again later."
+            f"The rows of {capture_id!r} are only in the archive, which cannot be read at the moment. The store's log "
+            "says why. Try again later."
         )
         raise Failure(Reason.ERROR_REASON_ARCHIVE_UNREACHABLE, message, capture_id=capture_id) from None
 

@@ -53,6 +53,11 @@ def capture_key(number: int, description: capture_pb2.CaptureDescription, opened
     return f"{number:016x}-{hashlib.blake2b(text, digest_size=8).hexdigest()}"
 
 
+def number_of(key: str) -> int:
+    """Return the internal number of a capture with this name."""
+    return int(key.partition("-")[0], 16)
+
+
 def capture_path(key: str) -> str:
     """Return the path of a capture's own object."""
     return f"{CAPTURES}/{key}"

@@ -17,7 +17,7 @@ from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.encodings import PROJECT, RANDOM_PROJECTIONS, EncodingError, RowFormat
 from residuum.wire.frames import FrameError
 from store_svc.archive.fetching import Away, Fetcher
-from store_svc.archive.records import frames_table, place_of, read_record
+from store_svc.archive.records import Record, frames_table, place_of, read_record
 from store_svc.captures.capture_names import name_of
 from store_svc.captures.catalog import Catalog
 from store_svc.database.db import Database, Table, Txn
@@ -187,9 +187,10 @@ class Scan:
             score = partial(self._score, block, own, capture, summary)
             while at:
                 with self._db.read() as txn:
+                    record = read_record(txn, number)  # the rows may be dropped between two transactions
                     until = time.monotonic() + _TRANSACTION_SECONDS
                     while at and time.monotonic() < until:
-                        at = capture.step(txn, at, block, score)
+                        at = capture.step(txn, at, record, block, score)
                 yield
                 yield from self._scan_away(capture, block, score)
             score()
@@ -293,7 +294,7 @@ class _CaptureScan:
         self._group: tuple[int, ...] = ()
         self._layers = self._index = 0
 
-    def step(self, txn: Txn, at: bytes, block: RowBlock, score: Callable[[], None]) -> bytes:
+    def step(self, txn: Txn, at: bytes, record: Record | None, block: RowBlock, score: Callable[[], None]) -> bytes:
         """Copy the wanted rows of the first frame from a key on into a block; `score` empties it when it is full.
 
         Returns:
@@ -302,7 +303,6 @@ class _CaptureScan:
         Raises:
             LeftOutError: The capture is gone or damaged.
         """
-        record = read_record(txn, self.number)
         found = txn.next_key(frames_table(record), at)
         if found is None or not found.startswith(self._prefix):
             return b""

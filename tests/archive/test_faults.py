@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from residuum.v1 import errors_pb2
+from residuum.v1 import errors_pb2, store_pb2
 from store_svc.archive.objects import Objects
 from store_svc.archive.restore import main as restore_main
 from tests.archive.s3 import BUCKET, Call, Proxy
@@ -140,6 +140,9 @@ def test_rows_in_an_archive_that_fails_are_unavailable_until_it_works(tmp_path: 
         with failing_with(errors_pb2.ERROR_REASON_ARCHIVE_UNREACHABLE) as failures:
             client.read()
         assert "only in the archive" in failures[0].message
+        assert BUCKET not in failures[0].message, "callers learn no names"
+        with failing_with(errors_pb2.ERROR_REASON_ARCHIVE_UNREACHABLE):
+            list(client.stub.Search(store_pb2.SearchRequest(vector=b"\0\0\x80?" * 4, layer=0, max_hits=1)))
         s3.work()
         assert client.read()[0] == grid(LAYERS, range(4))
 
