@@ -103,6 +103,9 @@ class InferenceSettings(SecureSettings, TapSettings):
     score_mib: int = Field(default=64, ge=0)
     """Shared memory for the scores of probes, in MiB: 4 bytes for each output and token of all running requests. 0: no
     probes."""
+    sae_mib: int = Field(default=0, ge=0)
+    """Device memory for the encoders of sparse autoencoders, in MiB. One takes 4 or 2 bytes * features * width of a
+    row. The KV cache leaves this room free, and 128 MiB more to compute features. 0: no sparse autoencoders."""
     max_registrations: int = Field(default=10_000, ge=1)
     """Most registrations that may wait for their Generate call."""
     max_registration_mib: int = Field(default=64, ge=1)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from residuum import directions
+    from residuum import directions, sae
     from residuum.aio import AsyncClient, AsyncStream, BatchCancelled
     from residuum.client import Client, Stream
     from residuum.directions.values import Directions
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         AbortedCapture,
         AlreadyExists,
         BadCredentials,
+        BadSAE,
         BadVector,
         BatchFailed,
         BatchInterrupted,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         LeftOutWarning,
         LimitReached,
+        MissingSAE,
         MissingVectors,
         NoMessageSpans,
         NoStore,
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
         CaptureSummary,
         Health,
         PutResult,
+        PutSAEResult,
         Registration,
         Reply,
         Sequence,
@@ -111,6 +114,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from residuum.values.rows import Rows
+    from residuum.values.sae import SAE
     from residuum.values.search import SearchHit, SearchResult
     from residuum.values.selections import Positions
     from residuum.values.spans import MessageSpan
@@ -126,6 +130,7 @@ _MODULES = {
     "Piece": "residuum.protocol.reading",
     "Sampling": "residuum.protocol.sampling",
     "Activations": "residuum.values.activations",
+    "SAE": "residuum.values.sae",
     "Rows": "residuum.values.rows",
     "SearchHit": "residuum.values.search",
     "SearchResult": "residuum.values.search",
@@ -153,6 +158,7 @@ _MODULES = {
     "ModelInfo": "residuum.values.model_info",
     "Probe": "residuum.values.probes",
     "PutResult": "residuum.values.replies",
+    "PutSAEResult": "residuum.values.replies",
     "Registration": "residuum.values.replies",
     "Reply": "residuum.values.replies",
     "Sequence": "residuum.values.replies",
@@ -180,6 +186,7 @@ _MODULES = {
 """The module of each public name, apart from the exceptions."""
 
 __all__ = [
+    "SAE",
     "TLS",
     "Ablate",
     "AbortedCapture",
@@ -190,6 +197,7 @@ __all__ = [
     "AsyncStream",
     "AttentionLayer",
     "BadCredentials",
+    "BadSAE",
     "BadVector",
     "BatchCancelled",
     "BatchFailed",
@@ -226,6 +234,7 @@ __all__ = [
     "Logprobs",
     "Manifest",
     "MessageSpan",
+    "MissingSAE",
     "MissingVectors",
     "ModelInfo",
     "Multiply",
@@ -244,6 +253,7 @@ __all__ = [
     "Probe",
     "PromptTooLong",
     "PutResult",
+    "PutSAEResult",
     "QuotaExceeded",
     "Registration",
     "Replace",
@@ -287,6 +297,7 @@ __all__ = [
     "attention_weights",
     "directions",
     "load_vectors",
+    "sae",
     "serve",
     "vllm_xargs",
 ]
@@ -297,8 +308,8 @@ def __getattr__(name: str) -> object:
         return _version()
     if name not in __all__:
         raise AttributeError(f"module 'residuum' has no attribute {name!r}")
-    if name == "directions":
-        return importlib.import_module("residuum.directions")  # the import also sets the attribute
+    if name in ("directions", "sae"):
+        return importlib.import_module(f"residuum.{name}")  # the import also sets the attribute
     value = getattr(importlib.import_module(_MODULES.get(name, "residuum.exceptions")), name)
     globals()[name] = value
     return value

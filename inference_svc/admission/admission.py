@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from inference_svc.model_facts import ModelFacts
+    from inference_svc.resources.sae_memory import SAEMemory
     from inference_svc.resources.vector_cache import VectorCache
     from residuum.v1 import inference_pb2
 
@@ -31,8 +32,9 @@ class Admission:
     Keeps no state of its own. In the cache, vectors that a checked request needs count as used.
     """
 
-    def __init__(self, facts: ModelFacts, vectors: VectorCache) -> None:
-        """Check requests against these facts of the model and the vectors in this cache."""
+    def __init__(self, facts: ModelFacts, vectors: VectorCache, saes: SAEMemory) -> None:
+        """Check requests against these facts of the model, and the vectors and encoders on the server."""
+        self._saes = saes
         self._facts = facts
         self._vectors = vectors
 
@@ -86,11 +88,14 @@ class Admission:
 
         Raises:
             Failure: The capture could be too large, a capture that exists already could not answer the request, or a
-                vector is not on the server, has no direction, or is not as long as the rows that it is for.
+                vector or an encoder is not on the server, has no direction, or is not as long as the rows that it is
+                for.
         """
         check_skip(spec, parameters)
         check_capture_size(spec.capture, prompt_tokens, parameters)
         check_scores(spec.probes, parameters)
+        if spec.capture is not None and spec.sae_digest:
+            self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
         steering = spec.steering or steering_pb2.SteeringSpec()
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
         widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(spec.probes))]

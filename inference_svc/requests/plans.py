@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.gates import gate_digests, make_gate
 from inference_svc.admission.probes import in_columns
 from inference_svc.admission.steering import layer_digests
+from inference_svc.resources.sae_memory import sae_name
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.limits import BLOCK_TOKENS
@@ -60,7 +61,7 @@ def make_plan(
         return None
     return RequestPlan(
         prompt_tokens,
-        _capture(running.path, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
+        _capture(running, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
         (make_operations(spec.steering, rows) if spec.steering else ()) + _scoring(spec.probes, rows),
         engine_id(running.path, sequence) if spec.steering and spec.steering.updatable else "",
         scores,
@@ -114,12 +115,12 @@ def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[
 
 
 def _capture(
-    capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec, rows: dict[bytes, int], spare_positions: int
+    running: Running, sequence: int, spec: capture_pb2.CaptureSpec, rows: dict[bytes, int], spare_positions: int
 ) -> Capture:
     options = spec.encoding_options
     places = sorted(layers_by_site(spec).items())
     return Capture(
-        capture_id=capture_id,
+        capture_id=running.path,
         sequence=sequence,
         layers=tuple(spec.layers.list.layers),
         positions=spec.positions,
@@ -132,6 +133,9 @@ def _capture(
             options.seed,
             options.axis,
             tuple(rows[digest] for digest in options.vectors),
+            sae_name(running.tenant, options.sae.digest) if options.HasField("sae") else "",
+            options.sae.features,
+            tuple(options.sae.chosen),
         ),
         reduction=spec.reduction or capture_pb2.REDUCTION_NONE,
         flush_interval=spec.flush_interval or BLOCK_TOKENS,

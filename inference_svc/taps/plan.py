@@ -129,20 +129,26 @@ class RowEncoding:
     axis: capture_pb2.QuantizationAxis.ValueType = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
     rows: tuple[int, ...] = ()
     """For PROJECT, the rows of the vector bank that hold its vectors."""
+    sae: str = ""
+    """For SAE, the name of the encoder; see `SAECache`."""
+    features: int = 0
+    """For SAE, the number of its features."""
+    chosen: tuple[int, ...] = ()
+    """For SAE, the features that are kept; empty: the strongest."""
 
     @property
     def has_basis(self) -> bool:
-        """Whether rows are multiplied with a basis: vectors, or the signs of a random projection."""
-        return bool(self.rows) or self.encoding in RANDOM_PROJECTIONS
+        """Whether rows are multiplied with a basis: vectors, an encoder, or the signs of a random projection."""
+        return bool(self.rows or self.sae) or self.encoding in RANDOM_PROJECTIONS
 
     def format_of(self, width: int, dtype: tensor_pb2.DataType.ValueType) -> RowFormat:
         """Return the format of encoded rows that had `width` elements of `dtype`."""
-        return _format(self.encoding, width, dtype, self.dimensions, self.axis)
+        return _format(self.encoding, width, dtype, self.dimensions, self.axis, self.features)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RowEncoding:
         """Return the encoding whose `vars` are `data`."""
-        return cls(**{**data, "rows": tuple(data["rows"])})
+        return cls(**{**data, "rows": tuple(data["rows"]), "chosen": tuple(data["chosen"])})
 
 
 @lru_cache(maxsize=64)
@@ -152,8 +158,9 @@ def _format(
     dtype: tensor_pb2.DataType.ValueType,
     dimensions: int,
     axis: capture_pb2.QuantizationAxis.ValueType,
+    features: int,
 ) -> RowFormat:
-    return RowFormat(encoding, width, dtype, dimensions, axis)
+    return RowFormat(encoding, width, dtype, dimensions, axis, features)
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,7 @@ class Capture:
             "site_layers": [list(layers) for layers in self.site_layers],
             "sites": [int(site) for site in self.sites],
             "positions": self.positions.SerializeToString(),
-            "encoding": {**vars(self.encoding), "rows": list(self.encoding.rows)},
+            "encoding": {**vars(self.encoding), "rows": list(self.encoding.rows), "chosen": list(self.encoding.chosen)},
         }
 
     @classmethod

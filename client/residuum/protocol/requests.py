@@ -14,6 +14,7 @@ from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 from residuum.values.capture import Capture
 from residuum.values.probes import Probe, probe_list, probe_spec
 from residuum.values.replies import Registration, Reply
+from residuum.values.sae import SAE
 from residuum.values.spans import CHAT_ROLES
 from residuum.values.steering import Operation, operation_list, steering_spec
 from residuum.values.stored_row import StoredRow
@@ -52,6 +53,8 @@ class SpecPlan:
     """The steering."""
     probes: tuple[Probe, ...] = ()
     """The probes."""
+    sae: SAE | None = None
+    """The sparse autoencoder whose features are captured."""
 
     def filled(self, found: Mapping[StoredRow, Vector]) -> SpecPlan:
         """Return the plan with vectors in place of stored rows."""
@@ -73,6 +76,8 @@ class GenerationPlan:
     """The steering; empty if the request is registered."""
     probes: tuple[Probe, ...] = ()
     """The probes, in the order of their scores. Empty if another client made the registration."""
+    sae: SAE | None = None
+    """The sparse autoencoder whose features are captured."""
 
     def filled(self, found: Mapping[StoredRow, Vector]) -> GenerationPlan:
         """Return the plan with vectors in place of stored rows."""
@@ -115,7 +120,7 @@ def plan_spec(
     projection = capture.projection_vectors if capture is not None else ()
     probed = (vector for probe in chosen for vector in probe.vectors)
     vectors = distinct((*vectors_of(operations), *projection, *probed))
-    return SpecPlan(spec, vectors, tuple(operations), chosen)
+    return SpecPlan(spec, vectors, tuple(operations), chosen, capture.sae if capture is not None else None)
 
 
 def check_probes(probes: Probe | Iterable[Probe] | None, *, score_prompt: bool) -> tuple[Probe, ...]:
@@ -253,7 +258,7 @@ def plan_generation(
             updatable=updatable, if_exists=if_exists, probes=probes, score_prompt=score_prompt,
         )  # fmt: skip
         request.spec.CopyFrom(plan.spec)
-        return GenerationPlan(request, plan.vectors, plan.operations, plan.probes)
+        return GenerationPlan(request, plan.vectors, plan.operations, plan.probes, plan.sae)
     if capture is not None or any((steer, request_id, model, updatable, if_exists != "fail", probes, score_prompt)):
         raise InvalidRequest(
             "A registered request already has its capture, steer, request_id, model, updatable, if_exists, probes and "
@@ -262,7 +267,7 @@ def plan_generation(
         )
     if isinstance(registration, Registration):
         request.request_id = check_id(registration.request_id)
-        return GenerationPlan(request, registration.vectors, probes=registration.probes)
+        return GenerationPlan(request, registration.vectors, probes=registration.probes, sae=registration.sae)
     request.request_id = check_id(registration)
     return GenerationPlan(request, ())
 

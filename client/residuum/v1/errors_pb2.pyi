@@ -105,6 +105,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """FAILED_PRECONDITION: a payload is in shared memory that the store does not have. Send payloads in messages, or give
     the memory again (see DescribeStore).
     """
+    ERROR_REASON_MISSING_SAE: _ErrorReason.ValueType  # 32
+    """FAILED_PRECONDITION: the server lacks the sparse autoencoder that the capture names: send its encoder with PutSAE,
+    then call again. Metadata: `digest`.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reason of a failure.
@@ -196,6 +200,10 @@ only cut such a call off end it with CANCELLED without a reason.
 ERROR_REASON_UNKNOWN_MEMORY: ErrorReason.ValueType  # 31
 """FAILED_PRECONDITION: a payload is in shared memory that the store does not have. Send payloads in messages, or give
 the memory again (see DescribeStore).
+"""
+ERROR_REASON_MISSING_SAE: ErrorReason.ValueType  # 32
+"""FAILED_PRECONDITION: the server lacks the sparse autoencoder that the capture names: send its encoder with PutSAE,
+then call again. Metadata: `digest`.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

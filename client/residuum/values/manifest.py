@@ -163,6 +163,8 @@ class Manifest:
         seed: The seed of the random projection of "rp8" and "rp".
         axis: Which numbers share a scale in "full8": those of a "row" or of a "dimension"; empty for other encodings.
         projected_onto: The digests of the vectors of "project" in hexadecimal, in the order of the numbers in a row.
+        sae: The digest of the encoder of "sae" in hexadecimal; empty for other encodings.
+        features: The features that "sae" keeps; empty: the strongest of each row.
         reduction: The reduction of each phase to one row: "last", "mean", "max" or "sum"; "none" if every row was
             captured.
         dtype: The element type in which the model computed the rows, such as "bfloat16".
@@ -201,6 +203,8 @@ class Manifest:
     seed: int
     axis: str
     projected_onto: tuple[str, ...]
+    sae: str
+    features: tuple[int, ...]
     reduction: str
     dtype: str
     hidden_size: int
@@ -403,6 +407,8 @@ class Manifest:
             seed=description.spec.encoding_options.seed,
             axis=_name_of(AXES, description.spec.encoding_options.axis) if description.spec.encoding == FULL8 else "",
             projected_onto=tuple(digest.hex() for digest in description.spec.encoding_options.vectors),
+            sae=description.spec.encoding_options.sae.digest.hex(),
+            features=tuple(description.spec.encoding_options.sae.chosen),
             reduction=_name_of(REDUCTIONS, description.spec.reduction),
             dtype=dtype_name(description.dtype),
             hidden_size=description.hidden_size,
