@@ -118,7 +118,7 @@ if TYPE_CHECKING:
     from residuum.values.search import SearchHit, SearchResult
     from residuum.values.selections import Positions
     from residuum.values.spans import MessageSpan
-    from residuum.values.steering import Ablate, Add, Cap, Multiply, Replace, Set
+    from residuum.values.steering import Ablate, Add, Cap, ClampFeature, Multiply, Replace, Set
     from residuum.values.stored_row import StoredRow
     from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
@@ -173,6 +173,7 @@ _MODULES = {
     "Ablate": "residuum.values.steering",
     "Add": "residuum.values.steering",
     "Cap": "residuum.values.steering",
+    "ClampFeature": "residuum.values.steering",
     "Multiply": "residuum.values.steering",
     "Replace": "residuum.values.steering",
     "Set": "residuum.values.steering",
@@ -210,6 +211,7 @@ __all__ = [
     "CaptureNotComplete",
     "CapturePage",
     "CaptureSummary",
+    "ClampFeature",
     "Client",
     "ClientClosed",
     "DamagedCapture",

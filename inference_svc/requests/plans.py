@@ -28,6 +28,7 @@ _KINDS = {
     "replace": Kind.CAP,
     "set": Kind.SET,
     "multiply": Kind.MULTIPLY,
+    "clamp_feature": Kind.CLAMP,
 }
 
 _SPARE_POSITIONS = 7
@@ -93,7 +94,7 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
         # One digest serves all layers.
         for index, group in enumerate(groups):
             digest, gate_digest = digests[index % len(digests)], of_gate[index % len(of_gate)]
-            gate = make_gate(item.gate, rows[gate_digest]) if gate_digest else None
+            gate = make_gate(item, rows[gate_digest]) if gate_digest else None
             operations.append(_operation(item, group, rows[digest], gate))
     return tuple(operations)
 
@@ -154,8 +155,9 @@ def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], ro
         scale = item.ablate.scale if item.ablate.HasField("scale") else 1.0
     elif name == "replace":
         low = high = item.replace.value
-    elif name == "cap":
-        low = item.cap.min if item.cap.HasField("min") else -math.inf
-        high = item.cap.max if item.cap.HasField("max") else math.inf
+    elif name in ("cap", "clamp_feature"):
+        bounds = item.cap if name == "cap" else item.clamp_feature
+        low = bounds.min if bounds.HasField("min") else -math.inf
+        high = bounds.max if bounds.HasField("max") else math.inf
     site = item.site or capture_pb2.SITE_RESID_POST
     return Operation(_KINDS[name], row, layers, item.positions, scale, low, high, item.keep_norm, site, gate)

@@ -43,10 +43,12 @@ class Kind(IntEnum):
     MULTIPLY = 4
     SCORE = 5
     """Changes nothing: writes the inner product of the row and the vector into a column of the row's scores."""
+    CLAMP = 6
+    """Keeps a feature of a sparse autoencoder within bounds. Its gate has the measure FEATURE; no other one has it."""
 
 
-STEERING_KINDS = tuple(kind for kind in Kind if kind != Kind.SCORE)
-"""The kinds that change rows."""
+STEERING_KINDS = tuple(kind for kind in Kind if kind not in (Kind.SCORE, Kind.CLAMP))
+"""The kinds that change rows, and that may have a gate or none."""
 
 
 class Measure(IntEnum):
@@ -55,6 +57,9 @@ class Measure(IntEnum):
     PROJECTION = 0
     INNER_PRODUCT = 1
     COSINE = 2
+    FEATURE = 3
+    """The value of a feature: x . g + bias if that is above the threshold, and otherwise 0. The gate has the bias in
+    place of its sharpness, and how far it is open is this value."""
 
 
 class Gate(NamedTuple):
@@ -68,7 +73,7 @@ class Gate(NamedTuple):
     threshold: float
     """The measure above which the gate is open. The bias is subtracted already."""
     sharpness: float = float("inf")
-    """Infinite: the gate is open or closed. Negative: it is open below the threshold."""
+    """Infinite: the gate is open or closed. Negative: it is open below the threshold. FEATURE: the bias."""
     measure: Measure = Measure.PROJECTION
 
 
@@ -86,9 +91,9 @@ class Operation:
     scale: float = 1.0
     """Factor of ADD and ABLATE."""
     low: float = float("-inf")
-    """Lower bound of CAP."""
+    """Lower bound of CAP and CLAMP."""
     high: float = float("inf")
-    """Upper bound of CAP."""
+    """Upper bound of CAP and CLAMP."""
     keep_norm: bool = False
     """Rescale the row to the norm that it had before."""
     site: capture_pb2.Site.ValueType = capture_pb2.SITE_RESID_POST

@@ -174,3 +174,80 @@ def test_broken_files_are_refused(tmp_path):
     (folder / "cfg.json").write_text("{")
     with pytest.raises(residuum.BadSAE, match="not JSON"):
         residuum.sae.load(folder)
+
+
+# Clamping a feature
+
+
+def test_a_clamped_feature_travels_as_its_two_rows():
+    sae = residuum.sae.load(SAES / "jumprelu")
+    made = residuum.ClampFeature(sae, feature=7, layer=3, value=2.5, keep_norm=True)
+    proto = made.to_proto()
+    feature = proto.clamp_feature
+    assert made.vectors == (sae.vector(7), residuum.Vector.from_array(sae.encoder[7]))
+    assert [feature.digest, feature.encoder_digest] == [vector.digest for vector in made.vectors]
+    assert (feature.bias, feature.threshold) == (sae.encoder_bias[7], sae.threshold[7])
+    assert (feature.min, feature.max, proto.keep_norm) == (2.5, 2.5, True)
+    bound = residuum.ClampFeature(sae, feature=7, layers=[3, 4], max=1).to_proto().clamp_feature
+    assert (bound.HasField("min"), bound.max) == (False, 1.0)
+    relu = residuum.ClampFeature(residuum.sae.load(SAES / "standard"), feature=0, layer=3, value=0)
+    assert relu.to_proto().clamp_feature.threshold == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "error", "message"),
+    [
+        ("topk", {"value": 0}, residuum.InvalidRequest, "depend on all features"),
+        ("standard-layer-norm", {"value": 0}, residuum.InvalidRequest, "layer norm"),
+        ("standard", {"value": 0, "feature": 80}, residuum.BadSAE, "The feature 80 does not exist"),
+        ("standard", {}, residuum.InvalidRequest, "give value="),
+        ("standard", {"value": 1, "max": 2}, residuum.InvalidRequest, "give value="),
+        ("standard", {"min": 3, "max": 2}, residuum.InvalidRequest, "is below min"),
+        ("standard", {"value": np.nan}, residuum.InvalidRequest, "finite"),
+        ("standard", {"value": 1, "feature": 1.5}, TypeError, "whole number"),
+        ("standard", {"value": 1, "gate": residuum.Gate(residuum.Vector([1.0]))}, residuum.InvalidRequest, "no gate"),
+    ],
+)
+def test_a_feature_that_cannot_be_clamped_is_refused(name, fields, error, message):
+    sae = residuum.sae.load(SAES / name)
+    with pytest.raises(error, match=message):
+        residuum.ClampFeature(sae, **{"feature": 0, "layer": 3, **fields})
+
+
+def test_only_an_autoencoder_has_features_to_clamp():
+    with pytest.raises(TypeError, match=r"takes a residuum\.SAE, not Vector"):
+        residuum.ClampFeature(residuum.Vector([1.0]), feature=0, layer=1, value=1)
+
+
+# Captures
+
+
+def test_a_capture_names_the_encoder_and_its_features():
+    sae = small()
+    made = residuum.Capture(layers=[1], sae=sae, dimensions=5)
+    assert made.encoding == "sae"
+    options = made.to_proto().encoding_options
+    assert (options.sae.digest, options.sae.features, options.dimensions) == (sae.digest, 20, 5)
+    chosen = residuum.Capture(layers=[1], sae=sae, features=[3, 1]).to_proto().encoding_options
+    assert (list(chosen.sae.chosen), chosen.dimensions) == ([3, 1], 0)
+    assert residuum.Capture(layers=[1], sae=sae, features=7).features == (7,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"encoding": "sae"}, 'encoding="sae" needs sae='),
+        ({"encoding": "raw", "sae": small()}, 'sae= needs encoding="sae"'),
+        ({"features": [1]}, "features= needs sae="),
+        ({"sae": small(), "features": [20]}, "The feature 20 does not exist"),
+        ({"sae": small(), "features": [1, 1]}, "different features"),
+        ({"sae": small(), "dimensions": 21}, "at most 20 features can be kept"),
+        ({"sae": small(), "features": [1, 2], "dimensions": 3}, "leave it out with features="),
+        ({"sae": small(), "seed": 3}, "seed= needs"),
+    ],
+)
+def test_a_capture_of_features_that_are_not_there_is_refused(fields, message):
+    with pytest.raises(residuum.InvalidRequest, match=message):
+        residuum.Capture(layers=[1], **fields)
+    with pytest.raises(TypeError, match=r"takes a residuum\.SAE"):
+        residuum.Capture(layers=[1], sae="file")

@@ -432,7 +432,7 @@ class ClampFeature(_message.Message):
     MIN_FIELD_NUMBER: _builtins.int
     MAX_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """The digest of v, 32 bytes. v must not be zero."""
+    """The digest of v, 32 bytes. It is the same at all layers of the operation."""
     encoder_digest: _builtins.bytes
     """The digest of e, 32 bytes."""
     bias: _builtins.float

@@ -73,17 +73,21 @@ class SteeringRecord:
     """One steering operation, as it was applied.
 
     Attributes:
-        operation: "add", "ablate", "cap", "replace", "set" or "multiply"; "unknown" if this version does not know it.
+        operation: "add", "ablate", "cap", "replace", "set", "multiply" or "clamp_feature"; "unknown" if this version
+            does not know it.
         layers: The layers at which it was applied.
         digests: The digest of its vector in hexadecimal; or one digest for each layer, in the order of the layers.
         positions: The positions to which it was applied.
         scale: The factor of "add" and "ablate".
-        min: The lower bound of "cap".
-        max: The upper bound of "cap".
+        min: The lower bound of "cap" and "clamp_feature".
+        max: The upper bound of "cap" and "clamp_feature".
         value: The projection that "replace" set.
         keep_norm: Whether each row was scaled back to the norm that it had before.
         site: The site at which it was applied.
         gate: How far it was applied to each row; None: completely.
+        encoder_digest: For "clamp_feature", the digest of the feature's row of the encoder in hexadecimal.
+        bias: For "clamp_feature", the feature's bias.
+        threshold: For "clamp_feature", the feature's threshold.
     """
 
     operation: str
@@ -97,6 +101,9 @@ class SteeringRecord:
     keep_norm: bool = False
     site: str = "resid_post"
     gate: GateRecord | None = None
+    encoder_digest: str = ""
+    bias: float | None = None
+    threshold: float | None = None
 
     @classmethod
     def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
@@ -114,6 +121,8 @@ class SteeringRecord:
             for name, item in operation.DESCRIPTOR.fields_by_name.items()
             if name != "digest" and (not item.has_presence or operation.HasField(name))
         }
+        if kind == "clamp_feature":
+            numbers["encoder_digest"] = operation.encoder_digest.hex()
         if kind == "ablate":
             numbers.setdefault("scale", 1.0)
         digests = proto.layer_digests or [operation.digest]
