@@ -155,7 +155,9 @@ def _clamped(text: str, where: dict[str, Any]) -> residuum.ClampFeature:
         raise residuum.InvalidRequest(advice)
     try:
         names = ("value",) if len(numbers) == 1 else ("min", "max")
-        bounds = {name: float(number) if number else None for name, number in zip(names, numbers, strict=True)}
+        bounds: dict[str, Any] = {
+            name: float(number) if number else None for name, number in zip(names, numbers, strict=True)
+        }
     except ValueError:
         raise residuum.InvalidRequest(advice) from None
     return residuum.ClampFeature(residuum.sae.load(path), feature=int(feature), layers=layers, **bounds, **where)
