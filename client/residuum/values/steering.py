@@ -416,6 +416,24 @@ class ClampFeature(_Placed):
     threshold: float = field(default=0.0, init=False, repr=False)
     """The feature's value is 0 unless the sum is above this."""
 
+    if TYPE_CHECKING:  # the others take a vector where this one takes an autoencoder
+
+        def __init__(
+            self,
+            vector: SAE,
+            *,
+            feature: int,
+            value: float | None = None,
+            min: float | None = None,  # noqa: A002 - the name of the bound
+            max: float | None = None,  # noqa: A002 - the name of the bound
+            layer: LayersLike | None = None,
+            layers: LayersLike | None = None,
+            positions: PositionsLike = None,
+            keep_norm: bool = False,
+            site: str | None = None,
+            gate: Gate | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         sae: Any = self.vector
         if not isinstance(sae, SAE):
