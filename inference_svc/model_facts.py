@@ -69,6 +69,8 @@ class ModelFacts:
     """The sites at which requests can steer rows."""
     probe_sites: tuple[capture_pb2.Site.ValueType, ...] = ()
     """The sites at which probes can read rows; empty: there are no probes."""
+    sae_bytes: int = 0
+    """How many bytes the encoders of sparse autoencoders may take; 0: there are none."""
     attention: tuple[dict[str, Any], ...] = ()
     """The fields of an `AttentionLayer` for each layer; empty if unknown."""
     adapters: tuple[str, ...] = ()

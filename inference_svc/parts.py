@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from inference_svc.captures.stores import Stores
     from inference_svc.engine.engine import Engine
     from inference_svc.metrics import InferenceMetrics
+    from inference_svc.resources.sae_memory import SAEMemory
     from inference_svc.resources.vector_activator import VectorActivator
     from inference_svc.resources.vector_cache import VectorCache
     from inference_svc.settings import InferenceSettings
@@ -33,6 +34,7 @@ class Parts:
     engine: Engine
     registry: RequestRegistry
     vectors: VectorCache
+    saes: SAEMemory
     activator: VectorActivator
     admission: Admission
     places: Places
@@ -76,6 +78,7 @@ class Parts:
             engine,
             registry,
             parts.vectors,
+            parts.saes,
             parts.activator,
             parts.admission,
             places,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.admission.admission import Admission
 from inference_svc.resources.projections import Projections
+from inference_svc.resources.sae_memory import SAEMemory
 from inference_svc.resources.vector_activator import VectorActivator
 from inference_svc.resources.vector_cache import BY_PUT_VECTORS, VectorCache
 from inference_svc.session.reservation import Reservations
@@ -39,6 +40,7 @@ class RequestParts:
     """The parts around one engine and one registry."""
 
     vectors: VectorCache
+    saes: SAEMemory
     activator: VectorActivator
     admission: Admission
     reservations: Reservations
@@ -73,4 +75,7 @@ class RequestParts:
             return await engine.keep_signs(projections, share.index)
 
         projections = Projections(keep_signs, facts.hidden_size, wait_seconds, KEPT_BYTES // share.count)
-        return cls(vectors, activator, Admission(facts, vectors, rules), Reservations(activator, projections))
+        widths = dict.fromkeys((facts.hidden_size, *map(facts.width, facts.sites)))
+        saes = SAEMemory(facts.sae_bytes, list(widths), registry.is_leased, engine.keep_saes)
+        admission = Admission(facts, vectors, saes, rules)
+        return cls(vectors, saes, activator, admission, Reservations(activator, projections))

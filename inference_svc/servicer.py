@@ -134,6 +134,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 result.error.CopyFrom(failure.to_item_error())
         return response
 
+    async def PutSAE(
+        self, request_iterator: AsyncIterator[inference_pb2.PutSAERequest], context: Context
+    ) -> inference_pb2.PutSAEResponse:
+        """See inference.proto."""
+        del context
+        return await self._require().saes.put(request_iterator, current_caller().own_tenant)
+
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
@@ -233,6 +240,7 @@ def _model_info(parts: Parts) -> inference_pb2.GetModelInfoResponse:
             max_logprobs=facts.max_logprobs,
             max_probe_outputs=MAX_PROBE_OUTPUTS if facts.probe_sites else 0,
             max_rules=MAX_RULES if facts.probe_sites else 0,
+            sae_bytes=facts.sae_bytes,
         ),
         vllm_version=facts.vllm_version,
         server_version=version("residuum"),

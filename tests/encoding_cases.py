@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.v1 import capture_pb2, sae_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import (
     BF16,
@@ -16,11 +16,13 @@ from residuum.wire.encodings import (
     RAW,
     RP,
     RP8,
+    SAE,
     TOPK,
     TOPK8,
     RowFormat,
     basis_of,
 )
+from residuum.wire.sae import RELU, Encoder, EncoderShape
 
 F32, F16, B16 = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, tensor_pb2.DATA_TYPE_BFLOAT16
 WIDTH = 24
@@ -37,6 +39,7 @@ FORMATS = {
     "topk8": RowFormat(TOPK8, WIDTH, B16, dimensions=5),
     "topk": RowFormat(TOPK, WIDTH, B16, dimensions=5),
     "project": RowFormat(PROJECT, WIDTH, F16, dimensions=30),
+    "sae": RowFormat(SAE, WIDTH, B16, dimensions=6, features=40),
 }
 
 
@@ -46,10 +49,26 @@ def rows(dtype=F32, shape=(2, 3, WIDTH), seed=0, scale=3.0):
     return values.astype(numpy_dtype(dtype))
 
 
-def basis(form: RowFormat, seed: int = 11) -> np.ndarray | None:
-    """Return the matrix that rows of the format are multiplied with; None if there is none."""
+def basis(form: RowFormat, seed: int = 11) -> np.ndarray | Encoder | None:
+    """Return the matrix that rows of the format are multiplied with, or the encoder; None if there is none."""
+    if form.encoding == SAE:
+        return encoder(form.features, form.width)
     vectors = list(rows(shape=(form.dimensions, form.width), seed=99)) if form.encoding == PROJECT else []
     return basis_of(form, capture_pb2.EncodingOptions(seed=seed), vectors)
+
+
+def encoder(features: int, width: int, *, seed: int = 98, activation=RELU, active=0, chosen=(), norm=0, dtype=F32):
+    """Return an encoder of a sparse autoencoder."""
+    rng = np.random.default_rng(seed)
+    header = sae_pb2.SAEHeader(
+        features=features, width=width, dtype=dtype, activation=activation, active=active, normalization=norm
+    )
+    shape = EncoderShape.of(header)
+    weights = rng.standard_normal((features, width)).astype(numpy_dtype(dtype))
+    biases, threshold = (rng.standard_normal(features).astype(np.float32) for _ in range(2))
+    return Encoder(
+        shape, weights, biases, threshold if activation == sae_pb2.SAE_ACTIVATION_JUMP_RELU else None, chosen
+    )
 
 
 def header_of(form: RowFormat, layers, positions, **fields: object) -> capture_pb2.ChunkHeader:
@@ -63,5 +82,6 @@ def header_of(form: RowFormat, layers, positions, **fields: object) -> capture_p
         encoding=form.encoding,
         dimensions=form.dimensions,
         axis=form.axis,
+        features=form.features,
         **fields,
     )

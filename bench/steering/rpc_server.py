@@ -58,7 +58,9 @@ async def serve(hidden_sizes: list[int], layers: int) -> None:
 def servicer(hidden: int, layers: int) -> InferenceServicer:
     """Return a servicer for a model of this shape. Calls that need an engine do not work."""
     settings = InferenceSettings(model="none", max_vectors=_MAX_VECTORS)
-    engine: Any = SimpleNamespace(facts=_facts(hidden, layers), load_vectors=_load_nothing, keep_signs=None)
+    engine: Any = SimpleNamespace(
+        facts=_facts(hidden, layers), load_vectors=_load_nothing, keep_signs=None, keep_saes=None
+    )
     made = InferenceServicer()
     made.load(Parts.assemble(engine, settings))
     made.set_serving(serving=True)

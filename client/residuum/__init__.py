@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from residuum import directions
+    from residuum import directions, sae
     from residuum.aio import AsyncClient, AsyncStream, BatchCancelled
     from residuum.client import Client, Stream
     from residuum.directions.values import Directions
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         AlreadyExists,
         ArchiveUnreachable,
         BadCredentials,
+        BadSAE,
         BadVector,
         BatchFailed,
         BatchInterrupted,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         LeftOutWarning,
         LimitReached,
+        MissingSAE,
         MissingVectors,
         NoMessageSpans,
         NoStore,
@@ -105,6 +107,7 @@ if TYPE_CHECKING:
         CaptureSummary,
         Health,
         PutResult,
+        PutSAEResult,
         Registration,
         Reply,
         Sequence,
@@ -114,11 +117,12 @@ if TYPE_CHECKING:
     )
     from residuum.values.rows import Rows
     from residuum.values.rules import Rule, RuleEvent
+    from residuum.values.sae import SAE
     from residuum.values.search import SearchHit, SearchResult
     from residuum.values.selections import Positions
     from residuum.values.smoothing import EMA, RollingMax, RollingMean
     from residuum.values.spans import MessageSpan
-    from residuum.values.steering import Ablate, Add, Cap, Multiply, Replace, Set
+    from residuum.values.steering import Ablate, Add, Cap, ClampFeature, Multiply, Replace, Set
     from residuum.values.stored_row import StoredRow
     from residuum.values.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
@@ -133,6 +137,7 @@ _MODULES = {
     "EMA": "residuum.values.smoothing",
     "RollingMax": "residuum.values.smoothing",
     "RollingMean": "residuum.values.smoothing",
+    "SAE": "residuum.values.sae",
     "Rows": "residuum.values.rows",
     "Rule": "residuum.values.rules",
     "RuleEvent": "residuum.values.rules",
@@ -163,6 +168,7 @@ _MODULES = {
     "Probe": "residuum.values.probes",
     "ProbeLayer": "residuum.values.probe_layers",
     "PutResult": "residuum.values.replies",
+    "PutSAEResult": "residuum.values.replies",
     "Registration": "residuum.values.replies",
     "Reply": "residuum.values.replies",
     "Sequence": "residuum.values.replies",
@@ -177,6 +183,7 @@ _MODULES = {
     "Ablate": "residuum.values.steering",
     "Add": "residuum.values.steering",
     "Cap": "residuum.values.steering",
+    "ClampFeature": "residuum.values.steering",
     "Multiply": "residuum.values.steering",
     "Replace": "residuum.values.steering",
     "Set": "residuum.values.steering",
@@ -191,6 +198,7 @@ _MODULES = {
 
 __all__ = [
     "EMA",
+    "SAE",
     "TLS",
     "Ablate",
     "AbortedCapture",
@@ -202,6 +210,7 @@ __all__ = [
     "AsyncStream",
     "AttentionLayer",
     "BadCredentials",
+    "BadSAE",
     "BadVector",
     "BatchCancelled",
     "BatchFailed",
@@ -214,6 +223,7 @@ __all__ = [
     "CaptureNotComplete",
     "CapturePage",
     "CaptureSummary",
+    "ClampFeature",
     "Client",
     "ClientClosed",
     "DamagedCapture",
@@ -238,6 +248,7 @@ __all__ = [
     "Logprobs",
     "Manifest",
     "MessageSpan",
+    "MissingSAE",
     "MissingVectors",
     "ModelInfo",
     "Multiply",
@@ -257,6 +268,7 @@ __all__ = [
     "ProbeLayer",
     "PromptTooLong",
     "PutResult",
+    "PutSAEResult",
     "QuotaExceeded",
     "Registration",
     "Replace",
@@ -304,6 +316,7 @@ __all__ = [
     "attention_weights",
     "directions",
     "load_vectors",
+    "sae",
     "serve",
     "vllm_xargs",
 ]
@@ -314,8 +327,8 @@ def __getattr__(name: str) -> object:
         return _version()
     if name not in __all__:
         raise AttributeError(f"module 'residuum' has no attribute {name!r}")
-    if name == "directions":
-        return importlib.import_module("residuum.directions")  # the import also sets the attribute
+    if name in ("directions", "sae"):
+        return importlib.import_module(f"residuum.{name}")  # the import also sets the attribute
     value = getattr(importlib.import_module(_MODULES.get(name, "residuum.exceptions")), name)
     globals()[name] = value
     return value

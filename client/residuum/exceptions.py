@@ -10,7 +10,8 @@
     │   ├── EmptyPrompt
     │   ├── PromptTooLong
     │   ├── BadCredentials              a token or TLS file cannot be used, or not with this endpoint
-    │   └── BadVector                   NaN, wrong length, wrong dtype, wrong digest
+    │   ├── BadVector                   NaN, wrong length, wrong dtype, wrong digest
+    │   └── BadSAE                      a sparse autoencoder cannot be used, or has no such feature
     ├── NotFound (LookupError)
     │   ├── UnknownRequest              never registered, already used, or expired
     │   └── UnknownCapture
@@ -18,6 +19,7 @@
     │   ├── RequestExists               the ID is taken
     │   └── CaptureExists
     ├── MissingVectors                  the server lacks vectors, even after sending them again
+    ├── MissingSAE                      the server lacks a sparse autoencoder, even after sending it again
     ├── NotUpdatable                    the request was not started with updatable=True
     ├── CaptureNotComplete              .manifest
     │   ├── OpenCapture                 rows are still coming
@@ -142,6 +144,10 @@ class BadVector(InvalidRequest):
         return self.metadata.get("digest")
 
 
+class BadSAE(InvalidRequest):
+    """A sparse autoencoder cannot be used, or does not have the feature that was named."""
+
+
 class BadCredentials(InvalidRequest):
     """A token or a TLS file cannot be used, or not with this endpoint. Nothing was sent."""
 
@@ -172,6 +178,15 @@ class CaptureExists(AlreadyExists):
 
 class NotUpdatable(ResiduumError):
     """The request's steering cannot be changed: it was not started with `updatable=True`."""
+
+
+class MissingSAE(ResiduumError):
+    """The server lacks the sparse autoencoder that the capture names."""
+
+    @property
+    def digest(self) -> str | None:
+        """The encoder's digest in hexadecimal, if the server named it."""
+        return self.metadata.get("digest")
 
 
 class MissingVectors(ResiduumError):

@@ -333,7 +333,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     def _check_alike(self, manifest: Manifest) -> None:
         for name, first, other in zip(_ALIKE, self._alike, _alike(manifest), strict=True):
             if first != other:
-                values = "" if name == "projected_onto" else f" ({first} and {other})"
+                values = "" if name in ("projected_onto", "sae") else f" ({first} and {other})"
                 raise InvalidRequest(
                     f"{self._first} and {manifest.capture_id} differ in {name}{values}. The captures of one "
                     "dataset must share model, encoding and reduction. Make a dataset for each kind.",
@@ -353,7 +353,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             )
 
 
-_ALIKE = ("model", "hidden_size", "encoding", "dimensions", "seed", "axis", "projected_onto", "reduction")
+_ALIKE = ("model", "hidden_size", "encoding", "dimensions", "seed", "axis", "projected_onto", "sae", "reduction")
 """Manifest fields that all captures must share, so that an element means the same in all rows."""
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from inference_svc.model_facts import ModelFacts
+    from inference_svc.resources.sae_memory import SAEMemory
     from inference_svc.resources.vector_cache import VectorCache
     from residuum.v1 import inference_pb2
 
@@ -33,8 +34,11 @@ class Admission:
     Keeps no state of its own. In the cache, vectors that a checked request needs count as used.
     """
 
-    def __init__(self, facts: ModelFacts, vectors: VectorCache, rules: OperatorRules | None = None) -> None:
-        """Check requests against these facts of the model, the vectors in this cache and the operator's rules."""
+    def __init__(
+        self, facts: ModelFacts, vectors: VectorCache, saes: SAEMemory, rules: OperatorRules | None = None
+    ) -> None:
+        """Check requests against the model's facts, the server's vectors and encoders, and the operator's rules."""
+        self._saes = saes
         self._facts = facts
         self._vectors = vectors
         self.operator_rules = rules or OperatorRules()
@@ -90,12 +94,15 @@ class Admission:
 
         Raises:
             Failure: The capture could be too large, a capture that exists already could not answer the request, or a
-                vector is not on the server, has no direction, or is not as long as the rows that it is for.
+                vector or an encoder is not on the server, has no direction, or is not as long as the rows that it is
+                for.
         """
         check_skip(spec, parameters)
         check_capture_size(spec.capture, prompt_tokens, parameters)
         check_scores(spec.own_probes, parameters)
         check_rules(spec, parameters)
+        if spec.capture is not None and spec.sae_digest:
+            self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
         steering = with_rules(spec.steering, steering_of_rules(spec.probes).operations)
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
         widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(spec.probes))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.fields import check_selection, invalid, layer_list, site_name
+from inference_svc.taps.encodings.projections import is_computed
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.encodings import (
@@ -16,14 +17,17 @@ from residuum.wire.encodings import (
     LARGEST,
     PROJECT,
     RANDOM_PROJECTIONS,
+    SAE,
     SIZED,
     EncodingError,
     RowFormat,
+    kept_features,
 )
 from residuum.wire.labels import LabelError, check_labels
 from residuum.wire.limits import (
     BLOCK_TOKENS,
     DIGEST_BYTES,
+    MAX_KEPT_FEATURES,
     MAX_PROJECTION_VECTORS,
 )
 from residuum.wire.selection import is_reduced
@@ -116,7 +120,8 @@ def _encoding(asked: capture_pb2.Encoding.ValueType, facts: ModelFacts) -> captu
         return encoding
     known = ", ".join(ENCODING_NAMES[number] for number in facts.encodings)
     name = ENCODING_NAMES.get(encoding, str(int(encoding)))
-    raise invalid("capture.encoding", f"This server does not support the encoding {name}; it supports {known}.")
+    advice = " Its operator enables sae with --sae-mib." if encoding == SAE else ""
+    raise invalid("capture.encoding", f"This server does not support the encoding {name}; it supports {known}.{advice}")
 
 
 def _options(
@@ -140,12 +145,14 @@ def _options(
     if encoding in SIZED and not asked.dimensions:
         defaults = facts.capture_defaults
         options.dimensions = min(defaults.topk if encoding in LARGEST else defaults.projection, width)
+    if encoding == SAE:
+        options.dimensions = kept_features(asked)
     if encoding == FULL8:
         options.axis = asked.axis or BY_ROW
     dimensions = options.dimensions or len(options.vectors)
     try:
         for site in sites:
-            RowFormat(encoding, facts.width(site), facts.dtype, dimensions, options.axis)
+            RowFormat(encoding, facts.width(site), facts.dtype, dimensions, options.axis, options.sae.features)
     except EncodingError as error:
         raise invalid("capture.encoding_options", f"capture.encoding_options: {error}.") from None
     return options
@@ -156,8 +163,8 @@ def _check_options(encoding: capture_pb2.Encoding.ValueType, asked: capture_pb2.
     rules = (
         (
             "dimensions",
-            not asked.dimensions or encoding in SIZED,
-            f"{name} has none; only {_names(SIZED)} have",
+            not asked.dimensions or encoding in SIZED | {SAE},
+            f"{name} has none; only {_names(SIZED | {SAE})} have",
         ),
         (
             "seed",
@@ -178,16 +185,40 @@ def _check_options(encoding: capture_pb2.Encoding.ValueType, asked: capture_pb2.
         ),
         ("vectors", {*map(len, asked.vectors)} <= {DIGEST_BYTES}, f"a digest is {DIGEST_BYTES} bytes long"),
         ("vectors", len(set(asked.vectors)) == count, "name each vector only once"),
+        ("sae", asked.HasField("sae") == (encoding == SAE), "sae needs it, and no other encoding takes it"),
+        ("sae.digest", encoding != SAE or len(asked.sae.digest) == DIGEST_BYTES, f"it is {DIGEST_BYTES} bytes long"),
+        *_chosen_rules(asked),
     )
     for field, holds, message in rules:
         if not holds:
             raise invalid(f"capture.encoding_options.{field}", f"capture.encoding_options.{field}: {message}.")
 
 
+def _chosen_rules(asked: capture_pb2.EncodingOptions) -> Sequence[tuple[str, bool, str]]:
+    chosen, features = asked.sae.chosen, asked.sae.features
+    unknown = [number for number in chosen if number >= features]
+    return (
+        ("sae.chosen", len(chosen) <= MAX_KEPT_FEATURES, f"choose at most {MAX_KEPT_FEATURES} features"),
+        ("sae.chosen", len(set(chosen)) == len(chosen), "name each feature only once"),
+        ("sae.chosen", not unknown, f"there is no feature {unknown[:1]} among the {features}: they count from 0"),
+        (
+            "dimensions",
+            not chosen or asked.dimensions in (0, len(chosen)),
+            f"{len(chosen)} features are chosen; leave it out, or set it to their number",
+        ),
+    )
+
+
 def _check_reduction(resolved: capture_pb2.CaptureSpec, facts: ModelFacts) -> None:
     if resolved.reduction not in facts.reductions:
         known = ", ".join(capture_pb2.Reduction.Name(number).removeprefix("REDUCTION_") for number in facts.reductions)
         raise invalid("capture.reduction", f"This server does not support this reduction; it supports {known}.")
+    if resolved.encoding == SAE and is_computed(resolved.reduction):
+        raise invalid(
+            "capture.reduction",
+            "The features of a mean, maximum or sum of rows say nothing about the rows. Use NONE or LAST, and reduce "
+            "the features yourself.",
+        )
     if is_reduced(resolved) and resolved.encoding_options.axis == BY_DIMENSION:
         raise invalid(
             "capture.reduction",

@@ -1,4 +1,7 @@
-"""The gate of a steering operation: its checks, and its numbers in the worker's form."""
+"""The gate of a steering operation: its checks, and its numbers in the worker's form.
+
+In the worker, the feature that `clamp_feature` clamps is a gate, too: an inner product with a vector and a threshold.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,12 @@ _MAX_FLOAT32 = 3.4e38
 
 
 def gate_digests(operation: steering_pb2.SteeringOperation) -> list[bytes]:
-    """Return the digests of an operation's gate: one for all layers, or one for each layer; none without a gate."""
+    """Return the digests of an operation's gate: one for all layers, or one for each layer; none without a gate.
+
+    Those of `clamp_feature` are those of the feature's row of the encoder.
+    """
+    if operation.HasField("clamp_feature"):
+        return [operation.clamp_feature.encoder_digest]
     if not operation.HasField("gate"):
         return []
     return list(operation.gate.layer_digests) or [operation.gate.digest]
@@ -63,13 +71,22 @@ def resolve_gate(field: str, gate: steering_pb2.Gate, layers: Sequence[int]) -> 
     return resolved
 
 
-def make_gate(gate: steering_pb2.Gate, row: int) -> Gate:
-    """Return a checked gate in the worker's form.
+def has_gate(operation: steering_pb2.SteeringOperation) -> bool:
+    """Return whether an operation has a gate in the worker's form."""
+    return operation.HasField("gate") or operation.HasField("clamp_feature")
+
+
+def make_gate(operation: steering_pb2.SteeringOperation, row: int) -> Gate:
+    """Return the gate of a checked operation in the worker's form.
 
     Args:
-        gate: The gate.
-        row: The row of its vector in the bank.
+        operation: The operation.
+        row: The row of the gate's vector in the bank.
     """
+    if operation.HasField("clamp_feature"):
+        feature = operation.clamp_feature
+        return Gate(row, max(feature.threshold, 0.0), feature.bias, Measure.FEATURE)
+    gate = operation.gate
     sharpness = gate.sharpness if gate.HasField("sharpness") else math.inf
     return Gate(row, gate.threshold - gate.bias, -sharpness if gate.below else sharpness, _MEASURES[gate.measure])
 

@@ -61,6 +61,11 @@ class ResolvedSpec:
         return list(dict.fromkeys((*steering, *projection, *probe_digests(self.probes), *rule_digests(self.probes))))
 
     @property
+    def sae_digest(self) -> bytes:
+        """The digest of the encoder whose features are captured; empty without one."""
+        return self.capture.encoding_options.sae.digest if self.capture else b""
+
+    @property
     def num_bytes(self) -> int:
         """The serialised size of the capture, the steering and the probes, in bytes."""
         return sum(part.ByteSize() for part in (self.capture, self.steering, self.probes) if part is not None)

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.fields import check_selection, invalid, layer_list, site_name
-from inference_svc.admission.gates import gate_digests, resolve_gate
+from inference_svc.admission.gates import gate_digests, has_gate, resolve_gate
 from inference_svc.admission.probes import demanded
 from inference_svc.taps.points import STEERABLE
 from inference_svc.taps.steps.demand import MAX_ENTRIES, MAX_PROGRAMS, demand_of, point_name
@@ -33,7 +33,7 @@ def digests_of(steering: steering_pb2.SteeringSpec) -> list[bytes]:
 def directions_of(steering: steering_pb2.SteeringSpec) -> set[bytes]:
     """Return the digests of the vectors that must not be zero: those that a spec normalizes, and those of gates."""
     own = (item for item in steering.operations if item.WhichOneof("operation") in ("ablate", "cap", "replace"))
-    gates = (digest for item in steering.operations for digest in gate_digests(item))
+    gates = (digest for item in steering.operations if item.HasField("gate") for digest in gate_digests(item))
     return {digest for item in own for digest in layer_digests(item)} | set(gates)
 
 
@@ -103,7 +103,7 @@ def demand_of_steering(
         places = [point_name(item.site, layer) for layer in item.layers.list.layers]
         is_split = item.layer_digests or item.gate.layer_digests
         groups = [[place] for place in places] if is_split else [places]
-        operations += [(group, item.positions, item.HasField("gate")) for group in groups]
+        operations += [(group, item.positions, has_gate(item)) for group in groups]
     return demand_of(operations + demanded(probes), capture.positions if capture else None)
 
 
@@ -136,7 +136,9 @@ def _check_operation(field: str, operation: steering_pb2.SteeringOperation) -> N
     if kind == "replace" and not math.isfinite(operation.replace.value):
         raise invalid(f"{field}.replace.value", "The value must be finite.")
     if kind == "cap":
-        _check_bounds(field, operation.cap)
+        _check_bounds(f"{field}.cap", operation.cap)
+    if kind == "clamp_feature":
+        _check_feature(field, operation)
 
 
 def _check_site(site: capture_pb2.Site.ValueType, facts: ModelFacts) -> None:
@@ -168,11 +170,27 @@ def _check_digests(field: str, kind: str, operation: steering_pb2.SteeringOperat
         )
 
 
-def _check_bounds(field: str, cap: steering_pb2.Cap) -> None:
+def _check_feature(field: str, operation: steering_pb2.SteeringOperation) -> None:
+    feature, name = operation.clamp_feature, f"{field}.clamp_feature"
+    if operation.HasField("gate"):
+        raise invalid(f"{field}.gate", "clamp_feature takes no gate: the feature itself decides about each row.")
+    if operation.layer_digests:
+        raise invalid(f"{field}.layer_digests", "clamp_feature has one feature for all its layers. Send one for each.")
+    if len(feature.encoder_digest) != DIGEST_BYTES:
+        raise invalid(
+            f"{name}.encoder_digest", f"A digest must be {DIGEST_BYTES} bytes long: the SHA-256 of the vector."
+        )
+    for number in ("bias", "threshold"):
+        if not math.isfinite(getattr(feature, number)):
+            raise invalid(f"{name}.{number}", f"The {number} is {getattr(feature, number)}; it must be finite.")
+    _check_bounds(name, feature)
+
+
+def _check_bounds(field: str, cap: steering_pb2.Cap | steering_pb2.ClampFeature) -> None:
     given = [name for name in ("min", "max") if cap.HasField(name)]
     if not given:
-        raise invalid(f"{field}.cap", "Set min, max or both; a cap without a bound does nothing.")
+        raise invalid(field, "Set min, max or both; without a bound it does nothing.")
     if not all(math.isfinite(getattr(cap, name)) for name in given):
-        raise invalid(f"{field}.cap", "A bound must be finite; leave it unset for no bound.")
+        raise invalid(field, "A bound must be finite; leave it unset for no bound.")
     if len(given) == 2 and cap.max < cap.min:  # noqa: PLR2004 - both
-        raise invalid(f"{field}.cap", f"max ({cap.max}) is below min ({cap.min}).")
+        raise invalid(field, f"max ({cap.max}) is below min ({cap.min}).")

@@ -54,7 +54,8 @@ def engine_arguments(settings: InferenceSettings) -> dict[str, Any]:
 
 def prepare_environment(settings: InferenceSettings, control_dir: str, score_board: str = "") -> None:
     """Set the environment variables that vLLM's workers inherit from this process and read."""
-    os.environ[SETTINGS_VARIABLE] = json.dumps(worker_settings(settings, control_dir, os.getpid(), score_board))
+    read = worker_settings(settings, control_dir, os.getpid(), score_board, settings.sae_mib << 20)
+    os.environ[SETTINGS_VARIABLE] = json.dumps(read)
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(LONGEST_STEP_SECONDS))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # By default vLLM forks on a GPU. This process already has gRPC's threads: a lock that one of them holds at that

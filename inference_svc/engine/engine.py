@@ -31,6 +31,7 @@ from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.taps.vllm.worker import REFUSAL_FILE
 from residuum.rpc.errors import Failure
+from residuum.wire.encodings import SAE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -122,6 +123,8 @@ class Engine:
             facts = facts_of(llm.vllm_config, settings, settings.visible_name, ranks, adapters)
             if memory is not None:
                 facts = replace(facts, probe_sites=probe_sites(facts.sites))
+            if settings.sae_mib:
+                facts = replace(facts, sae_bytes=settings.sae_mib << 20, encodings=(*facts.encodings, SAE))
             return cls(llm, tokenizer, facts, adapters, ScoreBoard(memory) if memory else None)
         except BaseException:
             llm.shutdown()
@@ -199,6 +202,21 @@ class Engine:
             Failure: The engine is dead.
         """
         ranks = await self._call("residuum_keep_signs", [tuple(item) for item in projections], owner)
+        return [_ready(states) for states in zip(*ranks, strict=True)]
+
+    async def keep_saes(self, wanted: Sequence[tuple[str, bytes, str]]) -> list[bool | str]:
+        """Make every rank keep these encoders of sparse autoencoders, and no others; see `SAECache.keep`.
+
+        Args:
+            wanted: The fields of a `WantedSAE` for each.
+
+        Returns:
+            For each, whether every rank has it by now; or, as text, why a rank cannot load it.
+
+        Raises:
+            Failure: The engine is dead.
+        """
+        ranks = await self._call("residuum_keep_saes", list(wanted))
         return [_ready(states) for states in zip(*ranks, strict=True)]
 
     async def change_steering(self, changes: Mapping[str, Sequence[Operation]]) -> dict[str, int | None]:

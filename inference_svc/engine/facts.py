@@ -10,7 +10,7 @@ from inference_svc.engine.worker_settings import site_numbers
 from inference_svc.model_facts import CaptureDefaults, ModelFacts
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.reductions import REDUCTIONS
-from residuum.wire.encodings import ENCODINGS
+from residuum.wire.encodings import ENCODINGS, SAE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,7 +61,7 @@ def facts_of(
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
         model_runner=model_runner(config),
         folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
-        encodings=tuple(ENCODINGS.values()),
+        encodings=tuple(encoding for encoding in ENCODINGS.values() if encoding != SAE),
         reductions=REDUCTIONS,
         capture_defaults=CaptureDefaults(
             ENCODINGS[settings.capture_encoding], settings.capture_rp_k, settings.capture_topk_k

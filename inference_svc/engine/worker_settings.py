@@ -17,7 +17,9 @@ _TAPS_VERSION = 2
 """Increment it whenever the ops in the graph change."""
 
 
-def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int, score_board: str = "") -> dict[str, Any]:
+def worker_settings(
+    settings: TapSettings, control_dir: str, owner_pid: int, score_board: str = "", sae_bytes: int = 0
+) -> dict[str, Any]:
     """Return the settings that a worker reads.
 
     Args:
@@ -25,6 +27,7 @@ def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int, sco
         control_dir: A private folder for the control sockets of the rings.
         owner_pid: The process of the service. The worker ends when this process ends.
         score_board: The file of the score board; empty: no probes.
+        sae_bytes: How many bytes the encoders of sparse autoencoders may take; 0: there are none.
     """
     return {
         "control_dir": control_dir,
@@ -35,6 +38,7 @@ def worker_settings(settings: TapSettings, control_dir: str, owner_pid: int, sco
         "sites": site_numbers(settings),
         "fold_norms": settings.fold_norms,
         "score_board": score_board,
+        "sae_bytes": sae_bytes,
     }
 
 

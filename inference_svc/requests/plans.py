@@ -9,6 +9,7 @@ from inference_svc.admission.gates import gate_digests, make_gate
 from inference_svc.admission.probes import in_columns
 from inference_svc.admission.rules import ABORT, has_action
 from inference_svc.admission.steering import layer_digests
+from inference_svc.resources.sae_memory import sae_name
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.limits import BLOCK_TOKENS
@@ -28,6 +29,7 @@ _KINDS = {
     "replace": Kind.CAP,
     "set": Kind.SET,
     "multiply": Kind.MULTIPLY,
+    "clamp_feature": Kind.CLAMP,
 }
 
 _SPARE_POSITIONS = 7
@@ -62,7 +64,7 @@ def make_plan(
         return None
     return RequestPlan(
         prompt_tokens,
-        _capture(running.path, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
+        _capture(running, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
         (make_operations(spec.steering, rows) if spec.steering else ()) + _scoring(spec.probes, rows),
         engine_id(running.path, sequence) if spec.may_change_steering else "",
         scores,
@@ -95,7 +97,7 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
         # One digest serves all layers.
         for index, group in enumerate(groups):
             digest, gate_digest = digests[index % len(digests)], of_gate[index % len(of_gate)]
-            gate = make_gate(item.gate, rows[gate_digest]) if gate_digest else None
+            gate = make_gate(item, rows[gate_digest]) if gate_digest else None
             operations.append(_operation(item, group, rows[digest], gate))
     return tuple(operations)
 
@@ -117,12 +119,12 @@ def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[
 
 
 def _capture(
-    capture_id: str, sequence: int, spec: capture_pb2.CaptureSpec, rows: dict[bytes, int], spare_positions: int
+    running: Running, sequence: int, spec: capture_pb2.CaptureSpec, rows: dict[bytes, int], spare_positions: int
 ) -> Capture:
     options = spec.encoding_options
     places = sorted(layers_by_site(spec).items())
     return Capture(
-        capture_id=capture_id,
+        capture_id=running.path,
         sequence=sequence,
         layers=tuple(spec.layers.list.layers),
         positions=spec.positions,
@@ -135,6 +137,9 @@ def _capture(
             options.seed,
             options.axis,
             tuple(rows[digest] for digest in options.vectors),
+            sae_name(running.tenant, options.sae.digest) if options.HasField("sae") else "",
+            options.sae.features,
+            tuple(options.sae.chosen),
         ),
         reduction=spec.reduction or capture_pb2.REDUCTION_NONE,
         flush_interval=spec.flush_interval or BLOCK_TOKENS,
@@ -153,8 +158,9 @@ def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], ro
         scale = item.ablate.scale if item.ablate.HasField("scale") else 1.0
     elif name == "replace":
         low = high = item.replace.value
-    elif name == "cap":
-        low = item.cap.min if item.cap.HasField("min") else -math.inf
-        high = item.cap.max if item.cap.HasField("max") else math.inf
+    elif name in ("cap", "clamp_feature"):
+        bounds = item.cap if name == "cap" else item.clamp_feature
+        low = bounds.min if bounds.HasField("min") else -math.inf
+        high = bounds.max if bounds.HasField("max") else math.inf
     site = item.site or capture_pb2.SITE_RESID_POST
     return Operation(_KINDS[name], row, layers, item.positions, scale, low, high, item.keep_norm, site, gate)

@@ -243,7 +243,7 @@ class RequestRegistry:
         return running
 
     def is_leased(self, name: bytes) -> bool:
-        """Return whether a registered or running request needs a vector; see `vector_name`."""
+        """Return whether a registered or running request needs a vector or an encoder; see `vector_name`."""
         self._drop_lapsed()
         return name in self._leases
 
@@ -272,11 +272,11 @@ class RequestRegistry:
         return registration
 
     def _lease(self, tenant: str, spec: ResolvedSpec) -> None:
-        for name in _vector_names(tenant, spec):
+        for name in _leased_names(tenant, spec):
             self._leases[name] += 1
 
     def _end_lease(self, tenant: str, spec: ResolvedSpec) -> None:
-        for name in _vector_names(tenant, spec):
+        for name in _leased_names(tenant, spec):
             self._leases[name] -= 1
             if not self._leases[name]:
                 del self._leases[name]
@@ -303,9 +303,10 @@ class RequestRegistry:
             self._forget_registration(key)
 
 
-def _vector_names(tenant: str, spec: ResolvedSpec) -> list[bytes]:
-    """Return the names of the vectors that a request needs; see `vector_name`."""
-    return [vector_name(tenant, digest) for digest in spec.digests]
+def _leased_names(tenant: str, spec: ResolvedSpec) -> list[bytes]:
+    """Return the names of the vectors and of the encoder that a request needs; see `vector_name`."""
+    digests = [*spec.digests, spec.sae_digest] if spec.sae_digest else spec.digests
+    return [vector_name(tenant, digest) for digest in digests]
 
 
 def _key(running: Running) -> _Key:

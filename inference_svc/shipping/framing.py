@@ -113,4 +113,5 @@ def _part(header: capture_pb2.ChunkHeader, layers: list[int], positions: list[in
         encoding=header.encoding,
         dimensions=header.dimensions,
         axis=header.axis,
+        features=header.features,
     )

@@ -18,7 +18,8 @@ WIRE_TYPES = {
 }
 """The wire type of each torch dtype."""
 
-_TORCH_TYPES = {wire_type: dtype for dtype, wire_type in WIRE_TYPES.items()}
+TORCH_TYPES = {wire_type: dtype for dtype, wire_type in WIRE_TYPES.items()}
+"""The torch dtype of each wire type."""
 
 _CASTS = {
     capture_pb2.ENCODING_FP32: torch.float32,
@@ -34,4 +35,4 @@ def cast_of(form: RowFormat) -> torch.dtype | None:
 
 def own_type(form: RowFormat) -> torch.dtype:
     """Return the dtype in which the model computed the rows."""
-    return _TORCH_TYPES[form.dtype]
+    return TORCH_TYPES[form.dtype]

@@ -11,9 +11,7 @@ from svc_common.logs import get_logger
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
-    from inference_svc.taps.encodings.bases import Bases
+    from inference_svc.taps.encodings.bases import Bases, Basis
     from inference_svc.taps.plan import Capture, RequestPlan
     from inference_svc.taps.ring_writer import RingWriter
 
@@ -25,7 +23,7 @@ class _Followed(NamedTuple):
 
     capture: Capture
     """Held so that its `id` stays unique."""
-    basis: Tensor | None
+    basis: Basis | None
     """See `Bases.of`."""
     reduction: Reduction | None
     problem: str = ""
@@ -56,7 +54,7 @@ class FollowedCaptures:
         try:
             reduction = Reduction(plan) if capture.is_reduced else None
             followed = _Followed(capture, self._bases.of(capture), reduction)
-        except (MemoryError, RuntimeError) as error:
+        except (KeyError, MemoryError, RuntimeError) as error:
             _log.exception("cannot prepare for a capture", request_id=capture.capture_id)
             problem = f"The worker could not prepare for this capture ({type(error).__name__}); its log says why."
             followed = _Followed(capture, None, None, problem)
@@ -90,7 +88,7 @@ class FollowedCaptures:
         if followed is not None and followed.reduction is not None:
             followed.reduction.miss(positions)
 
-    def basis(self, capture: Capture) -> Tensor | None:
+    def basis(self, capture: Capture) -> Basis | None:
         """Return the basis of a capture; see `Bases.of`."""
         followed = self._of(capture)
         return None if followed is None else followed.basis

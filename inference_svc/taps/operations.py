@@ -27,7 +27,8 @@ class GateBatch(NamedTuple):
     thresholds: Tensor
     """Above which measure each gate is open, float32 [g]."""
     sharpness: Tensor
-    """How fast each gate opens around its threshold, float32 [g]. Infinite: at once. Negative: it opens below it."""
+    """How fast each gate opens around its threshold, float32 [g]. Infinite: at once. Negative: it opens below it. The
+    bias of a FEATURE."""
 
 
 class OperationBatch(NamedTuple):
@@ -42,9 +43,9 @@ class OperationBatch(NamedTuple):
     scales: Tensor
     """Factor of ADD and ABLATE, float32 [r]."""
     lows: Tensor
-    """Lower bound of CAP, float32 [r]."""
+    """Lower bound of CAP and CLAMP, float32 [r]."""
     highs: Tensor
-    """Upper bound of CAP, float32 [r]."""
+    """Upper bound of CAP and CLAMP, float32 [r]."""
     keeps_norm: Tensor
     """Whether the row is rescaled to the norm that it had before, bool [r]."""
     gates: GateBatch | None = None
@@ -85,7 +86,7 @@ def bounded(steered: Tensor, x: Tensor, limit: float) -> Tensor:
 
 
 def openness(x: Tensor, v: Tensor, inverse_norms: Tensor, gates: GateBatch) -> Tensor:
-    """Return how far gates are open for rows, from 0 to 1, float32 [g].
+    """Return how far gates are open for rows, from 0 to 1, float32 [g]. For a FEATURE, return its value.
 
     Args:
         x: The rows, float32 [g, width].
@@ -94,10 +95,14 @@ def openness(x: Tensor, v: Tensor, inverse_norms: Tensor, gates: GateBatch) -> T
         gates: The gates.
     """
     measures = (x * v).sum(dim=-1)
-    measures = torch.where(gates.measures == Measure.INNER_PRODUCT, measures, measures * inverse_norms)
+    is_product = (gates.measures == Measure.INNER_PRODUCT) | (gates.measures == Measure.FEATURE)
+    features = measures + gates.sharpness
+    features = torch.where(features > gates.thresholds, features, 0.0)  # also if it is NaN
+    measures = torch.where(is_product, measures, measures * inverse_norms)
     measures = torch.where(gates.measures == Measure.COSINE, measures / x.norm(dim=-1), measures)
     # At the threshold itself, infinite sharpness gives NaN.
-    return torch.sigmoid(gates.sharpness * (measures - gates.thresholds)).nan_to_num(0.0)
+    opened = torch.sigmoid(gates.sharpness * (measures - gates.thresholds)).nan_to_num(0.0)
+    return torch.where(gates.measures == Measure.FEATURE, features, opened)
 
 
 def apply_batch(
@@ -110,7 +115,8 @@ def apply_batch(
         v: The vector of each row, float32 [r, width].
         inverse_norms: 1 / |v| for each vector, float32 [r]; 0 for a zero vector.
         batch: The operations. A SCORE changes nothing.
-        opened: How far the gates of `batch.gates` are open, float32 [g]; None if there are none.
+        opened: How far the gates of `batch.gates` are open, float32 [g], or the value of their feature; None if there
+            are none.
 
     Returns:
         The new rows, float32 [r, width].
@@ -120,6 +126,12 @@ def apply_batch(
     along_unit = torch.where(batch.kinds == Kind.ABLATE, -batch.scales * projections, clamped - projections)
     factors = torch.where(batch.kinds == Kind.ADD, batch.scales, along_unit * inverse_norms)
     factors = torch.where(batch.kinds == Kind.SCORE, 0.0, factors)  # also if the projection is not finite
+    if batch.gates is not None and opened is not None:
+        at = batch.gates.at
+        clamped = torch.maximum(torch.minimum(opened, batch.highs[at]), batch.lows[at]) - opened
+        clamps = batch.kinds[at] == Kind.CLAMP
+        factors[at] = torch.where(clamps, clamped, factors[at])
+        opened = torch.where(clamps, 1.0, opened)
     moved = torch.where((batch.kinds == Kind.SET).unsqueeze(-1), v, x + factors.unsqueeze(-1) * v)
     moved = torch.where((batch.kinds == Kind.MULTIPLY).unsqueeze(-1), x * v, moved)
     if batch.gates is not None and opened is not None:

@@ -43,10 +43,12 @@ class Kind(IntEnum):
     MULTIPLY = 4
     SCORE = 5
     """Changes nothing: writes the inner product of the row and the vector into a column of the row's scores."""
+    CLAMP = 6
+    """Keeps a feature of a sparse autoencoder within bounds. Its gate has the measure FEATURE; no other one has it."""
 
 
-STEERING_KINDS = tuple(kind for kind in Kind if kind != Kind.SCORE)
-"""The kinds that change rows."""
+STEERING_KINDS = tuple(kind for kind in Kind if kind not in (Kind.SCORE, Kind.CLAMP))
+"""The kinds that change rows, and that may have a gate or none."""
 
 
 class Measure(IntEnum):
@@ -55,6 +57,9 @@ class Measure(IntEnum):
     PROJECTION = 0
     INNER_PRODUCT = 1
     COSINE = 2
+    FEATURE = 3
+    """The value of a feature: x . g + bias if that is above the threshold, and otherwise 0. The gate has the bias in
+    place of its sharpness, and how far it is open is this value."""
 
 
 class Gate(NamedTuple):
@@ -68,7 +73,7 @@ class Gate(NamedTuple):
     threshold: float
     """The measure above which the gate is open. The bias is subtracted already."""
     sharpness: float = float("inf")
-    """Infinite: the gate is open or closed. Negative: it is open below the threshold."""
+    """Infinite: the gate is open or closed. Negative: it is open below the threshold. FEATURE: the bias."""
     measure: Measure = Measure.PROJECTION
 
 
@@ -86,9 +91,9 @@ class Operation:
     scale: float = 1.0
     """Factor of ADD and ABLATE."""
     low: float = float("-inf")
-    """Lower bound of CAP."""
+    """Lower bound of CAP and CLAMP."""
     high: float = float("inf")
-    """Upper bound of CAP."""
+    """Upper bound of CAP and CLAMP."""
     keep_norm: bool = False
     """Rescale the row to the norm that it had before."""
     site: capture_pb2.Site.ValueType = capture_pb2.SITE_RESID_POST
@@ -129,20 +134,26 @@ class RowEncoding:
     axis: capture_pb2.QuantizationAxis.ValueType = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
     rows: tuple[int, ...] = ()
     """For PROJECT, the rows of the vector bank that hold its vectors."""
+    sae: str = ""
+    """For SAE, the name of the encoder; see `SAECache`."""
+    features: int = 0
+    """For SAE, the number of its features."""
+    chosen: tuple[int, ...] = ()
+    """For SAE, the features that are kept; empty: the strongest."""
 
     @property
     def has_basis(self) -> bool:
-        """Whether rows are multiplied with a basis: vectors, or the signs of a random projection."""
-        return bool(self.rows) or self.encoding in RANDOM_PROJECTIONS
+        """Whether rows are multiplied with a basis: vectors, an encoder, or the signs of a random projection."""
+        return bool(self.rows or self.sae) or self.encoding in RANDOM_PROJECTIONS
 
     def format_of(self, width: int, dtype: tensor_pb2.DataType.ValueType) -> RowFormat:
         """Return the format of encoded rows that had `width` elements of `dtype`."""
-        return _format(self.encoding, width, dtype, self.dimensions, self.axis)
+        return _format(self.encoding, width, dtype, self.dimensions, self.axis, self.features)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RowEncoding:
         """Return the encoding whose `vars` are `data`."""
-        return cls(**{**data, "rows": tuple(data["rows"])})
+        return cls(**{**data, "rows": tuple(data["rows"]), "chosen": tuple(data["chosen"])})
 
 
 @lru_cache(maxsize=64)
@@ -152,8 +163,9 @@ def _format(
     dtype: tensor_pb2.DataType.ValueType,
     dimensions: int,
     axis: capture_pb2.QuantizationAxis.ValueType,
+    features: int,
 ) -> RowFormat:
-    return RowFormat(encoding, width, dtype, dimensions, axis)
+    return RowFormat(encoding, width, dtype, dimensions, axis, features)
 
 
 @dataclass(frozen=True)
@@ -215,7 +227,7 @@ class Capture:
             "site_layers": [list(layers) for layers in self.site_layers],
             "sites": [int(site) for site in self.sites],
             "positions": self.positions.SerializeToString(),
-            "encoding": {**vars(self.encoding), "rows": list(self.encoding.rows)},
+            "encoding": {**vars(self.encoding), "rows": list(self.encoding.rows), "chosen": list(self.encoding.chosen)},
         }
 
     @classmethod

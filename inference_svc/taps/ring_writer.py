@@ -116,6 +116,7 @@ def _headers(capture: Capture, positions: Sequence[int], form: RowFormat) -> lis
         encoding=form.encoding,
         dimensions=form.dimensions,
         axis=form.axis,
+        features=form.features,
     )
     for first in range(_POSITIONS_AT_ONCE, len(positions), _POSITIONS_AT_ONCE):
         header.positions.extend(positions[first : first + _POSITIONS_AT_ONCE])

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import Block, BlockPool
+    from inference_svc.taps.encodings.bases import Basis
+    from inference_svc.taps.encodings.sae_cache import SAECache
     from inference_svc.taps.plan import Capture, RequestPlan
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
@@ -48,6 +50,7 @@ class BlockSink:
         producer: RingProducer,
         bank: VectorBank | None = None,
         sign_dtype: torch.dtype = _CPU_SIGN_DTYPE,
+        saes: SAECache | None = None,
     ) -> None:
         """Make the sink of a pool.
 
@@ -57,12 +60,13 @@ class BlockSink:
             producer: The ring.
             bank: The active vectors. None: no capture projects its rows to vectors.
             sign_dtype: See `Bases`.
+            saes: The encoders of sparse autoencoders. None: no capture keeps features.
         """
         self._pool = pool
         self._format = model_rows
         self._producer = producer
         self._signs = SignCache(model_rows.hidden, pool.memory.device)
-        self._bases = Bases(self._signs, bank, sign_dtype)
+        self._bases = Bases(self._signs, bank, sign_dtype, saes)
         self._writer = RingWriter(producer, model_rows)
         self._followed = FollowedCaptures(self._bases, self._writer)
         self._probes = Probes(pool)
@@ -148,14 +152,14 @@ class BlockSink:
         encoder.encode(rows, form, basis, target)
         self._writer.publish(Encoded(capture, positions, form, extent))
 
-    def _rows_and_basis(self, batch: Batch, form: EncodedFormat) -> tuple[Tensor, Tensor | None]:
+    def _rows_and_basis(self, batch: Batch, form: EncodedFormat) -> tuple[Tensor, Basis | None]:
         """Return the rows in the dtype that they are encoded from, and their basis, if they have one."""
         if form.encoding in (capture_pb2.ENCODING_RAW, capture_pb2.ENCODING_TOPK):
             dtype = own_type(form)
             return batch.rows if batch.rows.dtype == dtype else batch.rows.to(dtype), None
         return batch.rows, self._followed.basis(batch.capture)
 
-    def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
+    def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Basis | None) -> npt.NDArray[np.uint8]:
         """Return the bytes of rows as `send` would write them into the ring."""
         data = np.empty(form.payload_bytes(*rows.shape[:2]), dtype=np.uint8)
         encoder.encode(rows, form, basis, torch.from_numpy(data).view(len(rows), -1))

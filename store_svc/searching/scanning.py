@@ -14,7 +14,7 @@ import numpy as np
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.wire.encodings import PROJECT, RANDOM_PROJECTIONS, EncodingError, RowFormat
+from residuum.wire.encodings import PROJECT, RANDOM_PROJECTIONS, SAE, EncodingError, RowFormat
 from residuum.wire.frames import FrameError
 from store_svc.archive.fetching import Away, Fetcher
 from store_svc.archive.records import Record, frames_table, place_of, read_record
@@ -39,7 +39,7 @@ OPEN, NO_LAYER = store_pb2.LEFT_OUT_REASON_OPEN, store_pb2.LEFT_OUT_REASON_NO_LA
 OTHER_WIDTH, ENCODING = store_pb2.LEFT_OUT_REASON_OTHER_WIDTH, store_pb2.LEFT_OUT_REASON_ENCODING
 DAMAGED, GONE = store_pb2.LEFT_OUT_REASON_DAMAGED, store_pb2.LEFT_OUT_REASON_GONE
 
-_NOT_ROWS = RANDOM_PROJECTIONS | {PROJECT}
+_NOT_ROWS = RANDOM_PROJECTIONS | {PROJECT, SAE}
 """Encodings that decode to something else than the row."""
 
 _FAILURES = {

@@ -21,6 +21,7 @@ RIGHTS: dict[str, Right | None] = {
     _INFERENCE + "RegisterRequest": Right.GENERATE,
     _INFERENCE + "FindMissingVectors": Right.GENERATE,
     _INFERENCE + "PutVectors": Right.GENERATE,
+    _INFERENCE + "PutSAE": Right.GENERATE,
     _INFERENCE + "Generate": Right.GENERATE,
     _INFERENCE + "UpdateSteering": Right.GENERATE,
     _INFERENCE + "Abort": Right.GENERATE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import grpc
@@ -35,12 +35,14 @@ from residuum.v1 import (
     tensor_pb2,
 )
 from residuum.wire.digests import digest_of_bytes
+from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import ENCODINGS, RowFormat, basis_of
 from residuum.wire.frames import checksum
 from residuum.wire.ids import make_id
 from residuum.wire.placement import parse_stores
 from residuum.wire.probes import evaluate
 from residuum.wire.rules import RuleWatch
+from residuum.wire.sae import Encoder, EncoderShape
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
 from svc_common.rpc.serving import ErrorInterceptor, add_health_and_reflection
 
@@ -133,6 +135,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         self.script = Script()
         self.vectors: dict[bytes, bytes] = {}
         self.ended_by: dict[tuple[str, int], str] = {}  # the rule that fired last, by request and sequence
+        self.saes: dict[bytes, Encoder] = {}
         self.registrations: dict[str, inference_pb2.RequestSpec] = {}
         self.used: set[str] = set()
         self.updatable: dict[str, list[int]] = {}  # the prompts of requests whose steering can be changed
@@ -199,6 +202,23 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         self._begin("PutVectors", None)
         return inference_pb2.PutVectorsResponse(results=[self._put(item.vector) for item in request_iterator])
 
+    def PutSAE(self, request_iterator, context):
+        self._begin("PutSAE", None)
+        header = next(request_iterator).header
+        data = b"".join(item.data for item in request_iterator)
+        existed = header.digest in self.saes
+        if not existed and not data:
+            raise Failure(Reason.ERROR_REASON_MISSING_SAE, "Send its bytes.", digest=header.digest.hex())
+        shape = EncoderShape.of(header)
+        if shape.width != HIDDEN:
+            raise Failure(Reason.ERROR_REASON_WRONG_LENGTH, f"It takes rows of {shape.width} elements, not {HIDDEN}.")
+        if not existed:
+            weights = np.frombuffer(data, numpy_dtype(shape.dtype), shape.features * HIDDEN)
+            numbers = np.frombuffer(data, np.float32, offset=shape.weight_bytes).reshape(-1, shape.features)
+            threshold = numbers[1] if len(numbers) > 1 else None
+            self.saes[header.digest] = Encoder(shape, weights.reshape(-1, HIDDEN), numbers[0], threshold)
+        return inference_pb2.PutSAEResponse(existed=existed, num_bytes=shape.nbytes, free_bytes=1 << 20)
+
     def _put(self, vector):
         self.vectors_received += 1
         result = inference_pb2.PutVectorResult(digest=vector.digest)
@@ -257,6 +277,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if self.script.drop_vectors:
             self.script.drop_vectors = False
             self.vectors.clear()
+            self.saes.clear()
         if request.request_id not in self.running:
             raise Failure(Reason.ERROR_REASON_UNKNOWN_REQUEST, "It is not running.", request_id=request.request_id)
         if request.request_id not in self.updatable:
@@ -273,12 +294,16 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if missing:
             digests = ",".join(digest.hex() for digest in missing)
             raise Failure(Reason.ERROR_REASON_MISSING_VECTORS, "Send them with PutVectors.", digests=digests)
+        sae = what.capture.encoding_options.sae.digest if isinstance(what, inference_pb2.RequestSpec) else b""
+        if sae and sae not in self.saes:
+            raise Failure(Reason.ERROR_REASON_MISSING_SAE, "Send it with PutSAE.", digest=sae.hex())
 
     def Generate(self, request, context):
         self._begin("Generate", request)
         if self.script.drop_vectors:
             self.script.drop_vectors = False
             self.vectors.clear()
+            self.saes.clear()
         name, spec = self._claim(request)
         prompt = _tokens(request)
         self._check(spec)
@@ -520,10 +545,15 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         what = capture_pb2.CaptureDescription(hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=spec)
         form = RowFormat.of_capture(what)
         vectors = [np.frombuffer(self.vectors[digest], np.float32) for digest in spec.encoding_options.vectors]
-        payload = form.encode(values, basis_of(form, spec.encoding_options, vectors))
+        features = spec.encoding_options.sae
+        basis = basis_of(form, spec.encoding_options, vectors)
+        if features.digest:
+            basis = replace(self.saes[features.digest], chosen=tuple(features.chosen))
+        payload = form.encode(values, basis)
         header = capture_pb2.ChunkHeader(
             sequence=sequence, site=site, layers=layers, positions=[int(position) for position in positions],
             dtype=form.dtype, width=form.width, encoding=form.encoding, dimensions=form.dimensions, axis=form.axis,
+            features=form.features,
         )  # fmt: skip
         return capture_pb2.Chunk(header=header, crc32c=checksum(payload), payload=payload)
 

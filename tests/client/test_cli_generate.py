@@ -566,3 +566,26 @@ def test_score_prompt_needs_a_probe(cli, peer, capsys):
     with pytest.raises(SystemExit):
         cli("generate", "a", "--score-prompt")
     assert "--score-prompt needs --probe" in capsys.readouterr().err
+
+
+def test_an_autoencoder_is_chosen_on_the_command_line(cli, peer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sae = residuum.SAE(np.ones((5, HIDDEN)), np.eye(5, HIDDEN))
+    residuum.sae.save(sae, "sae.safetensors")
+
+    def clamped(flag):
+        assert cli("generate", "a", "--clamp-feature", flag, "--max-tokens", 1)[0] == 0
+        (operation,) = peer.requests[-1].spec.steering.operations
+        return operation.clamp_feature
+
+    feature = clamped("sae.safetensors:3@1:0.5")
+    assert feature.digest == sae.vector(3).digest
+    assert (feature.min, feature.max) == (0.5, 0.5)
+    assert not clamped("sae.safetensors:3@1:2:").HasField("max")
+    for wrong in ("sae.safetensors:3@1", "sae.safetensors@1:0", "sae.safetensors:x@1:0", "sae.safetensors:3@1:a"):
+        code, _, err = cli("generate", "a", "--clamp-feature", wrong)
+        assert (code, "use SAE:FEATURE@LAYERS:VALUE" in err) == (1, True)
+    code, _, err = cli("generate", "a", "--clamp-feature", "sae.safetensors:5@1:0")
+    assert (code, "The feature 5 does not exist" in err) == (1, True)
+    code, _, err = cli("generate", "a", "--capture", "1", "--sae", "sae.safetensors", "--features", "1,x")
+    assert (code, "give whole numbers" in err) == (1, True)

@@ -380,3 +380,73 @@ def test_rows_stay_encoded_in_memory(endpoint):
     assert acts.nbytes == len(LAYERS) * ROWS * (8 + 4)
     with pytest.raises(ValueError, match="read-only"):
         acts.encoded(1)["q"][0] = 1
+
+
+# Features of sparse autoencoders
+
+SAE = residuum.SAE(
+    np.random.default_rng(4).standard_normal((50, HIDDEN)), np.ones((50, HIDDEN)), activation="jumprelu", threshold=0.5
+)
+
+
+async def test_features_are_those_of_the_rows(client, peer):
+    acts = await read(client, sae=SAE, dimensions=9)
+    assert (acts.encoding, acts.width) == ("sae", 50)
+    for layer in LAYERS:
+        exact = SAE.encode(truth(layer))
+        kept = acts.encoded(layer)
+        np.testing.assert_allclose(kept["value"], -np.sort(-exact, axis=1)[:, :9], rtol=1e-5, atol=1e-5)
+        dense = acts[layer]
+        assert dense.shape == (ROWS, 50)
+        at = np.where(kept["feature"] < 50, kept["feature"], 0).astype(int)
+        expected = np.where(kept["feature"] < 50, np.take_along_axis(dense, at, axis=1), 0)
+        np.testing.assert_array_equal(kept["value"], expected)
+        for number in (0, 7, 49):
+            np.testing.assert_array_equal(acts.feature(layer, number), dense[:, number])
+    assert (acts.manifest.sae, acts.manifest.features) == (SAE.digest.hex(), ())
+    document = acts.manifest.to_dict()
+    assert (document["mode"], document["compression"]) == ("sae", {"features": 9})
+    assert document["sequences"]["0"]["layers"]["1"]["shape"] == [ROWS, 50]
+    with pytest.raises(residuum.InvalidRequest, match="The feature 50 does not exist"):
+        acts.feature(1, 50)
+    with pytest.raises(residuum.InvalidRequest, match="not as 'sae'"):
+        (await read(client)).feature(1, 0)
+
+
+async def test_chosen_features_keep_all_their_values(client):
+    acts = await read(client, sae=SAE, features=[31, 4])
+    exact = SAE.encode(truth(4))
+    assert (acts.encoded(4)["feature"] == [31, 4]).all()
+    np.testing.assert_allclose(acts.encoded(4)["value"], exact[:, [31, 4]], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(acts.feature(4, 31), acts.encoded(4)["value"][:, 0])
+    with pytest.raises(residuum.InvalidRequest, match=r"not captured; .* chose 31, 4"):
+        acts.feature(4, 5)
+
+
+async def test_an_encoder_is_sent_once_and_again_if_the_server_lacks_it(client, peer):
+    result = await client.put_sae(SAE)
+    assert (result.sent, result.digest, result.free_bytes) == (True, SAE.digest.hex(), 1 << 20)
+    assert not (await client.put_sae(SAE)).sent
+    calls = peer.calls.count("PutSAE")
+    assert calls == 3, "one asks, one sends; then one asks"
+    await read(client, sae=SAE)
+    assert peer.calls.count("PutSAE") == calls
+    peer.script.drop_vectors = True
+    await read(client, sae=SAE)
+    assert peer.calls.count("PutSAE") == calls + 2
+    registration = await client.register(capture=capturing(sae=SAE))
+    peer.script.drop_vectors = True
+    reply = await client.generate("a bb ccc", registration=registration, max_tokens=4)
+    assert (await client.activations(reply))[1].shape == (ROWS, 50)
+    peer.saes.clear()
+    with pytest.raises(residuum.MissingSAE) as caught:
+        await client.generate("a", registration=(await client.register(capture=capturing(sae=SAE))).request_id)
+    assert caught.value.digest == SAE.digest.hex()
+
+
+async def test_an_encoder_of_another_width_is_refused(client):
+    wide = residuum.SAE(np.ones((3, HIDDEN + 1)), np.ones((3, HIDDEN + 1)))
+    with pytest.raises(residuum.BadSAE, match=f"rows of {HIDDEN + 1} elements"):
+        await client.put_sae(wide)
+    with pytest.raises(TypeError, match=r"must be a residuum\.SAE"):
+        await client.put_sae("sae")

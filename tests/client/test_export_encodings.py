@@ -27,6 +27,7 @@ ENCODINGS = {
     "topk8": ({"dimensions": 2}, HIDDEN),
     "topk": ({"dimensions": 2}, HIDDEN),
     "project": ({"vectors": [JOY, WOE]}, 2),
+    "sae": ({"sae": residuum.SAE(np.eye(12, HIDDEN), np.eye(12, HIDDEN)), "dimensions": 4}, 12),
 }
 
 

@@ -237,10 +237,10 @@ def test_steer_accepts_only_operations():
     assert operation_list(None) == []
     assert len(operation_list([residuum.Add(joy, layer=1)] * 256)) == 256
     for value in ([joy], joy):
-        with pytest.raises(TypeError, match=r"residuum\.Add, .*, Set and Multiply.*Add\(vector, layer=12"):
+        with pytest.raises(TypeError, match=r"residuum\.Add, .*, Multiply and ClampFeature.*Add\(vector, layer=12"):
             operation_list(value)
     for value in (5, "joy", [None]):
-        with pytest.raises(TypeError, match=r"residuum\.Add, Ablate, Cap, Replace, Set and Multiply"):
+        with pytest.raises(TypeError, match=r"residuum\.Add, Ablate, Cap, Replace, Set, Multiply and ClampFeature"):
             operation_list(value)
     with pytest.raises(residuum.InvalidRequest, match="256"):
         operation_list([residuum.Add(joy, layer=1)] * 257)

@@ -98,8 +98,13 @@ def directives():
 def test_every_public_name_is_in_the_reference_once():
     named = directives()
     assert len(named) == len(set(named))
-    public = {f"residuum.{name}" for name in residuum.__all__} - {"residuum.__version__", "residuum.directions"}
+    public = {f"residuum.{name}" for name in residuum.__all__} - {
+        "residuum.__version__",
+        "residuum.directions",
+        "residuum.sae",
+    }
     public |= {f"residuum.directions.{name}" for name in residuum.directions.__all__}
+    public |= {f"residuum.sae.{name}" for name in residuum.sae.__all__}
     public -= {"residuum.directions.Directions"}  # documented as residuum.Directions
     of_torch = {f"residuum.torch.{name}" for name in ("ActivationDataset", "ActivationBatch")}
     of_training = {

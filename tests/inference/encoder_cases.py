@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.encodings.check import bytes_of
+from inference_svc.taps.encodings.sae_encoder import encoder_of
 from residuum.v1 import capture_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import (
@@ -17,13 +19,17 @@ from residuum.wire.encodings import (
     PROJECT,
     RANDOM_PROJECTIONS,
     RP8,
+    SAE,
     SIZED,
     RowFormat,
     basis_of,
 )
+from tests import encoding_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from residuum.wire.sae import Encoder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 2**64 - 3
@@ -42,6 +48,9 @@ class Case(NamedTuple):
 
     def basis(self, device: str = "cpu") -> torch.Tensor | None:
         """The basis for the encoder, made from the reference's own matrix."""
+        if self.form.encoding == SAE:
+            encoder = self.encoder()
+            return encoder_of(torch.from_numpy(bytes_of(encoder)).to(device), encoder.shape)
         if self.form.encoding == PROJECT:
             return torch.from_numpy(self.vectors).to(device)
         if self.form.encoding not in RANDOM_PROJECTIONS:
@@ -49,11 +58,17 @@ class Case(NamedTuple):
         signs = np.sign(basis_of(self.form, capture_pb2.EncodingOptions(seed=SEED)))
         return torch.from_numpy(signs).to(device).to(self.rows.dtype if device == "cuda" else torch.float32)
 
+    def encoder(self) -> Encoder:
+        """The encoder of SAE."""
+        return encoding_cases.encoder(self.form.features, self.form.width)
+
     def check(self, payload: np.ndarray, *, exact_bfloat16: bool = True) -> None:
         """Compare an encoder's payload with the reference's: bit by bit, except for sums, whose order is arbitrary."""
         units, positions, width = self.rows.shape
         values = self.rows.contiguous().view(torch.uint8).numpy().view(numpy_dtype(self.form.dtype))
         basis = basis_of(self.form, capture_pb2.EncodingOptions(seed=SEED), list(self.vectors))
+        if self.form.encoding == SAE:
+            basis = self.encoder()
         wanted = np.frombuffer(self.form.encode(values.reshape(units, positions, width), basis), dtype=np.uint8)
         assert len(payload) == len(wanted)
         one, other = (self.form.split(data, units, positions) for data in (payload, wanted))
@@ -61,10 +76,16 @@ class Case(NamedTuple):
             self.form.decode(rows, None if prefixes is None else prefixes[:, None]).astype(np.float64)
             for prefixes, rows in (one, other)
         )
+        if self.form.encoding == SAE:
+            # Of features that are nearly as strong, either may be kept: the values are compared in their order.
+            got, expected = (rows["value"].astype(np.float64) for _, rows in (one, other))
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected), err_msg=self.name)
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected), err_msg=self.name)
         finite = np.isfinite(expected)
-        if self.form.encoding in RANDOM_PROJECTIONS | {PROJECT}:
+        if self.form.encoding == SAE:
+            bound = 2e-6 * np.sqrt(width) * np.abs(expected[finite]).max()
+            assert np.abs(got[finite] - expected[finite]).max() <= bound, self.name
+        elif self.form.encoding in RANDOM_PROJECTIONS | {PROJECT}:
             bound = 1e-6 * np.sqrt(width) * np.abs(expected[finite]).max()
             if self.form.encoding == RP8:
                 bound += 1.01 * np.nanmax(other[1]["scale"])
@@ -91,7 +112,10 @@ def cases(widths: tuple[tuple[int, int], ...] = ((48, 16), (70, 7), (33, 33))) -
 def _forms(width: int, dimensions: int, dtype: torch.dtype) -> Iterator[RowFormat]:
     for encoding in ENCODINGS.values():
         size = VECTORS if encoding == PROJECT else dimensions if encoding in SIZED else 0
-        yield RowFormat(encoding, width, WIRE_TYPES[dtype], size)
+        if encoding == SAE:
+            yield RowFormat(encoding, width, WIRE_TYPES[dtype], min(dimensions, 100), features=110)
+        else:
+            yield RowFormat(encoding, width, WIRE_TYPES[dtype], size)
     yield RowFormat(FULL8, width, WIRE_TYPES[dtype], axis=BY_DIMENSION)
 
 

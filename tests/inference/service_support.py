@@ -6,6 +6,7 @@ import asyncio
 import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,9 @@ class FakeEngine:
         self.bank = {}
         self.signs = []
         """The arguments of each call of `keep_signs`."""
+        self.saes = []
+        """The arguments of each call of `keep_saes`, with the bytes of the files."""
+        self.sae_state = True
         self.signs_ready = asyncio.Event()
         self.signs_ready.set()
         self.changes = []
@@ -203,6 +207,10 @@ class FakeEngine:
         await self.note(self.signs, list(projections))
         return [self.signs_ready.is_set()] * len(projections)
 
+    async def keep_saes(self, wanted):
+        self.saes.append({name: (header, _bytes_of(path)) for name, header, path in wanted})
+        return [self.sae_state] * len(wanted)
+
     async def load_vectors(self, rows):
         self.bank.update(rows)
 
@@ -224,6 +232,10 @@ class FakeEngine:
     async def until(self, condition):
         async with self.changed:
             await asyncio.wait_for(self.changed.wait_for(condition), DEADLINE)
+
+
+def _bytes_of(path):
+    return Path(path).read_bytes() if path else b""
 
 
 async def until(holds):

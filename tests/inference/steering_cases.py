@@ -15,7 +15,7 @@ from inference_svc.taps.plan import STEERING_KINDS, Gate, Kind, Measure, Operati
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
-from tests.inference.taps_support import CPU, measured, open_gate, select, steer
+from tests.inference.taps_support import CPU, feature_of, measured, open_gate, select, steer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,11 @@ def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) ->
     start, error = np.linalg.norm(x), 0.0
     for operation in operations:
         doubt = 0.0
-        if operation.gate is not None:
+        if operation.kind == Kind.CLAMP:
+            doubt, is_idle = clamp_error(x, error, operation, vectors)
+            if is_idle:
+                continue
+        elif operation.gate is not None:
             doubt = gate_error(x, error, operation.gate, vectors)
             if not doubt and not open_gate(x, operation.gate, vectors):
                 continue
@@ -97,13 +101,30 @@ def expected(x: np.ndarray, operations: list[Operation], vectors: np.ndarray) ->
         bounds = [abs(bound) for bound in (operation.low, operation.high) if math.isfinite(bound)]
         size = np.linalg.norm(x) + np.linalg.norm(plain) + abs(operation.scale) * np.linalg.norm(vector) + sum(bounds)
         grows = np.abs(vector).max() if operation.kind == Kind.MULTIPLY else 2 + abs(operation.scale)
-        later = grows * error + 1e-6 * size + doubt * size
+        later = grows * error + 1e-6 * size + doubt * (np.linalg.norm(vector) if operation.kind == Kind.CLAMP else size)
         if operation.keep_norm and np.linalg.norm(plain):
             # If little is left of the row, rescaling also scales up its error.
             factor = np.linalg.norm(x) / np.linalg.norm(plain)
             later = 2 * factor * later + error + 1e-6 * np.linalg.norm(x)
         x, error = steer(x, operation, vectors), later
     return x, error + 1e-6 * start if error else 0.0
+
+
+def clamp_error(x: np.ndarray, error: float, operation: Operation, vectors: np.ndarray) -> tuple[float, bool]:
+    """Return the largest error of a CLAMP's factor, and whether the factor is certainly 0."""
+    gate = operation.gate
+    assert gate is not None
+    length = np.linalg.norm(vectors[gate.row].astype(np.float64))
+    slack = length * (1e-6 * np.linalg.norm(x) + error * math.sqrt(len(x))) + 1e-6 * (
+        abs(gate.sharpness) + abs(gate.threshold)
+    )
+    output = x @ vectors[gate.row].astype(np.float64) + gate.sharpness
+    values = [0.0] if output <= gate.threshold + slack else []
+    if output > gate.threshold - slack:
+        values += [output - slack, output + slack]
+    moves = [min(max(value, operation.low), operation.high) - value for value in values]
+    exact = min(max(feature_of(x, gate, vectors), operation.low), operation.high) - feature_of(x, gate, vectors)
+    return max(abs(move - exact) for move in moves) + 1e-6 * abs(exact), not any(moves)
 
 
 def scoring(row: int, column: int) -> Operation:
@@ -141,16 +162,20 @@ def make_case(seed: int, dtype: torch.dtype, rows: int, hidden: int, most: int, 
 def make_operation(rng: np.random.Generator) -> Operation:
     low, high = sorted(float(np.float32(bound)) for bound in rng.standard_normal(2) * 3)
     low, high = [(low, high), (-math.inf, high), (low, math.inf), (low, low)][rng.integers(4)]
-    kind = STEERING_KINDS[int(rng.integers(len(STEERING_KINDS)))]
+    kinds = (*STEERING_KINDS, Kind.CLAMP)
+    kind = kinds[int(rng.integers(len(kinds)))]
     row, keeps_norm = int(rng.integers(VECTORS)), bool(rng.random() < 0.3)
     scale = float(np.float32(rng.standard_normal())) if kind in (Kind.ADD, Kind.ABLATE) else 1.0
     gate = make_gate(rng) if rng.random() < 0.4 else None
+    if kind == Kind.CLAMP:
+        bias, threshold = (float(np.float32(number)) for number in rng.standard_normal(2))
+        gate = Gate(int(rng.integers(VECTORS)), max(threshold, 0.0), bias, Measure.FEATURE)
     return Operation(kind, row, (0,), select(), scale, low, high, keeps_norm, gate=gate)
 
 
 def make_gate(rng: np.random.Generator) -> Gate:
     """Return a gate that is open for some rows and closed for others."""
-    measure, row = Measure(int(rng.integers(len(Measure)))), int(rng.integers(VECTORS))
+    measure, row = Measure(int(rng.integers(len(Measure) - 1))), int(rng.integers(VECTORS))
     threshold = float(np.float32(rng.standard_normal() * (0.1 if measure == Measure.COSINE else 1.0)))
     sharpness = float(np.float32(10.0 ** rng.integers(-2, 2))) if rng.random() < 0.5 else math.inf
     return Gate(row, threshold, sharpness if rng.random() < 0.7 else -sharpness, measure)
@@ -170,6 +195,11 @@ def idle_operations() -> list[Operation]:
         Gate(3, 1.5, math.inf, Measure.COSINE),
         Gate(4, 1.5, 1e30, Measure.COSINE),
         Gate(5, -1.5, -math.inf, Measure.COSINE),
+    ]
+    off = Gate(6, 1e30, 0.5, Measure.FEATURE)
+    idle += [
+        Operation(Kind.CLAMP, 7, (0,), select(), 1.0, low, high, keep_norm=keeps_norm, gate=off)
+        for low, high, keeps_norm in ((0.0, 0.0, True), (-math.inf, 4.0, False))
     ]
     return idle + [
         Operation(kind, 0, (0,), select(), 2.0, 3.0, 3.0, keep_norm=kind % 2 == 1, gate=gate)

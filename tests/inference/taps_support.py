@@ -60,7 +60,11 @@ def is_wanted(selection, prompt_tokens, position):
 def steer(x, operation, vectors):
     """The formulas of steering.proto for one row, in float64. `vectors` is the bank."""
     moved = _moved(x, operation, vectors[operation.row].astype(np.float64))
-    if operation.gate is not None:
+    if operation.kind == Kind.CLAMP:
+        value = feature_of(x, operation.gate, vectors)
+        clamped = min(max(value, operation.low), operation.high)
+        moved = x + (clamped - value) * vectors[operation.row].astype(np.float64)
+    elif operation.gate is not None:
         opening = open_gate(x, operation.gate, vectors)
         if not opening:
             return x
@@ -75,6 +79,12 @@ def open_gate(x, gate, vectors):
     if math.isinf(gate.sharpness):
         return float(above > 0) if gate.sharpness > 0 else float(above < 0)
     return 0.0 if math.isnan(above) else 1 / (1 + math.exp(min(-gate.sharpness * above, 700.0)))
+
+
+def feature_of(x, gate, vectors):
+    """The value of a feature, in float64."""
+    value = x @ vectors[gate.row].astype(np.float64) + gate.sharpness
+    return value if value > gate.threshold else 0.0
 
 
 def measured(x, gate, vectors):

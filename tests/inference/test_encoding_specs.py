@@ -10,7 +10,7 @@ from inference_svc.admission.captures import resolve_capture
 from inference_svc.admission.specs import resolve_spec
 from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
-from residuum.v1 import capture_pb2, inference_pb2, selection_pb2
+from residuum.v1 import capture_pb2, inference_pb2, sae_pb2, selection_pb2
 from residuum.wire.encodings import (
     BY_DIMENSION,
     BY_ROW,
@@ -21,6 +21,7 @@ from residuum.wire.encodings import (
     RAW,
     RP,
     RP8,
+    SAE,
     TOPK,
     TOPK8,
     RowFormat,
@@ -130,7 +131,7 @@ def test_options_are_filled_in(asked, options):
     assert found.reduction == capture_pb2.REDUCTION_NONE
 
 
-@pytest.mark.parametrize("encoding", set(ENCODINGS.values()) - {PROJECT})
+@pytest.mark.parametrize("encoding", set(ENCODINGS.values()) - {PROJECT, SAE})
 def test_operator_defaults_apply_where_a_request_sets_nothing(encoding):
     found = resolved(capture(), capture_defaults=CaptureDefaults(encoding, projection=64, topk=9))
     assert found.encoding == encoding
@@ -157,6 +158,62 @@ def test_vectors_to_project_onto_are_needed_like_those_of_steering():
 def test_encodings_do_not_separate_what_shares_a_cache():
     spec = inference_pb2.RequestSpec(capture=capture(PROJECT, vectors=[A]))
     assert resolve_spec(spec, FACTS).cache_salt(10) is None
+
+
+DIGEST = bytes(range(32))
+
+
+def features(digest=DIGEST, count=500, chosen=(), **options):
+    kept = sae_pb2.SAEFeatures(digest=digest, features=count, chosen=chosen)
+    return capture(SAE, sae=kept, **options)
+
+
+def test_features_have_defaults():
+    assert resolved(features()).encoding_options.dimensions == 32
+    assert resolved(features(count=9)).encoding_options.dimensions == 9
+    assert resolved(features(dimensions=7)).encoding_options.dimensions == 7
+    assert resolved(features(chosen=[3, 1])).encoding_options.dimensions == 2
+    last = features()
+    last.reduction = capture_pb2.REDUCTION_LAST
+    assert resolved(last).reduction == capture_pb2.REDUCTION_LAST
+    spec = inference_pb2.RequestSpec(capture=features())
+    assert (resolve_spec(spec, FACTS).sae_digest, resolve_spec(spec, FACTS).digests) == (DIGEST, [])
+
+
+BAD_FEATURES = {
+    "no encoder": (capture(SAE), "encoding_options.sae", "sae needs it"),
+    "an encoder for raw": (
+        capture(RAW, sae=sae_pb2.SAEFeatures()),
+        "encoding_options.sae",
+        "no other encoding takes it",
+    ),
+    "half a digest": (features(b"a"), "encoding_options.sae.digest", "32 bytes"),
+    "no features": (features(count=0), "encoding_options", "1 to 1048576 features, not 0"),
+    "too many features": (features(count=1 << 21), "encoding_options", "1 to 1048576 features"),
+    "more than there are": (features(count=5, dimensions=6), "encoding_options", "keeps 1 to 5 features"),
+    "more than can be kept": (features(dimensions=257), "encoding_options", "keeps 1 to 256 features"),
+    "an unknown feature": (features(chosen=[1, 500]), "encoding_options.sae.chosen", "no feature .500. among the 500"),
+    "a feature twice": (features(chosen=[1, 1]), "encoding_options.sae.chosen", "only once"),
+    "too many chosen": (features(chosen=range(257)), "encoding_options.sae.chosen", "at most 256"),
+    "another number": (features(chosen=[1, 2], dimensions=3), "encoding_options.dimensions", "2 features are chosen"),
+    "a seed": (features(seed=4), "encoding_options.seed", "sae has none"),
+    "a mean": (features(), "reduction", "say nothing about the rows"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FEATURES)
+def test_features_that_cannot_be_kept_are_refused(name):
+    spec, field, message = BAD_FEATURES[name]
+    if name == "a mean":
+        spec.reduction = capture_pb2.REDUCTION_MEAN
+    with pytest.raises(Failure, match=message) as caught:
+        resolved(spec)
+    assert caught.value.metadata["field"] == f"capture.{field}"
+
+
+def test_a_server_without_memory_for_encoders_says_so():
+    with pytest.raises(Failure, match=r"not support the encoding sae; .*enables sae with --sae-mib"):
+        resolved(features(), encodings=(RAW,))
 
 
 WIDE = {"sites": (capture_pb2.SITE_RESID_POST, capture_pb2.SITE_Q, capture_pb2.SITE_K), "site_widths": (WIDTH, 128, 32)}

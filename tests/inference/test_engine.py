@@ -579,6 +579,7 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
         "sites": [capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_MLP_OUT],
         "fold_norms": None,
         "score_board": "",
+        "sae_bytes": 0,
     }
     assert engine_arguments.os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 

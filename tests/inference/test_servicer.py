@@ -79,7 +79,7 @@ async def test_model_info_has_the_facts_and_the_limits(store):
         info = await model_info(service)
     assert (info.model, info.num_layers, info.hidden_size, info.dtype) == ("tiny", 3, 4, FACTS.dtype)
     assert list(info.sites) == [capture_pb2.SITE_RESID_POST]
-    assert list(info.steering_operations) == ["add", "ablate", "cap", "replace", "set", "multiply"]
+    assert list(info.steering_operations) == ["add", "ablate", "cap", "replace", "set", "multiply", "clamp_feature"]
     assert list(info.encodings) == [capture_pb2.ENCODING_RAW]
     assert list(info.reductions) == [capture_pb2.REDUCTION_NONE]
     assert info.default_encoding == capture_pb2.ENCODING_RAW

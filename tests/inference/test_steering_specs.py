@@ -335,3 +335,57 @@ def test_an_operation_of_steering_survives_the_way_to_the_worker():
     (operation_,) = made(replaced)
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(operation_.to_data()))
     assert Operation.from_data(carried) == operation_
+
+
+# Features of sparse autoencoders
+
+
+def clamping(**fields):
+    feature = {"digest": A, "encoder_digest": B, "bias": 0.5, "threshold": 0.25, "min": 2.0, "max": 2.0, **fields}
+    return steering_pb2.SteeringOperation(layers=ALL, clamp_feature=steering_pb2.ClampFeature(**feature))
+
+
+def test_a_clamped_feature_is_a_gate_for_the_worker():
+    spec = resolve_steering(steering(clamping()), FACTS)
+    assert digests_of(spec) == [A, B]
+    assert directions_of(spec) == set()
+    (made,) = make_operations(spec, {A: 3, B: 7})
+    assert (made.kind, made.row, made.layers, made.low, made.high) == (Kind.CLAMP, 3, (0, 1, 2, 3), 2.0, 2.0)
+    assert made.gate == Gate(7, 0.25, 0.5, Measure.FEATURE)
+    assert Operation.from_data(made.to_data()) == made
+    assert demand_of_steering(spec, None) == Demand(1, 2)
+    for threshold in (0.0, -3.0):  # a ReLU's output is above 0 anyway
+        spec = resolve_steering(steering(clamping(threshold=threshold, min=None)), FACTS)
+        (made,) = make_operations(spec, {A: 3, B: 7})
+        assert (made.gate.threshold, made.low, made.high) == (0.0, -math.inf, 2.0)
+
+
+def _with(item, **fields):
+    changed = steering_pb2.SteeringOperation()
+    changed.CopyFrom(item)
+    changed.MergeFrom(steering_pb2.SteeringOperation(**fields))
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("item", "field", "message"),
+    [
+        (clamping(digest=b"a"), "clamp_feature.digest", "32 bytes"),
+        (clamping(encoder_digest=b""), "clamp_feature.encoder_digest", "32 bytes"),
+        (clamping(bias=math.nan), "clamp_feature.bias", "must be finite"),
+        (clamping(threshold=math.inf), "clamp_feature.threshold", "must be finite"),
+        (clamping(min=None, max=None), "clamp_feature", "Set min, max or both"),
+        (clamping(min=3.0), "clamp_feature", r"max \(2.0\) is below min \(3.0\)"),
+        (clamping(max=math.nan), "clamp_feature", "must be finite"),
+        (_with(clamping(), gate=steering_pb2.Gate(digest=C)), "gate", "takes no gate"),
+        (
+            _with(clamping(digest=b""), layer_digests=[A, B, C, A]),
+            "layer_digests",
+            "(one feature for all its layers|listed layers)",
+        ),
+    ],
+)
+def test_features_that_cannot_be_clamped_are_refused(item, field, message):
+    with pytest.raises(Failure, match=message) as caught:
+        resolve_steering(steering(item), FACTS)
+    assert caught.value.metadata["field"] == f"steering.operations[0].{field}"

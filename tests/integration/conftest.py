@@ -24,10 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def services(smollm2: Path) -> Iterator[tuple[Service, Service]]:
     """(store, inference): the shared engine, SmolLM2 in bfloat16, eager, nine sites enabled. Both export metrics."""
     figures = ["--metrics", "127.0.0.1:0"]
+    saes = ["--sae-mib", "32"]
     sites = ["--capture-sites", "resid_post,resid_pre,attn_out,mlp_in,mlp_out,q,k,z,mlp_act"]
     with running_services(
         str(smollm2),
-        inference_arguments=["--enforce-eager", "--max-model-len", "1024", one_process.FLAG, *sites, *figures],
+        inference_arguments=["--enforce-eager", "--max-model-len", "1024", one_process.FLAG, *sites, *saes, *figures],
         store_arguments=figures,
         launch=warm_start.launch,
     ) as both:

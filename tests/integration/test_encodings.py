@@ -114,7 +114,9 @@ def test_encodings_side_by_side(client: residuum.Client, raw: residuum.Activatio
 
 def test_the_server_lists_its_encodings(client: residuum.Client) -> None:
     info = client.info()
-    assert set(info.encodings) == {*("raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project")}
+    assert set(info.encodings) == {
+        *("raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project", "sae")
+    }
     assert (info.default_encoding, info.reductions) == ("raw", ("none", "last", "mean", "max", "sum"))
     with pytest.raises(residuum.InvalidRequest, match="rp8 takes 1 to 576 dimensions, not 577"):
         captured(client, encoding="rp8", dimensions=577)

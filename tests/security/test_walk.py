@@ -30,6 +30,7 @@ EXPECTED = {
     f"/{INFERENCE}/RegisterRequest": "generate",
     f"/{INFERENCE}/FindMissingVectors": "generate",
     f"/{INFERENCE}/PutVectors": "generate",
+    f"/{INFERENCE}/PutSAE": "generate",
     f"/{INFERENCE}/Generate": "generate",
     f"/{INFERENCE}/UpdateSteering": "generate",
     f"/{INFERENCE}/Abort": "generate",

@@ -25,6 +25,8 @@ def describe_format(form: RowFormat, **spec: object) -> capture_pb2.CaptureDescr
         options.vectors.extend(bytes([number] * 32) for number in range(form.dimensions))
     else:
         options.dimensions = form.dimensions
+    if form.features:
+        options.sae.features = form.features
     return description
 
 

@@ -27,6 +27,7 @@ from residuum.wire.encodings import (
     RAW,
     RP,
     RP8,
+    SAE,
     TOPK,
     TOPK8,
     EncodingError,
@@ -79,6 +80,7 @@ def test_bytes_of_a_row_are_those_of_the_table():
         "topk8": (0, 8 + 3 * 5),
         "topk": (0, 4 * 5),
         "project": (0, 4 * 30),
+        "sae": (0, 8 * 6),
     }
 
 
@@ -237,6 +239,9 @@ def test_values_that_are_not_finite_stay_visible_in_their_place(name, odd):
         assert np.isnan(decoded[touched]).all()
         assert np.isnan(prefixes["zero"][1, 7])
         assert (encoded["q"][touched] == 0).all()
+    elif form.encoding == SAE:
+        touched[1, 2] = True
+        assert not np.isfinite(encoded["value"][1, 2]).any()
     else:
         touched[1, 2] = True
         assert not np.isfinite(decoded[touched]).any()
@@ -290,6 +295,11 @@ def test_an_index_beyond_the_row_is_refused(name):
         ({"encoding": TOPK, "dimensions": 25}, "topk takes 1 to 24 dimensions, not 25"),
         ({"encoding": TOPK8, "dimensions": 5, "width": 65537}, "topk8 takes rows of at most 65536 elements"),
         ({"encoding": PROJECT}, "project needs at least one vector"),
+        ({"encoding": SAE, "dimensions": 5}, "an autoencoder has 1 to 1048576 features, not 0"),
+        ({"encoding": SAE, "dimensions": 5, "features": 1 << 21}, "an autoencoder has 1 to"),
+        ({"encoding": SAE, "features": 40}, "sae keeps 1 to 40 features of a row, not 0"),
+        ({"encoding": SAE, "features": 400, "dimensions": 257}, "sae keeps 1 to 256 features of a row, not 257"),
+        ({"encoding": RAW, "features": 4}, "raw has no features"),
         ({"encoding": FULL8, "dimensions": 3}, "full8 takes no dimensions"),
         ({"encoding": RAW, "axis": BY_ROW}, "raw takes no quantization axis; only full8 does"),
         ({"encoding": FULL8, "axis": 7}, "unknown quantization axis 7"),

@@ -13,7 +13,7 @@ from residuum._async.batches import run_as_completed, run_batch
 from residuum._async.searches import AsyncSearchClient
 from residuum._async.streams import AsyncStream, make_stream
 from residuum._async.tokens import accept
-from residuum.protocol import vector_upload
+from residuum.protocol import sae_upload, vector_upload
 from residuum.protocol.events import ReplyBuilder
 from residuum.protocol.lens import LensPlan, LogitLens, Transform, Unembedding, UnembedPlan, stream_of
 from residuum.protocol.patching import Metric, PatchSweep, SweepPlan
@@ -37,8 +37,9 @@ from residuum.values.activations import Activations
 from residuum.values.capture import Capture
 from residuum.values.manifest import to_datetime
 from residuum.values.probes import Probe
-from residuum.values.replies import Health, PutResult, Registration, Reply
+from residuum.values.replies import Health, PutResult, PutSAEResult, Registration, Reply
 from residuum.values.rules import Rule
+from residuum.values.sae import SAE
 from residuum.values.selections import LayersLike, PositionsLike
 from residuum.values.steering import Operation
 from residuum.values.stored_row import StoredRow
@@ -114,6 +115,7 @@ class AsyncClient(AsyncSearchClient):
             shared_memory=shared_memory,
         )  # fmt: skip
         self._ledger = vector_upload.VectorLedger()
+        self._saes = sae_upload.SAELedger()
         self._server_reads: frozenset[str] = frozenset()  # the newer fields that the server is known to read
 
     async def generate(
@@ -393,8 +395,11 @@ class AsyncClient(AsyncSearchClient):
         answer = await self._call(self.endpoint, self._inference.RegisterRequest, request, request_id=request_id or "")
         await self._send(vector_upload.only(plan.vectors, answer.missing_digests))
         self._ledger.add(plan.vectors)
+        await self._provide_sae(plan.sae)
         seconds = answer.time_to_live.seconds + answer.time_to_live.nanos / 1e9
-        return Registration(answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors, plan.probes)
+        return Registration(
+            answer.request_id, to_datetime(answer.expire_time), seconds, plan.vectors, plan.probes, plan.sae
+        )
 
     async def extract(
         self,
@@ -645,6 +650,33 @@ class AsyncClient(AsyncSearchClient):
         given = vector_upload.vector_list(vectors)
         return vector_upload.put_result(given, await self._provide(given))
 
+    async def put_sae(self, sae: SAE) -> PutSAEResult:
+        """Send the encoder of a sparse autoencoder, if the server lacks it. Requests that capture features do this.
+
+        The server keeps it in device memory until it needs the room for another one.
+
+        Raises:
+            LimitReached: It does not fit into the server's memory for encoders; the message says what is left.
+            BadSAE: Rows of the model have another width.
+            InvalidRequest: The server takes no sparse autoencoders.
+
+        Example:
+            >>> (await client.put_sae(residuum.sae.load("sae/"))).free_bytes
+            134217728
+        """
+        sae = sae_upload.check_sae(sae)
+        put = self._inference.PutSAE
+        try:
+            try:
+                answer = await self._call(self.endpoint, put, sae_upload.find_requests(sae))
+            except exc.MissingSAE:
+                requests, extra = sae_upload.put_requests(sae), sae_upload.extra_seconds(sae)
+                answer = await self._call(self.endpoint, put, requests, extra=extra)
+        except exc.ResiduumError as failure:
+            raise sae_upload.refusal(failure) from None
+        self._saes.add(sae)
+        return sae_upload.put_result(sae, answer)
+
     async def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
         """Return the vectors that the server lacks. Asking for the others prolongs the time that it keeps them."""
         given = vector_upload.vector_list(vectors)
@@ -786,13 +818,16 @@ class AsyncClient(AsyncSearchClient):
             plan = plan.filled(await self._read_rows(rows, known, timeout))
         await self._check_understood(plan.request.spec.steering, plan.probes)
         await self._provide(plan.vectors)
+        await self._provide_sae(plan.sae)
         try:
             call, builder = await self._generate(plan, timeout)
-        except exc.MissingVectors:
-            if not plan.vectors:
-                raise  # another client made the registration, and this one does not have its vectors
+        except (exc.MissingVectors, exc.MissingSAE):
+            if not plan.vectors and plan.sae is None:
+                raise  # another client made the registration, and this one does not have what it needs
             self._ledger.forget(plan.vectors)  # the server dropped them, or restarted
+            self._saes.forget(plan.sae)
             await self._provide(plan.vectors)
+            await self._provide_sae(plan.sae)
             call, builder = await self._generate(plan, timeout)
         self._stores.note(builder.started.capture)
         return call, builder
@@ -851,6 +886,11 @@ class AsyncClient(AsyncSearchClient):
         await self._send(missing)
         self._ledger.add(unknown)
         return missing
+
+    async def _provide_sae(self, sae: SAE | None) -> None:
+        """Send an encoder if the server may lack it."""
+        if sae is not None and not self._saes.knows(sae):
+            await self.put_sae(sae)
 
     async def _send(self, vectors: Sequence[Vector]) -> None:
         for part in vector_upload.put_calls(vectors):

@@ -41,6 +41,8 @@ _CAPTURE_FLAGS = [
     "encoding_seed",
     "axis",
     "onto",
+    "sae",
+    "features",
     "reduction",
     "flush_interval",
     "label",
@@ -119,8 +121,8 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
         "--dimensions",
         type=positive_count,
         metavar="K",
-        help="the dimensions of rp8 and rp, or the elements that topk8 and topk keep (default: the server's, usually "
-        "512 and 128)",
+        help="the dimensions of rp8 and rp, the elements that topk8 and topk keep, or the features that sae keeps "
+        "(default: the server's, usually 512, 128 and 32)",
     )
     group.add_argument("--encoding-seed", type=int, metavar="N", help="the seed of rp8 and rp (default: 0)")
     group.add_argument(
@@ -131,6 +133,17 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="FILE",
         help="project captured rows onto the vectors of this file, as for --add; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--sae",
+        metavar="PATH",
+        help="keep the features of this sparse autoencoder: a folder of SAELens, a params.npz of Gemma Scope, or a "
+        "file of residuum.sae.save; --dimensions says how many of each row (default: none)",
+    )
+    group.add_argument(
+        "--features",
+        metavar="NUMBERS",
+        help="keep these features of the autoencoder, separated by commas (default: the strongest)",
     )
     group.add_argument(
         "--reduction",
@@ -301,11 +314,21 @@ def capture_of(options: argparse.Namespace) -> residuum.Capture | None:
         seed=options.encoding_seed or 0,
         axis=options.axis,
         vectors=steering.load_all(options.onto or []).values(),
+        sae=residuum.sae.load(options.sae) if options.sae else None,
+        features=_numbers_of("--features", options.features),
         reduction=options.reduction,
         flush_interval=BLOCK_TOKENS if options.flush_interval is None else options.flush_interval,
         labels=parse_labels(options.label or []),
         keep_prompt=options.keep_prompt,
     )
+
+
+def _numbers_of(flag: str, text: str | None) -> list[int]:
+    """Return the numbers of a text that are separated by commas."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() for part in parts):
+        raise residuum.InvalidRequest(f"{flag} {text}: give whole numbers, separated by commas.")
+    return [int(part) for part in parts]
 
 
 def _names_points(text: str) -> bool:

@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("replace", "VECTOR@LAYERS:VALUE", "set a projection (default: none)"),
         ("set", "VECTOR@LAYERS", "set whole rows to a vector (default: none)"),
         ("multiply", "VECTOR@LAYERS", "multiply rows by a vector, element by element (default: none)"),
+        (
+            "clamp-feature",
+            "SAE:FEATURE@LAYERS:VALUE",
+            "set a feature of an autoencoder, as in sae.safetensors:123@12:0; or bound it by :MIN:MAX (default: none)",
+        ),
     ):
         group.add_argument(
             f"--{name}",
@@ -82,8 +87,8 @@ def operations_of(options: argparse.Namespace) -> list[Operation]:
     """
     if not options.steer and (options.steer_positions or options.steer_site or options.keep_norm or options.gate):
         options.usage_error(
-            "--steer-positions, --steer-site, --keep-norm and --gate need --add, --ablate, --cap, --replace, --set or "
-            "--multiply; give both"
+            "--steer-positions, --steer-site, --keep-norm and --gate need --add, --ablate, --cap, --replace, --set, "
+            "--multiply or --clamp-feature; give both"
         )
     where = {
         "positions": options.steer_positions,
@@ -140,12 +145,31 @@ def _replacement(text: str, where: dict[str, Any]) -> residuum.Replace:
         raise residuum.InvalidRequest(f"--replace {text}: {error}") from None
 
 
+def _clamped(text: str, where: dict[str, Any]) -> residuum.ClampFeature:
+    """Parse SAE:FEATURE@LAYERS:VALUE or SAE:FEATURE@LAYERS:MIN:MAX."""
+    place, at, rest = text.rpartition("@")
+    path, colon, feature = place.rpartition(":")
+    layers, *numbers = rest.split(":")
+    advice = f"--clamp-feature {text}: use SAE:FEATURE@LAYERS:VALUE or SAE:FEATURE@LAYERS:MIN:MAX."
+    if not (at and colon and feature.isdecimal()) or len(numbers) not in (1, 2):
+        raise residuum.InvalidRequest(advice)
+    try:
+        names = ("value",) if len(numbers) == 1 else ("min", "max")
+        bounds: dict[str, Any] = {
+            name: float(number) if number else None for name, number in zip(names, numbers, strict=True)
+        }
+    except ValueError:
+        raise residuum.InvalidRequest(advice) from None
+    return residuum.ClampFeature(residuum.sae.load(path), feature=int(feature), layers=layers, **bounds, **where)
+
+
 OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
     "add": functools.partial(_scaled, residuum.Add),
     "ablate": functools.partial(_scaled, residuum.Ablate),
     "cap": _bounds,
     "replace": _replacement,
     "set": lambda text, where: residuum.Set(**_placed(text), **where),
+    "clamp-feature": _clamped,
     "multiply": lambda text, where: residuum.Multiply(**_placed(text), **where),
 }
 """Parses the argument of each steering flag. The second argument holds the fields that all operations share."""

@@ -29,6 +29,7 @@ DTYPES = {
     np.dtype(np.bool_): "BOOL",
     np.dtype("u1"): "U8",
     np.dtype("<u2"): "U16",
+    np.dtype("<u4"): "U32",
     np.dtype("<i8"): "I64",
     np.dtype("<f4"): "F32",
     np.dtype("<f2"): "F16",

@@ -38,6 +38,7 @@ EXCEPTIONS: dict[str, type[exc.ResiduumError]] = {
     "PERMISSION_DENIED": exc.PermissionDenied,
     "QUOTA_EXCEEDED": exc.QuotaExceeded,
     "CALLER_STALLED": exc.CallerStalled,
+    "MISSING_SAE": exc.MissingSAE,
     "UNKNOWN_MEMORY": exc.ServerFault,  # only writers get it
     "ARCHIVE_UNREACHABLE": exc.ArchiveUnreachable,
 }

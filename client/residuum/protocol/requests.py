@@ -15,6 +15,7 @@ from residuum.values.capture import Capture
 from residuum.values.probes import Probe, probe_list
 from residuum.values.replies import Registration, Reply
 from residuum.values.rules import Rule, rule_list
+from residuum.values.sae import SAE
 from residuum.values.spans import CHAT_ROLES
 from residuum.values.steering import Operation, operation_list, steering_spec
 from residuum.values.stored_row import StoredRow
@@ -53,6 +54,8 @@ class SpecPlan:
     """The steering."""
     probes: tuple[Probe, ...] = ()
     """The probes."""
+    sae: SAE | None = None
+    """The sparse autoencoder whose features are captured."""
 
     def filled(self, found: Mapping[StoredRow, Vector]) -> SpecPlan:
         """Return the plan with vectors in place of stored rows."""
@@ -74,6 +77,8 @@ class GenerationPlan:
     """The steering; empty if the request is registered."""
     probes: tuple[Probe, ...] = ()
     """The probes, in the order of their scores. Empty if another client made the registration."""
+    sae: SAE | None = None
+    """The sparse autoencoder whose features are captured."""
 
     def filled(self, found: Mapping[StoredRow, Vector]) -> GenerationPlan:
         """Return the plan with vectors in place of stored rows."""
@@ -123,7 +128,7 @@ def plan_spec(
     probed = (vector for probe in chosen for vector in probe.vectors)
     ruled = vectors_of([operation for rule in asked for operation in rule.operations])
     vectors = distinct((*vectors_of(operations), *projection, *probed, *ruled))
-    return SpecPlan(spec, vectors, tuple(operations), chosen)
+    return SpecPlan(spec, vectors, tuple(operations), chosen, capture.sae if capture is not None else None)
 
 
 def check_probes(
@@ -267,7 +272,7 @@ def plan_generation(
             without_operator_rules=without_operator_rules,
         )  # fmt: skip
         request.spec.CopyFrom(plan.spec)
-        return GenerationPlan(request, plan.vectors, plan.operations, plan.probes)
+        return GenerationPlan(request, plan.vectors, plan.operations, plan.probes, plan.sae)
     given = (
         steer, request_id, model, updatable, if_exists != "fail", probes, score_prompt, rules, without_operator_rules
     )  # fmt: skip
@@ -279,7 +284,7 @@ def plan_generation(
         )
     if isinstance(registration, Registration):
         request.request_id = check_id(registration.request_id)
-        return GenerationPlan(request, registration.vectors, probes=registration.probes)
+        return GenerationPlan(request, registration.vectors, probes=registration.probes, sae=registration.sae)
     request.request_id = check_id(registration)
     return GenerationPlan(request, ())
 

@@ -54,6 +54,7 @@ CODES: dict[errors_pb2.ErrorReason.ValueType, grpc.StatusCode] = {
     errors_pb2.ERROR_REASON_PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     errors_pb2.ERROR_REASON_QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors_pb2.ERROR_REASON_CALLER_STALLED: grpc.StatusCode.CANCELLED,
+    errors_pb2.ERROR_REASON_MISSING_SAE: grpc.StatusCode.FAILED_PRECONDITION,
     errors_pb2.ERROR_REASON_UNKNOWN_MEMORY: grpc.StatusCode.FAILED_PRECONDITION,
     errors_pb2.ERROR_REASON_ARCHIVE_UNREACHABLE: grpc.StatusCode.UNAVAILABLE,
 }

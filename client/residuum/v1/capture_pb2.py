@@ -25,6 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from residuum.v1 import probe_pb2 as residuum_dot_v1_dot_probe__pb2
 from residuum.v1 import rule_pb2 as residuum_dot_v1_dot_rule__pb2
+from residuum.v1 import sae_pb2 as residuum_dot_v1_dot_sae__pb2
 from residuum.v1 import selection_pb2 as residuum_dot_v1_dot_selection__pb2
 from residuum.v1 import site_pb2 as residuum_dot_v1_dot_site__pb2
 from residuum.v1 import steering_pb2 as residuum_dot_v1_dot_steering__pb2
@@ -32,55 +33,55 @@ from residuum.v1 import tensor_pb2 as residuum_dot_v1_dot_tensor__pb2
 
 from residuum.v1.site_pb2 import *
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19residuum/v1/capture.proto\x12\x0bresiduum.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17residuum/v1/probe.proto\x1a\x16residuum/v1/rule.proto\x1a\x1bresiduum/v1/selection.proto\x1a\x16residuum/v1/site.proto\x1a\x1aresiduum/v1/steering.proto\x1a\x18residuum/v1/tensor.proto\"q\n\x0f\x45ncodingOptions\x12\x12\n\ndimensions\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12+\n\x04\x61xis\x18\x03 \x01(\x0e\x32\x1d.residuum.v1.QuantizationAxis\x12\x0f\n\x07vectors\x18\x04 \x03(\x0c\"c\n\x05Label\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x12\x10\n\x06number\x18\x04 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x05 \x01(\x08H\x00\x42\x07\n\x05value\"\xe6\x03\n\x0b\x43\x61ptureSpec\x12+\n\x06layers\x18\x01 \x01(\x0b\x32\x1b.residuum.v1.LayerSelection\x12 \n\x05sites\x18\x02 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x31\n\tpositions\x18\x03 \x01(\x0b\x32\x1e.residuum.v1.PositionSelection\x12\'\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x15.residuum.v1.Encoding\x12-\n\x08overflow\x18\x05 \x01(\x0e\x32\x1b.residuum.v1.OverflowPolicy\x12\x17\n\x0f\x62\x65\x66ore_steering\x18\x06 \x01(\x08\x12\x36\n\x10\x65ncoding_options\x18\x07 \x01(\x0b\x32\x1c.residuum.v1.EncodingOptions\x12)\n\treduction\x18\x08 \x01(\x0e\x32\x16.residuum.v1.Reduction\x12\"\n\x06labels\x18\t \x03(\x0b\x32\x12.residuum.v1.Label\x12\x13\n\x0bkeep_prompt\x18\n \x01(\x08\x12\x16\n\x0e\x66lush_interval\x18\x0b \x01(\r\x12\x30\n\x0bsite_layers\x18\x0c \x03(\x0b\x32\x1b.residuum.v1.LayerSelection\"\x82\x02\n\x0b\x43hunkHeader\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x1f\n\x04site\x18\x02 \x01(\x0e\x32\x11.residuum.v1.Site\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12\x11\n\tpositions\x18\x04 \x03(\r\x12$\n\x05\x64type\x18\x05 \x01(\x0e\x32\x15.residuum.v1.DataType\x12\r\n\x05width\x18\x06 \x01(\r\x12\'\n\x08\x65ncoding\x18\x07 \x01(\x0e\x32\x15.residuum.v1.Encoding\x12\x12\n\ndimensions\x18\x08 \x01(\r\x12+\n\x04\x61xis\x18\t \x01(\x0e\x32\x1d.residuum.v1.QuantizationAxis\"h\n\x05\x43hunk\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.residuum.v1.ChunkHeader\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\x12\x14\n\x0clayer_crc32c\x18\x06 \x03(\x07\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"N\n\x0eParallelLayout\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x02 \x01(\r\"\xd6\x04\n\x12\x43\x61ptureDescription\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12$\n\x05\x64type\x18\x05 \x01(\x0e\x32\x15.residuum.v1.DataType\x12&\n\x04spec\x18\x06 \x01(\x0b\x32\x18.residuum.v1.CaptureSpec\x12+\n\x08steering\x18\x07 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12\x15\n\rnum_sequences\x18\t \x01(\r\x12+\n\x06layout\x18\n \x01(\x0b\x32\x1b.residuum.v1.ParallelLayout\x12\x14\n\x0cvllm_version\x18\x0b \x01(\t\x12\x30\n\x0crequest_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\x06\x12\x18\n\x10service_instance\x18\x0f \x01(\t\x12\x17\n\x0fsampling_digest\x18\x10 \x01(\x0c\x12\x13\n\x0bprompt_text\x18\x11 \x01(\t\x12\x1c\n\x14max_generated_tokens\x18\x12 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x13 \x01(\t\x12\x13\n\x0bsite_widths\x18\x14 \x03(\r\x12&\n\x06probes\x18\x15 \x01(\x0b\x32\x16.residuum.v1.ProbeSpec\"\x9c\x01\n\x0fSequenceOutcome\x12\x1b\n\x13generated_token_ids\x18\x01 \x03(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12,\n\x0btoken_texts\x18\x03 \x01(\x0b\x32\x17.residuum.v1.TokenTexts\x12\'\n\x06scores\x18\x04 \x01(\x0b\x32\x17.residuum.v1.KeptScores\"C\n\nTokenTexts\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x16\n\x0eunknown_detail\x18\x03 \x01(\t\"J\n\x0bMessageSpan\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\rnum_positions\x18\x03 \x01(\r\"O\n\x0cMessageSpans\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.residuum.v1.MessageSpan\x12\x16\n\x0eunknown_detail\x18\x02 \x01(\t\"\'\n\x08RowRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"u\n\x06RowSet\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x1f\n\x04site\x18\x02 \x01(\x0e\x32\x11.residuum.v1.Site\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12(\n\tpositions\x18\x04 \x03(\x0b\x32\x15.residuum.v1.RowRange\"\xc5\x06\n\x0f\x43\x61ptureManifest\x12\x34\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1f.residuum.v1.CaptureDescription\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.residuum.v1.CaptureState\x12\x38\n\x11incomplete_reason\x18\x03 \x01(\x0e\x32\x1d.residuum.v1.IncompleteReason\x12\x19\n\x11incomplete_detail\x18\x04 \x01(\t\x12/\n\tsequences\x18\x05 \x03(\x0b\x32\x1c.residuum.v1.SequenceOutcome\x12$\n\x07present\x18\x06 \x03(\x0b\x32\x13.residuum.v1.RowSet\x12$\n\x07missing\x18\x07 \x03(\x0b\x32\x13.residuum.v1.RowSet\x12\x10\n\x08num_rows\x18\x08 \x01(\x04\x12\x11\n\tnum_bytes\x18\t \x01(\x04\x12-\n\topen_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tseal_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x10steering_changes\x18\r \x03(\x0b\x32\x1b.residuum.v1.SteeringChange\x12\"\n\x06labels\x18\x0e \x03(\x0b\x32\x12.residuum.v1.Label\x12\x33\n\x12prompt_token_texts\x18\x0f \x01(\x0b\x32\x17.residuum.v1.TokenTexts\x12\x30\n\rmessage_spans\x18\x10 \x01(\x0b\x32\x19.residuum.v1.MessageSpans\x12+\n\x0brule_events\x18\x11 \x03(\x0b\x32\x16.residuum.v1.RuleEvent\x12.\n\rprompt_scores\x18\x12 \x01(\x0b\x32\x17.residuum.v1.KeptScores\x12\x30\n\rarchive_state\x18\x13 \x01(\x0e\x32\x19.residuum.v1.ArchiveState*\xe3\x01\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x45NCODING_RAW\x10\x01\x12\x11\n\rENCODING_FP32\x10\x02\x12\x11\n\rENCODING_FP16\x10\x03\x12\x11\n\rENCODING_BF16\x10\x04\x12\x12\n\x0e\x45NCODING_FULL8\x10\x05\x12\x10\n\x0c\x45NCODING_RP8\x10\x06\x12\x12\n\x0e\x45NCODING_TOPK8\x10\x07\x12\x0f\n\x0b\x45NCODING_RP\x10\x08\x12\x11\n\rENCODING_TOPK\x10\t\x12\x14\n\x10\x45NCODING_PROJECT\x10\n*q\n\x10QuantizationAxis\x12!\n\x1dQUANTIZATION_AXIS_UNSPECIFIED\x10\x00\x12\x19\n\x15QUANTIZATION_AXIS_ROW\x10\x01\x12\x1f\n\x1bQUANTIZATION_AXIS_DIMENSION\x10\x02*\x88\x01\n\tReduction\x12\x19\n\x15REDUCTION_UNSPECIFIED\x10\x00\x12\x12\n\x0eREDUCTION_NONE\x10\x01\x12\x12\n\x0eREDUCTION_LAST\x10\x02\x12\x12\n\x0eREDUCTION_MEAN\x10\x03\x12\x11\n\rREDUCTION_MAX\x10\x04\x12\x11\n\rREDUCTION_SUM\x10\x05*e\n\x0eOverflowPolicy\x12\x1f\n\x1bOVERFLOW_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14OVERFLOW_POLICY_WAIT\x10\x01\x12\x18\n\x14OVERFLOW_POLICY_SHED\x10\x02*\x9a\x01\n\x0c\x43\x61ptureState\x12\x1d\n\x19\x43\x41PTURE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41PTURE_STATE_OPEN\x10\x01\x12\x1a\n\x16\x43\x41PTURE_STATE_COMPLETE\x10\x02\x12\x1c\n\x18\x43\x41PTURE_STATE_INCOMPLETE\x10\x03\x12\x19\n\x15\x43\x41PTURE_STATE_ABORTED\x10\x04*{\n\x0c\x41rchiveState\x12\x1d\n\x19\x41RCHIVE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41RCHIVE_STATE_PENDING\x10\x01\x12\x18\n\x14\x41RCHIVE_STATE_COPIED\x10\x02\x12\x17\n\x13\x41RCHIVE_STATE_MOVED\x10\x03*\xa9\x02\n\x10IncompleteReason\x12!\n\x1dINCOMPLETE_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aINCOMPLETE_REASON_OVERFLOW\x10\x01\x12\x1f\n\x1bINCOMPLETE_REASON_TIMED_OUT\x10\x02\x12!\n\x1dINCOMPLETE_REASON_ENGINE_DIED\x10\x03\x12\"\n\x1eINCOMPLETE_REASON_WRITE_FAILED\x10\x04\x12$\n INCOMPLETE_REASON_REQUEST_FAILED\x10\x05\x12 \n\x1cINCOMPLETE_REASON_STORE_FULL\x10\x06\x12\"\n\x1eINCOMPLETE_REASON_SERVICE_GONE\x10\x07*d\n\x08IfExists\x12\x19\n\x15IF_EXISTS_UNSPECIFIED\x10\x00\x12\x12\n\x0eIF_EXISTS_FAIL\x10\x01\x12\x15\n\x11IF_EXISTS_REPLACE\x10\x02\x12\x12\n\x0eIF_EXISTS_SKIP\x10\x03P\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19residuum/v1/capture.proto\x12\x0bresiduum.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17residuum/v1/probe.proto\x1a\x16residuum/v1/rule.proto\x1a\x15residuum/v1/sae.proto\x1a\x1bresiduum/v1/selection.proto\x1a\x16residuum/v1/site.proto\x1a\x1aresiduum/v1/steering.proto\x1a\x18residuum/v1/tensor.proto\"\x98\x01\n\x0f\x45ncodingOptions\x12\x12\n\ndimensions\x18\x01 \x01(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12+\n\x04\x61xis\x18\x03 \x01(\x0e\x32\x1d.residuum.v1.QuantizationAxis\x12\x0f\n\x07vectors\x18\x04 \x03(\x0c\x12%\n\x03sae\x18\x05 \x01(\x0b\x32\x18.residuum.v1.SAEFeatures\"c\n\x05Label\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x12\x10\n\x06number\x18\x04 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x05 \x01(\x08H\x00\x42\x07\n\x05value\"\xe6\x03\n\x0b\x43\x61ptureSpec\x12+\n\x06layers\x18\x01 \x01(\x0b\x32\x1b.residuum.v1.LayerSelection\x12 \n\x05sites\x18\x02 \x03(\x0e\x32\x11.residuum.v1.Site\x12\x31\n\tpositions\x18\x03 \x01(\x0b\x32\x1e.residuum.v1.PositionSelection\x12\'\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x15.residuum.v1.Encoding\x12-\n\x08overflow\x18\x05 \x01(\x0e\x32\x1b.residuum.v1.OverflowPolicy\x12\x17\n\x0f\x62\x65\x66ore_steering\x18\x06 \x01(\x08\x12\x36\n\x10\x65ncoding_options\x18\x07 \x01(\x0b\x32\x1c.residuum.v1.EncodingOptions\x12)\n\treduction\x18\x08 \x01(\x0e\x32\x16.residuum.v1.Reduction\x12\"\n\x06labels\x18\t \x03(\x0b\x32\x12.residuum.v1.Label\x12\x13\n\x0bkeep_prompt\x18\n \x01(\x08\x12\x16\n\x0e\x66lush_interval\x18\x0b \x01(\r\x12\x30\n\x0bsite_layers\x18\x0c \x03(\x0b\x32\x1b.residuum.v1.LayerSelection\"\x94\x02\n\x0b\x43hunkHeader\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x1f\n\x04site\x18\x02 \x01(\x0e\x32\x11.residuum.v1.Site\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12\x11\n\tpositions\x18\x04 \x03(\r\x12$\n\x05\x64type\x18\x05 \x01(\x0e\x32\x15.residuum.v1.DataType\x12\r\n\x05width\x18\x06 \x01(\r\x12\'\n\x08\x65ncoding\x18\x07 \x01(\x0e\x32\x15.residuum.v1.Encoding\x12\x12\n\ndimensions\x18\x08 \x01(\r\x12+\n\x04\x61xis\x18\t \x01(\x0e\x32\x1d.residuum.v1.QuantizationAxis\x12\x10\n\x08\x66\x65\x61tures\x18\n \x01(\r\"h\n\x05\x43hunk\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.residuum.v1.ChunkHeader\x12\x0e\n\x06\x63rc32c\x18\x02 \x01(\x07\x12\x14\n\x0clayer_crc32c\x18\x06 \x03(\x07\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"N\n\x0eParallelLayout\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x02 \x01(\r\"\xd6\x04\n\x12\x43\x61ptureDescription\x12\x12\n\ncapture_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12$\n\x05\x64type\x18\x05 \x01(\x0e\x32\x15.residuum.v1.DataType\x12&\n\x04spec\x18\x06 \x01(\x0b\x32\x18.residuum.v1.CaptureSpec\x12+\n\x08steering\x18\x07 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12\x15\n\rnum_sequences\x18\t \x01(\r\x12+\n\x06layout\x18\n \x01(\x0b\x32\x1b.residuum.v1.ParallelLayout\x12\x14\n\x0cvllm_version\x18\x0b \x01(\t\x12\x30\n\x0crequest_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x0e \x01(\x06\x12\x18\n\x10service_instance\x18\x0f \x01(\t\x12\x17\n\x0fsampling_digest\x18\x10 \x01(\x0c\x12\x13\n\x0bprompt_text\x18\x11 \x01(\t\x12\x1c\n\x14max_generated_tokens\x18\x12 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x13 \x01(\t\x12\x13\n\x0bsite_widths\x18\x14 \x03(\r\x12&\n\x06probes\x18\x15 \x01(\x0b\x32\x16.residuum.v1.ProbeSpec\"\x9c\x01\n\x0fSequenceOutcome\x12\x1b\n\x13generated_token_ids\x18\x01 \x03(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12,\n\x0btoken_texts\x18\x03 \x01(\x0b\x32\x17.residuum.v1.TokenTexts\x12\'\n\x06scores\x18\x04 \x01(\x0b\x32\x17.residuum.v1.KeptScores\"C\n\nTokenTexts\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x16\n\x0eunknown_detail\x18\x03 \x01(\t\"J\n\x0bMessageSpan\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\rnum_positions\x18\x03 \x01(\r\"O\n\x0cMessageSpans\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.residuum.v1.MessageSpan\x12\x16\n\x0eunknown_detail\x18\x02 \x01(\t\"\'\n\x08RowRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"u\n\x06RowSet\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x1f\n\x04site\x18\x02 \x01(\x0e\x32\x11.residuum.v1.Site\x12\x0e\n\x06layers\x18\x03 \x03(\r\x12(\n\tpositions\x18\x04 \x03(\x0b\x32\x15.residuum.v1.RowRange\"\xc5\x06\n\x0f\x43\x61ptureManifest\x12\x34\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1f.residuum.v1.CaptureDescription\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.residuum.v1.CaptureState\x12\x38\n\x11incomplete_reason\x18\x03 \x01(\x0e\x32\x1d.residuum.v1.IncompleteReason\x12\x19\n\x11incomplete_detail\x18\x04 \x01(\t\x12/\n\tsequences\x18\x05 \x03(\x0b\x32\x1c.residuum.v1.SequenceOutcome\x12$\n\x07present\x18\x06 \x03(\x0b\x32\x13.residuum.v1.RowSet\x12$\n\x07missing\x18\x07 \x03(\x0b\x32\x13.residuum.v1.RowSet\x12\x10\n\x08num_rows\x18\x08 \x01(\x04\x12\x11\n\tnum_bytes\x18\t \x01(\x04\x12-\n\topen_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tseal_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x10steering_changes\x18\r \x03(\x0b\x32\x1b.residuum.v1.SteeringChange\x12\"\n\x06labels\x18\x0e \x03(\x0b\x32\x12.residuum.v1.Label\x12\x33\n\x12prompt_token_texts\x18\x0f \x01(\x0b\x32\x17.residuum.v1.TokenTexts\x12\x30\n\rmessage_spans\x18\x10 \x01(\x0b\x32\x19.residuum.v1.MessageSpans\x12+\n\x0brule_events\x18\x11 \x03(\x0b\x32\x16.residuum.v1.RuleEvent\x12.\n\rprompt_scores\x18\x12 \x01(\x0b\x32\x17.residuum.v1.KeptScores\x12\x30\n\rarchive_state\x18\x13 \x01(\x0e\x32\x19.residuum.v1.ArchiveState*\xf5\x01\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x45NCODING_RAW\x10\x01\x12\x11\n\rENCODING_FP32\x10\x02\x12\x11\n\rENCODING_FP16\x10\x03\x12\x11\n\rENCODING_BF16\x10\x04\x12\x12\n\x0e\x45NCODING_FULL8\x10\x05\x12\x10\n\x0c\x45NCODING_RP8\x10\x06\x12\x12\n\x0e\x45NCODING_TOPK8\x10\x07\x12\x0f\n\x0b\x45NCODING_RP\x10\x08\x12\x11\n\rENCODING_TOPK\x10\t\x12\x14\n\x10\x45NCODING_PROJECT\x10\n\x12\x10\n\x0c\x45NCODING_SAE\x10\x0b*q\n\x10QuantizationAxis\x12!\n\x1dQUANTIZATION_AXIS_UNSPECIFIED\x10\x00\x12\x19\n\x15QUANTIZATION_AXIS_ROW\x10\x01\x12\x1f\n\x1bQUANTIZATION_AXIS_DIMENSION\x10\x02*\x88\x01\n\tReduction\x12\x19\n\x15REDUCTION_UNSPECIFIED\x10\x00\x12\x12\n\x0eREDUCTION_NONE\x10\x01\x12\x12\n\x0eREDUCTION_LAST\x10\x02\x12\x12\n\x0eREDUCTION_MEAN\x10\x03\x12\x11\n\rREDUCTION_MAX\x10\x04\x12\x11\n\rREDUCTION_SUM\x10\x05*e\n\x0eOverflowPolicy\x12\x1f\n\x1bOVERFLOW_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14OVERFLOW_POLICY_WAIT\x10\x01\x12\x18\n\x14OVERFLOW_POLICY_SHED\x10\x02*\x9a\x01\n\x0c\x43\x61ptureState\x12\x1d\n\x19\x43\x41PTURE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41PTURE_STATE_OPEN\x10\x01\x12\x1a\n\x16\x43\x41PTURE_STATE_COMPLETE\x10\x02\x12\x1c\n\x18\x43\x41PTURE_STATE_INCOMPLETE\x10\x03\x12\x19\n\x15\x43\x41PTURE_STATE_ABORTED\x10\x04*{\n\x0c\x41rchiveState\x12\x1d\n\x19\x41RCHIVE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41RCHIVE_STATE_PENDING\x10\x01\x12\x18\n\x14\x41RCHIVE_STATE_COPIED\x10\x02\x12\x17\n\x13\x41RCHIVE_STATE_MOVED\x10\x03*\xa9\x02\n\x10IncompleteReason\x12!\n\x1dINCOMPLETE_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aINCOMPLETE_REASON_OVERFLOW\x10\x01\x12\x1f\n\x1bINCOMPLETE_REASON_TIMED_OUT\x10\x02\x12!\n\x1dINCOMPLETE_REASON_ENGINE_DIED\x10\x03\x12\"\n\x1eINCOMPLETE_REASON_WRITE_FAILED\x10\x04\x12$\n INCOMPLETE_REASON_REQUEST_FAILED\x10\x05\x12 \n\x1cINCOMPLETE_REASON_STORE_FULL\x10\x06\x12\"\n\x1eINCOMPLETE_REASON_SERVICE_GONE\x10\x07*d\n\x08IfExists\x12\x19\n\x15IF_EXISTS_UNSPECIFIED\x10\x00\x12\x12\n\x0eIF_EXISTS_FAIL\x10\x01\x12\x15\n\x11IF_EXISTS_REPLACE\x10\x02\x12\x12\n\x0eIF_EXISTS_SKIP\x10\x03P\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'residuum.v1.capture_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENCODING']._serialized_start=3370
-  _globals['_ENCODING']._serialized_end=3597
-  _globals['_QUANTIZATIONAXIS']._serialized_start=3599
-  _globals['_QUANTIZATIONAXIS']._serialized_end=3712
-  _globals['_REDUCTION']._serialized_start=3715
-  _globals['_REDUCTION']._serialized_end=3851
-  _globals['_OVERFLOWPOLICY']._serialized_start=3853
-  _globals['_OVERFLOWPOLICY']._serialized_end=3954
-  _globals['_CAPTURESTATE']._serialized_start=3957
-  _globals['_CAPTURESTATE']._serialized_end=4111
-  _globals['_ARCHIVESTATE']._serialized_start=4113
-  _globals['_ARCHIVESTATE']._serialized_end=4236
-  _globals['_INCOMPLETEREASON']._serialized_start=4239
-  _globals['_INCOMPLETEREASON']._serialized_end=4536
-  _globals['_IFEXISTS']._serialized_start=4538
-  _globals['_IFEXISTS']._serialized_end=4638
-  _globals['_ENCODINGOPTIONS']._serialized_start=231
-  _globals['_ENCODINGOPTIONS']._serialized_end=344
-  _globals['_LABEL']._serialized_start=346
-  _globals['_LABEL']._serialized_end=445
-  _globals['_CAPTURESPEC']._serialized_start=448
-  _globals['_CAPTURESPEC']._serialized_end=934
-  _globals['_CHUNKHEADER']._serialized_start=937
-  _globals['_CHUNKHEADER']._serialized_end=1195
-  _globals['_CHUNK']._serialized_start=1197
-  _globals['_CHUNK']._serialized_end=1301
-  _globals['_PARALLELLAYOUT']._serialized_start=1303
-  _globals['_PARALLELLAYOUT']._serialized_end=1381
-  _globals['_CAPTUREDESCRIPTION']._serialized_start=1384
-  _globals['_CAPTUREDESCRIPTION']._serialized_end=1982
-  _globals['_SEQUENCEOUTCOME']._serialized_start=1985
-  _globals['_SEQUENCEOUTCOME']._serialized_end=2141
-  _globals['_TOKENTEXTS']._serialized_start=2143
-  _globals['_TOKENTEXTS']._serialized_end=2210
-  _globals['_MESSAGESPAN']._serialized_start=2212
-  _globals['_MESSAGESPAN']._serialized_end=2286
-  _globals['_MESSAGESPANS']._serialized_start=2288
-  _globals['_MESSAGESPANS']._serialized_end=2367
-  _globals['_ROWRANGE']._serialized_start=2369
-  _globals['_ROWRANGE']._serialized_end=2408
-  _globals['_ROWSET']._serialized_start=2410
-  _globals['_ROWSET']._serialized_end=2527
-  _globals['_CAPTUREMANIFEST']._serialized_start=2530
-  _globals['_CAPTUREMANIFEST']._serialized_end=3367
+  _globals['_ENCODING']._serialized_start=3451
+  _globals['_ENCODING']._serialized_end=3696
+  _globals['_QUANTIZATIONAXIS']._serialized_start=3698
+  _globals['_QUANTIZATIONAXIS']._serialized_end=3811
+  _globals['_REDUCTION']._serialized_start=3814
+  _globals['_REDUCTION']._serialized_end=3950
+  _globals['_OVERFLOWPOLICY']._serialized_start=3952
+  _globals['_OVERFLOWPOLICY']._serialized_end=4053
+  _globals['_CAPTURESTATE']._serialized_start=4056
+  _globals['_CAPTURESTATE']._serialized_end=4210
+  _globals['_ARCHIVESTATE']._serialized_start=4212
+  _globals['_ARCHIVESTATE']._serialized_end=4335
+  _globals['_INCOMPLETEREASON']._serialized_start=4338
+  _globals['_INCOMPLETEREASON']._serialized_end=4635
+  _globals['_IFEXISTS']._serialized_start=4637
+  _globals['_IFEXISTS']._serialized_end=4737
+  _globals['_ENCODINGOPTIONS']._serialized_start=255
+  _globals['_ENCODINGOPTIONS']._serialized_end=407
+  _globals['_LABEL']._serialized_start=409
+  _globals['_LABEL']._serialized_end=508
+  _globals['_CAPTURESPEC']._serialized_start=511
+  _globals['_CAPTURESPEC']._serialized_end=997
+  _globals['_CHUNKHEADER']._serialized_start=1000
+  _globals['_CHUNKHEADER']._serialized_end=1276
+  _globals['_CHUNK']._serialized_start=1278
+  _globals['_CHUNK']._serialized_end=1382
+  _globals['_PARALLELLAYOUT']._serialized_start=1384
+  _globals['_PARALLELLAYOUT']._serialized_end=1462
+  _globals['_CAPTUREDESCRIPTION']._serialized_start=1465
+  _globals['_CAPTUREDESCRIPTION']._serialized_end=2063
+  _globals['_SEQUENCEOUTCOME']._serialized_start=2066
+  _globals['_SEQUENCEOUTCOME']._serialized_end=2222
+  _globals['_TOKENTEXTS']._serialized_start=2224
+  _globals['_TOKENTEXTS']._serialized_end=2291
+  _globals['_MESSAGESPAN']._serialized_start=2293
+  _globals['_MESSAGESPAN']._serialized_end=2367
+  _globals['_MESSAGESPANS']._serialized_start=2369
+  _globals['_MESSAGESPANS']._serialized_end=2448
+  _globals['_ROWRANGE']._serialized_start=2450
+  _globals['_ROWRANGE']._serialized_end=2489
+  _globals['_ROWSET']._serialized_start=2491
+  _globals['_ROWSET']._serialized_end=2608
+  _globals['_CAPTUREMANIFEST']._serialized_start=2611
+  _globals['_CAPTUREMANIFEST']._serialized_end=3448
 # @@protoc_insertion_point(module_scope)

@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from residuum.v1 import probe_pb2 as _probe_pb2
 from residuum.v1 import rule_pb2 as _rule_pb2
+from residuum.v1 import sae_pb2 as _sae_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
@@ -73,6 +74,8 @@ class _EncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Encoding.Val
     """The elements of greatest magnitude, with their indices."""
     ENCODING_PROJECT: _Encoding.ValueType  # 10
     """Inner products with given vectors."""
+    ENCODING_SAE: _Encoding.ValueType  # 11
+    """The features of a sparse autoencoder: the strongest, or chosen ones."""
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
     """The encoding of rows in a chunk's payload. All values are little-endian.
@@ -93,6 +96,7 @@ class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
       TOPK                   u16 index[k], x[index[0]], x[index[1]], ...                  (2 + 2 or 4) k
       TOPK8                  f32 scale, f32 zero, u16 index[k], u8 q[k] of x[index]       8 + 3 k
       PROJECT                f32 y[k]                                                     4 k
+      SAE                    u32 feature[k], f32 value[k]                                 8 k
 
     *Eight bits.* Lists of numbers v are quantised in float32: zero = min v, scale = (max v - min v) / 255, and
     q = (v - zero) / scale rounded to the nearest integer, ties to even, clamped to 0 to 255. A reader computes
@@ -110,7 +114,12 @@ class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
 
     *Inner products.* y[j] is the inner product of x with requested vector j, summed in float32.
 
-    *Not finite.* RAW, FP32, BF16, RP, TOPK and PROJECT keep values that are not finite, or have the result of the
+    *Features.* The features of x are those of a sparse autoencoder's encoder; sae.proto defines them. feature[] holds the
+    numbers of the k strongest in falling order of their values; if fewer than k are above 0, the rest have the number of
+    features (which is no feature) and the value 0. Of equal values, any count; NaN ranks above all numbers. If the capture
+    chose its features, feature[] holds them in their order, with all their values. A reader takes the others as 0.
+
+    *Not finite.* RAW, FP32, BF16, RP, TOPK, PROJECT and SAE keep values that are not finite, or have the result of the
     arithmetic with them. In FP16, values that round to more than 65504 become infinite. If an element of a list that is
     to be quantised, or the difference of two elements, is not finite, then scale and zero are NaN and q is 0; for TOPK8
     the indices are then 0 to k - 1. A reader gets NaN for the whole row or dimension.
@@ -156,6 +165,8 @@ ENCODING_TOPK: Encoding.ValueType  # 9
 """The elements of greatest magnitude, with their indices."""
 ENCODING_PROJECT: Encoding.ValueType  # 10
 """Inner products with given vectors."""
+ENCODING_SAE: Encoding.ValueType  # 11
+"""The features of a sparse autoencoder: the strongest, or chosen ones."""
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
 
 class _QuantizationAxis:
@@ -421,9 +432,11 @@ class EncodingOptions(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     AXIS_FIELD_NUMBER: _builtins.int
     VECTORS_FIELD_NUMBER: _builtins.int
+    SAE_FIELD_NUMBER: _builtins.int
     dimensions: _builtins.int
     """RP and RP8: the dimensions to project to; TOPK and TOPK8: the number of elements to keep. At most the width. 0: the
-    server's default (512 and 128, unless its operator chose others), or the width if that is less.
+    server's default (512 and 128, unless its operator chose others), or the width if that is less. SAE: the number of
+    features to keep, at most 256 and at most those of the encoder; 0: as many as are chosen, or 32.
     """
     seed: _builtins.int
     """RP and RP8: the seed of the projection. Rows can be compared only with rows of the same seed and dimensions."""
@@ -435,6 +448,10 @@ class EncodingOptions(_message.Message):
         send vectors that the server lacks.
         """
 
+    @_builtins.property
+    def sae(self) -> _sae_pb2.SAEFeatures:
+        """SAE: the encoder and its features. Required. Clients must send an encoder that the server lacks."""
+
     def __init__(
         self,
         *,
@@ -442,10 +459,11 @@ class EncodingOptions(_message.Message):
         seed: _builtins.int = ...,
         axis: Global___QuantizationAxis.ValueType = ...,
         vectors: _abc.Iterable[_builtins.bytes] | None = ...,
+        sae: _sae_pb2.SAEFeatures | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sae", b"sae"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis", b"axis", "dimensions", b"dimensions", "seed", b"seed", "vectors", b"vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis", b"axis", "dimensions", b"dimensions", "sae", b"sae", "seed", b"seed", "vectors", b"vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,6 +616,7 @@ class ChunkHeader(_message.Message):
     ENCODING_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     AXIS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The request's sequence (0 unless n > 1)."""
     site: _site_pb2.Site.ValueType
@@ -609,9 +628,11 @@ class ChunkHeader(_message.Message):
     encoding: Global___Encoding.ValueType
     """The encoding of the rows."""
     dimensions: _builtins.int
-    """RP, RP8, TOPK, TOPK8 and PROJECT: k, the number of values in an encoded row. 0 for the other encodings."""
+    """RP, RP8, TOPK, TOPK8, PROJECT and SAE: k, the number of values in an encoded row. 0 for the other encodings."""
     axis: Global___QuantizationAxis.ValueType
     """FULL8: which numbers share a scale. Unset for the other encodings."""
+    features: _builtins.int
+    """SAE: the number of features of the encoder. 0 for the other encodings."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The layers in the payload, ascending and distinct."""
@@ -632,10 +653,11 @@ class ChunkHeader(_message.Message):
         encoding: Global___Encoding.ValueType = ...,
         dimensions: _builtins.int = ...,
         axis: Global___QuantizationAxis.ValueType = ...,
+        features: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis", b"axis", "dimensions", b"dimensions", "dtype", b"dtype", "encoding", b"encoding", "layers", b"layers", "positions", b"positions", "sequence", b"sequence", "site", b"site", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis", b"axis", "dimensions", b"dimensions", "dtype", b"dtype", "encoding", b"encoding", "features", b"features", "layers", b"layers", "positions", b"positions", "sequence", b"sequence", "site", b"site", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -111,6 +111,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """UNAVAILABLE: the rows are only in the store's archive, which does not answer, or refuses the store; try again.
     Metadata: `capture_id`.
     """
+    ERROR_REASON_MISSING_SAE: _ErrorReason.ValueType  # 33
+    """FAILED_PRECONDITION: the server lacks the sparse autoencoder that the capture names: send its encoder with PutSAE,
+    then call again. Metadata: `digest`.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reason of a failure.
@@ -208,6 +212,10 @@ the memory again (see DescribeStore).
 ERROR_REASON_ARCHIVE_UNREACHABLE: ErrorReason.ValueType  # 32
 """UNAVAILABLE: the rows are only in the store's archive, which does not answer, or refuses the store; try again.
 Metadata: `capture_id`.
+"""
+ERROR_REASON_MISSING_SAE: ErrorReason.ValueType  # 33
+"""FAILED_PRECONDITION: the server lacks the sparse autoencoder that the capture names: send its encoder with PutSAE,
+then call again. Metadata: `digest`.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -14,6 +14,7 @@ from residuum.v1 import errors_pb2 as _errors_pb2
 from residuum.v1 import placement_pb2 as _placement_pb2
 from residuum.v1 import probe_pb2 as _probe_pb2
 from residuum.v1 import rule_pb2 as _rule_pb2
+from residuum.v1 import sae_pb2 as _sae_pb2
 from residuum.v1 import selection_pb2 as _selection_pb2
 from residuum.v1 import site_pb2 as _site_pb2
 from residuum.v1 import steering_pb2 as _steering_pb2
@@ -335,6 +336,7 @@ class Limits(_message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_PROBE_OUTPUTS_FIELD_NUMBER: _builtins.int
     MAX_RULES_FIELD_NUMBER: _builtins.int
+    SAE_BYTES_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Tokens of prompt and reply together."""
     max_message_bytes: _builtins.int
@@ -367,6 +369,8 @@ class Limits(_message.Message):
     """The outputs of all probes of one request. 0: the server is older than this field and has no probes."""
     max_rules: _builtins.int
     """The rules of one request. 0: the server has no rules."""
+    sae_bytes: _builtins.int
+    """Device memory for the encoders of sparse autoencoders, in bytes. 0: the server takes none, or is older than this field."""
     def __init__(
         self,
         *,
@@ -384,10 +388,11 @@ class Limits(_message.Message):
         max_logprobs: _builtins.int = ...,
         max_probe_outputs: _builtins.int = ...,
         max_rules: _builtins.int = ...,
+        sae_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_outputs", b"max_probe_outputs", "max_registrations", b"max_registrations", "max_rules", b"max_rules", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_outputs", b"max_probe_outputs", "max_registrations", b"max_registrations", "max_rules", b"max_rules", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "sae_bytes", b"sae_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -632,6 +637,66 @@ class PutVectorResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutVectorResult: _TypeAlias = PutVectorResult  # noqa: Y015
+
+@_typing.final
+class PutSAERequest(_message.Message):
+    """A part of an encoder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes of the encoder."""
+    @_builtins.property
+    def header(self) -> _sae_pb2.SAEHeader:
+        """The first message: what the encoder is."""
+
+    def __init__(
+        self,
+        *,
+        header: _sae_pb2.SAEHeader | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "data"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___PutSAERequest: _TypeAlias = PutSAERequest  # noqa: Y015
+
+@_typing.final
+class PutSAEResponse(_message.Message):
+    """The encoder is on the server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXISTED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    existed: _builtins.bool
+    """Whether it was there before."""
+    num_bytes: _builtins.int
+    """How many bytes of memory for encoders it takes."""
+    free_bytes: _builtins.int
+    """How many bytes are free, counting those of encoders that no request needs."""
+    def __init__(
+        self,
+        *,
+        existed: _builtins.bool = ...,
+        num_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["existed", b"existed", "free_bytes", b"free_bytes", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutSAEResponse: _TypeAlias = PutSAEResponse  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):

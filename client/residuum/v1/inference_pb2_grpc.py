@@ -63,6 +63,11 @@ class InferenceServiceStub:
                 request_serializer=residuum_dot_v1_dot_inference__pb2.PutVectorsRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_inference__pb2.PutVectorsResponse.FromString,
                 _registered_method=True)
+        self.PutSAE = channel.stream_unary(
+                '/residuum.v1.InferenceService/PutSAE',
+                request_serializer=residuum_dot_v1_dot_inference__pb2.PutSAERequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_inference__pb2.PutSAEResponse.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/residuum.v1.InferenceService/Generate',
                 request_serializer=residuum_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
@@ -153,6 +158,22 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutSAE(self, request_iterator, context):
+        """Stores the encoder of a sparse autoencoder on the device, under its digest: first its header, then its bytes in
+        pieces. A call with only the header asks whether the server has the encoder. Encoders that no request needs make room
+        for new ones, those that were not used for longest first.
+
+        Errors:
+        * FAILED_PRECONDITION, MISSING_SAE: the server lacks the encoder, and the call has only the header.
+        * INVALID_ARGUMENT: INVALID_FIELD (the header is inconsistent, or the bytes are more or fewer than it says),
+        WRONG_LENGTH (rows have another width), DIGEST_MISMATCH, or BAD_VALUES (an element is not finite).
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
+        are registered or running need the rest; the message says what is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Generate(self, request, context):
         """Generates text from a prompt. The events come in this order:
 
@@ -171,7 +192,8 @@ class InferenceServiceServicer:
         * NOT_FOUND, UNKNOWN_REQUEST: the registration does not exist: it was never made, was used, or has expired.
         * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
         invalid, as for RegisterRequest.
-        * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+        * FAILED_PRECONDITION: MISSING_VECTORS or MISSING_SAE: the server lacks vectors, or the encoder of the capture's
+        sparse autoencoder: send those that are named, then call again.
         * ALREADY_EXISTS: REQUEST_EXISTS (the ID of the inline spec is registered, or its request is running) or
         CAPTURE_EXISTS (a store holds a capture with this ID, and `if_exists` does not allow to replace or skip it).
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
@@ -256,6 +278,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.PutVectors,
                     request_deserializer=residuum_dot_v1_dot_inference__pb2.PutVectorsRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_inference__pb2.PutVectorsResponse.SerializeToString,
+            ),
+            'PutSAE': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutSAE,
+                    request_deserializer=residuum_dot_v1_dot_inference__pb2.PutSAERequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_inference__pb2.PutSAEResponse.SerializeToString,
             ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
@@ -395,6 +422,33 @@ class InferenceService:
             '/residuum.v1.InferenceService/PutVectors',
             residuum_dot_v1_dot_inference__pb2.PutVectorsRequest.SerializeToString,
             residuum_dot_v1_dot_inference__pb2.PutVectorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutSAE(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/residuum.v1.InferenceService/PutSAE',
+            residuum_dot_v1_dot_inference__pb2.PutSAERequest.SerializeToString,
+            residuum_dot_v1_dot_inference__pb2.PutSAEResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,18 @@ class InferenceServiceStub:
 
     A refused vector is reported in its result, and the call succeeds.
     """
+    PutSAE: _grpc.StreamUnaryMultiCallable[_inference_pb2.PutSAERequest, _inference_pb2.PutSAEResponse]
+    """Stores the encoder of a sparse autoencoder on the device, under its digest: first its header, then its bytes in
+    pieces. A call with only the header asks whether the server has the encoder. Encoders that no request needs make room
+    for new ones, those that were not used for longest first.
+
+    Errors:
+    * FAILED_PRECONDITION, MISSING_SAE: the server lacks the encoder, and the call has only the header.
+    * INVALID_ARGUMENT: INVALID_FIELD (the header is inconsistent, or the bytes are more or fewer than it says),
+      WRONG_LENGTH (rows have another width), DIGEST_MISMATCH, or BAD_VALUES (an element is not finite).
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
+      are registered or running need the rest; the message says what is left.
+    """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text from a prompt. The events come in this order:
 
@@ -100,7 +112,8 @@ class InferenceServiceStub:
     * NOT_FOUND, UNKNOWN_REQUEST: the registration does not exist: it was never made, was used, or has expired.
     * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
       invalid, as for RegisterRequest.
-    * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+    * FAILED_PRECONDITION: MISSING_VECTORS or MISSING_SAE: the server lacks vectors, or the encoder of the capture's
+      sparse autoencoder: send those that are named, then call again.
     * ALREADY_EXISTS: REQUEST_EXISTS (the ID of the inline spec is registered, or its request is running) or
       CAPTURE_EXISTS (a store holds a capture with this ID, and `if_exists` does not allow to replace or skip it).
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
@@ -202,6 +215,18 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     A refused vector is reported in its result, and the call succeeds.
     """
+    PutSAE: _aio.StreamUnaryMultiCallable[_inference_pb2.PutSAERequest, _inference_pb2.PutSAEResponse]  # type: ignore[assignment]
+    """Stores the encoder of a sparse autoencoder on the device, under its digest: first its header, then its bytes in
+    pieces. A call with only the header asks whether the server has the encoder. Encoders that no request needs make room
+    for new ones, those that were not used for longest first.
+
+    Errors:
+    * FAILED_PRECONDITION, MISSING_SAE: the server lacks the encoder, and the call has only the header.
+    * INVALID_ARGUMENT: INVALID_FIELD (the header is inconsistent, or the bytes are more or fewer than it says),
+      WRONG_LENGTH (rows have another width), DIGEST_MISMATCH, or BAD_VALUES (an element is not finite).
+    * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
+      are registered or running need the rest; the message says what is left.
+    """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text from a prompt. The events come in this order:
 
@@ -220,7 +245,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * NOT_FOUND, UNKNOWN_REQUEST: the registration does not exist: it was never made, was used, or has expired.
     * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
       invalid, as for RegisterRequest.
-    * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+    * FAILED_PRECONDITION: MISSING_VECTORS or MISSING_SAE: the server lacks vectors, or the encoder of the capture's
+      sparse autoencoder: send those that are named, then call again.
     * ALREADY_EXISTS: REQUEST_EXISTS (the ID of the inline spec is registered, or its request is running) or
       CAPTURE_EXISTS (a store holds a capture with this ID, and `if_exists` does not allow to replace or skip it).
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long
@@ -345,6 +371,24 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def PutSAE(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.PutSAERequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.PutSAEResponse, _abc.Awaitable[_inference_pb2.PutSAEResponse]]:
+        """Stores the encoder of a sparse autoencoder on the device, under its digest: first its header, then its bytes in
+        pieces. A call with only the header asks whether the server has the encoder. Encoders that no request needs make room
+        for new ones, those that were not used for longest first.
+
+        Errors:
+        * FAILED_PRECONDITION, MISSING_SAE: the server lacks the encoder, and the call has only the header.
+        * INVALID_ARGUMENT: INVALID_FIELD (the header is inconsistent, or the bytes are more or fewer than it says),
+          WRONG_LENGTH (rows have another width), DIGEST_MISMATCH, or BAD_VALUES (an element is not finite).
+        * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
+          are registered or running need the rest; the message says what is left.
+        """
+
+    @_abc_1.abstractmethod
     def Generate(
         self,
         request: _inference_pb2.GenerateRequest,
@@ -367,7 +411,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * NOT_FOUND, UNKNOWN_REQUEST: the registration does not exist: it was never made, was used, or has expired.
         * INVALID_ARGUMENT: the prompt is empty or too long, a sampling parameter is out of range, or the inline spec is
           invalid, as for RegisterRequest.
-        * FAILED_PRECONDITION, MISSING_VECTORS: the server lacks vectors: send those that are named, then call again.
+        * FAILED_PRECONDITION: MISSING_VECTORS or MISSING_SAE: the server lacks vectors, or the encoder of the capture's
+          sparse autoencoder: send those that are named, then call again.
         * ALREADY_EXISTS: REQUEST_EXISTS (the ID of the inline spec is registered, or its request is running) or
           CAPTURE_EXISTS (a store holds a capture with this ID, and `if_exists` does not allow to replace or skip it).
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: the request uses more vectors than can be kept or active, or waited too long

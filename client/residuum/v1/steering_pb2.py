@@ -26,33 +26,35 @@ from residuum.v1 import selection_pb2 as residuum_dot_v1_dot_selection__pb2
 from residuum.v1 import site_pb2 as residuum_dot_v1_dot_site__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aresiduum/v1/steering.proto\x12\x0bresiduum.v1\x1a\x1bresiduum/v1/selection.proto\x1a\x16residuum/v1/site.proto\"U\n\x0cSteeringSpec\x12\x32\n\noperations\x18\x01 \x03(\x0b\x32\x1e.residuum.v1.SteeringOperation\x12\x11\n\tupdatable\x18\x02 \x01(\x08\"\xca\x03\n\x11SteeringOperation\x12+\n\x06layers\x18\x01 \x01(\x0b\x32\x1b.residuum.v1.LayerSelection\x12\x31\n\tpositions\x18\x02 \x01(\x0b\x32\x1e.residuum.v1.PositionSelection\x12\x1f\n\x03\x61\x64\x64\x18\x03 \x01(\x0b\x32\x10.residuum.v1.AddH\x00\x12%\n\x06\x61\x62late\x18\x04 \x01(\x0b\x32\x13.residuum.v1.AblateH\x00\x12\x1f\n\x03\x63\x61p\x18\x05 \x01(\x0b\x32\x10.residuum.v1.CapH\x00\x12\'\n\x07replace\x18\x06 \x01(\x0b\x32\x14.residuum.v1.ReplaceH\x00\x12\x1f\n\x03set\x18\t \x01(\x0b\x32\x10.residuum.v1.SetH\x00\x12)\n\x08multiply\x18\n \x01(\x0b\x32\x15.residuum.v1.MultiplyH\x00\x12\x11\n\tkeep_norm\x18\x07 \x01(\x08\x12\x15\n\rlayer_digests\x18\x08 \x03(\x0c\x12\x1f\n\x04site\x18\x0b \x01(\x0e\x32\x11.residuum.v1.Site\x12\x1f\n\x04gate\x18\x0c \x01(\x0b\x32\x11.residuum.v1.GateB\x0b\n\toperation\"\xae\x01\n\x04Gate\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12)\n\x07measure\x18\x02 \x01(\x0e\x32\x18.residuum.v1.GateMeasure\x12\x0c\n\x04\x62ias\x18\x03 \x01(\x02\x12\x11\n\tthreshold\x18\x04 \x01(\x02\x12\x16\n\tsharpness\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05\x62\x65low\x18\x06 \x01(\x08\x12\x15\n\rlayer_digests\x18\x07 \x03(\x0c\x42\x0c\n\n_sharpness\"$\n\x03\x41\x64\x64\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05scale\x18\x02 \x01(\x02\"6\n\x06\x41\x62late\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x12\n\x05scale\x18\x02 \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_scale\"I\n\x03\x43\x61p\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x03min\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x03 \x01(\x02H\x01\x88\x01\x01\x42\x06\n\x04_minB\x06\n\x04_max\"(\n\x07Replace\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x02\"\x15\n\x03Set\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\x1a\n\x08Multiply\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"d\n\x0eSteeringChange\x12+\n\x08steering\x18\x01 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\x12\x17\n\x0f\x66irst_positions\x18\x02 \x03(\r\x12\x0c\n\x04rule\x18\x03 \x01(\t*\x81\x01\n\x0bGateMeasure\x12\x1c\n\x18GATE_MEASURE_UNSPECIFIED\x10\x00\x12\x1b\n\x17GATE_MEASURE_PROJECTION\x10\x01\x12\x1e\n\x1aGATE_MEASURE_INNER_PRODUCT\x10\x02\x12\x17\n\x13GATE_MEASURE_COSINE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aresiduum/v1/steering.proto\x12\x0bresiduum.v1\x1a\x1bresiduum/v1/selection.proto\x1a\x16residuum/v1/site.proto\"U\n\x0cSteeringSpec\x12\x32\n\noperations\x18\x01 \x03(\x0b\x32\x1e.residuum.v1.SteeringOperation\x12\x11\n\tupdatable\x18\x02 \x01(\x08\"\xfe\x03\n\x11SteeringOperation\x12+\n\x06layers\x18\x01 \x01(\x0b\x32\x1b.residuum.v1.LayerSelection\x12\x31\n\tpositions\x18\x02 \x01(\x0b\x32\x1e.residuum.v1.PositionSelection\x12\x1f\n\x03\x61\x64\x64\x18\x03 \x01(\x0b\x32\x10.residuum.v1.AddH\x00\x12%\n\x06\x61\x62late\x18\x04 \x01(\x0b\x32\x13.residuum.v1.AblateH\x00\x12\x1f\n\x03\x63\x61p\x18\x05 \x01(\x0b\x32\x10.residuum.v1.CapH\x00\x12\'\n\x07replace\x18\x06 \x01(\x0b\x32\x14.residuum.v1.ReplaceH\x00\x12\x1f\n\x03set\x18\t \x01(\x0b\x32\x10.residuum.v1.SetH\x00\x12)\n\x08multiply\x18\n \x01(\x0b\x32\x15.residuum.v1.MultiplyH\x00\x12\x32\n\rclamp_feature\x18\r \x01(\x0b\x32\x19.residuum.v1.ClampFeatureH\x00\x12\x11\n\tkeep_norm\x18\x07 \x01(\x08\x12\x15\n\rlayer_digests\x18\x08 \x03(\x0c\x12\x1f\n\x04site\x18\x0b \x01(\x0e\x32\x11.residuum.v1.Site\x12\x1f\n\x04gate\x18\x0c \x01(\x0b\x32\x11.residuum.v1.GateB\x0b\n\toperation\"\xae\x01\n\x04Gate\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12)\n\x07measure\x18\x02 \x01(\x0e\x32\x18.residuum.v1.GateMeasure\x12\x0c\n\x04\x62ias\x18\x03 \x01(\x02\x12\x11\n\tthreshold\x18\x04 \x01(\x02\x12\x16\n\tsharpness\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05\x62\x65low\x18\x06 \x01(\x08\x12\x15\n\rlayer_digests\x18\x07 \x03(\x0c\x42\x0c\n\n_sharpness\"$\n\x03\x41\x64\x64\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05scale\x18\x02 \x01(\x02\"6\n\x06\x41\x62late\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x12\n\x05scale\x18\x02 \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_scale\"I\n\x03\x43\x61p\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x03min\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x03 \x01(\x02H\x01\x88\x01\x01\x42\x06\n\x04_minB\x06\n\x04_max\"(\n\x07Replace\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x02\"\x15\n\x03Set\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\x1a\n\x08Multiply\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\x8b\x01\n\x0c\x43lampFeature\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x16\n\x0e\x65ncoder_digest\x18\x02 \x01(\x0c\x12\x0c\n\x04\x62ias\x18\x03 \x01(\x02\x12\x11\n\tthreshold\x18\x04 \x01(\x02\x12\x10\n\x03min\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x06 \x01(\x02H\x01\x88\x01\x01\x42\x06\n\x04_minB\x06\n\x04_max\"d\n\x0eSteeringChange\x12+\n\x08steering\x18\x01 \x01(\x0b\x32\x19.residuum.v1.SteeringSpec\x12\x17\n\x0f\x66irst_positions\x18\x02 \x03(\r\x12\x0c\n\x04rule\x18\x03 \x01(\t*\x81\x01\n\x0bGateMeasure\x12\x1c\n\x18GATE_MEASURE_UNSPECIFIED\x10\x00\x12\x1b\n\x17GATE_MEASURE_PROJECTION\x10\x01\x12\x1e\n\x1aGATE_MEASURE_INNER_PRODUCT\x10\x02\x12\x17\n\x13GATE_MEASURE_COSINE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'residuum.v1.steering_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GATEMEASURE']._serialized_start=1186
-  _globals['_GATEMEASURE']._serialized_end=1315
+  _globals['_GATEMEASURE']._serialized_start=1380
+  _globals['_GATEMEASURE']._serialized_end=1509
   _globals['_STEERINGSPEC']._serialized_start=96
   _globals['_STEERINGSPEC']._serialized_end=181
   _globals['_STEERINGOPERATION']._serialized_start=184
-  _globals['_STEERINGOPERATION']._serialized_end=642
-  _globals['_GATE']._serialized_start=645
-  _globals['_GATE']._serialized_end=819
-  _globals['_ADD']._serialized_start=821
-  _globals['_ADD']._serialized_end=857
-  _globals['_ABLATE']._serialized_start=859
-  _globals['_ABLATE']._serialized_end=913
-  _globals['_CAP']._serialized_start=915
-  _globals['_CAP']._serialized_end=988
-  _globals['_REPLACE']._serialized_start=990
-  _globals['_REPLACE']._serialized_end=1030
-  _globals['_SET']._serialized_start=1032
-  _globals['_SET']._serialized_end=1053
-  _globals['_MULTIPLY']._serialized_start=1055
-  _globals['_MULTIPLY']._serialized_end=1081
-  _globals['_STEERINGCHANGE']._serialized_start=1083
-  _globals['_STEERINGCHANGE']._serialized_end=1183
+  _globals['_STEERINGOPERATION']._serialized_end=694
+  _globals['_GATE']._serialized_start=697
+  _globals['_GATE']._serialized_end=871
+  _globals['_ADD']._serialized_start=873
+  _globals['_ADD']._serialized_end=909
+  _globals['_ABLATE']._serialized_start=911
+  _globals['_ABLATE']._serialized_end=965
+  _globals['_CAP']._serialized_start=967
+  _globals['_CAP']._serialized_end=1040
+  _globals['_REPLACE']._serialized_start=1042
+  _globals['_REPLACE']._serialized_end=1082
+  _globals['_SET']._serialized_start=1084
+  _globals['_SET']._serialized_end=1105
+  _globals['_MULTIPLY']._serialized_start=1107
+  _globals['_MULTIPLY']._serialized_end=1133
+  _globals['_CLAMPFEATURE']._serialized_start=1136
+  _globals['_CLAMPFEATURE']._serialized_end=1275
+  _globals['_STEERINGCHANGE']._serialized_start=1277
+  _globals['_STEERINGCHANGE']._serialized_end=1377
 # @@protoc_insertion_point(module_scope)

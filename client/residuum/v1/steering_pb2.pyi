@@ -103,6 +103,7 @@ class SteeringOperation(_message.Message):
     REPLACE_FIELD_NUMBER: _builtins.int
     SET_FIELD_NUMBER: _builtins.int
     MULTIPLY_FIELD_NUMBER: _builtins.int
+    CLAMP_FEATURE_FIELD_NUMBER: _builtins.int
     KEEP_NORM_FIELD_NUMBER: _builtins.int
     LAYER_DIGESTS_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
@@ -146,6 +147,10 @@ class SteeringOperation(_message.Message):
         """Each element of x times the same element of v."""
 
     @_builtins.property
+    def clamp_feature(self) -> Global___ClampFeature:
+        """x + (clamp(f, min, max) - f) * v, with the value f of a feature of a sparse autoencoder. It takes no gate."""
+
+    @_builtins.property
     def layer_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The digests of one vector for each of `layers`, in their order, 32 bytes each. The digest inside the operation must
         then be empty, and `layers` must be a list.
@@ -168,16 +173,17 @@ class SteeringOperation(_message.Message):
         replace: Global___Replace | None = ...,
         set: Global___Set | None = ...,
         multiply: Global___Multiply | None = ...,
+        clamp_feature: Global___ClampFeature | None = ...,
         keep_norm: _builtins.bool = ...,
         layer_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         site: _site_pb2.Site.ValueType = ...,
         gate: Global___Gate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "gate", b"gate", "layers", b"layers", "multiply", b"multiply", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "clamp_feature", b"clamp_feature", "gate", b"gate", "layers", b"layers", "multiply", b"multiply", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "gate", b"gate", "keep_norm", b"keep_norm", "layer_digests", b"layer_digests", "layers", b"layers", "multiply", b"multiply", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ablate", b"ablate", "add", b"add", "cap", b"cap", "clamp_feature", b"clamp_feature", "gate", b"gate", "keep_norm", b"keep_norm", "layer_digests", b"layer_digests", "layers", b"layers", "multiply", b"multiply", "operation", b"operation", "positions", b"positions", "replace", b"replace", "set", b"set", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["add", "ablate", "cap", "replace", "set", "multiply"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["add", "ablate", "cap", "replace", "set", "multiply", "clamp_feature"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -409,6 +415,58 @@ class Multiply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Multiply: _TypeAlias = Multiply  # noqa: Y015
+
+@_typing.final
+class ClampFeature(_message.Message):
+    """Keeps a feature of a sparse autoencoder within bounds, and what the autoencoder does not describe as it is. v is the
+    feature's row of the decoder. The feature's value is f = max(0, y) if y = x . e + bias is above the threshold, and
+    otherwise 0, where e is the feature's row of the encoder. Equal bounds set the feature to a value; bounds of 0 ablate it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    ENCODER_DIGEST_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    MIN_FIELD_NUMBER: _builtins.int
+    MAX_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """The digest of v, 32 bytes. It is the same at all layers of the operation."""
+    encoder_digest: _builtins.bytes
+    """The digest of e, 32 bytes."""
+    bias: _builtins.float
+    """The feature's bias. Must be finite."""
+    threshold: _builtins.float
+    """The feature's threshold. Must be finite; 0 for an autoencoder without thresholds."""
+    min: _builtins.float
+    """The lower bound. Unset: no lower bound. At least one bound must be set."""
+    max: _builtins.float
+    """The upper bound. Unset: no upper bound. Must not be below `min`."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        encoder_digest: _builtins.bytes = ...,
+        bias: _builtins.float = ...,
+        threshold: _builtins.float = ...,
+        min: _builtins.float | None = ...,
+        max: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "max", b"max", "min", b"min"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "bias", b"bias", "digest", b"digest", "encoder_digest", b"encoder_digest", "max", b"max", "min", b"min", "threshold", b"threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max: _TypeAlias = _typing.Literal["max"]  # noqa: Y015
+    _WhichOneofArgType__max: _TypeAlias = _typing.Literal["_max", b"_max"]  # noqa: Y015
+    _WhichOneofReturnType__min: _TypeAlias = _typing.Literal["min"]  # noqa: Y015
+    _WhichOneofArgType__min: _TypeAlias = _typing.Literal["_min", b"_min"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max) -> _WhichOneofReturnType__max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min) -> _WhichOneofReturnType__min | None: ...
+
+Global___ClampFeature: _TypeAlias = ClampFeature  # noqa: Y015
 
 @_typing.final
 class SteeringChange(_message.Message):

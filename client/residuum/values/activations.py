@@ -28,8 +28,8 @@ class Activations(Mapping[int, FloatArray]):
 
     The rows are stored once, as captured. Each `acts[layer]` converts or decodes the layer into a new array. The width
     is the model's hidden size; for "rp8" and "rp" it is the dimensions of the projection, and for "project" the number
-    of vectors. "topk8" and "topk" rows have the full width, with 0 for elements that were not kept. docs/encodings.md
-    says how far decoded rows are from those that the model computed.
+    of vectors. "topk8" and "topk" rows have the full width, and "sae" rows a number for each feature, with 0 for what
+    was not kept. docs/encodings.md says how far decoded rows are from those that the model computed.
 
     A request with several sequences or sites has one such mapping for each. At first the first sequence and site are
     selected; `select` returns another.
@@ -251,6 +251,8 @@ class Activations(Mapping[int, FloatArray]):
           int64 [positions], the index of each row's group.
         - "topk8": `q` uint8 [positions, k], `index` uint16 [positions, k], `scale` and `zero` float32 [positions].
         - "topk": `x` in the model's dtype [positions, k], `index` uint16 [positions, k].
+        - "sae": `feature` uint32 [positions, k], `value` float32 [positions, k], the strongest first. If fewer than k
+          features are above 0, the rest have the number of features, which is no feature, and the value 0.
         - "rp", "project": `y` float32 [positions, width].
         - "raw", "fp32", "fp16", "bf16": `x` [positions, width].
 
@@ -268,6 +270,32 @@ class Activations(Mapping[int, FloatArray]):
         for values in fields.values():
             values.setflags(write=False)
         return fields
+
+    def feature(self, layer: int, number: int) -> FloatArray:
+        """Return the values of one feature of a sparse autoencoder, float32 [positions]; 0 where it was not kept.
+
+        This does not decode whole rows, as `acts[layer][:, number]` does.
+
+        Raises:
+            KeyError: The layer is not among `layers`.
+            InvalidRequest: The capture has no features, has no such one, or did not choose it.
+
+        Example:
+            >>> for token, value in zip(acts.tokens, acts.feature(12, 123)):
+            ...     print(repr(token), value)
+        """
+        index, block, manifest = self._index(layer), self._block, self._manifest
+        if not isinstance(block, EncodedBlock) or self.encoding != "sae":
+            raise self._invalid(f"The rows of {manifest.capture_id} are encoded as {self.encoding!r}, not as 'sae'.")
+        if not 0 <= number < block.form.features:
+            raise self._invalid(f"The feature {number} does not exist: there are {block.form.features}, from 0 on.")
+        if manifest.features and number not in manifest.features:
+            chosen = ", ".join(map(str, manifest.features))
+            raise self._invalid(f"The feature {number} was not captured; {manifest.capture_id} chose {chosen}.")
+        rows = block.rows[index]
+        values: FloatArray = np.where(rows["feature"] == number, rows["value"], np.float32(0)).sum(axis=-1)
+        values[~block.present[index]] = np.nan
+        return values
 
     def projection(self) -> FloatArray:
         """Return the matrix that rows of "rp8" and "rp" were multiplied with: float32 [hidden, width].

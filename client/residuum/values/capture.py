@@ -9,17 +9,18 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from residuum.exceptions import InvalidRequest
-from residuum.v1 import capture_pb2, selection_pb2
+from residuum.v1 import capture_pb2, sae_pb2, selection_pb2
 from residuum.values.points import SITES, parse_points, point_names, site_list, site_numbers
+from residuum.values.sae import SAE
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.vector import Vector
 from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
 from residuum.wire.labels import LabelError, LabelValue, check_labels, to_label
-from residuum.wire.limits import BLOCK_TOKENS, MAX_PROJECTION_VECTORS
+from residuum.wire.limits import BLOCK_TOKENS, MAX_KEPT_FEATURES, MAX_PROJECTION_VECTORS
 
 _UINT32 = (1 << 32) - 1
 
-EncodingName = Literal["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project"]
+EncodingName = Literal["raw", "fp32", "fp16", "bf16", "full8", "rp8", "topk8", "rp", "topk", "project", "sae"]
 
 AXES = {"row": BY_ROW, "dimension": BY_DIMENSION}
 """The quantization axes of "full8" by name."""
@@ -60,17 +61,21 @@ class Capture:
             - "rp8": a random projection to `dimensions` numbers in 8 bits; see `Activations.projection`.
             - "rp", "topk": as "rp8" and "topk8", but without quantization to 8 bits.
             - "project": only the inner products with `vectors`.
+            - "sae": the features of `sae`: the `dimensions` strongest, or chosen `features`.
         overflow: What happens when the path to the store is full: with "wait" the model waits; with "shed" rows are
             dropped, and the capture ends incomplete.
         dimensions: For "rp8" and "rp", the dimensions to project to; for "topk8" and "topk", the number of elements to
             keep. At most the model's hidden size. By default the server's, which are 512 and 128 unless its operator
-            chose others.
+            chose others. For "sae", the number of features to keep of each row, at most 256; by default 32.
         seed: For "rp8" and "rp", the seed of the projection. Only rows with the same seed and dimensions can be
             compared.
         axis: For "full8", which numbers share a scale: the elements of a row ("row", the default), or the same element
             of all rows of a block ("dimension").
         vectors: For "project", up to 256 vectors; number j of a row is its inner product with vector j. Of a mapping,
             such as Directions, the values are used.
+        sae: For "sae", which it implies: the sparse autoencoder, for rows of one layer and site. The server must have
+            been started with `--sae-mib`.
+        features: For "sae", the features to keep, at most 256; by default the strongest.
         reduction: Capture one row instead of all that `positions` selects: the last row, or the elementwise mean,
             maximum or sum. The prompt gets one such row, and the generated tokens get another. Each has the last
             position that it covers.
@@ -98,6 +103,7 @@ class Capture:
         >>> residuum.Capture(layers="all", encoding="rp8", dimensions=512, seed=1)
         >>> residuum.Capture(layers=[12], encoding="project", vectors=[joy], positions="generated")
         >>> residuum.Capture(layers="all", encoding="fp32", reduction="mean")
+        >>> residuum.Capture(layers=[12], sae=residuum.sae.load("sae/"), dimensions=64)
     """
 
     layers: LayersLike = "all"
@@ -109,6 +115,8 @@ class Capture:
     seed: int = 0
     axis: Literal["row", "dimension"] | None = None
     vectors: Vector | Iterable[Vector] | Mapping[int, Vector] = ()
+    sae: SAE | None = None
+    features: int | Iterable[int] = ()
     reduction: Literal["none", "last", "mean", "max", "sum"] | None = None
     before_steering: bool = False
 
@@ -131,6 +139,11 @@ class Capture:
         object.__setattr__(self, "sites", sites)
         object.__setattr__(self, "positions", Positions.of(self.positions))
         object.__setattr__(self, "vectors", tuple(_vector_list(self.vectors)))
+        if self.sae is not None and not isinstance(self.sae, SAE):
+            raise TypeError(f"sae= takes a residuum.SAE, not {type(self.sae).__name__}; residuum.sae.load reads one.")
+        if self.sae is not None and self.encoding is None:
+            object.__setattr__(self, "encoding", "sae")
+        object.__setattr__(self, "features", tuple(self._feature_list()))
         for name in ("dimensions", "seed", "flush_interval"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer, type(None))):
@@ -138,6 +151,19 @@ class Capture:
         if not isinstance(self.before_steering, bool):
             raise TypeError(f"before_steering must be True or False, not {self.before_steering!r}.")
         self.to_proto()
+
+    def _feature_list(self) -> list[int]:
+        given = list(self.features) if isinstance(self.features, Iterable) else [self.features]
+        if given and self.sae is None:
+            raise InvalidRequest("features= needs sae=.", reason="INVALID_FIELD", metadata={"field": "features"})
+        features = [self.sae.check_feature(number) for number in given] if self.sae is not None else []
+        if len(set(features)) != len(features) or len(features) > MAX_KEPT_FEATURES:
+            raise InvalidRequest(
+                f"features= takes up to {MAX_KEPT_FEATURES} different features.",
+                reason="INVALID_FIELD",
+                metadata={"field": "features"},
+            )
+        return features
 
     def _adopt_points(self) -> None:
         """Set `layers` and `sites` to those of the points, and give the points their own names."""
@@ -193,10 +219,11 @@ class Capture:
         """Return the encoding's options. For the server's default encoding, the server checks which ones apply."""
         vectors = self.projection_vectors
         for name, given, takers in (
-            ("dimensions", self.dimensions is not None, ("rp8", "rp", "topk8", "topk")),
+            ("dimensions", self.dimensions is not None, ("rp8", "rp", "topk8", "topk", "sae")),
             ("seed", self.seed != 0, ("rp8", "rp")),
             ("axis", self.axis is not None, ("full8",)),
             ("vectors", bool(vectors), ("project",)),
+            ("sae", self.sae is not None, ("sae",)),
         ):
             if given and self.encoding not in takers and (self.encoding is not None or vectors):
                 named = " or ".join(f'encoding="{taker}"' for taker in takers)
@@ -211,12 +238,27 @@ class Capture:
                 reason="INVALID_FIELD",
             )
         options = capture_pb2.EncodingOptions(
+            sae=self._kept_features(),
             dimensions=self.dimensions or 0,
             seed=self.seed,
             axis=_named("axis", self.axis, AXES),
             vectors=[vector.digest for vector in vectors],
         )
         return options if options.ByteSize() else None
+
+    def _kept_features(self) -> sae_pb2.SAEFeatures | None:
+        sae, chosen = self.sae, cast("tuple[int, ...]", self.features)  # __post_init__ has converted them
+        if sae is None:
+            if self.encoding == "sae":
+                raise InvalidRequest('encoding="sae" needs sae=.', reason="INVALID_FIELD", metadata={"field": "sae"})
+            return None
+        most = min(MAX_KEPT_FEATURES, sae.features)
+        if self.dimensions is not None and not (self.dimensions == len(chosen) if chosen else self.dimensions <= most):
+            wanted = "leave it out with features=" if chosen else f"at most {most} features can be kept"
+            raise InvalidRequest(
+                f"dimensions={self.dimensions}: {wanted}.", reason="INVALID_FIELD", metadata={"field": "dimensions"}
+            )
+        return sae_pb2.SAEFeatures(digest=sae.digest, features=sae.features, chosen=chosen)
 
 
 def label_list(labels: Mapping[str, LabelValue]) -> list[capture_pb2.Label]:

@@ -82,17 +82,21 @@ class SteeringRecord:
     """One steering operation, as it was applied.
 
     Attributes:
-        operation: "add", "ablate", "cap", "replace", "set" or "multiply"; "unknown" if this version does not know it.
+        operation: "add", "ablate", "cap", "replace", "set", "multiply" or "clamp_feature"; "unknown" if this version
+            does not know it.
         layers: The layers at which it was applied.
         digests: The digest of its vector in hexadecimal; or one digest for each layer, in the order of the layers.
         positions: The positions to which it was applied.
         scale: The factor of "add" and "ablate".
-        min: The lower bound of "cap".
-        max: The upper bound of "cap".
+        min: The lower bound of "cap" and "clamp_feature".
+        max: The upper bound of "cap" and "clamp_feature".
         value: The projection that "replace" set.
         keep_norm: Whether each row was scaled back to the norm that it had before.
         site: The site at which it was applied.
         gate: How far it was applied to each row; None: completely.
+        encoder_digest: For "clamp_feature", the digest of the feature's row of the encoder in hexadecimal.
+        bias: For "clamp_feature", the feature's bias.
+        threshold: For "clamp_feature", the feature's threshold.
     """
 
     operation: str
@@ -106,6 +110,9 @@ class SteeringRecord:
     keep_norm: bool = False
     site: str = "resid_post"
     gate: GateRecord | None = None
+    encoder_digest: str = ""
+    bias: float | None = None
+    threshold: float | None = None
 
     @classmethod
     def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
@@ -123,6 +130,8 @@ class SteeringRecord:
             for name, item in operation.DESCRIPTOR.fields_by_name.items()
             if name != "digest" and (not item.has_presence or operation.HasField(name))
         }
+        if kind == "clamp_feature":
+            numbers["encoder_digest"] = operation.encoder_digest.hex()
         if kind == "ablate":
             numbers.setdefault("scale", 1.0)
         digests = proto.layer_digests or [operation.digest]
@@ -174,6 +183,8 @@ class Manifest:
         seed: The seed of the random projection of "rp8" and "rp".
         axis: Which numbers share a scale in "full8": those of a "row" or of a "dimension"; empty for other encodings.
         projected_onto: The digests of the vectors of "project" in hexadecimal, in the order of the numbers in a row.
+        sae: The digest of the encoder of "sae" in hexadecimal; empty for other encodings.
+        features: The features that "sae" keeps; empty: the strongest of each row.
         reduction: The reduction of each phase to one row: "last", "mean", "max" or "sum"; "none" if every row was
             captured.
         dtype: The element type in which the model computed the rows, such as "bfloat16".
@@ -213,6 +224,8 @@ class Manifest:
     seed: int
     axis: str
     projected_onto: tuple[str, ...]
+    sae: str
+    features: tuple[int, ...]
     reduction: str
     dtype: str
     hidden_size: int
@@ -448,6 +461,8 @@ class Manifest:
             seed=description.spec.encoding_options.seed,
             axis=_name_of(AXES, description.spec.encoding_options.axis) if description.spec.encoding == FULL8 else "",
             projected_onto=tuple(digest.hex() for digest in description.spec.encoding_options.vectors),
+            sae=description.spec.encoding_options.sae.digest.hex(),
+            features=tuple(description.spec.encoding_options.sae.chosen),
             reduction=_name_of(REDUCTIONS, description.spec.reduction),
             dtype=dtype_name(description.dtype),
             hidden_size=description.hidden_size,

@@ -25,7 +25,7 @@ _OUTCOME = ("generated_token_ids", "finish_reason", "token_texts", "scores")
 _COUNTS = ("num_rows", "num_bytes")
 """64-bit numbers, which protobuf's JSON form writes as strings."""
 
-_PARAMETERS = {"rp": "rp_k", "rp8": "rp_k", "topk": "top_k", "topk8": "top_k", "project": "vectors"}
+_PARAMETERS = {"rp": "rp_k", "rp8": "rp_k", "topk": "top_k", "topk8": "top_k", "project": "vectors", "sae": "features"}
 """The parameter for the number of dimensions, in the style of `vllm_capture`'s "rp_k"."""
 
 _QUANT_BITS = 8

@@ -13,6 +13,7 @@ from residuum.values.logprobs import Logprobs
 from residuum.values.manifest import ARCHIVE_STATES, STATES, to_datetime
 from residuum.values.probes import Probe
 from residuum.values.rules import RuleEvent
+from residuum.values.sae import SAE
 from residuum.values.scores import Scores
 from residuum.values.vector import Vector
 from residuum.wire.labels import LabelValue, to_dict
@@ -200,6 +201,7 @@ class Registration:
         time_to_live: Seconds from the server's answer until then.
         vectors: The request's vectors. The client sends them again if the server has dropped them.
         probes: The request's probes, which name the scores.
+        sae: The sparse autoencoder whose features it captures. The client sends it again if the server has dropped it.
     """
 
     request_id: str
@@ -207,6 +209,24 @@ class Registration:
     time_to_live: float
     vectors: tuple[Vector, ...] = field(default=(), repr=False)
     probes: tuple[Probe, ...] = field(default=(), repr=False)
+    sae: SAE | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class PutSAEResult:
+    """The result of `put_sae`.
+
+    Attributes:
+        digest: The digest of the encoder in hexadecimal.
+        sent: Whether the server lacked it.
+        num_bytes: Bytes of the server's memory for encoders that it takes.
+        free_bytes: Bytes that are left, counting those of encoders that no request needs.
+    """
+
+    digest: str
+    sent: bool
+    num_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True)

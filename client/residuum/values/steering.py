@@ -1,4 +1,4 @@
-"""Steering operations: Add, Ablate, Cap, Replace, Set and Multiply.
+"""Steering operations: Add, Ablate, Cap, Replace, Set, Multiply and ClampFeature.
 
 For a row x at a site of a layer (float32), a vector v of the same length and its direction v̂ = v / |v|:
 
@@ -8,6 +8,7 @@ For a row x at a site of a layer (float32), a vector v of the same length and it
     Replace   x + (value - x·v̂)v̂
     Set       v
     Multiply  x·v, element by element
+    ClampFeature  x + (clamp(f, min, max) - f)v, for the value f of a sparse autoencoder's feature
 
 The server applies operations in list order, each at its site and layers and at its positions. With `keep_norm=True` it
 then scales the row to the norm that it had before the operation. With `gate=Gate(...)`, an operation applies only to
@@ -18,7 +19,7 @@ rows that point along the gate's vector. Rows always stay finite: elements are c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Union, cast
 
 from residuum.exceptions import BadVector, InvalidRequest
@@ -26,6 +27,7 @@ from residuum.v1 import steering_pb2
 from residuum.values.gates import Gate
 from residuum.values.numbers import finite_float32
 from residuum.values.points import site_numbers
+from residuum.values.sae import SAE
 from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
 from residuum.values.stored_row import StoredRow
 from residuum.values.vector import LayerVectors, Vector, by_steered_layer
@@ -378,9 +380,116 @@ class Multiply(_Placed):
         return message
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClampFeature(_Placed):
+    """Keeps a feature of a sparse autoencoder within bounds, and the rest of the row as it is.
+
+    The row x becomes x + (clamp(f, min, max) - f)·v, for the value f of the feature in this row and its row v of the
+    decoder. So what the autoencoder does not describe stays. To add to a feature, use `Add(sae.vector(123), ...)`.
+
+    Args:
+        vector: The `residuum.SAE`; afterwards, the attribute is the feature's direction.
+        feature: The number of the feature.
+        value: Set the feature to this value; 0 ablates it. Give it, or `min`, `max` or both.
+        min: The least value. Rows whose feature is less get it, also those whose feature is 0.
+        max: The greatest value.
+
+    Raises:
+        BadSAE: There is no such feature.
+        InvalidRequest: The value of a feature depends on more than this feature ("topk") or on a norm of the row.
+
+    Example:
+        >>> residuum.ClampFeature(sae, feature=123, layer=12, value=0.0)  # ablate it
+        >>> residuum.ClampFeature(sae, feature=123, layer=12, min=8.0, positions="generated")
+    """
+
+    _example: ClassVar[str] = "feature=123, value=0.0"
+
+    feature: int
+    value: float | None = None
+    min: float | None = None
+    max: float | None = None
+    encoder: Vector | None = field(default=None, init=False, repr=False)
+    """The feature's row of the encoder."""
+    bias: float = field(default=0.0, init=False, repr=False)
+    """Added to the inner product of a row and `encoder`."""
+    threshold: float = field(default=0.0, init=False, repr=False)
+    """The feature's value is 0 unless the sum is above this."""
+
+    if TYPE_CHECKING:  # the others take a vector where this one takes an autoencoder
+
+        def __init__(
+            self,
+            vector: SAE,
+            *,
+            feature: int,
+            value: float | None = None,
+            min: float | None = None,  # noqa: A002 - the name of the bound
+            max: float | None = None,  # noqa: A002 - the name of the bound
+            layer: LayersLike | None = None,
+            layers: LayersLike | None = None,
+            positions: PositionsLike = None,
+            keep_norm: bool = False,
+            site: str | None = None,
+            gate: Gate | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        sae: Any = self.vector
+        if not isinstance(sae, SAE):
+            raise TypeError(
+                f"ClampFeature takes a residuum.SAE, not {type(sae).__name__}; residuum.sae.load reads one."
+            )
+        number = sae.check_feature(self.feature)
+        if sae.active is not None or sae.layer_norm:
+            why = "depend on all features (topk)" if sae.active is not None else "depend on the row's layer norm"
+            raise InvalidRequest(
+                f"ClampFeature: the values of {sae!r} {why}, so a single feature cannot be clamped. Use "
+                "Add(sae.vector(feature), ...).",
+                reason="INVALID_FIELD",
+            )
+        object.__setattr__(self, "vector", sae.vector(number))
+        object.__setattr__(self, "encoder", Vector.from_array(sae.encoder[number].astype("<f4")))
+        object.__setattr__(self, "bias", float(sae.encoder_bias[number]))
+        object.__setattr__(self, "threshold", 0.0 if sae.threshold is None else float(sae.threshold[number]))
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Check the bounds."""
+        if self.gate is not None:
+            raise InvalidRequest("ClampFeature takes no gate=: the feature decides.", reason="INVALID_FIELD")
+        if (self.value is None) == (self.min is None and self.max is None):
+            raise InvalidRequest("ClampFeature: give value=, or min=, max= or both.", reason="INVALID_FIELD")
+        for name in ("value", "min", "max"):
+            if getattr(self, name) is not None:
+                self._check_number(name)
+        if self.min is not None and self.max is not None and self.max < self.min:
+            raise InvalidRequest(f"ClampFeature: max ({self.max}) is below min ({self.min}).", reason="INVALID_FIELD")
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The feature's rows of the decoder and of the encoder."""
+        return (*super().vectors, *([self.encoder] if self.encoder is not None else []))
+
+    def to_proto(self) -> steering_pb2.SteeringOperation:
+        """Return the operation as it travels."""
+        message = self._placed()
+        message.clamp_feature.CopyFrom(
+            steering_pb2.ClampFeature(
+                digest=self._digest,
+                encoder_digest=self.encoder.digest if self.encoder is not None else b"",
+                bias=self.bias,
+                threshold=self.threshold,
+                min=self.min if self.value is None else self.value,
+                max=self.max if self.value is None else self.value,
+            )
+        )
+        return message
+
+
 _WHERE = "vector, layer=12, scale=6.0"
 
-Operation = Union[Add, Ablate, Cap, Replace, Set, Multiply]  # noqa: UP007 - evaluated at run time on Python 3.10
+Operation = Union[Add, Ablate, Cap, Replace, Set, Multiply, ClampFeature]  # noqa: UP007 - evaluated at run time on Python 3.10
 """Any steering operation."""
 
 
@@ -395,9 +504,10 @@ def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operat
     single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
     items: list[Any] = [] if given is None else [given] if single else list(given)
     for item in items:
-        if not isinstance(item, (Add, Ablate, Cap, Replace, Set, Multiply)):
+        if not isinstance(item, (Add, Ablate, Cap, Replace, Set, Multiply, ClampFeature)):
             raise TypeError(
-                f"steer= takes residuum.Add, Ablate, Cap, Replace, Set and Multiply, not {_wrong_item(item)}"
+                "steer= takes residuum.Add, Ablate, Cap, Replace, Set, Multiply and ClampFeature, not "
+                f"{_wrong_item(item)}"
             )
     if len(items) > MAX_OPERATIONS:
         raise InvalidRequest(

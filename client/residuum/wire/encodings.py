@@ -15,13 +15,17 @@ import numpy as np
 
 from residuum.v1 import capture_pb2, tensor_pb2
 from residuum.wire.dtypes import dtype_name, numpy_dtype
+from residuum.wire.limits import DEFAULT_KEPT_FEATURES, MAX_KEPT_FEATURES, MAX_SAE_FEATURES
 from residuum.wire.projection import projection_matrix
+from residuum.wire.sae import Encoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
+    from typing import Any, TypeAlias
 
     import numpy.typing as npt
+
+    Basis: TypeAlias = npt.NDArray[np.float32] | Encoder
 
 RAW = capture_pb2.ENCODING_RAW
 FP32 = capture_pb2.ENCODING_FP32
@@ -33,6 +37,7 @@ TOPK8 = capture_pb2.ENCODING_TOPK8
 RP = capture_pb2.ENCODING_RP
 TOPK = capture_pb2.ENCODING_TOPK
 PROJECT = capture_pb2.ENCODING_PROJECT
+SAE = capture_pb2.ENCODING_SAE
 
 ENCODINGS: dict[str, capture_pb2.Encoding.ValueType] = {
     "raw": RAW,
@@ -45,6 +50,7 @@ ENCODINGS: dict[str, capture_pb2.Encoding.ValueType] = {
     "rp": RP,
     "topk": TOPK,
     "project": PROJECT,
+    "sae": SAE,
 }
 """The encodings by name."""
 
@@ -99,9 +105,12 @@ class RowFormat:
     """Numbers in an encoded row, for encodings that shorten rows; 0 for the others."""
     axis: capture_pb2.QuantizationAxis.ValueType = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
     """FULL8: which numbers share a scale; unset means those of a row."""
+    features: int = 0
+    """SAE: the number of features of the encoder; 0 for the others."""
 
     def __str__(self) -> str:
         extra = f" of {self.dimensions} dimensions" if self.dimensions else ""
+        extra += f" among {self.features} features" if self.features else ""
         extra += " along dimensions" if self._by_dimension else ""
         return f"{ENCODING_NAMES[self.encoding]}{extra}, {self.width} elements of {dtype_name(self.dtype)}"
 
@@ -123,7 +132,16 @@ class RowFormat:
                 f"{name} takes 1 to {self.width} dimensions, not {self.dimensions}: rows have {self.width} elements",
             ),
             (self.encoding != PROJECT or self.dimensions >= 1, "project needs at least one vector"),
-            (self.encoding in SIZED | {PROJECT} or not self.dimensions, f"{name} takes no dimensions"),
+            (self.encoding in SIZED | {PROJECT, SAE} or not self.dimensions, f"{name} takes no dimensions"),
+            (self.encoding == SAE or not self.features, f"{name} has no features"),
+            (
+                self.encoding != SAE or 1 <= self.features <= MAX_SAE_FEATURES,
+                f"an autoencoder has 1 to {MAX_SAE_FEATURES} features, not {self.features}",
+            ),
+            (
+                self.encoding != SAE or 1 <= self.dimensions <= min(self.features, MAX_KEPT_FEATURES),
+                f"sae keeps 1 to {min(self.features, MAX_KEPT_FEATURES)} features of a row, not {self.dimensions}",
+            ),
             (self.axis in capture_pb2.QuantizationAxis.values(), f"unknown quantization axis {int(self.axis)}"),
             (self.encoding == FULL8 or not self.axis, f"{name} takes no quantization axis; only full8 does"),
             (
@@ -143,7 +161,7 @@ class RowFormat:
             EncodingError: The header's fields are inconsistent.
             ValueError: The element type is unknown.
         """
-        return _of_fields(header.encoding, header.width, header.dtype, header.dimensions, header.axis)
+        return _of_fields(header.encoding, header.width, header.dtype, header.dimensions, header.axis, header.features)
 
     @classmethod
     def of_capture(
@@ -156,8 +174,14 @@ class RowFormat:
             ValueError: The element type is unknown.
         """
         spec, options = description.spec, description.spec.encoding_options
-        dimensions = options.dimensions or len(options.vectors)
-        return _of_fields(spec.encoding, site_width(description, site), description.dtype, dimensions, options.axis)
+        return _of_fields(
+            spec.encoding,
+            site_width(description, site),
+            description.dtype,
+            options.dimensions or len(options.vectors),
+            options.axis,
+            options.sae.features,
+        )
 
     @functools.cached_property
     def row_dtype(self) -> np.dtype[Any]:
@@ -173,6 +197,7 @@ class RowFormat:
             RP: [("y", "<f4", (k,))],
             TOPK: [("index", "<u2", (k,)), ("x", own, (k,))],
             PROJECT: [("y", "<f4", (k,))],
+            SAE: [("feature", "<u4", (k,)), ("value", "<f4", (k,))],
         }
         return np.dtype(fields[self.encoding])
 
@@ -201,6 +226,8 @@ class RowFormat:
     @property
     def decoded_width(self) -> int:
         """Elements of a decoded row."""
+        if self.encoding == SAE:
+            return self.features
         return self.dimensions if self.encoding in RANDOM_PROJECTIONS | {PROJECT} else self.width
 
     @property
@@ -247,27 +274,33 @@ class RowFormat:
             return rows["y"]
         if self.encoding in LARGEST:
             return self._decode_largest(rows)
+        if self.encoding == SAE:
+            return self._decode_features(rows)
         if self._by_dimension:
             assert prefixes is not None, "rows quantised along dimensions need their prefixes"  # noqa: S101
             return _dequantized(rows["q"], prefixes["scale"], prefixes["zero"])
         return _dequantized(rows["q"], rows["scale"][..., None], rows["zero"][..., None])
 
     def check(self, rows: npt.NDArray[Any]) -> None:
-        """Check that rows can be decoded: every element index must be less than the width.
+        """Check that rows can be decoded: every index must be less than the width, or than the number of features.
 
         Raises:
             EncodingError: An index is too large.
         """
+        if self.encoding == SAE and rows.size and int(rows["feature"].max()) > self.features:
+            feature = int(rows["feature"].max())
+            raise EncodingError(f"an encoded row has the feature {feature}, but there are only {self.features}")
         if self.encoding in LARGEST and rows.size and int(rows["index"].max()) >= self.width:
             index = int(rows["index"].max())
             raise EncodingError(f"an encoded row has the index {index}, but only {self.width} elements")
 
-    def encode(self, values: npt.NDArray[Any], basis: npt.NDArray[np.float32] | None = None) -> bytes:
+    def encode(self, values: npt.NDArray[Any], basis: Basis | None = None) -> bytes:
         """Return the payload of rows. This is the reference for every encoder.
 
         Args:
             values: The rows in the model's dtype, [layers, positions, width]. The rows of a layer are encoded together.
-            basis: The matrix that rows are multiplied with, float32 [width, dimensions]; see `basis_of`.
+            basis: The matrix that rows are multiplied with, float32 [width, dimensions]; see `basis_of`. For SAE, the
+                encoder.
 
         Raises:
             EncodingError: The values do not have the format's width and dtype.
@@ -292,9 +325,11 @@ class RowFormat:
         prefixes: npt.NDArray[Any] | None,
         rows: npt.NDArray[Any],
         values: npt.NDArray[Any],
-        basis: npt.NDArray[np.float32] | None,
+        basis: Basis | None,
     ) -> None:
-        if self.is_plain:
+        if isinstance(basis, Encoder):
+            rows["feature"], rows["value"] = basis.kept(values.astype(np.float32), self.dimensions)
+        elif self.is_plain:
             rows["x"] = values.astype(rows["x"].dtype)
         elif self.encoding in LARGEST:
             self._encode_largest(rows, values)
@@ -330,6 +365,19 @@ class RowFormat:
             whole[np.isnan(rows["scale"])] = np.nan
         np.put_along_axis(whole, rows["index"].astype(np.int64), kept, axis=-1)
         return whole
+
+    def _decode_features(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        self.check(rows)
+        # One more column, for the number that is no feature.
+        whole = np.zeros((*rows.shape, self.features + 1), dtype=np.float32)
+        np.put_along_axis(whole, rows["feature"].astype(np.int64), rows["value"], axis=-1)
+        return whole[..., :-1]
+
+
+def kept_features(options: capture_pb2.EncodingOptions) -> int:
+    """Return how many features of a row a capture with ENCODING_SAE keeps."""
+    chosen = len(options.sae.chosen)
+    return options.dimensions or chosen or min(DEFAULT_KEPT_FEATURES, options.sae.features)
 
 
 def basis_of(
@@ -379,8 +427,9 @@ def _of_fields(
     dtype: tensor_pb2.DataType.ValueType,
     dimensions: int,
     axis: capture_pb2.QuantizationAxis.ValueType,
+    features: int,
 ) -> RowFormat:
-    return RowFormat(encoding, width, dtype, dimensions, axis)
+    return RowFormat(encoding, width, dtype, dimensions, axis, features)
 
 
 def _quantized(

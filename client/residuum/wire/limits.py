@@ -80,6 +80,15 @@ DIGEST_BYTES = 32
 MAX_PROJECTION_VECTORS = 256
 """Vectors onto which one capture's rows may be projected."""
 
+MAX_SAE_FEATURES = 1 << 20
+"""Features of a sparse autoencoder."""
+
+MAX_KEPT_FEATURES = 256
+"""Features of a sparse autoencoder that are kept of one row."""
+
+DEFAULT_KEPT_FEATURES = 32
+"""Features of a sparse autoencoder that are kept of one row, if the caller does not choose their number."""
+
 DEFAULT_PROJECTION = 512
 """Dimensions of a random projection, if neither the caller nor the operator chooses them."""
 

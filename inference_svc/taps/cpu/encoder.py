@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from inference_svc.taps.element_types import cast_of
+from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
 from residuum.wire.projection import projection_factor
@@ -14,6 +15,7 @@ from residuum.wire.projection import projection_factor
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from inference_svc.taps.encodings.bases import Basis
     from residuum.wire.encodings import RowFormat
 
 _GROUP_ELEMENTS = 1 << 20
@@ -23,19 +25,23 @@ _BITS = {2: torch.int16, 4: torch.int32}
 """The integer dtype for the bits of an element, by its size in bytes."""
 
 
-def encode(rows: Tensor, form: RowFormat, basis: Tensor | None, out: Tensor) -> None:
+def encode(rows: Tensor, form: RowFormat, basis: Basis | None, out: Tensor) -> None:
     """Encode rows as capture.proto says.
 
     Args:
         rows: [units, positions, width], with any strides.
         form: The format of the encoded rows.
         basis: For a random projection, the signs [width, dimensions]. For PROJECT, the vectors [dimensions, width].
-            Otherwise None.
+            For SAE, the encoder. Otherwise None.
         out: Receives the encoded bytes, uint8 [units, form.payload_bytes(1, positions)].
     """
     cast = cast_of(form)
     if cast is not None:
         out.view(cast).view(rows.shape).copy_(rows)
+        return
+    if isinstance(basis, SAEEncoder):
+        for unit, target in zip(rows, out, strict=True):
+            basis.encode(unit, target.view(torch.int32).view(len(unit), 2, form.dimensions))
         return
     together = max(1, _GROUP_ELEMENTS // rows[0].numel())
     for first in range(0, len(rows), together):

@@ -5,14 +5,15 @@ The check also compiles the GPU kernels, so that the first request does not wait
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.encodings.sae_encoder import encoder_of
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, sae_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import (
     BY_DIMENSION,
@@ -22,10 +23,12 @@ from residuum.wire.encodings import (
     MAX_INDEXED_WIDTH,
     PROJECT,
     RANDOM_PROJECTIONS,
+    SAE,
     RowFormat,
     basis_of,
 )
-from residuum.wire.limits import DEFAULT_PROJECTION, DEFAULT_TOPK
+from residuum.wire.limits import DEFAULT_KEPT_FEATURES, DEFAULT_PROJECTION, DEFAULT_TOPK
+from residuum.wire.sae import Encoder, EncoderShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,12 +36,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from inference_svc.taps.encodings.bases import Basis
     from inference_svc.taps.encodings.signs import SignCache
 
-    Encode = Callable[[Tensor, RowFormat, Tensor | None], npt.NDArray[np.uint8]]
+    Encode = Callable[[Tensor, RowFormat, Basis | None], npt.NDArray[np.uint8]]
     """Encodes rows [units, positions, width] with a basis."""
 
-_UNITS, _POSITIONS, _VECTORS = 2, (3, 16), 5
+_UNITS, _POSITIONS, _VECTORS, _FEATURES = 2, (3, 16), 5, 96
 _DIMENSIONS = {**dict.fromkeys(RANDOM_PROJECTIONS, DEFAULT_PROJECTION), **dict.fromkeys(LARGEST, DEFAULT_TOPK)}
 _NO_AXIS = capture_pb2.QUANTIZATION_AXIS_UNSPECIFIED
 _SUMS_MATCH = 1e-6
@@ -65,17 +69,21 @@ def check_encodings(width: int, dtype: torch.dtype, device: torch.device, signs:
     """
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((_VECTORS, width)).astype(np.float32)
+    sae = _sae(width, rng)
     for form in _forms(width, dtype):
         for positions in _POSITIONS:
             rows = torch.from_numpy(rng.standard_normal((_UNITS, positions, width)).astype(np.float32)).to(dtype)
-            basis = torch.from_numpy(vectors).to(device) if form.encoding == PROJECT else None
+            basis: Basis | None = torch.from_numpy(vectors).to(device) if form.encoding == PROJECT else None
+            if form.encoding == SAE:
+                basis = encoder_of(torch.from_numpy(bytes_of(sae)).to(device), sae.shape)
             if form.encoding in RANDOM_PROJECTIONS:
                 basis = signs.get(0, form.dimensions, dtype if device.type == "cuda" else torch.float32)
             encoded = encode(rows.to(device), form, basis)
             values = rows.view(torch.uint8).numpy().view(numpy_dtype(form.dtype))
-            reference = basis_of(form, capture_pb2.EncodingOptions(), list(vectors))
+            reference = sae if form.encoding == SAE else basis_of(form, capture_pb2.EncodingOptions(), list(vectors))
             expected = np.frombuffer(form.encode(values, reference), dtype=np.uint8)
-            if not _same(form, encoded, expected, positions):
+            same = _same_features(form, encoded, values, sae) if form.encoding == SAE else None
+            if not (_same(form, encoded, expected, positions) if same is None else same):
                 raise CannotEncodeError(
                     f"Rows encoded as {form} on {device} are not what the contract says (capture.proto): this version "
                     "of torch or Triton computes them differently. Use the versions that residuum was tested with "
@@ -88,8 +96,36 @@ def _forms(width: int, dtype: torch.dtype) -> Iterator[RowFormat]:
         if encoding in LARGEST and width > MAX_INDEXED_WIDTH:
             continue
         dimensions = _VECTORS if encoding == PROJECT else min(_DIMENSIONS.get(encoding, 0), width)
+        features = _FEATURES if encoding == SAE else 0
+        dimensions = DEFAULT_KEPT_FEATURES if encoding == SAE else dimensions
         for axis in (BY_ROW, BY_DIMENSION) if encoding == capture_pb2.ENCODING_FULL8 else (_NO_AXIS,):
-            yield RowFormat(encoding, width, WIRE_TYPES[dtype], dimensions, axis)
+            yield RowFormat(encoding, width, WIRE_TYPES[dtype], dimensions, axis, features)
+
+
+def _sae(width: int, rng: np.random.Generator) -> Encoder:
+    """Return an encoder of many features that fire."""
+    header = sae_pb2.SAEHeader(
+        features=_FEATURES, width=width, dtype=tensor_pb2.DATA_TYPE_FLOAT32, activation=sae_pb2.SAE_ACTIVATION_RELU
+    )
+    weights = rng.standard_normal((_FEATURES, width)).astype(np.float32)
+    return Encoder(EncoderShape.of(header), weights, rng.standard_normal(_FEATURES).astype(np.float32))
+
+
+def bytes_of(encoder: Encoder) -> npt.NDArray[np.uint8]:
+    """Return the bytes of an encoder as sae.proto says."""
+    parts = [encoder.weights, encoder.biases, *([] if encoder.threshold is None else [encoder.threshold])]
+    return np.concatenate([np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts])
+
+
+def _same_features(form: RowFormat, encoded: npt.NDArray[np.uint8], values: npt.NDArray[Any], encoder: Encoder) -> bool:
+    """Return whether the kept features are the strongest, each with its value. Sums may be added in any order."""
+    exact = encoder.values(values.astype(np.float32))
+    kept = form.split(encoded, *values.shape[:2])[1]
+    wanted = -np.sort(-exact, axis=-1)[..., : form.dimensions]
+    bound = _SUMS_MATCH * np.sqrt(form.width) * float(np.abs(exact).max())
+    padded = np.concatenate([exact, np.zeros((*exact.shape[:2], 1), exact.dtype)], axis=-1)
+    own = np.take_along_axis(padded, kept["feature"].astype(np.int64), axis=-1)
+    return bool(max(np.abs(kept["value"] - wanted).max(), np.abs(kept["value"] - own).max()) <= bound)
 
 
 def _same(form: RowFormat, encoded: npt.NDArray[np.uint8], expected: npt.NDArray[np.uint8], positions: int) -> bool:

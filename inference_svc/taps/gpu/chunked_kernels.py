@@ -18,6 +18,7 @@ import triton.language as tl
 
 from inference_svc.taps.gpu.kernel_parts import (
     ADD,
+    CLAMP,
     COSINE,
     ENTRY_FIELDS,
     GATED,
@@ -76,7 +77,7 @@ def _opening(row, width, code, entry, count, bank, inverse_norms, CHUNK: tl.cons
         measured = _sum_of_products(row, bank + (gate & VECTOR).to(tl.int64) * width, width, CHUNK) * factor
         if (gate >> KIND_SHIFT) == COSINE:
             measured /= tl.sqrt(_sum_of_products(row, row, width, CHUNK))
-        opening = opened(measured, threshold, sharpness)
+        opening = opened(gate, measured, threshold, sharpness)
     return opening
 
 
@@ -91,12 +92,12 @@ def _apply_in_chunks(row, width, entry, count, bank, inverse_norms, max_abs, sco
     chunk = tl.arange(0, CHUNK)
     opening = _opening(row, width, code, entry, count, bank, inverse_norms, CHUNK)
     factor = tl.where(is_direct(kind), 1.0, scale_or_low)
-    if (kind != ADD) & (is_direct(kind) == 0):
+    if (kind != ADD) & (kind != CLAMP) & (is_direct(kind) == 0):
         product = _sum_of_products(row, along, width, CHUNK)
         if kind == SCORE:
             tl.store(scores + tl.load(entry + 3), product)
         factor = factor_of(kind, product * inverse, scale_or_low, high, inverse)
-    factor = gated(factor, opening)
+    factor = gated(kind, factor, opening, scale_or_low, high)
     before, after = tl.zeros((CHUNK,), dtype=tl.float32), tl.zeros((CHUNK,), dtype=tl.float32)
     for start in range(0, width, CHUNK):
         inside = start + chunk < width

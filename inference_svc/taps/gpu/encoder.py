@@ -1,7 +1,8 @@
 """The encoder on a GPU: it encodes rows into a buffer of fixed size, and copies the buffer to the ring.
 
-All work goes to the current stream; no call waits for the device or allocates device memory. Large blocks pass through
-the buffer in parts. On the stream, each part starts when the part before it has left the buffer.
+All work goes to the current stream. No call waits for the device, and only the features of sparse autoencoders take
+more device memory (`sae_encoder.WORKING_BYTES`). Large blocks pass through the buffer in parts. On the stream, each
+part starts when the part before it has left the buffer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from inference_svc.taps.element_types import cast_of
+from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from inference_svc.taps.gpu import encoding_kernels, kernel
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from inference_svc.taps.encodings.bases import Basis
     from residuum.wire.encodings import RowFormat
 
 STAGED_BYTES = 16 << 20
@@ -53,14 +56,14 @@ class GpuEncoder:
         """Bytes of the buffers."""
         return int(self._staged.nbytes + self._sums.nbytes)
 
-    def encode(self, rows: Tensor, form: RowFormat, basis: Tensor | None, address: int) -> None:
+    def encode(self, rows: Tensor, form: RowFormat, basis: Basis | None, address: int) -> None:
         """Encode rows as capture.proto says, and write them to host memory.
 
         Args:
             rows: [units, positions, width], contiguous except for gaps between units.
             form: The format of the encoded rows.
             basis: For a random projection, the signs [width, dimensions]. For PROJECT, the vectors [dimensions, width].
-                Otherwise None.
+                For SAE, the encoder. Otherwise None.
             address: Host memory for form.payload_bytes(units, positions) bytes, which the device can write.
         """
         cast = cast_of(form)
@@ -90,8 +93,12 @@ class GpuEncoder:
                 offset = unit * unit_bytes + form.prefix_bytes + first * form.row_bytes
                 yield Part(part, offset, part.shape[1] * form.row_bytes)
 
-    def _encode_part(self, rows: Tensor, form: RowFormat, basis: Tensor | None, out: Tensor) -> None:
+    def _encode_part(self, rows: Tensor, form: RowFormat, basis: Basis | None, out: Tensor) -> None:
         encoding = form.encoding
+        if isinstance(basis, SAEEncoder):
+            for unit, target in zip(rows, out.view(len(rows), -1), strict=True):
+                basis.encode(unit, target.view(torch.int32).view(len(unit), 2, form.dimensions))
+            return
         if encoding in LARGEST:
             encoding_kernels.keep_largest(rows, out, form.dimensions, quantize=encoding == capture_pb2.ENCODING_TOPK8)
         elif form.prefix_bytes:

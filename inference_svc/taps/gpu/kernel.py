@@ -22,6 +22,7 @@ import triton.language as tl
 
 from inference_svc.taps.gpu.kernel_parts import (
     ADD,
+    CLAMP,
     COSINE,
     ENTRY_FIELDS,
     GATED,
@@ -111,7 +112,7 @@ def _opening(x, x_tail, g, g_tail, gate, numbers, inverse_norms, TAIL: tl.conste
     measured = _dot(x, x_tail, g, g_tail, TAIL) * factor
     if (gate >> KIND_SHIFT) == COSINE:
         measured /= tl.sqrt(_dot(x, x_tail, x, x_tail, TAIL))
-    return opened(measured, threshold, sharpness)
+    return opened(gate, measured, threshold, sharpness)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -125,12 +126,12 @@ def _apply(  # type: ignore[no-untyped-def]
     """
     kind = code >> KIND_SHIFT
     factor = tl.where(is_direct(kind), 1.0, scale_or_low)
-    if (kind != ADD) & (is_direct(kind) == 0):
+    if (kind != ADD) & (kind != CLAMP) & (is_direct(kind) == 0):
         product = _dot(x, x_tail, v, v_tail, TAIL)
         if kind == SCORE:
             tl.store(scores + gate, product)
         factor = factor_of(kind, product * inverse, scale_or_low, high, inverse)
-    factor = gated(factor, opening)
+    factor = gated(kind, factor, opening, scale_or_low, high)
     moved, moved_tail = moved_by(kind, x, v, factor), moved_by(kind, x_tail, v_tail, factor)
     if code & KEEP_NORM:
         before = _dot(x, x_tail, x, x_tail, TAIL)

@@ -15,8 +15,10 @@ ABLATE = tl.constexpr(int(Kind.ABLATE))
 SET = tl.constexpr(int(Kind.SET))
 MULTIPLY = tl.constexpr(int(Kind.MULTIPLY))
 SCORE = tl.constexpr(int(Kind.SCORE))
+CLAMP = tl.constexpr(int(Kind.CLAMP))
 INNER_PRODUCT = tl.constexpr(int(Measure.INNER_PRODUCT))
 COSINE = tl.constexpr(int(Measure.COSINE))
+FEATURE = tl.constexpr(int(Measure.FEATURE))
 
 LINE_FIELDS = tl.constexpr(tables.LINE_FIELDS)
 ENTRY_FIELDS = tl.constexpr(tables.ENTRY_FIELDS)
@@ -44,26 +46,32 @@ def is_direct(kind):  # type: ignore[no-untyped-def]
 def load_gate(gate, numbers, inverse_norms):  # type: ignore[no-untyped-def]
     """Load a gate's threshold and sharpness, and the factor of its inner product.
 
-    The factor is 1 for INNER_PRODUCT, and otherwise the inverse norm of the gate's vector.
+    The factor is 1 for INNER_PRODUCT and FEATURE, and otherwise the inverse norm of the gate's vector.
     """
-    is_scaled = (gate >> KIND_SHIFT) != INNER_PRODUCT
+    is_scaled = ((gate >> KIND_SHIFT) != INNER_PRODUCT) & ((gate >> KIND_SHIFT) != FEATURE)
     factor = tl.load(inverse_norms + (gate & VECTOR), mask=is_scaled, other=1.0)
     return number(numbers), number(numbers + 1), factor
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def opened(measured, threshold, sharpness):  # type: ignore[no-untyped-def]
-    """Return how far a gate is open for a row, from 0 to 1."""
+def opened(gate, measured, threshold, sharpness):  # type: ignore[no-untyped-def]
+    """Return how far a gate is open for a row, from 0 to 1; for a FEATURE, return its value."""
+    feature = measured + sharpness  # the bias
+    feature = tl.where(feature > threshold, feature, 0.0)  # also if it is NaN
     exponent = sharpness * (measured - threshold)
     # Infinite sharpness must give 1 or 0 exactly. NaN, also that of infinite sharpness at the threshold, is closed.
     partly = tl.where(exponent > float("-inf"), 1.0 / (1.0 + tl.exp(-exponent)), 0.0)
-    return tl.where(exponent == float("inf"), 1.0, partly)
+    partly = tl.where(exponent == float("inf"), 1.0, partly)
+    return tl.where((gate >> KIND_SHIFT) == FEATURE, feature, partly)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def gated(factor, opening):  # type: ignore[no-untyped-def]
-    """Return the factor of an operation whose gate is open as far as `opening`."""
-    return tl.where(opening == 0.0, 0.0, factor * opening)  # a closed gate stops even an infinite factor
+def gated(kind, factor, opening, low, high):  # type: ignore[no-untyped-def]
+    """Return the factor of an operation whose gate is open as far as `opening`; for CLAMP, which has this value."""
+    under = tl.where(opening < low, low - opening, 0.0)
+    clamped = tl.where(opening > high, high - opening, under)
+    partly = tl.where(opening == 0.0, 0.0, factor * opening)  # a closed gate stops even an infinite factor
+    return tl.where(kind == CLAMP, clamped, partly)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import Block, BlockPool
+    from inference_svc.taps.encodings.bases import Basis
+    from inference_svc.taps.encodings.sae_cache import SAECache
     from inference_svc.taps.plan import Capture
     from inference_svc.taps.reductions import Batch
     from inference_svc.taps.ring_writer import ModelRows
@@ -68,7 +70,7 @@ class _Copy(NamedTuple):
     encoded: Encoded
     block: Block | None
     """The block to give back when the copy is done."""
-    source: tuple[Tensor, Tensor | None] | None = None
+    source: tuple[Tensor, Basis | None] | None = None
     """The tensors that are encoded. Held here because they must live until the copy is done."""
 
 
@@ -83,7 +85,12 @@ class StreamedSink(BlockSink):
     """Encodes blocks and copies them from the device to the ring, while the model goes on."""
 
     def __init__(
-        self, pool: BlockPool, model_rows: ModelRows, producer: RingProducer, bank: VectorBank | None = None
+        self,
+        pool: BlockPool,
+        model_rows: ModelRows,
+        producer: RingProducer,
+        bank: VectorBank | None = None,
+        saes: SAECache | None = None,
     ) -> None:
         """Pin the ring, check that rows reach it, and start the thread.
 
@@ -91,7 +98,7 @@ class StreamedSink(BlockSink):
             CannotCopyError: CUDA refuses to pin the ring's memory, or rows arrive there changed.
         """
         # The tensor cores take rows and signs of one dtype.
-        super().__init__(pool, model_rows, producer, bank, sign_dtype=pool.memory.dtype)
+        super().__init__(pool, model_rows, producer, bank, sign_dtype=pool.memory.dtype, saes=saes)
         memory = producer.memory
         # Sinks of several widths share the ring. To pin it twice would leave CUDA an error for its next call.
         code = 0 if producer.is_pinned else torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
@@ -292,7 +299,7 @@ class StreamedSink(BlockSink):
         self._writer.publish(*(copy.encoded for copy in group.copies))
         self._pool.give_back(*(copy.block for copy in group.copies if copy.block is not None))
 
-    def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Tensor | None) -> npt.NDArray[np.uint8]:
+    def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Basis | None) -> npt.NDArray[np.uint8]:
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream):
             self._encoder.encode(rows, form, basis, self._address)

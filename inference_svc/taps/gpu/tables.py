@@ -40,9 +40,9 @@ LINE_FIELDS = 8
 """Numbers in a line of the program table."""
 
 ENTRY_FIELDS = 4
-"""Numbers in an entry, which is one operation: its code (see below); its factor, or the lower bound of a CAP; the upper
-bound of a CAP; the code of its gate, or the column of a SCORE. Those that are not codes or columns are bits of
-float32."""
+"""Numbers in an entry, which is one operation: its code (see below); its factor, or the lower bound of a CAP or CLAMP;
+the upper bound of a CAP or CLAMP; the code of its gate, or the column of a SCORE. Those that are not codes or columns
+are bits of float32."""
 
 KIND_SHIFT = 28
 KEEP_NORM = 1 << 27
@@ -250,7 +250,7 @@ def _entries(runs: list[list[Step]]) -> npt.NDArray[np.int32]:
 
 def _numbers(step: Step) -> tuple[float, float]:
     """Return the two numbers of an operation's entry."""
-    return (step.low, step.high) if step.kind in (Kind.CAP, Kind.SCORE) else (step.scale, 0.0)
+    return (step.low, step.high) if step.kind in (Kind.CAP, Kind.SCORE, Kind.CLAMP) else (step.scale, 0.0)
 
 
 def _bits(pairs: Iterable[tuple[float, float]]) -> npt.NDArray[np.int32]:

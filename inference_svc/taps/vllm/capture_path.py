@@ -16,6 +16,7 @@ from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.encodings.sae_cache import SAECache, WantedSAE, room_for_saes
 from inference_svc.taps.encodings.signs import max_sign_bytes
 from inference_svc.taps.joining_sink import JoiningSink, WholeRows
 from inference_svc.taps.points import AllPoints, TapPoints
@@ -23,7 +24,7 @@ from inference_svc.taps.ring_writer import ModelRows
 from inference_svc.taps.scores import Scores, open_board
 from inference_svc.taps.sink import BlockSink
 from inference_svc.taps.steps.runtime import TapRuntime
-from residuum.wire.limits import BLOCK_TOKENS, MAX_PROBE_OUTPUTS, MAX_PROJECTION_VECTORS
+from residuum.wire.limits import BLOCK_TOKENS, MAX_KEPT_FEATURES, MAX_PROBE_OUTPUTS, MAX_PROJECTION_VECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -108,6 +109,7 @@ class CapturePath:
         shapes: Sequence[RowShape],
         sites: Mapping[Site.ValueType, Sequence[int]],
         bank_rows: int,
+        sae_bytes: int = 0,
     ) -> None:
         """Prepare the path; `make_ring` lets it capture.
 
@@ -118,7 +120,10 @@ class CapturePath:
             shapes: The shape of a row at each of their groups.
             sites: The sites that requests can capture, and the layers of this stage that have them.
             bank_rows: How many steering vectors can be active.
+            sae_bytes: How many bytes the encoders of sparse autoencoders may take; 0: there are none.
         """
+        self._sae_bytes = sae_bytes
+        self._saes: SAECache | None = None
         self._config = config
         self._device = device
         self._dtype: torch.dtype = config.model_config.dtype
@@ -182,6 +187,7 @@ class CapturePath:
         ring_bytes = max(ring_bytes, least_ring_bytes(max(reserves), len(stores)))
         self.producer = RingProducer(control_path, ring_bytes=ring_bytes, stores=stores)
         self.producer.start()
+        self._saes = SAECache(self._sae_bytes, self._device) if self._sae_bytes else None
         for rows in self._all:
             if rows.units:
                 rows.pool = self._make_pool(rows, ring_bytes, len(stores))
@@ -230,18 +236,26 @@ class CapturePath:
         """Return the runtime of each shape. `join` makes whole rows of the ranks' parts; see `tensor_parallel.join`."""
         return [rows.runtime(tap, join) for rows, tap in zip(self._all, taps, strict=True)]
 
-    def room_for_signs(self) -> torch.Tensor | None:
-        """Allocate as much device memory as the signs of random projections may take; None if this rank needs none."""
+    def room_for_bases(self) -> torch.Tensor | None:
+        """Allocate as much device memory as the bases of captures may take later; None if this rank needs none.
+
+        Bases are the signs of random projections, and the encoders of sparse autoencoders.
+        """
         stream = self._all[0]
         if stream.sink is None:
             return None
         owners = self._config.parallel_config._api_process_count  # noqa: SLF001 - the API servers of `vllm serve`
-        return torch.empty(max_sign_bytes(stream.format.hidden, owners), dtype=torch.uint8, device=self._device)
+        size = max_sign_bytes(stream.format.hidden, owners) + room_for_saes(self._sae_bytes)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def keep_signs(self, projections: Sequence[tuple[int, int, bool]], owner: int) -> list[bool | str]:
         """See `BlockSink.keep_signs`. Only rows as wide as the stream are projected."""
         stream = self._all[0].sink
         return stream.keep_signs(projections, owner) if stream else [True] * len(projections)
+
+    def keep_saes(self, wanted: Sequence[WantedSAE]) -> list[bool | str]:
+        """See `SAECache.keep`. A rank that does not capture needs none."""
+        return self._saes.keep(wanted) if self._saes else [True] * len(wanted)
 
     def take_probe(self, capture_id: str) -> list[Probe]:
         """Return the blocks of the self-test's capture."""
@@ -286,9 +300,9 @@ class CapturePath:
         if self._device.type == "cuda":
             from inference_svc.taps.gpu.streamed_sink import StreamedSink
 
-            sink: BlockSink = StreamedSink(pool, rows.format, producer, rows.bank)
+            sink: BlockSink = StreamedSink(pool, rows.format, producer, rows.bank, self._saes)
         else:
-            sink = BlockSink(pool, rows.format, producer, rows.bank)
+            sink = BlockSink(pool, rows.format, producer, rows.bank, saes=self._saes)
         sink.check_encodings()
         return sink
 
@@ -297,7 +311,7 @@ def _growth(rows: ModelRows, dtype: torch.dtype) -> int:
     """Return how many times longer an encoding can make rows.
 
     Each store's reserve must hold an encoded block of the smallest size. Elements can become twice as long. Rows of a
-    narrow model that are projected to many vectors, and very narrow ones in eight bits, grow more.
+    narrow model that are projected to many vectors or features, and very narrow ones in eight bits, grow more.
     """
-    longest = max(4 * MAX_PROJECTION_VECTORS, 8 + 3 * rows.hidden)
+    longest = max(4 * MAX_PROJECTION_VECTORS, 8 * MAX_KEPT_FEATURES, 8 + 3 * rows.hidden)
     return max(2, -(-longest // (rows.hidden * int(dtype.itemsize))))

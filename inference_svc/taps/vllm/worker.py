@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from inference_svc.logs import configure_worker_logs
 from inference_svc.taps import op
 from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.encodings.sae_cache import WantedSAE
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.logits_check import most_likely
@@ -142,6 +143,11 @@ class TappedWorker:
         return self._residuum.path.keep_signs(projections, owner)
 
     @_answered
+    def residuum_keep_saes(self, wanted: Sequence[tuple[str, bytes, str]]) -> list[bool | str]:
+        """Keep encoders of sparse autoencoders, as the fields of `WantedSAE`; see `SAECache.keep`."""
+        return self._residuum.path.keep_saes([WantedSAE(*item) for item in wanted])
+
+    @_answered
     def residuum_forget(self, names: Sequence[str]) -> None:
         """Drop steering changes of requests that will never start."""
         self._residuum.runtime.forget(names)
@@ -230,7 +236,9 @@ class _Taps:
         self._format = ModelRows(hidden, WIRE_TYPES[dtype])
         group_shapes = [RowShape(hidden), *(shapes[group.inner[0]] for group in points.groups[1:])]
         places = dict(zip(self._sites, self._site_layers, strict=True))
-        self.path = CapturePath(config, worker.device, points, group_shapes, places, settings["bank_rows"])
+        self.path = CapturePath(
+            config, worker.device, points, group_shapes, places, settings["bank_rows"], settings["sae_bytes"]
+        )
         scores, self._score_board = None, ""
         if tensor_parallel.is_first_rank():
             replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica

@@ -1,0 +1,180 @@
+"""Encoders of sparse autoencoders in a worker: their arithmetic, their memory, and captures of features."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from inference_svc.taps.encodings import sae_cache, sae_encoder
+from inference_svc.taps.encodings.check import bytes_of
+from inference_svc.taps.encodings.sae_cache import SAECache, WantedSAE
+from inference_svc.taps.encodings.sae_encoder import encoder_of
+from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
+from residuum.v1 import capture_pb2, sae_pb2
+from residuum.wire.encodings import SAE
+from residuum.wire.sae import JUMP_RELU, LAYER_NORM, RELU, TOP_K
+from tests.encoding_cases import B16, F16, F32, encoder
+from tests.inference.taps_support import select
+from tests.inference.test_encoding_sink import HIDDEN, MLP, POST, Engine
+
+CPU = torch.device("cpu")
+FEATURES, WIDTH = 150, 48
+
+KINDS = {
+    "relu": {"activation": RELU},
+    "jumprelu": {"activation": JUMP_RELU},
+    "topk": {"activation": TOP_K, "active": 9},
+    "layer norm": {"activation": RELU, "norm": LAYER_NORM},
+    "bfloat16": {"activation": JUMP_RELU, "dtype": B16},
+    "float16": {"activation": TOP_K, "active": 40, "dtype": F16},
+}
+
+
+def on_device(one):
+    return encoder_of(torch.from_numpy(bytes_of(one)), one.shape).choosing(one.chosen)
+
+
+def kept(one, rows, count):
+    out = torch.zeros(len(rows), 2, count, dtype=torch.int32)
+    on_device(one).encode(rows, out)
+    numbers, values = out[:, 0], out[:, 1].clone().view(torch.float32)
+    return numbers.numpy().astype(np.int64), values.numpy()
+
+
+@pytest.mark.parametrize("chosen", [(), (3, 149, 0)], ids=["strongest", "chosen"])
+@pytest.mark.parametrize("count", [1, 20, 150])
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_are_those_of_float64(kind, count, chosen, monkeypatch):
+    monkeypatch.setattr(sae_encoder, "WORKING_ELEMENTS", 4 * FEATURES)  # several groups of rows
+    monkeypatch.setattr(sae_encoder, "_FEATURES_AT_ONCE", 64)
+    one = encoder(FEATURES, WIDTH, chosen=chosen, **KINDS[kind])
+    count = len(chosen) or count
+    torch.manual_seed(0)
+    rows = (torch.randn(11, WIDTH) * 2 + 0.3).to(torch.bfloat16)
+    numbers, values = kept(one, rows, count)
+    exact = one.values(rows.double().numpy())
+    bound = 1e-6 * np.sqrt(WIDTH) * np.abs(exact).max()
+    if chosen:
+        assert (numbers == chosen).all()
+        assert np.abs(values - exact[:, list(chosen)]).max() <= bound
+        return
+    assert np.abs(values + np.sort(-exact, axis=1)[:, :count]).max() <= bound
+    padded = np.concatenate([exact, np.zeros((11, 1))], axis=1)
+    assert np.abs(np.take_along_axis(padded, numbers, axis=1) - values).max() <= bound
+    assert ((numbers == FEATURES) == (values == 0)).all()
+    assert all(len({*row[row < FEATURES]}) == np.count_nonzero(row < FEATURES) for row in numbers)
+
+
+def test_rows_that_are_not_finite_stay_visible():
+    for options in KINDS.values():
+        one = encoder(FEATURES, WIDTH, **options)
+        rows = torch.ones(2, WIDTH)
+        rows[1, 5] = torch.nan
+        _, values = kept(one, rows, 4)
+        assert np.isfinite(values[0]).all()
+        assert np.isnan(values[1]).all()
+
+
+# The cache
+
+
+def wanted(tmp_path, name, one) -> WantedSAE:
+    shape = one.shape
+    header = sae_pb2.SAEHeader(
+        features=shape.features, width=shape.width, dtype=shape.dtype, activation=shape.activation,
+        active=shape.active, normalization=shape.normalization,
+    )  # fmt: skip
+    path = tmp_path / name
+    path.write_bytes(bytes_of(one).tobytes())
+    return WantedSAE(name, header.SerializeToString(), str(path))
+
+
+def until_ready(cache, items):
+    done = threading.Event()
+    for _ in range(1000):
+        states = cache.keep(items)
+        if all(states) or any(isinstance(state, str) for state in states):
+            return states
+        done.wait(0.01)
+    raise AssertionError(f"not loaded: {states}")
+
+
+@pytest.mark.parametrize("features", [FEATURES, 3])
+@pytest.mark.parametrize("dtype", [F32, B16], ids=str)
+def test_an_encoder_is_loaded_in_pieces_and_dropped(tmp_path, monkeypatch, features, dtype):
+    monkeypatch.setattr(sae_encoder, "_PIECE_BYTES", 1000)
+    one = encoder(features, 47, activation=JUMP_RELU, dtype=dtype)  # an odd width: 16-bit weights end off a word
+    cache = SAECache(one.shape.nbytes, CPU)
+    item = wanted(tmp_path, "a", one)
+    assert until_ready(cache, [item]) == [True]
+    (tmp_path / "a").unlink()
+    loaded = cache.get("a")
+    assert loaded.nbytes == one.shape.nbytes
+    assert loaded.weights.view(torch.uint8).numpy().tobytes() == one.weights.tobytes()
+    assert np.array_equal(loaded.biases.numpy(), one.biases)
+    assert np.array_equal(loaded.threshold.numpy(), one.threshold)
+    assert cache.keep([item]) == [True]
+    assert cache.keep([]) == []
+    with pytest.raises(KeyError):
+        cache.get("a")
+
+
+def test_a_new_encoder_waits_for_the_memory_of_one_that_is_in_use(tmp_path):
+    one, two = encoder(FEATURES, WIDTH, seed=1), encoder(FEATURES, WIDTH, seed=2)
+    cache = SAECache(one.shape.nbytes * 3 // 2, CPU)
+    assert until_ready(cache, [wanted(tmp_path, "a", one)]) == [True]
+    held = cache.get("a", (1, 2))  # as a capture does whose last block has not left
+    item = wanted(tmp_path, "b", two)
+    for _ in range(10):
+        assert cache.keep([item]) == [False]
+    del held
+    assert until_ready(cache, [item]) == [True]
+
+
+def test_what_cannot_be_loaded_is_reported_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sae_cache, "_LEAVING_SECONDS", 0.0)
+    one = encoder(FEATURES, WIDTH)
+    item = wanted(tmp_path, "a", one)
+    small = SAECache(one.shape.nbytes - 1, CPU)
+    assert until_ready(small, [item]) == ["MemoryError"]
+    cache = SAECache(one.shape.nbytes, CPU)
+    gone = item._replace(path=str(tmp_path / "none"))
+    assert until_ready(cache, [gone]) == ["FileNotFoundError"]
+    assert until_ready(cache, [item]) == [True]
+
+
+# Captures
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_capture_keeps_features_until_its_last_block_has_left(tmp_path, dtype):
+    torch.manual_seed(0)
+    one = encoder(FEATURES, HIDDEN)
+    engine = Engine(dtype)
+    cache = SAECache(one.shape.nbytes, CPU)
+    engine.worker.sink._bases._saes = cache
+    assert until_ready(cache, [wanted(tmp_path, "a", one)]) == [True]
+    encoding = RowEncoding(SAE, 12, sae="a", features=FEATURES)
+    plan = RequestPlan(70, Capture("c", 0, (0, 1), select(), (POST, MLP), encoding=encoding))
+    assert RequestPlan.from_extra_args(plan.to_extra_args()) == plan
+    engine.run(plan, 110)
+    assert len(engine.stored()) == 4 * 110
+    for header, form, payload in engine.worker.ring.chunks:
+        assert (form.features, form.dimensions, header.features) == (FEATURES, 12, FEATURES)
+        rows = np.stack([engine.computed(header.site, layer, header.positions) for layer in header.layers])
+        exact = one.values(torch.from_numpy(rows).to(dtype).double().numpy())
+        values = form.split(payload, len(header.layers), len(header.positions))[1]["value"]
+        bound = 1e-6 * np.sqrt(HIDDEN) * np.abs(exact).max()
+        assert np.abs(values + np.sort(-exact, axis=-1)[..., :12]).max() <= bound
+
+
+def test_a_capture_without_its_encoder_is_reported_as_lost():
+    engine = Engine()
+    engine.worker.sink._bases._saes = SAECache(1, CPU)
+    encoding = RowEncoding(SAE, 12, sae="gone", features=FEATURES)
+    engine.run(RequestPlan(3, Capture("c", 0, (0, 1), select(), (POST,), encoding=encoding)), 5)
+    assert not engine.stored()
+    assert {loss.reason for _, loss in engine.worker.ring.losses} == {capture_pb2.INCOMPLETE_REASON_WRITE_FAILED}

@@ -1,0 +1,220 @@
+"""The service's side of encoders: uploads, the memory that they take, and requests that need them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from inference_svc.taps.encodings.check import bytes_of
+from residuum.v1 import capture_pb2, inference_pb2, sae_pb2, selection_pb2
+from residuum.wire.encodings import RAW, SAE
+from residuum.wire.sae import JUMP_RELU, TOP_K, EncoderShape
+from tests.encoding_cases import B16, encoder
+from tests.inference.service_support import FACTS, HIDDEN, FakeEngine, failure_of, running_service, until
+
+FEATURES = 50
+SIZE = 4 * FEATURES * (HIDDEN + 1)
+"""Bytes of an encoder."""
+
+
+def header_of(one, data=None):
+    shape = one.shape
+    header = sae_pb2.SAEHeader(
+        features=shape.features, width=shape.width, dtype=shape.dtype, activation=shape.activation,
+        active=shape.active, normalization=shape.normalization,
+    )  # fmt: skip
+    sha = EncoderShape.of(header).begin_digest()
+    sha.update(bytes_of(one).tobytes() if data is None else data)
+    header.digest = sha.digest()
+    return header
+
+
+def messages(one, header=None, data=None, pieces=3):
+    """Yield the messages of an upload."""
+    data = bytes_of(one).tobytes() if data is None else data
+    yield inference_pb2.PutSAERequest(header=header or header_of(one, data))
+    for part in np.array_split(np.frombuffer(data, np.uint8), pieces):
+        yield inference_pb2.PutSAERequest(data=part.tobytes())
+
+
+def numbered(seed, **options):
+    return encoder(FEATURES, HIDDEN, seed=seed, **options)
+
+
+def engine(sae_bytes=3 * SIZE):
+    made = FakeEngine()
+    made.facts = replace(FACTS, sae_bytes=sae_bytes, encodings=(RAW, SAE))
+    return made
+
+
+def capture(one, **options):
+    features = sae_pb2.SAEFeatures(digest=header_of(one).digest, features=one.shape.features)
+    return capture_pb2.CaptureSpec(
+        layers=selection_pb2.LayerSelection(all=True), encoding=SAE,
+        encoding_options=capture_pb2.EncodingOptions(sae=features, **options),
+    )  # fmt: skip
+
+
+def kept(service):
+    """The encoders that the workers keep after the last call, by digest, and their bytes, if they were sent with it."""
+    return {bytes.fromhex(name)[-32:]: data for name, (_, data) in service.engine.saes[-1].items()}
+
+
+async def test_an_encoder_is_sent_once():
+    one = numbered(1, activation=JUMP_RELU, dtype=B16)
+    async with running_service(engine=engine()) as service:
+        info = await service.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+        assert info.limits.sae_bytes == 3 * SIZE
+        answer = await service.stub.PutSAE(messages(one))
+        assert (answer.existed, answer.num_bytes, answer.free_bytes) == (False, one.shape.nbytes, 3 * SIZE)
+        assert kept(service) == {header_of(one).digest: bytes_of(one).tobytes()}
+        calls = len(service.engine.saes)
+        answer = await service.stub.PutSAE(iter([next(messages(one))]))
+        assert answer.existed
+        assert len(service.engine.saes) == calls
+
+
+async def test_the_same_encoder_from_two_calls_at_once_is_loaded_once():
+    one, started = numbered(1), asyncio.Event()
+
+    async def slowly():
+        parts = messages(one)
+        yield next(parts)
+        await started.wait()
+        for part in parts:
+            yield part
+
+    async with running_service(engine=engine(SIZE)) as service:
+        first = asyncio.ensure_future(service.stub.PutSAE(slowly()))
+        await until(lambda: service.parts.saes._arriving)
+        second = asyncio.ensure_future(service.stub.PutSAE(iter([next(messages(one))])))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        started.set()
+        assert not (await first).existed
+        assert (await second).existed
+        assert len(service.engine.saes) == 1
+
+
+async def test_an_upload_that_breaks_off_leaves_nothing():
+    async def stuck():
+        yield next(messages(numbered(1)))
+        await asyncio.Event().wait()
+
+    async with running_service(engine=engine(SIZE)) as service:
+        call = service.stub.PutSAE(stuck())
+        await until(lambda: service.parts.saes._arriving)
+        failure = await failure_of(service.stub.PutSAE(messages(numbered(2))))
+        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "sae_bytes"})
+        assert f"takes {SIZE} bytes, and 0 of the server's {SIZE} bytes" in str(failure)
+        call.cancel()
+        await until(lambda: not service.parts.saes._arriving)
+        assert not (await service.stub.PutSAE(messages(numbered(2)))).existed
+
+
+async def test_encoders_that_no_request_needs_make_room():
+    one, two, three, four = (numbered(seed) for seed in range(4))
+    async with running_service("127.0.0.1:1", engine=engine()) as service:
+        for item in (one, two, three):
+            await service.stub.PutSAE(messages(item))
+        spec = inference_pb2.RequestSpec(request_id="a", capture=capture(one))
+        service.registry.register(service.parts.admission.resolve(spec), "", "a")
+        answer = await service.stub.PutSAE(messages(four))
+        assert answer.free_bytes == 2 * SIZE
+        assert kept(service).keys() == {header_of(item).digest for item in (one, three, four)}
+        big = encoder(3 * FEATURES, HIDDEN)
+        failure = await failure_of(service.stub.PutSAE(messages(big)))
+        assert f"takes {3 * SIZE} bytes, and {2 * SIZE} of the server's {3 * SIZE} bytes" in str(failure)
+        service.registry.abort("a", "")
+        assert not (await service.stub.PutSAE(messages(big))).existed
+        assert kept(service).keys() == {header_of(big).digest}
+
+
+def _bad_number():
+    data = np.frombuffer(bytes_of(numbered(1)), np.float32).copy()
+    data[-1] = np.nan
+    return data.tobytes()
+
+
+ONE = numbered(1)
+BAD_UPLOADS = {
+    "no header": (lambda: iter([inference_pb2.PutSAERequest(data=b"a")]), "INVALID_FIELD", "must be the header"),
+    "nothing": (lambda: iter([]), "INVALID_FIELD", "must be the header"),
+    "half a digest": (lambda: messages(ONE, sae_pb2.SAEHeader(digest=b"d")), "INVALID_FIELD", "has 1 bytes, not 32"),
+    "another width": (lambda: messages(encoder(9, 5)), "WRONG_LENGTH", "takes rows of 5 elements, but .* have 4"),
+    "another digest": (lambda: messages(ONE, header_of(numbered(2))), "DIGEST_MISMATCH", "do not have the digest"),
+    "NaN": (lambda: messages(ONE, data=_bad_number()), "BAD_VALUES", "NaN or infinity"),
+    "too few bytes": (lambda: messages(ONE, header_of(ONE), b"abc"), "INVALID_FIELD", f"only 3, fewer than the {SIZE}"),
+    "too many bytes": (
+        lambda: messages(ONE, header_of(ONE), bytes(SIZE + 8)), "INVALID_FIELD", f"more than the {SIZE}",
+    ),
+    "no bytes": (lambda: iter([next(messages(ONE))]), "MISSING_SAE", "is not on the server"),
+    "no features": (
+        lambda: messages(ONE, sae_pb2.SAEHeader(digest=bytes(32), width=4)), "INVALID_FIELD", "features is 0",
+    ),
+    "too many active": (
+        lambda: messages(ONE, sae_pb2.SAEHeader(digest=bytes(32), width=4, features=3, activation=TOP_K, active=4)),
+        "INVALID_FIELD", "active is 4",
+    ),
+    "an unknown activation": (
+        lambda: messages(ONE, sae_pb2.SAEHeader(digest=bytes(32), width=4, features=3, activation=9)),
+        "INVALID_FIELD", "activation 9 is unknown",
+    ),
+    "too large": (lambda: messages(encoder(9 * FEATURES, HIDDEN)), "LIMIT_REACHED", f"takes {9 * SIZE} bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_UPLOADS)
+async def test_bad_uploads_are_refused_and_leave_nothing(name):
+    make, reason, message = BAD_UPLOADS[name]
+    async with running_service(engine=engine()) as service:
+        failure = await failure_of(service.stub.PutSAE(make()))
+        assert failure.reason_name == reason
+        assert re.search(message, str(failure)), str(failure)
+        assert service.parts.saes.free_bytes == 3 * SIZE
+        assert not service.engine.saes
+
+
+async def test_an_encoder_that_is_there_may_be_sent_whole_again():
+    async with running_service(engine=engine()) as service:
+        for existed in (False, True):
+            assert (await service.stub.PutSAE(messages(ONE, pieces=20))).existed == existed
+
+
+async def test_a_worker_that_cannot_load_is_reported():
+    async with running_service(engine=engine()) as service:
+        service.engine.sae_state = "OutOfMemoryError"
+        failure = await failure_of(service.stub.PutSAE(messages(ONE)))
+        assert (failure.reason_name, "OutOfMemoryError" in str(failure)) == ("INTERNAL", True)
+        service.engine.sae_state = True
+        assert not (await service.stub.PutSAE(messages(ONE))).existed
+
+
+async def test_a_server_without_memory_for_encoders_refuses_them():
+    async with running_service() as service:
+        failure = await failure_of(service.stub.PutSAE(messages(ONE)))
+        assert (failure.reason_name, "--sae-mib" in str(failure)) == ("INVALID_FIELD", True)
+
+
+async def test_requests_need_their_encoder(tmp_path):
+    async with running_service("127.0.0.1:1", engine=engine()) as service:
+        check = service.parts.saes.check
+        spec = service.parts.admission.resolve(inference_pb2.RequestSpec(capture=capture(ONE)))
+        assert spec.capture is not None
+        for tenant in ("", "alice"):
+            with pytest.raises(Exception, match=r"is not on the server\. Send its encoder with PutSAE") as caught:
+                check(tenant, spec.capture, [HIDDEN])
+            assert caught.value.metadata == {"digest": header_of(ONE).digest.hex()}
+            assert caught.value.code == grpc.StatusCode.FAILED_PRECONDITION
+            await service.stub.PutSAE(messages(ONE))  # of the default tenant
+        check("", spec.capture, [HIDDEN])
+        with pytest.raises(Exception, match="takes rows of 4 elements, but the rows that it is for have 8"):
+            check("", spec.capture, [HIDDEN, 8])
+        spec.capture.encoding_options.sae.features += 1
+        with pytest.raises(Exception, match="is 51, but the encoder has 50 features"):
+            check("", spec.capture, [HIDDEN])
