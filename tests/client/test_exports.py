@@ -24,19 +24,19 @@ from residuum.v1 import capture_pb2, errors_pb2
 ROOT = Path(__file__).parents[2]
 
 NAMES = """
-    TLS Ablate AbortedCapture Activations Add AlreadyExists AsyncClient AsyncStream AttentionLayer BadCredentials
-    BadVector BatchCancelled BatchFailed BatchInterrupted CallerStalled Cap Capture CaptureEnded CaptureExists
-    CaptureNotComplete CapturePage CaptureSummary Client ClientClosed DamagedCapture DeadlineExceeded Directions EMA
-    EmptyCaptureWarning EmptyPrompt EngineDead Export ExtractStopped ExtractSummary Extracted Gate GateRecord Health
-    IncompleteCapture InvalidRequest LayerRows LeftOutWarning LimitReached LogitLens Logprobs Manifest MessageSpan
-    MissingVectors ModelInfo Multiply NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable
-    OpenCapture OutageWarning PatchSweep PermissionDenied Piece Positions Probe ProbeLayer PromptTooLong PutResult
-    QuotaExceeded Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RollingMax
-    RollingMean RowSet Rows Rule RuleEvent Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault Set
-    SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture StoreStats StoreUnreachable
-    StoredRow Stream TokenDelta Unauthenticated Unavailable Unembedding UnknownCapture UnknownLayer UnknownModel
-    UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__ attention_weights directions
-    load_vectors serve vllm_xargs
+    Ablate AbortedCapture Activations Add AlreadyExists ArchiveUnreachable AsyncClient AsyncStream AttentionLayer
+    BadCredentials BadSAE BadVector BatchCancelled BatchFailed BatchInterrupted CallerStalled Cap Capture
+    CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary ClampFeature Client ClientClosed
+    DamagedCapture DeadlineExceeded Directions EMA EmptyCaptureWarning EmptyPrompt EngineDead Export ExtractStopped
+    ExtractSummary Extracted Gate GateRecord Health IncompleteCapture InvalidRequest LayerRows LeftOutWarning
+    LimitReached LogitLens Logprobs Manifest MessageSpan MissingSAE MissingVectors ModelInfo Multiply NoMessageSpans
+    NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PatchSweep PermissionDenied
+    Piece Positions Probe ProbeLayer PromptTooLong PutResult PutSAEResult QuotaExceeded Registration Replace Reply
+    RequestAborted RequestExists ResiduumError ResourceExhausted RollingMax RollingMean RowSet Rows Rule RuleEvent
+    SAE Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange
+    SteeringRecord StoreFull StoreFullCapture StoreStats StoreUnreachable StoredRow Stream TLS TokenDelta
+    Unauthenticated Unavailable Unembedding UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest
+    UnknownSite Unreachable Usage Vector __version__ attention_weights directions load_vectors sae serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 
