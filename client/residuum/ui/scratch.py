@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING
 
 from residuum.exceptions import ResiduumError
@@ -13,6 +13,7 @@ from residuum.exceptions import ResiduumError
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
 
+_LATER_SECONDS = 5.0
 _running: set[asyncio.Task[None]] = set()
 """The deletions that run. The event loop itself keeps only weak references to tasks."""
 
@@ -28,14 +29,23 @@ async def scratch_captures(client: AsyncClient, count: int) -> AsyncIterator[lis
     prefix = f"ui-{secrets.token_hex(8)}-"
     try:
         yield [f"{prefix}{index}" for index in range(count)]
+    except BaseException:
+        # A request that was just stopped may have a capture a moment later.
+        _start(_delete(client, prefix, after=_LATER_SECONDS))
+        raise
     finally:
         # If the page has gone away, this task is cancelled, and every wait in it would end at once.
-        task = asyncio.ensure_future(_delete(client, prefix))
-        _running.add(task)
-        task.add_done_callback(_running.discard)
-        await asyncio.shield(task)
+        await asyncio.shield(_start(_delete(client, prefix)))
 
 
-async def _delete(client: AsyncClient, prefix: str) -> None:
+def _start(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    task = asyncio.ensure_future(work)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return task
+
+
+async def _delete(client: AsyncClient, prefix: str, after: float = 0.0) -> None:
+    await asyncio.sleep(after)
     with contextlib.suppress(ResiduumError):  # the store is away: what failed before says so
         await client.delete(prefix=prefix)

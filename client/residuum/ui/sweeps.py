@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,8 +47,10 @@ async def sweep(request: Request) -> Response:
                 [prompt] * len(scales), steer=steer, request_ids=names, progress=False, max_concurrency=8,
                 capture=Capture(layers=[layer], positions="generated"), **sampling,
             )  # fmt: skip
-            async for index, reply in batch:
-                yield "point", {"scale": scales[index], **await _response(client, reply, layer, measure)}
+            # Its requests end before their captures are deleted.
+            async with aclosing(cast("AsyncGenerator[tuple[int, Reply], None]", batch)):
+                async for index, reply in batch:
+                    yield "point", {"scale": scales[index], **await _response(client, reply, layer, measure)}
 
     return event_stream(events())
 
