@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.methods import QUEUED
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.labels import Condition
 from residuum.wire.limits import (
@@ -183,7 +184,7 @@ class StoreServicer:
         opening = self._writer.submit(description.capture_id, lambda batch: batch.open(description, request.if_exists))
         if self._catalog.state_of(name) is None:  # otherwise it may well be refused
             with suppress(grpc.RpcError):  # the caller has gone
-                context.send_initial_metadata(())
+                context.send_initial_metadata(((QUEUED, "1"),))
         existing = opening.result()
         if existing is not None:
             return store_pb2.OpenCaptureResponse(existing=existing)

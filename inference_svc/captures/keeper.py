@@ -14,6 +14,7 @@ import grpc.aio
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
+from residuum.rpc.methods import OPEN_CAPTURE, QUEUED
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
 from residuum.wire.placement import StoreAddress
 from residuum.wire.tokens import tenant_path
@@ -29,7 +30,6 @@ _T = TypeVar("_T")
 
 _log = get_logger(__name__)
 
-_OPEN_CAPTURE = "/residuum.v1.StoreService/OpenCapture"
 _OPEN_SECONDS = 5.0
 _AVOIDED_SECONDS = 5.0
 """How long the service avoids a store after a call without an answer, or after STORE_FULL: for this long, new IDs are
@@ -148,16 +148,15 @@ class CaptureKeeper:
     ) -> store_pb2.OpenCaptureResponse:
         """Call OpenCapture. gRPC's class for calls with one answer has the initial metadata only with the answer."""
         call = channel.unary_stream(
-            _OPEN_CAPTURE, store_pb2.OpenCaptureRequest.SerializeToString, store_pb2.OpenCaptureResponse.FromString
+            OPEN_CAPTURE, store_pb2.OpenCaptureRequest.SerializeToString, store_pb2.OpenCaptureResponse.FromString
         )(request, timeout=_OPEN_SECONDS)
-        await call.initial_metadata()  # an older store sends it with its answer
-        has_failed = call.done()
-        if not has_failed:
+        is_queued = QUEUED in dict(await call.initial_metadata())
+        if is_queued:
             on_queued()
         try:
             (answer,) = [answer async for answer in call]
         except grpc.aio.AioRpcError as error:
-            if has_failed or error.code() != grpc.StatusCode.UNAVAILABLE:
+            if not is_queued or error.code() != grpc.StatusCode.UNAVAILABLE:
                 raise
             # Do not repeat the call: rows may reach the store before its second time.
             raise self._unreachable(error.details(), NoAnswerError) from error

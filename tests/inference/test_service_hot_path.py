@@ -30,7 +30,7 @@ LONG = 4000
 @pytest.fixture(autouse=True)
 def _room_for_long_replies(service):
     service.engine.facts = dataclasses.replace(FACTS, max_model_len=2 * LONG)
-    service.parts.runner._admission = Admission(service.engine.facts, service.cache)
+    service.parts.runner._admission = Admission(service.engine.facts, service.cache, service.parts.saes)
 
 
 async def test_a_client_that_keeps_up_has_a_message_for_each_step(service):

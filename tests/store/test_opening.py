@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from residuum.rpc.errors import Reason
+from residuum.rpc.methods import OPEN_CAPTURE, QUEUED
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import append_prefix
 from tests.store.support import Client, busy_writer, describe, failing_with, grid, make_chunk, rejections, serving
@@ -26,9 +27,8 @@ def attempt_of(number: int, **fields: object) -> capture_pb2.CaptureDescription:
 
 def open_early(client: Client, request: store_pb2.OpenCaptureRequest) -> Any:
     """Call OpenCapture. gRPC's class for calls with one answer gives initial metadata only with the answer."""
-    method = "/residuum.v1.StoreService/OpenCapture"
     call = client.channel.unary_stream(
-        method, store_pb2.OpenCaptureRequest.SerializeToString, store_pb2.OpenCaptureResponse.FromString
+        OPEN_CAPTURE, store_pb2.OpenCaptureRequest.SerializeToString, store_pb2.OpenCaptureResponse.FromString
     )
     return call(request, timeout=WAIT_SECONDS)
 
@@ -43,7 +43,7 @@ def test_rows_that_follow_the_initial_metadata_are_written_after_the_capture(tmp
         with busy_writer(store):
             request = store_pb2.OpenCaptureRequest(description=attempt_of(7))
             opening = open_early(client, request)
-            opening.initial_metadata()
+            assert QUEUED in dict(opening.initial_metadata())
             assert not opening.done(), "the writer is busy, so the capture is not committed"
             answers = pool.submit(client.send, [message(1, range(2), attempt=7), message(2, range(2, 4), attempt=7)])
         assert list(opening) == [store_pb2.OpenCaptureResponse()]
@@ -57,7 +57,7 @@ def test_rows_of_a_capture_that_is_then_refused_are_rejected(tmp_path: Path) -> 
             openings = []
             for number in (1, 2):  # with the same ID
                 openings.append(open_early(client, store_pb2.OpenCaptureRequest(description=attempt_of(number))))
-                openings[-1].initial_metadata()
+                assert QUEUED in dict(openings[-1].initial_metadata())
             answers = pool.submit(client.send, [message(1, range(1), attempt=1), message(2, range(4), attempt=2)])
         assert list(openings[0]) == [store_pb2.OpenCaptureResponse()]
         with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):

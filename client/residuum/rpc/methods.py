@@ -1,6 +1,10 @@
-"""Names of gRPC methods."""
+"""Names of gRPC methods, and of their metadata."""
 
 from __future__ import annotations
+
+OPEN_CAPTURE = "/residuum.v1.StoreService/OpenCapture"
+QUEUED = "residuum-queued"
+"""The key in OpenCapture's initial metadata that says that chunks may be sent; see store.proto."""
 
 
 def is_ours(method: str) -> bool:

@@ -149,8 +149,9 @@ class StoreServiceServicer:
 
         Opening a capture also renews the lease of its `service_instance`.
 
-        If the ID is new, the store sends the initial metadata of its answer before it commits the capture. Chunks that the
-        caller sends after it has received them are written after the capture, so it need not wait for the answer.
+        If the ID is new, the store sends initial metadata with the key `residuum-queued` before it commits the capture.
+        Chunks that the caller sends after it has received them are written after the capture, so it need not wait for the
+        answer.
 
         Errors:
         * ALREADY_EXISTS, CAPTURE_EXISTS: a capture with this ID has another description, or has ended, and `if_exists` does
