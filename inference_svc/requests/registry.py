@@ -8,7 +8,6 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from inference_svc.resources.vector_cache import vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.wire.ids import make_attempt, make_id
 from residuum.wire.limits import MAX_ID_LENGTH
@@ -272,11 +271,11 @@ class RequestRegistry:
         return registration
 
     def _lease(self, tenant: str, spec: ResolvedSpec) -> None:
-        for name in _vector_names(tenant, spec):
+        for name in spec.vector_names(tenant):
             self._leases[name] += 1
 
     def _end_lease(self, tenant: str, spec: ResolvedSpec) -> None:
-        for name in _vector_names(tenant, spec):
+        for name in spec.vector_names(tenant):
             self._leases[name] -= 1
             if not self._leases[name]:
                 del self._leases[name]
@@ -301,11 +300,6 @@ class RequestRegistry:
             if oldest.expires > now:
                 return
             self._forget_registration(key)
-
-
-def _vector_names(tenant: str, spec: ResolvedSpec) -> list[bytes]:
-    """Return the names of the vectors that a request needs; see `vector_name`."""
-    return [vector_name(tenant, digest) for digest in spec.digests]
 
 
 def _key(running: Running) -> _Key:
