@@ -49,7 +49,7 @@ class TestRule:
             ({"above": 1.2}, "can never fire: scores of the probe 'sure' are from 0 to 1"),
             ({"below": 0}, "can never fire"),
             ({"above": 0.5, "for_tokens": 0}, "for_tokens must be at least 1, not 0"),
-            ({"above": 0.5, "output": 1}, "has 1 outputs, 0 to 0, not an output 1"),
+            ({"above": 0.5, "output": 1}, "has 1 output; output 1 does not exist"),
             ({"above": 0.5, "output": -1}, "output must be at least 0, not -1"),
             ({"above": 0.5, "then": "stop"}, "then must be 'flag', 'abort', or operations"),
             ({"above": 0.5, "then": []}, "then has no operations"),
@@ -82,6 +82,13 @@ class TestRule:
         assert residuum.Rule(SIGMOID, above=0.5, for_tokens=2).fires_at(scores) == 4
         assert residuum.Rule(SIGMOID, below=0.05).fires_at(scores) is None
         assert residuum.Rule(TWO, above=0.5, output=1).fires_at(np.stack([np.zeros(5), scores], axis=1)) == 1
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (4,), (2, 2, 4), ()])
+def test_scores_without_the_output_of_the_rule_are_refused(shape):
+    with pytest.raises(INVALID, match=r"Rule 'p' watches output 3, and the scores have the shape \("):
+        residuum.Rule("p", above=0.5, output=3).fires_at(np.ones(shape))
+    assert residuum.Rule("p", above=0.5, output=3).fires_at(np.ones((4, 4))) == 0
 
 
 class TestOutputNames:
@@ -202,7 +209,7 @@ class TestRequests:
         [
             ([residuum.Rule("other", above=1)], "the probe 'other', which the request lacks. Its probes are: position"),
             ([residuum.Rule(POSITION, above=1)] * 2, "Several rules have the name 'position'"),
-            ([residuum.Rule("position", above=1, output=1)], "not an output 1"),
+            ([residuum.Rule("position", above=1, output=1)], "output 1 does not exist"),
             ([residuum.Rule(dataclasses.replace(POSITION, layer=1), above=1)], "another probe has that name"),
         ],
     )  # fmt: skip
