@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -274,3 +275,21 @@ def test_a_skipped_reply_repeats_the_scores_of_its_capture():
     end = inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=2)
     builder.add(inference_pb2.GenerateResponse(finished=inference_pb2.GenerationFinished(sequences=[end])))
     np.testing.assert_array_equal(builder.reply().scores["position"], [0.5, 0.75])
+
+
+@pytest.mark.parametrize("generated", [0, 2])
+def test_the_scores_of_rows_with_and_without_generated_tokens(generated):
+    """With max_tokens=0, the score of the prompt's last position is that of the prompt, not of the first token."""
+    probes = probe_pb2.ProbeSpec(probes=[POSITION.to_proto()], score_prompt=True)
+    sequence = capture_pb2.SequenceOutcome(generated_token_ids=range(generated))
+    sequence.scores.probes.add(values=[2.0, 3.0][:generated])
+    proto = capture_pb2.CaptureManifest(
+        description=capture_pb2.CaptureDescription(num_sequences=1, probes=probes, prompt_token_ids=[5, 6, 7]),
+        sequences=[sequence],
+    )
+    proto.prompt_scores.probes.add(values=[0.0, 1.0, 2.0])
+    count = max(3 + generated - 1, 3)
+    block = SimpleNamespace(positions=np.arange(count))
+    manifest = residuum.Manifest.from_proto(proto)
+    acts = residuum.Activations(manifest, {"resid_post": ()}, {(0, "resid_post"): block})
+    np.testing.assert_array_equal(acts.scores["position"], np.arange(count))
