@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from residuum.v1 import inference_pb2, probe_pb2
 
 
-_PIECE_SCORES = 1 << 14
-"""Products that are computed at once: within about 10 ms."""
+_QUICK_SCORES = 1 << 14
+"""Products whose scores take less than about 10 ms."""
+_PIECE_SCORES = 1 << 18
+"""Products that a thread computes at once. It bounds the memory for float64, and what is left to do after an abort."""
 
 
 class SequenceScores:
@@ -68,7 +70,7 @@ class SequenceScores:
     async def _of_prompt(self, products: npt.NDArray[np.float32]) -> Scored:
         """Return the scores of the prompt. Those of a long one take a thread, so that no other request waits."""
         smoothers, rows = _smoothers(self._spec), max(_PIECE_SCORES // products.shape[1], 1)
-        if len(products) <= rows:
+        if products.size <= _QUICK_SCORES:
             return self._of_probes(products, smoothers)
         parts = [
             await asyncio.to_thread(self._of_probes, products[first : first + rows], smoothers)
