@@ -90,9 +90,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if spec.capture is not None:
             await require_stores(parts.stores).of(request_id).check_reachable()
         parts.registry.register(spec, tenant, request_id)
-        response = inference_pb2.RegisterRequestResponse(
-            request_id=request_id, missing_digests=_missing(parts, tenant, spec.digests)
-        )
+        missing = parts.vectors.missing(spec.vector_names(tenant))
+        response = inference_pb2.RegisterRequestResponse(request_id=request_id, missing_digests=map(digest_in, missing))
         response.expire_time.GetCurrentTime()
         seconds = parts.registry.time_to_live
         response.expire_time.FromNanoseconds(response.expire_time.ToNanoseconds() + math.floor(seconds * 1e9))

@@ -182,7 +182,7 @@ class StoreServicer:
         if request.if_exists == capture_pb2.IF_EXISTS_SKIP:
             self._wait_for_rows(name, context)
         opening = self._writer.submit(description.capture_id, lambda batch: batch.open(description, request.if_exists))
-        if self._catalog.state_of(name) is None:  # otherwise it may well be refused
+        if self._catalog.state_of(name) is None:  # an open of a known ID is usually refused, so let the caller wait
             with suppress(grpc.RpcError):  # the caller has gone
                 context.send_initial_metadata(((QUEUED, "1"),))
         existing = opening.result()

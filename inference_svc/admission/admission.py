@@ -105,7 +105,9 @@ class Admission:
             self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
         steering = with_rules(spec.steering, steering_of_rules(spec.probes).operations)
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
-        widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(spec.probes))]
+        # The operator's probes were checked when their file was read, and a tenant's lack of room is not theirs.
+        own = spec.own_probes
+        widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(own))]
         self._check_vectors(tenant, [*widths, *widths_of(steering, self._facts)], directions_of(steering))
 
     def _check_vectors(self, tenant: str, widths: Sequence[tuple[bytes, int]], directions: Iterable[bytes]) -> None:

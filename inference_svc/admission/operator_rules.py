@@ -25,13 +25,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inference_svc.admission.probes import resolve_probes
-from inference_svc.admission.rules import ABORT, FLAG, resolve_rules
+from inference_svc.admission.rules import ABORT, FLAG, check_steering_rules, resolve_rules
 from inference_svc.admission.steering import check_demand, demand_of_steering
-from inference_svc.resources.vector_cache import vector_name
+from inference_svc.resources.vector_cache import OPERATOR, vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, tensor_pb2
 from residuum.wire.digests import vector_message
 from residuum.wire.limits import MAX_OPERATOR_RULES, MAX_PROBE_OUTPUTS
+from residuum.wire.probe_files import ProbeFile, parse
 from residuum.wire.probes import is_valid_probe_name
 from residuum.wire.smoothing import from_text
 
@@ -43,21 +44,12 @@ else:
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
     from inference_svc.admission.specs import ResolvedSpec
     from inference_svc.model_facts import ModelFacts
     from inference_svc.resources.vector_cache import VectorCache
 
-PREFIX = "operator:"
+PREFIX = OPERATOR
 """The prefix of the names of the operator's rules and probes. No caller's rule can have it."""
-
-_FORMAT = "residuum.probe.v1"
-_ACTIVATIONS = {
-    "none": probe_pb2.PROBE_ACTIVATION_UNSPECIFIED,
-    "sigmoid": probe_pb2.PROBE_ACTIVATION_SIGMOID,
-    "softmax": probe_pb2.PROBE_ACTIVATION_SOFTMAX,
-}
 
 
 class RulesFileError(OSError):
@@ -129,8 +121,8 @@ class OperatorRules:
             merged.probes.append(item.probe)
             merged.rules.append(item.rule)
             for vector in item.vectors:
-                if vectors.missing([vector_name(tenant, vector.digest)]):
-                    vectors.put(vector, tenant)
+                if vectors.missing([vector_name(OPERATOR, vector.digest)]):
+                    vectors.put(vector, OPERATOR)
         outputs = sum(len(probe.outputs) for probe in merged.probes)
         if outputs > MAX_PROBE_OUTPUTS:
             own = outputs - self.outputs_for(tenant)
@@ -141,7 +133,9 @@ class OperatorRules:
                 field="probes.probes",
             )
         check_demand(demand_of_steering(spec.steering, spec.capture, merged))
-        return replace(spec, probes=merged)
+        complete = replace(spec, probes=merged)
+        check_steering_rules(complete)
+        return complete
 
     def _applying(self, tenant: str) -> list[_OperatorRule]:
         return [item for item in self._rules if item.tenants is None or tenant in item.tenants]
@@ -193,8 +187,12 @@ def load_rules(path: Path, facts: ModelFacts) -> OperatorRules:
     except ValueError as error:
         raise RulesFileError(f"rules: {path}: {error}") from None
     outputs = sum(len(item.probe.outputs) for item in rules)
-    if outputs > MAX_PROBE_OUTPUTS:
-        raise RulesFileError(f"rules: {path}: the probes have {outputs} outputs; at most {MAX_PROBE_OUTPUTS} in all.")
+    if outputs >= MAX_PROBE_OUTPUTS:
+        # One is left to callers: a limit of 0 tells them that the server has no probes.
+        raise RulesFileError(
+            f"rules: {path}: the probes have {outputs} outputs; at most {MAX_PROBE_OUTPUTS - 1} in all, so that "
+            "requests can have probes of their own."
+        )
     return OperatorRules(rules)
 
 
@@ -238,31 +236,45 @@ def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, .
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            weight, bias = _finite(file.get_tensor("weight")), _finite(file.get_tensor("bias"))
-            if "weight_2" in file.keys():  # noqa: SIM118 - it is no dict
-                raise ValueError("it is an MLP, and rules of the operator take linear probes")  # noqa: TRY301 - as below
-        if metadata.get("format") != _FORMAT or weight.shape[:1] != bias.shape or weight.ndim != 2:  # noqa: PLR2004
-            raise ValueError("it is no file of Probe.save")  # noqa: TRY301 - the message needs the path
-        message = probe_pb2.Probe(
-            layer=int(metadata["layer"]),
-            site=capture_pb2.Site.Value(f"SITE_{metadata['site'].upper()}"),
-            activation=_ACTIVATIONS[metadata["activation"]],
-        )
-        if "output_names" in metadata:
-            message.output_names.extend(metadata["output_names"].split(","))
-        if "smooth" in metadata:
-            message.smoothing.CopyFrom(from_text(metadata["smooth"]))
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        with safe_open(path, framework="numpy") as opened:
+            names = list(opened.keys())
+            file = parse({name: opened.get_tensor(name) for name in names}, opened.metadata() or {})
+        message = _probe_of(file)
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no probe: {error}") from None
-    vectors = tuple(vector_message(row) for row in weight)
-    for vector, number in zip(vectors, bias, strict=True):
+    vectors = tuple(vector_message(row) for row in file.weights)
+    for vector, number in zip(vectors, file.bias, strict=True):
         message.outputs.add(digest=vector.digest, bias=float(number))
     return message, vectors
 
 
-def _finite(array: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    if array.dtype != np.float32 or not np.isfinite(array).all():
-        raise ValueError("its numbers are not all finite float32")
-    return array
+def _probe_of(file: ProbeFile) -> probe_pb2.Probe:
+    """Return the message of a file's probe, without the outputs of its first layer.
+
+    Raises:
+        ValueError: The arrays do not fit together, are not finite, or a name is unknown.
+    """
+    for weights, bias in ((file.weights, file.bias), *((layer.weights, layer.bias) for layer in file.mlp)):
+        if weights.ndim != 2 or weights.shape[:1] != bias.shape:  # noqa: PLR2004 - outputs and inputs
+            raise ValueError(f"weights and bias have the shapes {weights.shape} and {bias.shape}")
+        if not (np.isfinite(weights).all() and np.isfinite(bias).all()):
+            raise ValueError("its numbers are not all finite")
+    message = probe_pb2.Probe(
+        layer=file.layer,
+        site=capture_pb2.Site.Value(f"SITE_{file.site.upper()}"),
+        activation=probe_pb2.ProbeActivation.Value(f"PROBE_ACTIVATION_{_enum_name(file.activation)}"),
+        output_names=file.output_names,
+    )
+    for layer in file.mlp:
+        message.mlp.add(
+            activation=probe_pb2.HiddenActivation.Value(f"HIDDEN_ACTIVATION_{_enum_name(layer.activation)}"),
+            weights=layer.weights.astype("<f4").tobytes(),
+            biases=layer.bias.tolist(),
+        )
+    if file.smooth:
+        message.smoothing.CopyFrom(from_text(file.smooth))
+    return message
+
+
+def _enum_name(activation: str | None) -> str:
+    return activation.upper() if activation else "UNSPECIFIED"

@@ -40,7 +40,7 @@ def resolve_probes(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.Pr
         raise invalid(
             "probes",
             "This server has no probes. Use an inference service without data and pipeline parallelism, started with "
-            "--score-mib above 0.",
+            "score-mib above 0 (--score-mib, RESIDUUM_SCORE_MIB).",
         )
     outputs = sum(len(probe.outputs) for probe in spec.probes)
     if outputs > MAX_PROBE_OUTPUTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.captures import resolve_capture
@@ -12,6 +12,7 @@ from inference_svc.admission.fields import invalid
 from inference_svc.admission.probes import probe_digests, resolve_probes
 from inference_svc.admission.rules import STEER, check_steering_rules, has_action, resolve_rules, rule_digests
 from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
+from inference_svc.resources.vector_cache import OPERATOR, vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
@@ -64,6 +65,19 @@ class ResolvedSpec:
     def sae_digest(self) -> bytes:
         """The digest of the encoder whose features are captured; empty without one."""
         return self.capture.encoding_options.sae.digest if self.capture else b""
+
+    @property
+    def operator_digests(self) -> frozenset[bytes]:
+        """The digests that only the operator's probes need: their vectors are the operator's, not the tenant's."""
+        if self.probes is None or self.probes is self.own_probes:
+            return frozenset()
+        own = replace(self, probes=self.own_probes).digests
+        return frozenset(self.digests).difference(own)
+
+    def vector_names(self, tenant: str) -> list[bytes]:
+        """Return the names of the vectors that a tenant's request needs; see `vector_name`."""
+        operators = self.operator_digests
+        return [vector_name(OPERATOR if digest in operators else tenant, digest) for digest in self.digests]
 
     @property
     def num_bytes(self) -> int:

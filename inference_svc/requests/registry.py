@@ -305,8 +305,8 @@ class RequestRegistry:
 
 def _leased_names(tenant: str, spec: ResolvedSpec) -> list[bytes]:
     """Return the names of the vectors and of the encoder that a request needs; see `vector_name`."""
-    digests = [*spec.digests, spec.sae_digest] if spec.sae_digest else spec.digests
-    return [vector_name(tenant, digest) for digest in digests]
+    encoder = [vector_name(tenant, spec.sae_digest)] if spec.sae_digest else []
+    return [*spec.vector_names(tenant), *encoder]
 
 
 def _key(running: Running) -> _Key:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inference_svc.requests.message_spans import UnknownSpansError, find_spans
-from inference_svc.requests.token_texts import CONTEXT_TOKENS, TokenTexts, texts_of
+from inference_svc.requests.token_texts import TokenTexts, texts_of
 from inference_svc.requests.tokenizer_thread import messages_of, render
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2
@@ -28,11 +28,13 @@ class ReplyReader:
         self._thread = thread
         self._tokenizer = thread.tokenizer
 
-    async def text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-        """Return the text of a reply's tokens; empty without a tokenizer."""
+    async def text(
+        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """Return the text of a reply's tokens, as vLLM streams it; empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
-        return await self._thread.do(self._decode, list(prompt_token_ids), list(token_ids))
+        return await self._thread.do(self._decode, prompt_token_ids, token_ids, skip_special_tokens)
 
     async def token_texts(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> capture_pb2.TokenTexts:
         """Return the text of each token of a reply."""
@@ -90,10 +92,8 @@ class ReplyReader:
             texts.add(reply)
         return texts_of(texts)
 
-    def _decode(self, prompt: list[int], reply: list[int]) -> str:
-        # Decoded behind the prompt: alone, many tokenizers drop the space before the first word.
-        before = self._tokenizer.decode(prompt[-CONTEXT_TOKENS:], skip_special_tokens=True)
-        whole = self._tokenizer.decode([*prompt[-CONTEXT_TOKENS:], *reply], skip_special_tokens=True)
-        if whole.startswith(before):
-            return str(whole[len(before) :])
-        return str(self._tokenizer.decode(reply, skip_special_tokens=True))
+    def _decode(self, prompt: Sequence[int], reply: Sequence[int], skips: bool) -> str:  # noqa: FBT001 - for `do`
+        # vLLM decodes token by token behind the prompt. It neither cleans spaces up nor shows incomplete characters.
+        texts = TokenTexts(self._tokenizer, prompt, skip_special_tokens=skips)
+        texts.add(reply)
+        return "".join(texts.texts)

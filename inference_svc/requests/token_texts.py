@@ -28,13 +28,15 @@ class TokenTexts:
         texts: The text of each token.
     """
 
-    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = (), *, skip_special_tokens: bool = False) -> None:
         """Start without tokens.
 
         Args:
             tokenizer: The tokenizer. The methods read it only, so other threads may use it meanwhile.
             before: The tokens before the first one.
+            skip_special_tokens: Whether special tokens have empty texts.
         """
+        self._skips_special = skip_special_tokens
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_fast = isinstance(backend, tokenizers.Tokenizer)
         self._tokenizer = backend if self._is_fast else tokenizer
@@ -72,13 +74,15 @@ class TokenTexts:
             return ""
 
     def _new_stream(self) -> Any:
-        return DecodeStream(skip_special_tokens=False) if self._is_fast else _SlowStream()
+        stream = DecodeStream if self._is_fast else _SlowStream
+        return stream(skip_special_tokens=self._skips_special)
 
 
 class _SlowStream:
     """Does what a DecodeStream does, with the `decode` of any tokenizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, skip_special_tokens: bool) -> None:
+        self._skips_special = skip_special_tokens
         self._token_ids: list[int] = []
         """The tokens of the last text, and those after it."""
         self._num_known = 0
@@ -89,13 +93,13 @@ class _SlowStream:
     def step(self, tokenizer: Any, token_id: int) -> str:
         """Add a token and return the text that it adds; empty while a character is incomplete."""
         self._token_ids.append(token_id)
-        text = str(tokenizer.decode(self._token_ids, skip_special_tokens=False))
+        text = str(tokenizer.decode(self._token_ids, skip_special_tokens=self._skips_special))
         if len(text) <= len(self._known) or text.endswith(_INCOMPLETE):
             return ""
         added = text[len(self._known) :]
         self._token_ids = self._token_ids[self._num_known :]
         self._num_known = len(self._token_ids)
-        self._known = str(tokenizer.decode(self._token_ids, skip_special_tokens=False))
+        self._known = str(tokenizer.decode(self._token_ids, skip_special_tokens=self._skips_special))
         return added
 
 

@@ -92,9 +92,11 @@ class ScoreBoard:
         place = self._free.take(size)
         if place is None:
             advice = (
-                "Generate fewer tokens, use fewer outputs, or ask the operator to raise --score-mib."
+                "Generate fewer tokens, use fewer outputs, or ask the operator to raise score-mib (--score-mib, "
+                "RESIDUUM_SCORE_MIB)."
                 if size > self._size
-                else "Other requests use the rest. Try again later, or ask the operator to raise --score-mib."
+                else "Other requests use the rest. Try again later, or ask the operator to raise score-mib "
+                "(--score-mib, RESIDUUM_SCORE_MIB)."
             )
             raise Failure(
                 Reason.ERROR_REASON_LIMIT_REACHED,

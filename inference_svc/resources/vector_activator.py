@@ -7,11 +7,11 @@ from collections import OrderedDict, deque
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from inference_svc.resources.vector_cache import vector_name
+from inference_svc.resources.vector_cache import OPERATOR, vector_name
 from residuum.rpc.errors import Failure, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 
     from typing_extensions import Self
 
@@ -184,9 +184,10 @@ class VectorActivator:
 class VectorHold:
     """The vectors that one request holds in the banks until the context ends. More can be added while it lasts."""
 
-    def __init__(self, activator: VectorActivator, tenant: str = "") -> None:
-        """Hold no vectors yet."""
+    def __init__(self, activator: VectorActivator, tenant: str = "", operator_digests: Collection[bytes] = ()) -> None:
+        """Hold no vectors yet. Those of `operator_digests` are the operator's, and all others the tenant's."""
         self._activator = activator
+        self._operator_digests = operator_digests
         self._tenant = tenant
         self._stack = AsyncExitStack()
         self.rows: dict[bytes, int] = {}
@@ -198,9 +199,12 @@ class VectorHold:
         Raises:
             Failure: A vector is no longer in the cache, or no room came free in time.
         """
-        new = {vector_name(self._tenant, digest): digest for digest in digests if digest not in self.rows}
+        new = {self._name(digest): digest for digest in digests if digest not in self.rows}
         rows = await self._stack.enter_async_context(self._activator.active(list(new), held=len(self.rows)))
         self.rows.update({new[name]: row for name, row in rows.items()})
+
+    def _name(self, digest: bytes) -> bytes:
+        return vector_name(OPERATOR if digest in self._operator_digests else self._tenant, digest)
 
     async def __aenter__(self) -> Self:
         return self

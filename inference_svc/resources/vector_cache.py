@@ -30,6 +30,10 @@ def cache_capacity(max_vectors: int, max_mib: int, hidden_size: int) -> int:
     return max(1, min(max_vectors, (max_mib << 20) // (4 * hidden_size)))
 
 
+OPERATOR = "operator:"
+"""The owner of the vectors of the operator's probes. No tenant can have this name."""
+
+
 def vector_name(tenant: str, digest: bytes) -> bytes:
     """Return the key of a vector in the cache: `tenant/digest`, or only the digest for the default tenant.
 

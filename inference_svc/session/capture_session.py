@@ -163,10 +163,8 @@ class CaptureSession:
             return
         try:
             self.existing = await asyncio.shield(self._opening)  # a caller that leaves does not break off the call
-        except NoAnswerError:
-            raise
-        except Failure:
-            self.has_begun = False
+        except Failure as failure:
+            self.has_begun = isinstance(failure, NoAnswerError)  # without an answer, the capture may exist
             raise
 
     async def __aexit__(
@@ -209,13 +207,13 @@ class CaptureSession:
             _log.exception("the prompt's tokens are not described", request_id=seal.capture_id)
             seal.prompt_token_texts.CopyFrom(unknown_texts(_FAILED))
             seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_FAILED))
+        if seal.ByteSize() > MAX_SEAL_BYTES and self.scores is not None:
+            leave_out_scores(seal, _NO_ROOM_FOR_SCORES)
         if seal.ByteSize() > MAX_SEAL_BYTES:
             for texts in (seal.prompt_token_texts, *(sequence.token_texts for sequence in seal.sequences)):
                 texts.CopyFrom(unknown_texts(_TEXTS_TOO_LONG))
         if seal.ByteSize() > MAX_SEAL_BYTES or len(seal.message_spans.spans) > MAX_MESSAGE_SPANS:
             seal.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_TOO_MANY_MESSAGES))
-        if seal.ByteSize() > MAX_SEAL_BYTES:
-            leave_out_scores(seal, _NO_ROOM_FOR_SCORES)
 
     def _site_widths(self) -> Sequence[int]:
         """Return the widths of the rows; empty if all are as wide as the stream."""

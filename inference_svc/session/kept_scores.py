@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from residuum.v1 import probe_pb2
 from residuum.wire.limits import MAX_KEPT_SCORES
+from residuum.wire.probes import num_outputs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inference_svc.engine.streams import Delta, Scored
     from residuum.v1 import store_pb2
 
@@ -46,6 +51,14 @@ class KeptScores:
             return
         for probe, values in zip(kept.probes, scores, strict=False):  # without tokens, there are no scores
             probe.values.extend(values.ravel().tolist())
+
+
+def kept_scores_of(probes: Sequence[probe_pb2.Probe], kept: Sequence[probe_pb2.ProbeScores]) -> Scored:
+    """Return the scores that a capture keeps, float32 [tokens, outputs] for each probe; empty if it keeps none."""
+    return tuple(
+        np.array(scores.values, dtype=np.float32).reshape(-1, num_outputs(probe))
+        for probe, scores in zip(probes, kept, strict=False)
+    )
 
 
 def leave_out_scores(seal: store_pb2.SealCaptureRequest, why: str) -> None:

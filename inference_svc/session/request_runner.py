@@ -160,7 +160,15 @@ class RequestRunner:
             own = running.spec.own_probes
             num_shown = len(own.probes) if own is not None else 0
             rules = [
-                SequenceRules(index, running.spec.probes, changes, text_of, self._metrics, num_shown)
+                SequenceRules(
+                    index,
+                    running.spec.probes,
+                    changes,
+                    text_of,
+                    self._metrics,
+                    num_shown,
+                    has_stop_texts=bool(sampling.stop),
+                )
                 for index in range(len(sequences))
             ]
         return Generation(

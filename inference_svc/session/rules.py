@@ -52,6 +52,8 @@ class SequenceRules:
         text_of: TextOf,
         metrics: InferenceMetrics,
         num_shown: int | None = None,
+        *,
+        has_stop_texts: bool = False,
     ) -> None:
         """Watch a sequence from its first token on.
 
@@ -62,7 +64,9 @@ class SequenceRules:
             text_of: Returns the text of the first tokens of the reply.
             metrics: Where rules that fire are counted.
             num_shown: How many of the probes, the first ones, the caller gets scores of; None: all.
+            has_stop_texts: Whether the request has stop texts, so that the engine holds back text that may begin one.
         """
+        self._has_stop_texts = has_stop_texts
         self._num_shown = num_shown
         self._index = index
         self._changes = changes
@@ -72,8 +76,8 @@ class SequenceRules:
         self._watches = [_Watched(RuleWatch(rule), names.index(rule.probe)) for rule in spec.rules]
         self._token_ids: list[int] = []
         """The tokens until now."""
-        self._text_length = 0
-        """The length of the text until now."""
+        self._texts: list[str] = []
+        """The text until now, in parts."""
 
     async def judge(self, delta: Delta) -> Delta:
         """Return a delta with the events of its tokens. A rule that aborts makes it the last one, and may shorten it.
@@ -89,7 +93,7 @@ class SequenceRules:
             last, name = min(aborting, key=lambda item: item[0])
             fired = [item for item in fired if item[0] <= last]
             delta = await self._ended(delta, last + 1, name)
-        self._text_length += len(delta.text)
+        self._texts.append(delta.text)
         # Of rules that fire at the same token, the one that was given first comes first.
         fired.sort(key=lambda item: item[0])
         events = [await self._event(watched, before + at, delta, at) for at, watched in fired]
@@ -110,11 +114,21 @@ class SequenceRules:
     async def _ended(self, delta: Delta, count: int, rule: str) -> Delta:
         """Return the last delta of the sequence, which ends after the first `count` tokens of this one."""
         text = delta.text
-        if not (delta.finish_reason and count == len(delta.token_ids)):
-            # The engine may hold back text until more tokens come, and does not say which text is that of which token.
-            del self._token_ids[len(self._token_ids) - len(delta.token_ids) + count :]
-            text = (await self._text_of(self._token_ids)).rstrip("\ufffd")[self._text_length :]
+        if count < len(delta.token_ids) or (self._has_stop_texts and not delta.finish_reason):
+            text = await self._last_text(len(self._token_ids) - len(delta.token_ids), count)
         return delta.cut(count, text, FINISH_REASON, rule)
+
+    async def _last_text(self, before: int, count: int) -> str:
+        """Return the text that was not sent yet, of a reply that ends `count` tokens after its first `before`.
+
+        The engine does not say which text is that of which token, and holds back what may begin a stop text.
+        """
+        del self._token_ids[before + count :]
+        whole, sent = await self._text_of(self._token_ids), "".join(self._texts)
+        if whole.startswith(sent):
+            return whole[len(sent) :]
+        # The tokenizer decodes the whole reply otherwise than its parts.
+        return whole[len(await self._text_of(self._token_ids[:before])) :]
 
     async def _event(self, watched: _Watched, token: int, delta: Delta, at: int) -> rule_pb2.RuleEvent:
         """Do what a rule says, and return its event."""

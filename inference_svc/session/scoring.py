@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from inference_svc.resources.score_board import ScoreBoard
     from inference_svc.taps.plan import ScoreRegion
     from residuum.v1 import inference_pb2, probe_pb2
+
+
+_QUICK_SCORES = 1 << 14
+"""Products whose scores take less than about 10 ms."""
+_PIECE_SCORES = 1 << 18
+"""Products that a thread computes at once. It bounds the memory for float64, and what is left to do after an abort."""
 
 
 class SequenceScores:
@@ -57,8 +64,19 @@ class SequenceScores:
         if self._prompt_tokens:
             prompt = await self._board.read(self.region, 0, self._prompt_tokens)
             self._prompt_tokens = 0
-            delta = delta._replace(prompt_scores=self._of_probes(prompt, _smoothers(self._spec)))
+            delta = delta._replace(prompt_scores=await self._of_prompt(prompt))
         return delta
+
+    async def _of_prompt(self, products: npt.NDArray[np.float32]) -> Scored:
+        """Return the scores of the prompt. Those of a long one take a thread, so that no other request waits."""
+        smoothers, rows = _smoothers(self._spec), max(_PIECE_SCORES // products.shape[1], 1)
+        if products.size <= _QUICK_SCORES:
+            return self._of_probes(products, smoothers)
+        parts = [
+            await asyncio.to_thread(self._of_probes, products[first : first + rows], smoothers)
+            for first in range(0, len(products), rows)
+        ]
+        return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
     def _of_probes(self, products: npt.NDArray[np.float32], smoothers: Mapping[int, Smoother]) -> Scored:
         """Return the scores of each probe, given the inner products, float32 [positions, columns]."""

@@ -157,7 +157,7 @@ class SteeringChanges:
         await self._lock.acquire()
         try:
             steering = with_rules(self._steering[index], rule.steering.operations)
-            self._check(steering, [index])
+            self._check(steering, [index], rule.name)
         except BaseException:
             self._lock.release()
             raise
@@ -220,7 +220,7 @@ class SteeringChanges:
         with suppress(Failure, asyncio.TimeoutError):  # the engine has died, or it gets the message later
             await asyncio.wait_for(self._engine.forget(names), _ANSWER_SECONDS)
 
-    def _check(self, steering: steering_pb2.SteeringSpec, indices: Sequence[int]) -> None:
+    def _check(self, steering: steering_pb2.SteeringSpec, indices: Sequence[int], rule: str = "") -> None:
         """Check that there is room for a change of some sequences.
 
         Raises:
@@ -232,8 +232,8 @@ class SteeringChanges:
         is_partial = len(indices) < len(self._sequences) or any(NEVER in change.firsts for change in self._changes)
         firsts = [NEVER if is_partial else self._engine.facts.max_model_len] * len(self._sequences)
         changes = [
-            steering_pb2.SteeringChange(steering=item, first_positions=firsts)
-            for item in [*(change.steering for change in self._changes), steering]
+            steering_pb2.SteeringChange(steering=item, first_positions=firsts, rule=name)
+            for item, name in [*((change.steering, change.rule) for change in self._changes), (steering, rule)]
         ]
         size = sum(change.ByteSize() for change in changes)
         if len(changes) > MAX_STEERING_CHANGES or size > MAX_STEERING_CHANGES_BYTES:

@@ -20,7 +20,7 @@ from inference_svc.admission.fields import invalid
 from inference_svc.admission.probes import probe_sites
 from inference_svc.engine.engine import Engine, tokenizer_of
 from inference_svc.engine.facts import facts_of
-from inference_svc.engine.streams import engine_dead_failure
+from inference_svc.engine.streams import Delta, engine_dead_failure
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.request_parts import RequestParts, Share
 from inference_svc.requests.plans import count_spare_positions, make_plan
@@ -31,6 +31,7 @@ from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.resources.score_board import ScoreBoard
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
+from inference_svc.session.kept_scores import kept_scores_of
 from inference_svc.session.rules import SequenceRules
 from inference_svc.session.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
@@ -58,10 +59,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from inference_svc.admission.specs import ResolvedSpec
-    from inference_svc.engine.streams import Delta
     from inference_svc.requests.registry import Running
+    from inference_svc.session.existing_capture import KeptSequence
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.tap_settings import TapSettings
+    from residuum.v1 import capture_pb2
 
     Generate = Callable[..., AsyncGenerator[Any]]
 
@@ -300,8 +302,12 @@ class FrontEnd:
                 async with reservation as vectors, place as scores, session:
                     if session.existing is not None:
                         kept = await kept_sequences(
-                            session.existing, sampling.stop or (), sampling.stop_token_ids or (), replies.text
+                            session.existing,
+                            sampling.stop or (),
+                            sampling.stop_token_ids or (),
+                            partial(replies.text, skip_special_tokens=sampling.skip_special_tokens),
                         )
+                        _record_kept(session.existing, admitted, kept)
                         for output in kept_outputs(admitted.request_id, admitted.token_ids, kept, sampling.output_kind):
                             yield output
                         return
@@ -319,7 +325,8 @@ class FrontEnd:
                         )
                         for index, sequence in enumerate(session.sequences)
                     ]
-                    async with changes or nullcontext(), aclosing(merge_streams(streams, session.opened)) as steps:
+                    merged = merge_streams(streams, session.opened, reads_ahead=bool(rules))
+                    async with changes or nullcontext(), aclosing(merged) as steps:
                         async for index, (step, delta) in steps:
                             if delta is not None:
                                 _record(session, admitted, index, delta)
@@ -336,8 +343,19 @@ class FrontEnd:
         probes = running.spec.probes
         if probes is None or not probes.rules:
             return []
-        text_of = partial(replies.text, admitted.token_ids)
-        return [SequenceRules(index, probes, changes, text_of, self._metrics) for index in range(admitted.sampling.n)]
+        sampling = admitted.sampling
+        text_of = partial(replies.text, admitted.token_ids, skip_special_tokens=sampling.skip_special_tokens)
+        return [
+            SequenceRules(
+                index,
+                probes,
+                changes,
+                text_of if sampling.detokenize else _no_text,
+                self._metrics,
+                has_stop_texts=bool(sampling.stop),
+            )
+            for index in range(sampling.n)
+        ]
 
     def _stream(
         self,
@@ -407,6 +425,11 @@ def _checked_model(spec: inference_pb2.RequestSpec, adapter: str) -> inference_p
     return checked
 
 
+async def _no_text(_token_ids: Sequence[int]) -> str:
+    """Return the text of a reply whose caller asked for token IDs alone."""
+    return ""
+
+
 def _record(session: CaptureSession, admitted: _Admitted, index: int, delta: Delta) -> None:
     """Add the scores and events of an output to the capture and to the answer."""
     session.sequences[index].rule_events += delta.rule_events
@@ -415,6 +438,18 @@ def _record(session: CaptureSession, admitted: _Admitted, index: int, delta: Del
     if admitted.answer is not None and admitted.spec.probes is not None:
         names = [probe.name for probe in admitted.spec.probes.probes]
         admitted.answer.add(_choice(admitted, index), names, delta)
+
+
+def _record_kept(manifest: capture_pb2.CaptureManifest, admitted: _Admitted, sequences: Sequence[KeptSequence]) -> None:
+    """Add the scores and events of a capture that exists already to the answer."""
+    if admitted.answer is None or admitted.spec.probes is None:
+        return
+    probes = admitted.spec.probes.probes
+    for index, item in enumerate(sequences):
+        prompt = kept_scores_of(probes, manifest.prompt_scores.probes) if index == 0 else ()
+        scores = kept_scores_of(probes, item.scores)
+        delta = Delta("", item.token_ids, scores=scores, prompt_scores=prompt, rule_events=item.rule_events)
+        admitted.answer.add(_choice(admitted, index), [probe.name for probe in probes], delta)
 
 
 def _choice(admitted: _Admitted, index: int) -> int:

@@ -38,18 +38,25 @@ _NOT_SAMPLING = {
 
 
 async def merge_streams(
-    streams: Sequence[AsyncGenerator[Any]], ready: Callable[[], Awaitable[None]]
+    streams: Sequence[AsyncGenerator[Any]], ready: Callable[[], Awaitable[None]], *, reads_ahead: bool = False
 ) -> AsyncGenerator[tuple[int, Any]]:
     """Yield the items of several generators as they come, each with the index of its generator.
 
     The generators start at once; the first item is yielded when `ready` has returned.
 
     Closing this generator closes all of them.
+
+    Args:
+        streams: The generators.
+        ready: Returns when items may be yielded.
+        reads_ahead: Whether the generators run on if the caller reads slowly, or before `ready` returns. Rules need
+            it, because the generators judge the tokens.
     """
-    # The queue is short on purpose: if the caller reads slowly, vLLM merges the outputs that were not read yet.
+    # The queue is short on purpose: if the caller reads slowly, vLLM merges the outputs that were not read yet. With
+    # rules it has no limit; `max_tokens` bounds what it holds.
     # `Generation` has an endless queue and merges by itself: a change of the steering needs the number of tokens that
     # the engine has generated, even if the caller reads nothing.
-    queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(len(streams))
+    queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(0 if reads_ahead else len(streams))
 
     async def read(index: int, stream: AsyncGenerator[Any]) -> None:
         try:

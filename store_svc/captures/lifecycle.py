@@ -215,6 +215,12 @@ class Capture:
         manifest.num_rows = self.ledger.num_rows
         manifest.present.extend(map(_row_set, self.ledger.present()))
         manifest.missing.extend(map(_row_set, self.ledger.absent()))
+        has_scores = manifest.prompt_scores.probes or any(item.scores.probes for item in manifest.sequences)
+        if manifest.ByteSize() > MAX_MANIFEST_BYTES and has_scores:
+            no_scores = probe_pb2.KeptScores(unknown_detail=_SCORES_TOO_LONG)
+            manifest.prompt_scores.CopyFrom(no_scores)
+            for sequence in manifest.sequences:
+                sequence.scores.CopyFrom(no_scores)
         if manifest.ByteSize() > MAX_MANIFEST_BYTES:
             unknown = capture_pb2.TokenTexts(unknown_detail=_TEXTS_TOO_LONG)
             manifest.prompt_token_texts.CopyFrom(unknown)
@@ -222,11 +228,6 @@ class Capture:
                 sequence.token_texts.CopyFrom(unknown)
         if manifest.ByteSize() > MAX_MANIFEST_BYTES:
             manifest.message_spans.CopyFrom(capture_pb2.MessageSpans(unknown_detail=_SPANS_TOO_LONG))
-        if manifest.ByteSize() > MAX_MANIFEST_BYTES:
-            no_scores = probe_pb2.KeptScores(unknown_detail=_SCORES_TOO_LONG)
-            manifest.prompt_scores.CopyFrom(no_scores)
-            for sequence in manifest.sequences:
-                sequence.scores.CopyFrom(no_scores)
         return manifest
 
     def record(self) -> capture_pb2.CaptureManifest:

@@ -466,6 +466,20 @@ def test_scores_of_several_replies_are_below_their_texts(cli, probes, tmp_path):
     assert (code, out) == (0, "[1] 3 4\n  position: 1 2\n[2] 2 3\n  position: 0 1\n")
 
 
+def test_outputs_with_names(cli, peer, tmp_path):
+    names = ["calm", "0"]
+    path = tmp_path / "two.safetensors"
+    residuum.Probe(np.eye(HIDDEN)[[3, 0]], layer=2, name="two", output_names=names).save(path)
+    code, out, _ = cli("generate", "a bb", "--n", 2, "--max-tokens", 2, "--probe", path)
+    assert (code, out.splitlines()[:3]) == (0, ["[0] 3 4", "  two.calm: 1 2", "  two.0: 0 0"])
+    code, _, err = cli("generate", "a bb", "--max-tokens", 2, "--probe", path, "--rule", "two:above=1,output=0")
+    assert code == 0, err
+    (rule,) = peer.requests[-1].spec.probes.rules
+    assert rule.output == 1, "the output of the name 0"
+    cli("generate", "a bb", "--max-tokens", 2, "--probe", path, "--rule", "two:above=1,output=1")
+    assert peer.requests[-1].spec.probes.rules[0].output == 1
+
+
 def test_scores_are_in_the_json(cli, probes, tmp_path):
     flags = ["--max-tokens", 1, "--probe", probes[0], "--probe", probes[1], "--score-prompt", "--json"]
     reply = json.loads(cli("generate", "a bb", *flags)[1])
@@ -541,9 +555,10 @@ def test_a_rule_steers_with_an_operation(cli, peer, probes, tmp_path):
         (["--rule", "position"], "either above= or below="),
         (["--rule", "position:above=1,below=2"], "either above= or below="),
         (["--rule", "position:above=1,for=0"], "for_tokens must be at least 1, not 0"),
-        (["--rule", "position:above=1,for=x"], "Use PROBE:above=T"),
+        (["--rule", "position:above=1,for=x"], "for takes a whole number, not 'x'. Use PROBE:above=T"),
         (["--rule", "position:above=1,what"], "'what' is not an option of a rule"),
-        (["--rule", "position:above=1,output=1"], "not an output 1"),
+        (["--rule", "position:above=1,output=1"], "output 1 does not exist"),
+        (["--rule", "position:above=x"], "above takes a number, not 'x'. Use PROBE"),
         (["--rule", "other:above=1"], "names the probe 'other'"),
         (["--smooth", "ema:2"], "'ema:2' is not a smoothing"),
         (["--smooth", "median"], "'median' is not a smoothing"),

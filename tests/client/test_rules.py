@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ class TestRule:
             ({"above": 1.2}, "can never fire: scores of the probe 'sure' are from 0 to 1"),
             ({"below": 0}, "can never fire"),
             ({"above": 0.5, "for_tokens": 0}, "for_tokens must be at least 1, not 0"),
-            ({"above": 0.5, "output": 1}, "has 1 outputs, 0 to 0, not an output 1"),
+            ({"above": 0.5, "output": 1}, "has 1 output; output 1 does not exist"),
             ({"above": 0.5, "output": -1}, "output must be at least 0, not -1"),
             ({"above": 0.5, "then": "stop"}, "then must be 'flag', 'abort', or operations"),
             ({"above": 0.5, "then": []}, "then has no operations"),
@@ -82,6 +83,13 @@ class TestRule:
         assert residuum.Rule(SIGMOID, above=0.5, for_tokens=2).fires_at(scores) == 4
         assert residuum.Rule(SIGMOID, below=0.05).fires_at(scores) is None
         assert residuum.Rule(TWO, above=0.5, output=1).fires_at(np.stack([np.zeros(5), scores], axis=1)) == 1
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (4,), (2, 2, 4), ()])
+def test_scores_without_the_output_of_the_rule_are_refused(shape):
+    with pytest.raises(INVALID, match=r"Rule 'p' watches output 3, and the scores have the shape \("):
+        residuum.Rule("p", above=0.5, output=3).fires_at(np.ones(shape))
+    assert residuum.Rule("p", above=0.5, output=3).fires_at(np.ones((4, 4))) == 0
 
 
 class TestOutputNames:
@@ -202,7 +210,7 @@ class TestRequests:
         [
             ([residuum.Rule("other", above=1)], "the probe 'other', which the request lacks. Its probes are: position"),
             ([residuum.Rule(POSITION, above=1)] * 2, "Several rules have the name 'position'"),
-            ([residuum.Rule("position", above=1, output=1)], "not an output 1"),
+            ([residuum.Rule("position", above=1, output=1)], "output 1 does not exist"),
             ([residuum.Rule(dataclasses.replace(POSITION, layer=1), above=1)], "another probe has that name"),
         ],
     )  # fmt: skip
@@ -267,3 +275,21 @@ def test_a_skipped_reply_repeats_the_scores_of_its_capture():
     end = inference_pb2.SequenceFinish(finish_reason="length", generated_tokens=2)
     builder.add(inference_pb2.GenerateResponse(finished=inference_pb2.GenerationFinished(sequences=[end])))
     np.testing.assert_array_equal(builder.reply().scores["position"], [0.5, 0.75])
+
+
+@pytest.mark.parametrize("generated", [0, 2])
+def test_the_scores_of_rows_with_and_without_generated_tokens(generated):
+    """With max_tokens=0, the score of the prompt's last position is that of the prompt, not of the first token."""
+    probes = probe_pb2.ProbeSpec(probes=[POSITION.to_proto()], score_prompt=True)
+    sequence = capture_pb2.SequenceOutcome(generated_token_ids=range(generated))
+    sequence.scores.probes.add(values=[2.0, 3.0][:generated])
+    proto = capture_pb2.CaptureManifest(
+        description=capture_pb2.CaptureDescription(num_sequences=1, probes=probes, prompt_token_ids=[5, 6, 7]),
+        sequences=[sequence],
+    )
+    proto.prompt_scores.probes.add(values=[0.0, 1.0, 2.0])
+    count = max(3 + generated - 1, 3)
+    block = SimpleNamespace(positions=np.arange(count))
+    manifest = residuum.Manifest.from_proto(proto)
+    acts = residuum.Activations(manifest, {"resid_post": ()}, {(0, "resid_post"): block})
+    np.testing.assert_array_equal(acts.scores["position"], np.arange(count))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.engine.streams import Delta
+from inference_svc.requests.registry import Running
+from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences, replay
 from inference_svc.session.kept_scores import KeptScores
 from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, store_pb2
-from residuum.wire.limits import MAX_KEPT_SCORES
+from residuum.wire.limits import MAX_KEPT_SCORES, MAX_SEAL_BYTES
+from tests.inference.service_support import CAPTURE, FACTS
 
 
 def delta(count, first=0.0, **fields):
@@ -81,3 +85,32 @@ async def test_a_skipped_request_repeats_scores_and_events():
     assert [list(item.delta.rule_events) for item in events[2:4]] == [[], [event]]
     ends = events[-1].finished.sequences
     assert [(end.finish_reason, end.stop_reason) for end in ends] == [("length", ""), ("rule", "stop")]
+
+
+@pytest.mark.parametrize("has_probes", [True, False])
+async def test_a_seal_that_is_too_long_loses_its_scores_before_its_texts(has_probes):
+    count, text = 1 << 16, "x" * (MAX_SEAL_BYTES - (100 << 10))
+    probes = probe_pb2.ProbeSpec(probes=[probe_pb2.Probe(name="p", outputs=[probe_pb2.ProbeOutput()])])
+    spec = (
+        ResolvedSpec("r", CAPTURE, None, probes=probes, own_probes=probes)
+        if has_probes
+        else (ResolvedSpec("r", CAPTURE, None))
+    )
+
+    async def describe(seal):
+        seal.prompt_token_texts.text = text if has_probes else text + text
+
+    running = Running("r", spec, was_registered=False)
+    session = CaptureSession(FACTS, running, [1], 1, lambda: None, describe_prompt=describe)
+    seal = store_pb2.SealCaptureRequest(sequences=[capture_pb2.SequenceOutcome()])
+    if has_probes:
+        seal.sequences[0].scores.probes.add(values=[1.0] * count)
+    await session._complete(seal)
+    assert seal.ByteSize() <= MAX_SEAL_BYTES
+    if has_probes:
+        assert "no room for its scores" in seal.sequences[0].scores.unknown_detail
+        assert seal.prompt_token_texts.text == text
+    else:
+        assert "too long" in seal.prompt_token_texts.unknown_detail
+        assert not seal.sequences[0].HasField("scores")
+        assert not seal.HasField("prompt_scores")

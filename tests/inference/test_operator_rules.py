@@ -10,12 +10,12 @@ import pytest
 import residuum
 from inference_svc.admission.operator_rules import OperatorRules, RulesFileError, load_rules
 from inference_svc.metrics import InferenceMetrics
-from inference_svc.resources.vector_cache import vector_name
+from inference_svc.resources.vector_cache import OPERATOR, vector_name
 from inference_svc.server import _operator_rules
 from inference_svc.settings import InferenceSettings
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import inference_pb2, probe_pb2, rule_pb2
-from tests.inference.service_support import CAPTURE, FACTS, HIDDEN, ask, failure_of
+from residuum.v1 import inference_pb2, probe_pb2, rule_pb2, steering_pb2
+from tests.inference.service_support import ADD_JOY, CAPTURE, FACTS, HIDDEN, JOY, ask, failure_of
 from tests.inference.test_rules import PROBING, fired, probe, rule, serving, spec, told
 
 ONE = residuum.Probe(np.arange(1, HIDDEN + 1), 0.5, layer=1, activation="sigmoid")
@@ -57,6 +57,20 @@ def test_a_file_of_rules(write, tmp_path):
     assert second.probe.activation == probe_pb2.PROBE_ACTIVATION_SOFTMAX
 
 
+def test_a_rule_may_watch_an_mlp(write, tmp_path):
+    layer = residuum.ProbeLayer(np.arange(6).reshape(2, 3), [0.5, 1], "gelu")
+    mlp = residuum.Probe(
+        np.eye(3, HIDDEN), layer=1, mlp=[layer], activation="sigmoid", name="one", output_names=["no", "yes"]
+    )
+    mlp.save(tmp_path / "one.safetensors")
+    rules = load_rules(write(BASIC + 'output = "yes"'), PROBING)
+    (item,) = rules._rules
+    expected = mlp.to_proto()
+    assert item.probe.mlp == expected.mlp
+    assert item.probe.outputs == expected.outputs
+    assert (item.rule.output, rules.outputs_for("")) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("rules", "told"),
     [
@@ -69,7 +83,7 @@ def test_a_file_of_rules(write, tmp_path):
         ([BASIC.replace("one.safetensors", "rules.toml")], "rules.toml holds no probe"),
         ([BASIC.replace("0.7", "1.2")], "can never fire"),
         ([BASIC + "below = 0.1"], "needs either above or below"),
-        ([BASIC + "output = 1"], "not an output 1"),
+        ([BASIC + "output = 1"], "output 1 does not exist"),
         ([BASIC + 'output = "x"'], "the probe has no output 'x'"),
         ([BASIC + "for_tokens = 0"], "rule.0.for_tokens"),
         ([BASIC + 'then = "steer"'], "rule.0.then"),
@@ -156,10 +170,58 @@ async def test_their_vectors_are_there_for_every_tenant(write):
         for tenant in ("", "a"):
             resolved = admission.resolve(inference_pb2.RequestSpec(), tenant)
             admission.check_request(resolved, tenant, 3, inference_pb2.SamplingParameters(max_tokens=0))
-            assert not service.cache.missing([vector_name(tenant, digest) for digest in resolved.digests])
             assert resolved.digests == [ONE.vectors[0].digest]
+            assert resolved.vector_names(tenant) == [vector_name(OPERATOR, ONE.vectors[0].digest)]
+            assert not service.cache.missing(resolved.vector_names(tenant))
+        assert service.cache.num_vectors == 3, "one of the operator's, for all tenants, and two that are there before"
+        own = inference_pb2.RequestSpec(
+            probes=probe_pb2.ProbeSpec(
+                probes=[
+                    probe_pb2.Probe(name="own", layer=1, outputs=[probe_pb2.ProbeOutput(digest=resolved.digests[0])])
+                ]
+            )
+        )
+        resolved = admission.resolve(own, "a")
+        with pytest.raises(Failure, match="not on the server"):  # the tenant learns nothing of the operator's vectors
+            admission.check_request(resolved, "a", 3, inference_pb2.SamplingParameters(max_tokens=2))
         answer = await service.register(inference_pb2.RequestSpec(request_id="q"))
         assert not answer.missing_digests
+
+
+async def test_their_probes_count_with_the_steering_of_the_callers_rules(write):
+    """Each rule that steers needs tables for all probes, too."""
+    async with serving() as service:
+        admission = service.parts.admission
+        lines = [
+            steering_pb2.SteeringOperation(layers=ADD_JOY.layers, add=steering_pb2.Add(digest=JOY.digest, scale=at + 1))
+            for at in range(8)
+        ]
+        few = steering_pb2.SteeringSpec(operations=lines)
+
+        def asking(count):
+            return spec(*(rule(f"r{at}", action=rule_pb2.RULE_ACTION_STEER, steering=few) for at in range(count)))
+
+        most = 0
+        while most < 32:
+            try:
+                admission.resolve(asking(most + 1))
+            except Failure:
+                break
+            most += 1
+        assert 0 < most < 32
+        wide = residuum.Probe(np.ones((63, HIDDEN)), layer=1)
+        wide.save(write().with_name("one.safetensors"))
+        admission.operator_rules = load_rules(write(BASIC), PROBING)
+        with pytest.raises(Failure, match="With the steering of all its") as caught:
+            admission.resolve(asking(most))
+        assert caught.value.metadata["field"] == "probes.rules"
+
+
+def test_a_file_leaves_an_output_to_callers(write, tmp_path):
+    """A server whose limit is 0 counts as one without probes."""
+    residuum.Probe(np.ones((64, HIDDEN)), layer=1).save(tmp_path / "one.safetensors")
+    with pytest.raises(RulesFileError, match="64 outputs; at most 63"):
+        load_rules(write(BASIC), PROBING)
 
 
 def test_the_service_reads_the_file_of_its_settings(write):

@@ -6,9 +6,12 @@ import asyncio
 import math
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 
 from inference_svc.admission.specs import resolve_spec
 from inference_svc.engine.logprobs import TokenLogprobs
@@ -16,13 +19,18 @@ from inference_svc.engine.streams import Delta
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
+from inference_svc.requests.replies import ReplyReader
+from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
+from inference_svc.resources.vector_activator import VectorHold
 from inference_svc.session.rules import SequenceRules
+from inference_svc.session.sequences import GeneratedSequence
+from inference_svc.session.steering_changes import SteeringChanges, _Change
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.scores import open_board
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, steering_pb2
-from residuum.wire.limits import MAX_RULES, MAX_STEERING_CHANGES
+from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, selection_pb2, steering_pb2
+from residuum.wire.limits import MAX_RULES, MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 from residuum.wire.rules import NEVER
 from tests.inference.service_support import ADD_JOY, CAPTURE, FACTS, JOY, ask, failure_of, running_service, vector
 
@@ -69,7 +77,7 @@ BAD_STEERING = steering_pb2.SteeringSpec(
             "probes.rules[0].probe",
             "the probe 'q', which the request does not have. Its probes are: p",
         ),
-        ([rule(output=1)], "probes.rules[0]", "has 1 outputs, 0 to 0, not an output 1"),
+        ([rule(output=1)], "probes.rules[0]", "has 1 output; output 1 does not exist"),
         ([rule(above=math.nan)], "probes.rules[0]", "above is nan"),
         ([rule(above=1.2)], "probes.rules[0]", "can never fire"),
         ([rule(below=0.0)], "probes.rules[0]", "can never fire"),
@@ -344,6 +352,85 @@ async def test_log_probabilities_and_scores_end_with_the_reply():
     assert (delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason) == ("t4t5", [4, 5], "rule", "stop")
     assert [len(part) for part in delta.logprobs] == [2, 2, 2]
     assert delta.scores[0].tolist() == scores[0][:2].tolist()
+
+
+@pytest.fixture(scope="module")
+def streaming_tokenizer():
+    """A real tokenizer, whose `decode` cleans up spaces and which has a special token."""
+    words = ["hello", " ,", " world", " !", " END", "<end>"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "hello"))
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(["<end>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=True)
+    assert fast.decode([0, 1, 2, 3], clean_up_tokenization_spaces=True) == "hello, world!"
+    return fast
+
+
+def streamed(tokenizer, token_ids, *, skip_special_tokens=True):
+    """The text of tokens as vLLM streams it, token by token."""
+    stream = tokenizers.decoders.DecodeStream(skip_special_tokens=skip_special_tokens)
+    return [stream.step(tokenizer.backend_tokenizer, token_id) or "" for token_id in token_ids]
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["without special tokens", "with special tokens"])
+@pytest.mark.parametrize("held", [0, 3], ids=["all sent", "held back for a stop text"])
+@pytest.mark.parametrize("together", [1, 3], ids=["one token at once", "three tokens at once"])
+async def test_the_text_of_an_aborted_reply_is_that_of_its_tokens(streaming_tokenizer, skips, held, together):
+    token_ids = [0, 1, 5, 2, 3, 4, 0]
+    last = 4
+    texts = streamed(streaming_tokenizer, token_ids, skip_special_tokens=skips)
+    replies = ReplyReader(TokenizerThread(streaming_tokenizer))
+    rules = SequenceRules(
+        0,
+        resolve_spec(spec(rule("stop", action=ABORT)), PROBING).probes,
+        None,
+        partial(replies.text, [], skip_special_tokens=skips),
+        InferenceMetrics(),
+        has_stop_texts=bool(held),
+    )
+    sent, told = 0, ""
+    for first in range(0, len(token_ids), together):
+        ids = token_ids[first : first + together]
+        ready = max(len("".join(texts[: first + len(ids)])) - held, sent)
+        text, sent = "".join(texts)[sent:ready], ready
+        scores = np.array([[0.9 if first + at == last else 0.1] for at in range(len(ids))], np.float32)
+        delta = await rules.judge(Delta(text, ids, scores=(scores,)))
+        told += delta.text
+        if delta.finish_reason:
+            break
+    assert told == "".join(texts[: last + 1])
+    assert told == ("hello , world !" if skips else "hello ,<end> world !")
+
+
+async def test_text_that_the_tokenizer_decodes_otherwise_than_it_was_sent_is_not_cut_anywhere():
+    async def text_of(token_ids):
+        return "".join("abcdef"[token] for token in token_ids).upper()
+
+    rules = SequenceRules(
+        0, resolve_spec(spec(rule("stop", action=ABORT)), PROBING).probes, None, text_of, InferenceMetrics()
+    )
+    low, high = np.float32([[0.1]]), np.float32([[0.9], [0.9]])
+    await rules.judge(Delta("a longer text", [0], scores=(low,)))
+    assert (await rules.judge(Delta("bc", [1, 2], scores=(high,)))).text == "B"
+
+
+async def test_changes_by_rules_count_with_the_names_of_the_rules():
+    """The store counts the whole message of each change."""
+    name = "x" * 64
+    positions = selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=-9, last=-1)] * 64)
+    long = steering_pb2.SteeringOperation(layers=ADD_JOY.layers, add=ADD_JOY.add, positions=positions)
+    steering = steering_pb2.SteeringSpec(operations=[long] * 4)
+    async with serving() as service:
+        running = Running("r", resolve_spec(spec(steer(name)), PROBING), was_registered=False)
+        changes = SteeringChanges(service.engine, running, 3, VectorHold(None), [GeneratedSequence()])
+        size = steering_pb2.SteeringChange(steering=steering, first_positions=[5]).ByteSize()
+        count = MAX_STEERING_CHANGES_BYTES // size
+        assert 64 * count > size, "it does not fit with the names"
+        changes._changes = [_Change(steering, [5], name)] * (count - 1)
+        with pytest.raises(Failure, match="its manifest has room"):
+            changes._check(steering, [0], name)
+        changes._changes = [_Change(steering, [5])] * (count - 1)
+        changes._check(steering, [0])
 
 
 def test_callers_cannot_make_a_metric_grow_without_a_limit():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,9 @@ from inference_svc.engine.streams import Delta
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
+from inference_svc.session import scoring
 from inference_svc.session.generation import _messages
+from inference_svc.session.scoring import SequenceScores
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
@@ -248,3 +251,39 @@ def test_deltas_that_are_merged_keep_their_scores():
     assert [part.tolist() for part in both.scores] == [[[1.0], [4.0]], [[2.0, 3.0], [5.0, 6.0]]]
     assert one.followed_by(Delta("", [], "stop")).scores == one.scores
     assert Delta("", [1]).followed_by(Delta("", [2])).scores == ()
+
+
+async def test_the_scores_of_a_long_prompt_do_not_hold_up_other_requests(monkeypatch):
+    """A thread computes them in pieces, with the same result."""
+    products = np.random.default_rng(0).standard_normal((3000, 3)).astype(np.float32)
+    spec_ = spec(
+        probe("p", outputs=((A, 0.5),), smoothing=probe_pb2.Smoothing(mean=64)),
+        probe("q", layer=2, outputs=((A, 0.0), (B, 1.0)), smoothing=probe_pb2.Smoothing(ema=0.5)),
+    )
+
+    class Board:
+        async def read(self, region, first, count):
+            return products[first : first + count]
+
+    async def scored():
+        sequence = SequenceScores(Board(), None, spec_, len(products), prompt=True)
+        return (await sequence.add_to(Delta("", ()))).prompt_scores
+
+    threads = []
+    of_probes = SequenceScores._of_probes
+
+    def watched(self, products, smoothers):
+        threads.append((threading.current_thread(), len(products)))
+        return of_probes(self, products, smoothers)
+
+    monkeypatch.setattr(SequenceScores, "_of_probes", watched)
+    whole = await scored()
+    assert threads == [(threading.main_thread(), 3000)]
+    threads.clear()
+    monkeypatch.setattr(scoring, "_QUICK_SCORES", 0)
+    monkeypatch.setattr(scoring, "_PIECE_SCORES", 3 * 700)
+    pieces = await scored()
+    assert [count for _, count in threads] == [700, 700, 700, 700, 200]
+    assert threading.main_thread() not in {thread for thread, _ in threads}
+    for found, expected in zip(pieces, whole, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)

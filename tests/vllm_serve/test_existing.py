@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
 import residuum
+from inference_svc.resources.score_board import ScoreMemory
 from inference_svc.vllm_serve.outputs import digest_of
-from residuum.v1 import capture_pb2
-from tests.session.faces import PROMPT, OpenAIFace, ScriptedStore
+from inference_svc.vllm_serve.score_fields import Answer, _current
+from residuum.v1 import capture_pb2, probe_pb2, rule_pb2
+from tests.session.faces import PROMPT, RANK, OpenAIFace, ScriptedStore
 
 
 class StoreWithCapture(ScriptedStore):
@@ -19,6 +22,8 @@ class StoreWithCapture(ScriptedStore):
     def __init__(self):
         super().__init__("ok")
         self.asked = []
+        self.kept = ()
+        """The scores of each sequence."""
 
     async def open(self, description, *, is_new_id, if_exists, on_queued):
         await super().open(description, is_new_id=is_new_id, if_exists=if_exists, on_queued=on_queued)
@@ -29,9 +34,15 @@ class StoreWithCapture(ScriptedStore):
             capture_pb2.SequenceOutcome(generated_token_ids=ids, finish_reason=why)
             for ids, why in (([1, 2], "length"), ([3], "stop"))
         ]
-        return capture_pb2.CaptureManifest(
+        manifest = capture_pb2.CaptureManifest(
             description=description, state=capture_pb2.CAPTURE_STATE_COMPLETE, sequences=sequences
         )
+        if self.kept:
+            for sequence, scores in zip(manifest.sequences, self.kept, strict=True):
+                sequence.scores.CopyFrom(scores)
+            manifest.prompt_scores.CopyFrom(self.kept[1])
+            manifest.rule_events.add(rule="high", token=1, score=4.0, action=rule_pb2.RULE_ACTION_FLAG)
+        return manifest
 
 
 class Tokenizer:
@@ -80,6 +91,38 @@ async def test_a_stop_token_is_the_stop_reason_and_has_no_text(face):
     outputs = await answers_of(face, sampling(stop_token_ids=[3]))
     said = {item.index: (item.text, item.token_ids, item.stop_reason) for part in outputs for item in part.outputs}
     assert said == {0: (" 1 2", [1, 2], None), 1: ("", [3], 3)}
+
+
+async def loaded(*_arguments, **_options):
+    return [None]
+
+
+async def test_the_answer_has_the_scores_and_events_of_the_capture(face):
+    probe = residuum.Probe(np.ones((2, 4)), layer=1, name="two")
+    memory = ScoreMemory(1 << 16)
+    face.front._serve([{**RANK, "score_board": memory.path}])
+    kept = [probe_pb2.KeptScores(probes=[probe_pb2.ProbeScores(values=values)]) for values in ([1, 2, 3, 4], [5, 6])]
+    face.store.kept, answer = kept, Answer()
+    face.front._llm.collective_rpc = loaded
+    token = _current.set(answer)
+    try:
+        xargs = residuum.vllm_xargs(
+            residuum.Capture(),
+            rules=[residuum.Rule(probe, above=3.5, output=1, name="high")],
+            score_prompt=True,
+            request_id="r",
+            if_exists="skip",
+        )
+        await answers_of(face, SamplingParams(n=2, max_tokens=2, extra_args=xargs))
+    finally:
+        _current.reset(token)
+    document = {"choices": [{"index": 0}, {"index": 1}]}
+    assert answer.put_into(document)
+    first, second = (choice["residuum"] for choice in document["choices"])
+    assert first["scores"] == {"two": [[1, 2], [3, 4]]}
+    assert first["prompt_scores"] == {"two": [[5, 6]]}
+    assert first["rule_events"] == [{"rule": "high", "token": 1, "score": 4.0, "action": "flag"}]
+    assert second == {"scores": {"two": [[5, 6]]}}
 
 
 async def test_if_exists_reaches_the_store(face):

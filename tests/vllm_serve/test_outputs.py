@@ -99,9 +99,17 @@ async def everything(stream):
         return [item async for item in items]
 
 
+async def at_once():
+    pass
+
+
+def merged(*streams, ready=at_once, **options):
+    return merge_streams(streams, ready, **options)
+
+
 async def test_several_generators_are_merged():
     closed = []
-    seen = await everything(merge_streams([counting(2, closed), counting(4, closed), counting(0, closed)]))
+    seen = await everything(merged(counting(2, closed), counting(4, closed), counting(0, closed)))
     assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert sorted(closed) == [0, 2, 4]
 
@@ -109,13 +117,13 @@ async def test_several_generators_are_merged():
 async def test_an_error_of_one_generator_closes_all():
     closed = []
     with pytest.raises(ValueError, match="broken"):
-        await everything(merge_streams([counting(1000, closed), counting(1, closed, ValueError("broken"))]))
+        await everything(merged(counting(1000, closed), counting(1, closed, ValueError("broken"))))
     assert sorted(closed) == [1, 1000]
 
 
 async def test_closing_the_merged_stream_closes_all_generators():
     closed = []
-    async with aclosing(merge_streams([counting(1000, closed), counting(2000, closed)])) as both:
+    async with aclosing(merged(counting(1000, closed), counting(2000, closed))) as both:
         await anext(both)
     assert sorted(closed) == [1000, 2000]
 
@@ -129,10 +137,30 @@ async def test_unread_outputs_stay_in_vllm_which_merges_them():
             yield len(made)
             await asyncio.sleep(0)
 
-    async with aclosing(merge_streams([steps(), steps()])) as both:
+    async with aclosing(merged(steps(), steps())) as both:
         await anext(both)
         for _ in range(100):
             await asyncio.sleep(0)
         assert len(made) <= 6
         for _ in range(20):
             await anext(both)
+
+
+async def test_rules_judge_tokens_that_nobody_reads_yet():
+    """The generators judge the tokens, so a slow reader or a slow store must not hold them up."""
+    judged, is_open = [], asyncio.Event()
+
+    async def judging():
+        for number in range(50):
+            judged.append(number)
+            yield number
+
+    async with aclosing(merged(judging(), ready=is_open.wait, reads_ahead=True)) as steps:
+        reading = asyncio.ensure_future(anext(steps))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(judged) == 50
+        assert not reading.done()
+        is_open.set()
+        assert await reading == (0, 0)
+        assert [item async for _, item in steps] == list(range(1, 50))

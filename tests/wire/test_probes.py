@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from residuum.v1 import probe_pb2
-from residuum.wire.probes import activate, evaluate, is_valid_probe_name, num_outputs, problem_of_mlp
+from residuum.wire.probes import activate, erf, evaluate, is_valid_probe_name, num_outputs, problem_of_mlp
 
 RELU = probe_pb2.HIDDEN_ACTIVATION_RELU
 NONE = probe_pb2.PROBE_ACTIVATION_UNSPECIFIED
@@ -164,3 +164,10 @@ def test_an_mlp_applies_its_layers_in_turn(seed: int, shape: list[tuple[int, int
 def test_what_is_wrong_with_an_mlp(layers: list[probe_pb2.ProbeLayer], words: str) -> None:
     probe = probe_pb2.Probe(outputs=[probe_pb2.ProbeOutput()] * 2, mlp=layers)
     assert words in problem_of_mlp(probe)
+
+
+def test_the_error_function_is_exact_enough_for_float64_sums() -> None:
+    values = np.concatenate([np.random.default_rng(0).uniform(-7, 7, 20_000), [0.0, -0.0, 6.0, 1e300, math.inf]])
+    np.testing.assert_allclose(erf(values), [math.erf(value) for value in values], rtol=0, atol=1e-12)
+    assert np.isnan(erf(np.array([math.nan])))[0]
+    assert erf(np.array([-math.inf]))[0] == -1

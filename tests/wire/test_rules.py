@@ -49,7 +49,7 @@ def test_a_rule_fires_once_at_the_first_token_of_enough_in_a_row(
         (rule_pb2.Rule(above=math.nan), None, "above is nan; it must be finite"),
         (rule_pb2.Rule(below=-math.inf), None, "below is -inf; it must be finite"),
         (rule_pb2.Rule(), None, "set above or below"),
-        (rule_pb2.Rule(above=0.5, output=2), SIGMOID, "has 2 outputs, 0 to 1, not an output 2"),
+        (rule_pb2.Rule(above=0.5, output=2), SIGMOID, "has 2 outputs; output 2 does not exist"),
     ],
 )
 def test_what_is_wrong_with_a_rule(rule: rule_pb2.Rule, activation: probe_pb2.ProbeActivation, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -21,8 +22,8 @@ SCORES = hnp.arrays(
 )
 SPECS = st.one_of(
     st.floats(1 / 64, 63 / 64, width=32).map(lambda decay: probe_pb2.Smoothing(ema=decay)),
-    st.sampled_from([0, 1, 2, 5, 64]).map(lambda window: probe_pb2.Smoothing(max=window)),
-    st.sampled_from([0, 1, 2, 5, 64]).map(lambda window: probe_pb2.Smoothing(mean=window)),
+    st.sampled_from([0, 1, 2, 5, 7, 64]).map(lambda window: probe_pb2.Smoothing(max=window)),
+    st.sampled_from([0, 1, 2, 5, 7, 64]).map(lambda window: probe_pb2.Smoothing(mean=window)),
 )
 
 
@@ -57,6 +58,21 @@ def test_scores_in_any_parts_are_smoothed_as_defined(
     found = np.concatenate(parts)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, defined(spec, scores), rtol=1e-6, atol=1e-6)
+
+
+def test_a_window_after_a_huge_score_keeps_its_digits() -> None:
+    scores = np.float32([[1e30], *([[0.25]] * 20)])
+    found = Smoother(probe_pb2.Smoothing(mean=4), 1).add(scores)
+    np.testing.assert_array_equal(found[4:], scores[4:])
+
+
+def test_long_prompts_with_long_windows_take_little_time() -> None:
+    scores = np.random.default_rng(0).standard_normal((32_768, 64)).astype(np.float32)
+    for spec in (probe_pb2.Smoothing(mean=1024), probe_pb2.Smoothing(max=1024)):
+        start = time.process_time()
+        found = Smoother(spec, 64).add(scores)
+        assert time.process_time() - start < 2, "a reduction of each window takes several times as long"
+        np.testing.assert_allclose(found[:2000:37, :1], defined(spec, scores[:2000, :1])[::37], rtol=1e-5, atol=1e-6)
 
 
 @given(SPECS, SCORES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def _generate_one(prompt: Prompt, arguments: dict[str, Any], options: argparse.N
             with advice_if_cut_off(f"The request {request_id} was aborted.{rows}"):
                 for delta in stream:
                     show(delta)
-        _show_reply(stream.reply, output, is_shown=arguments.get("n", 1) == 1)
+        _show_reply(stream.reply, arguments["probes"], output, is_shown=arguments.get("n", 1) == 1)
     return 0
 
 
@@ -228,13 +228,13 @@ def _generate_many(
                 prompts, request_ids=names, if_exists=options.if_exists, progress=not output.as_json, **arguments
             )
         except residuum.BatchFailed as error:
-            _show_replies(error.replies, error.errors, output)
+            _show_replies(error.replies, error.errors, arguments["probes"], output)
             return 1
         except residuum.BatchInterrupted as error:
-            _show_replies(error.replies, error.errors, output)
+            _show_replies(error.replies, error.errors, arguments["probes"], output)
             done = sum(reply is not None for reply in error.replies)
             raise KeyboardInterrupt(f"{done} of {len(prompts)} prompts were done. {_rest(options)}") from None
-    _show_replies(replies, {}, output)
+    _show_replies(replies, {}, arguments["probes"], output)
     return 0
 
 
@@ -246,7 +246,10 @@ def _rest(options: argparse.Namespace) -> str:
 
 
 def _show_replies(
-    replies: list[residuum.Reply | None] | list[residuum.Reply], errors: Mapping[int, Exception], output: Output
+    replies: list[residuum.Reply | None] | list[residuum.Reply],
+    errors: Mapping[int, Exception],
+    watched: Sequence[residuum.Probe],
+    output: Output,
 ) -> None:
     """Print the replies and errors of many prompts in the order of the prompts, without those that have neither."""
     for index, reply in enumerate(replies):
@@ -257,7 +260,9 @@ def _show_replies(
         elif reply is not None:
             name = f" {reply.request_id}" if reply.captured else ""
             for sequence in reply.sequences:
-                output.say("\n".join((f"[{index + 1}{name}]{sequence.text}", *probes.score_lines(reply, sequence))))
+                output.say(
+                    "\n".join((f"[{index + 1}{name}]{sequence.text}", *probes.score_lines(reply, sequence, watched)))
+                )
     skipped = sum(reply is not None and reply.skipped for reply in replies)
     if skipped:
         output.note(f"nothing generated for {skipped} of {len(replies)} prompts: their captures exist")
@@ -336,14 +341,14 @@ def _names_points(text: str) -> bool:
     return "." in text or text.split(",", maxsplit=1)[0].strip() in SITES
 
 
-def _show_reply(reply: residuum.Reply, output: Output, *, is_shown: bool) -> None:
+def _show_reply(reply: residuum.Reply, watched: Sequence[residuum.Probe], output: Output, *, is_shown: bool) -> None:
     """Print a reply and where its capture is; without the text if that is shown already."""
     if output.as_json:
         output.json({**dataclasses.asdict(reply), "text": reply.text})
         return
     if not is_shown:
         for number, sequence in enumerate(reply.sequences):
-            output.say("\n".join((f"[{number}]{sequence.text}", *probes.score_lines(reply, sequence))))
+            output.say("\n".join((f"[{number}]{sequence.text}", *probes.score_lines(reply, sequence, watched))))
     elif reply.scores is None:
         output.say("")  # ends the line of the text
     if reply.captured:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,11 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
         if getattr(options, flag) and not options.probes:
             options.usage_error(f"--{flag.rstrip('s')} needs --probe; give both")
     smooth = parse_smoothing(options.smooth) if options.smooth else None
+    probes = [_probe(text, smooth) for text in options.probes]
     return {
-        "probes": [_probe(text, smooth) for text in options.probes],
+        "probes": probes,
         "score_prompt": options.score_prompt,
-        "rules": [_rule(text) for text in options.rules],
+        "rules": [_rule(text, probes) for text in options.rules],
         "without_operator_rules": options.without_operator_rules,
     }
 
@@ -86,29 +87,36 @@ def _probe(text: str, smooth: Smoothing | None) -> residuum.Probe:
         raise residuum.InvalidRequest(f"--probe {text}: {error}") from None
 
 
-def _rule(text: str) -> residuum.Rule:
+def _rule(text: str, probes: Sequence[residuum.Probe]) -> residuum.Rule:
     """Parse PROBE:above=T,OPTION..."""
     probe, _, options = text.partition(":")
+    names = {name for item in probes if item.name == probe for name in item.output_names}
     try:
-        return residuum.Rule(probe, **_rule_fields(options))
+        return residuum.Rule(probe, **_rule_fields(options, names))
     except ValueError as error:
         raise residuum.InvalidRequest(
-            f"--rule {text}: {error} Use PROBE:above=T or PROBE:below=T, and after it for=N, output=N, name=NAME, "
-            "flag, abort or an operation such as add=joy.npy@12*4, each after a comma."
+            f"--rule {text}: {str(error).rstrip('.')}. Use PROBE:above=T or PROBE:below=T, and after it for=N, "
+            "output=N, name=NAME, flag, abort or an operation such as add=joy.npy@12*4, each after a comma."
         ) from None
 
 
-def _rule_fields(options: str) -> dict[str, Any]:
+def _rule_fields(options: str, output_names: Container[str]) -> dict[str, Any]:
+    """Parse the options of a rule, given the names of its probe's outputs.
+
+    Raises:
+        ValueError: An option is unknown, or its value is no number.
+    """
     fields: dict[str, Any] = {}
     while options:
         option, _, rest = options.partition(",")
         name, equals, value = option.partition("=")
         if equals and name in {"above", "below"}:
-            fields[name] = float(value)
+            fields[name] = _number(float, option)
         elif equals and name == "for":
-            fields["for_tokens"] = int(value)
+            fields["for_tokens"] = _number(int, option)
         elif equals and name == "output":
-            fields["output"] = int(value) if value.isdigit() else value
+            is_index = value.isdecimal() and value not in output_names
+            fields["output"] = int(value) if is_index else value
         elif equals and name == "name":
             fields["name"] = value
         elif option in {"flag", "abort"}:
@@ -119,6 +127,20 @@ def _rule_fields(options: str) -> dict[str, Any]:
             raise ValueError(f"{option!r} is not an option of a rule.")
         options = rest
     return fields
+
+
+def _number(kind: Callable[[str], float], option: str) -> float:
+    """Return the number of NAME=NUMBER.
+
+    Raises:
+        ValueError: It is none. The message names the option.
+    """
+    name, _, value = option.partition("=")
+    try:
+        return kind(value)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} takes {what}, not {value!r}") from None
 
 
 class ScorePrinter:
@@ -158,18 +180,19 @@ def event_line(event: residuum.RuleEvent) -> str:
     return f"rule {event.rule} fired at token {event.token}, score {_text(event.score)}: {event.action}{place}"
 
 
-def score_lines(reply: residuum.Reply, sequence: residuum.Sequence) -> list[str]:
+def score_lines(reply: residuum.Reply, sequence: residuum.Sequence, probes: Sequence[residuum.Probe]) -> list[str]:
     """Return a line for each output of each probe, with the scores of all tokens, and one for each rule that fired."""
     index = next(index for index, item in enumerate(reply.sequences) if item is sequence)
     of_prompt = reply.prompt_scores if index == 0 else None
     events = (f"  {event_line(event)}" for event in reply.events if event.sequence == index)
-    return [*_lines(of_prompt, " (prompt)"), *_lines(sequence.scores, ""), *events]
+    return [*_lines(of_prompt, " (prompt)", probes), *_lines(sequence.scores, "", probes), *events]
 
 
-def _lines(scores: Scores | None, what: str) -> Iterator[str]:
+def _lines(scores: Scores | None, what: str, probes: Sequence[residuum.Probe]) -> Iterator[str]:
+    columns = {probe.name: _columns(probe) for probe in probes}
     for probe, array in (scores or {}).items():
-        for number, column in enumerate(array.reshape(len(array), -1).T if len(array) else ()):
-            name = probe if array.ndim == 1 else f"{probe}.{number}"
+        rows = array.reshape(len(array), -1).T if len(array) else ()
+        for name, column in zip(columns[probe], rows, strict=False):
             yield f"  {name}{what}: {' '.join(map(_text, column))}"
 
 

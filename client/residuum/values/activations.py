@@ -144,8 +144,8 @@ class Activations(Mapping[int, FloatArray]):
         first, found = self.prompt_tokens - 1, Scores()
         for name, scores in of_reply.items():
             # The row at the prompt's last position is that of the first token.
-            before = of_prompt[name][:first] if of_prompt else np.full((first, *scores.shape[1:]), np.nan, np.float32)
-            known = np.concatenate([before, scores])
+            before = of_prompt[name] if of_prompt else np.full((first, *scores.shape[1:]), np.nan, np.float32)
+            known = np.concatenate([before[:first], scores]) if len(scores) else before
             padding = np.full((int(self.positions.max(initial=0)) + 1, *scores.shape[1:]), np.nan, np.float32)
             padding[: len(known)] = known[: len(padding)]
             found[name] = padding[self.positions]

@@ -128,9 +128,19 @@ class Rule:
 
         Args:
             scores: [tokens] or [tokens, outputs], such as `reply.scores["toxic"]`.
+
+        Raises:
+            InvalidRequest: The scores have another shape, or lack the rule's output.
         """
         given = np.asarray(scores, np.float32)
-        return RuleWatch(self.to_proto()).add(given if given.ndim == 1 else given[:, self._index])
+        columns = given[:, None] if given.ndim == 1 else given
+        if columns.ndim != 2 or self._index >= columns.shape[1]:  # noqa: PLR2004 - tokens and outputs
+            raise InvalidRequest(
+                f"Rule {self.name!r} watches output {self._index}, and the scores have the shape {given.shape}. Give "
+                "scores of the shape [tokens, outputs] with this output, or [tokens] for output 0.",
+                reason="INVALID_FIELD",
+            )
+        return RuleWatch(self.to_proto()).add(columns[:, self._index])
 
     @property
     def _index(self) -> int:

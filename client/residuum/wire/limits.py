@@ -140,12 +140,13 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 hold, take half of it."""
 
 MAX_SEAL_BYTES = 5 << 18
-"""Bytes of the message that seals a capture, 1.25 MiB: the token IDs, the steering changes, the texts of tokens and the
-positions of messages. The inference service leaves out texts and positions that do not fit."""
+"""Bytes of the message that seals a capture, 1.25 MiB: the token IDs, the steering changes, the events of rules, the
+scores, the texts of tokens and the positions of messages. The inference service leaves out what does not fit: first the
+scores, then the texts, then the positions."""
 
 MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
-"""Bytes of a manifest, without its labels. The store leaves the texts of tokens out of a longer one, and then the
-positions of messages. Without these no manifest is longer; see MAX_CAPTURE_TOKENS."""
+"""Bytes of a manifest, without its labels. Of a longer one the store leaves out the scores, then the texts of tokens,
+and then the positions of messages. Without these no manifest is longer; see MAX_CAPTURE_TOKENS."""
 
 MAX_MESSAGE_SPANS = 16_384
 """Messages of a conversation whose positions are kept."""

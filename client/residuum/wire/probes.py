@@ -90,9 +90,32 @@ def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return result
 
 
+_ERF_END = 6.0
+"""Above it, erf is 1 in float64."""
+_ERF_STEPS = 512
+"""Nodes in each unit."""
+_ERF_NODES = np.arange(int(_ERF_END * _ERF_STEPS) + 1) / _ERF_STEPS
+_ERF = np.array([math.erf(node) for node in _ERF_NODES])
+_ERF_SLOPES = 2 / math.sqrt(math.pi) * np.exp(-(_ERF_NODES**2))
+
+
+def erf(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the error function, within 1e-12. numpy has none.
+
+    It is the Taylor series of third order at the nearest node.
+    """
+    size = np.minimum(np.abs(values), _ERF_END)
+    nearest = np.rint(np.nan_to_num(size) * _ERF_STEPS).astype(np.int64)
+    node = _ERF_NODES[nearest]
+    step = size - node
+    series = step * (1.0 - step * (node - step * (2.0 * node**2 - 1.0) / 3.0))
+    result: npt.NDArray[np.float64] = np.copysign(_ERF[nearest] + _ERF_SLOPES[nearest] * series, values)
+    return result
+
+
 def _gelu(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    erf = np.array([math.erf(value) for value in (values / math.sqrt(2)).ravel().tolist()]).reshape(values.shape)
-    result: npt.NDArray[np.float64] = np.where(np.isneginf(values), 0.0, values * (1.0 + erf) / 2)
+    parts = 1.0 + erf(values / math.sqrt(2))
+    result: npt.NDArray[np.float64] = np.where(np.isneginf(values), 0.0, values * parts / 2)
     return result
 
 

@@ -30,7 +30,8 @@ def problem_of(rule: rule_pb2.Rule, probe: probe_pb2.Probe) -> str:
     """
     outputs, side = num_outputs(probe), rule.WhichOneof("threshold")
     if rule.output >= outputs:
-        return f"the probe {probe.name!r} has {outputs} outputs, 0 to {outputs - 1}, not an output {rule.output}"
+        has = f"{outputs} output{'s' * (outputs != 1)}"
+        return f"the probe {probe.name!r} has {has}; output {rule.output} does not exist (they count from 0)"
     if side is None:
         return "it has no threshold: set above or below"
     threshold = getattr(rule, side)
