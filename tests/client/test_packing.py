@@ -66,7 +66,12 @@ def test_windows_follow_the_rule(documents, length, separator, limit):
         for document, end in zip(item.documents, ends, strict=True):
             own = item.prompt[document["position"] : end]
             source = documents[document["input_row"]][document["offset"] :]
-            assert source[: len(own)] == own or ([separator, *source])[: len(own)] == own
+            assert own
+            assert source
+            if separator is not None and source[0] != separator:
+                source = [separator, *source]
+            assert own == source[: len(own)]
+            assert len(own) == len(source) or end == length  # a document ends only at its end, or at the window's
 
 
 async def test_rows_know_their_document_and_its_labels(client, tmp_path):
@@ -80,6 +85,20 @@ async def test_rows_know_their_document_and_its_labels(client, tmp_path):
     assert found.positions.tolist() == [*range(5)] * 2
     assert np.array_equal(np.asarray(found.layer(4)), rows(0, POST, 4, np.tile(np.arange(5), 2)))
     assert found.spec["separator"] == BOS
+
+
+@pytest.mark.parametrize("positions", [[0], [1, 4], "last_prompt"])
+async def test_rows_of_some_positions_know_their_document(client, tmp_path, positions):
+    source = [{"text": [2 + number] * (1 + number % 4), "y": number} for number in range(20)]
+    more = {"keep": "y", "pack": True, "context_length": 7, "separator": BOS, "progress": False}
+    every = await client.extract(source, tmp_path / "every", capture=WHAT, **more)
+    capture = residuum.Capture(layers=[1], positions=positions)
+    some = await client.extract(source, tmp_path / "some", capture=capture, **more)
+    kept = np.isin(every.positions, {"last_prompt": [6]}.get(str(positions), positions))
+    assert 0 < len(some) == kept.sum() < len(every)
+    assert some.documents.tolist() == every.documents[kept].tolist()
+    assert some.labels("y") == np.array(every.labels("y"))[kept].tolist()
+    assert some.positions is some.positions  # read once
 
 
 async def test_a_packed_job_continues_with_the_same_files(client, peer, tmp_path):

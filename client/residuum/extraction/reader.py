@@ -201,22 +201,22 @@ class Extracted:
         """The prompts that failed, each with a `reason` and a `message` in `failed`."""
         return tuple(line for line in self.prompts if "failed" in line)
 
-    @property
+    @cached_property
     def prompt(self) -> npt.NDArray[np.int64]:
         """The prompt of each row, as an index into `prompts`; int64 [rows]."""
         return self._column("prompt")
 
-    @property
+    @cached_property
     def positions(self) -> npt.NDArray[np.int64]:
         """The position of each row, counted over prompt and reply; int64 [rows]."""
         return self._column("positions")
 
-    @property
+    @cached_property
     def sequences(self) -> npt.NDArray[np.int64]:
         """The sequence of each row; int64 [rows]. It is 0 unless n > 1."""
         return self._column("sequences")
 
-    @property
+    @cached_property
     def token_ids(self) -> npt.NDArray[np.int64]:
         """The token ID at each row's position, -1 if unknown; int64 [rows]."""
         return self._column("token_ids")
@@ -287,7 +287,8 @@ class Extracted:
         counts = [len(documents) for documents in self._documents]
         prompts = np.repeat(np.arange(len(counts)), counts)
         at = np.array([item["position"] for documents in self._documents for item in documents], np.int64)
-        span = int(self.positions.max(initial=0)) + 1  # so that one number orders documents by prompt and position
+        # So that one number orders documents by prompt and position. A document may begin after the last row.
+        span = int(max(self.positions.max(initial=0), at.max(initial=0))) + 1
         return np.searchsorted(prompts * span + at, self.prompt * span + self.positions, side="right") - 1
 
     def __len__(self) -> int:
