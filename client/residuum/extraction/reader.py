@@ -33,6 +33,7 @@ class ExtractSummary:
         rows: The rows, counted once for all layers and sites.
         bytes: The bytes of the rows.
         seconds: How long it took.
+        left_out: The broken documents that packing left out.
     """
 
     prompts: int
@@ -42,6 +43,7 @@ class ExtractSummary:
     rows: int
     bytes: int
     seconds: float
+    left_out: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -60,8 +62,9 @@ class ExtractSummary:
 
     def __str__(self) -> str:
         before = f" ({self.done_before} were done before)" if self.done_before else ""
+        left_out = f", {self.left_out} documents left out" if self.left_out else ""
         return (
-            f"{self.prompts} prompts{before}, {self.failed} failed; {self.rows} rows, {size(self.bytes)} in "
+            f"{self.prompts} prompts{before}, {self.failed} failed{left_out}; {self.rows} rows, {size(self.bytes)} in "
             f"{self.seconds:.1f} s: {self.prompts / max(self.seconds, 1e-9):.1f} prompts/s, "
             f"{self.tokens_per_second:.0f} tokens/s, {self.bytes_per_token:.0f} bytes/token, "
             f"{size(self.gigabytes_per_second * 1e9)}/s"
@@ -198,8 +201,15 @@ class Extracted:
 
     @property
     def failures(self) -> tuple[Mapping[str, Any], ...]:
-        """The prompts that failed, each with a `reason` and a `message` in `failed`."""
-        return tuple(line for line in self.prompts if "failed" in line)
+        """The prompts that failed, each with a `reason` and a `message` in `failed`.
+
+        With `pack`, also the documents that were left out; these have only `input_row` and `failed`.
+        """
+        return tuple(
+            failure
+            for line in self.prompts
+            for failure in (*line.get("left_out", ()), *([line] if "failed" in line else []))
+        )
 
     @cached_property
     def prompt(self) -> npt.NDArray[np.int64]:
