@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JOB, shards_in
 from residuum.extraction.packing import documents_of
 from residuum.extraction.progress import size
@@ -231,28 +234,55 @@ class Extracted:
         """The token ID at each row's position, -1 if unknown; int64 [rows]."""
         return self._column("token_ids")
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the job and of its token IDs, as 16 hexadecimal digits. Other data have another one."""
+        digest = hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode())
+        for arrays in self._arrays:  # one at a time: the columns of all shards may be larger than memory
+            for name in ("token_ids", "offsets"):
+                digest.update(b"%d %d " % (len(arrays[name]), zlib.crc32(arrays[name].data)))
+        return digest.hexdigest()[:16]
+
+    def check_complete(self, *, allow_partial: bool) -> None:
+        """Check that the job has all its prompts.
+
+        Args:
+            allow_partial: Accept a job that is not complete.
+
+        Raises:
+            InvalidRequest: It is not complete.
+        """
+        if not self.is_complete and not allow_partial:
+            raise InvalidRequest(
+                f"The job in {self.folder} is not complete. Run it again to finish it, or give allow_partial=True.",
+                reason="INVALID_FIELD",
+            )
+
     def export(
         self,
         folder: str | os.PathLike[str],
         format: Literal["datasets", "parquet"] = "datasets",  # noqa: A002
+        *,
+        allow_partial: bool = False,
     ) -> Path:
         """Write all rows for other libraries, with token IDs, prompts, positions, documents and labels.
 
-        If all prompts have as many rows, as packed windows have, the table has one row for each prompt: a column
-        [context, width] for each point, named as in TransformerLens, and `token_ids` [context]. This is what SAELens
-        reads as cached activations. Otherwise the table has one row for each token. bfloat16 becomes float32.
+        If the job was packed, the table has one row for each window: a column [context, width] for each point, named as
+        in TransformerLens, and `token_ids` [context]. This is what SAELens reads as cached activations. Otherwise, and
+        if windows have replies of different lengths, the table has one row for each token. bfloat16 becomes float32.
 
         Args:
             folder: The folder to write; it must not exist.
             format: "datasets" for `datasets.load_from_disk`, "parquet" for Parquet files. Both need the extra
                 `parquet`.
+            allow_partial: Export the rows so far of a job that is not complete.
 
         Returns:
             The folder.
 
         Raises:
             FileExistsError: The folder exists.
-            InvalidRequest: There are no rows, or a kept column has the name of another column.
+            InvalidRequest: The job is not complete, there are no rows, or a kept column has the name of another column.
             ImportError: pyarrow is not installed.
 
         Example:
@@ -260,7 +290,7 @@ class Extracted:
         """
         from residuum.extraction.tables_out import export_table
 
-        return export_table(self, folder, format)
+        return export_table(self, folder, format, allow_partial=allow_partial)
 
     def labels(self, name: str) -> list[Any]:
         """Return a kept column's value for each row.
