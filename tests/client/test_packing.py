@@ -165,16 +165,17 @@ def test_tokens_may_be_integers_of_numpy():
 
 
 def test_a_long_document_is_read_once(monkeypatch):
-    monkeypatch.setattr("residuum.extraction.packing._CACHED_TOKENS", 1000)
-    items = packed([[1, 2], [3] * 20_000, [4] * 900], 10, separator=None)
+    monkeypatch.setattr("residuum.extraction.packing._CACHED_TOKENS", 3000)
+    items = packed([[1, 2], [3] * 20_000, *([[4] * 900] * 9)], 10, separator=None)
     reads, read = [], items._documents.item
     monkeypatch.setattr(items._documents, "item", lambda number: (reads.append(number), read(number))[1])
     items._cache.clear()
     items._cached_tokens = 0
     for index in range(len(items)):
         items.item(index)
-    assert reads == [0, 1, 2]
-    assert items._cached_tokens <= 1000
+    assert reads == list(range(11))
+    assert len(items._cache) == 2
+    assert items._cached_tokens <= 3000
 
 
 def test_cutting_pauses_for_other_work(monkeypatch):

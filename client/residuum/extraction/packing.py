@@ -27,6 +27,8 @@ from residuum.protocol.requests import short
 
 _CACHED_TOKENS = 4 << 20
 """The most tokens of documents that are kept, so that a long document is not read again for each of its windows."""
+_LEAST_TOKENS = 1024
+"""As how many tokens a short document counts there: its labels take memory, too."""
 _PAUSE_SECONDS = 0.02
 """The longest time between two pauses of `cut`."""
 _LARGEST_TOKEN = 2**32 - 1
@@ -191,9 +193,10 @@ class PackedItems:
             self._left_out[number] = (item.row, error)
             tokens = np.empty(0, np.uint32)
         found = self._cache[number] = Document(tokens, item.row, item.where, item.labels)
-        self._cached_tokens += 1 + len(tokens)
+        self._cached_tokens += max(_LEAST_TOKENS, len(tokens))
         while self._cached_tokens > _CACHED_TOKENS and len(self._cache) > 1:
-            self._cached_tokens -= 1 + len(self._cache.popitem(last=False)[1].tokens)
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_tokens -= max(_LEAST_TOKENS, len(oldest.tokens))
         return found
 
     def _tokens_of(self, document: Item) -> npt.NDArray[np.uint32]:
