@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from test_extract import WHAT, FullDisk, files, stopped
 
 import residuum
 from residuum.extraction.inputs import Items, ListedRows
+from residuum.extraction.job import _check_prompts
 from residuum.extraction.packing import PackedItems
 
 BOS = 1
@@ -183,6 +185,16 @@ def test_cutting_pauses_for_other_work(monkeypatch):
     items = Items(ListedRows([[1]] * 500, "text"), column="text")
     found = PackedItems(items, length=400, separator=None, tokenizer=None, limit=None, on_error="stop")
     assert len(list(found.cut())) >= 400  # also inside of a window
+
+
+def test_the_check_of_a_job_that_continues_pauses():
+    items = packed([[number % 5] for number in range(400)], 2, separator=None)
+    digests = [items.item(index).digest for index in range(200)]
+    folder = SimpleNamespace(path="out", digests=lambda: digests)
+    assert len(list(_check_prompts(folder, items))) >= 3
+    digests[150] = digests[151]
+    with pytest.raises(residuum.InvalidRequest, match="window 150, which begins in item 300 of the input has changed"):
+        list(_check_prompts(folder, items))
 
 
 async def test_cutting_can_be_cancelled(endpoint, tmp_path, monkeypatch):
