@@ -6,10 +6,12 @@ import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from extraction_files import write_extraction
 from peer import HIDDEN
 from test_extract import WHAT, stopped
 
 import residuum
+from residuum.extraction import tables_out
 
 SOURCE = [{"text": [2 + (number + at) % 7 for at in range(1 + number % 5)], "y": number} for number in range(20)]
 
@@ -74,7 +76,7 @@ def test_the_command_line_exports(cli, tmp_path):
     command = ["extract", tmp_path / "p.txt", "--output", tmp_path / "rows", "--capture", "1"]
     code, _, errors = cli(*command, "--export", f"datasets:{tmp_path / 'out'}")
     assert (code, errors) == (0, "")
-    assert datasets.load_from_disk(tmp_path / "out")["token_ids"][:] == [[1, 2, 3], [3, 2, 1]]
+    assert datasets.load_from_disk(tmp_path / "out")["token_ids"][:] == [1, 2, 3, 3, 2, 1]
     code, _, errors = cli(*command, "--export", f"parquet:{tmp_path / 'out'}")
     assert (code, "exists already" in errors) == (1, True)
     with pytest.raises(SystemExit):
@@ -92,5 +94,66 @@ async def test_bad_exports(client, tmp_path):
     with pytest.raises(residuum.InvalidRequest, match=r"does not exist\. Choose among datasets, parquet"):
         rows.export(tmp_path / "out", "csv")
     await stopped(client, [3], tmp_path / "no", "item 0")
-    with pytest.raises(residuum.InvalidRequest, match="no rows to export"):
+    with pytest.raises(residuum.InvalidRequest, match="is not complete"):
         residuum.Extracted(tmp_path / "no").export(tmp_path / "out")
+    with pytest.raises(residuum.InvalidRequest, match="no rows to export"):
+        residuum.Extracted(tmp_path / "no").export(tmp_path / "out", allow_partial=True)
+
+
+def test_a_job_that_is_not_complete_is_exported_only_on_request(tmp_path):
+    rows = residuum.Extracted(write_extraction(tmp_path / "job", [[4, 4]], total=3))
+    with pytest.raises(residuum.InvalidRequest, match="is not complete"):
+        rows.export(tmp_path / "out")
+    assert len(datasets.load_from_disk(rows.export(tmp_path / "out", allow_partial=True))) == 8
+
+
+def test_an_export_touches_no_other_folder(tmp_path):
+    rows = residuum.Extracted(write_extraction(tmp_path / "job", [[2]]))
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "mine").write_text("x")
+    rows.export(tmp_path / "out")
+    assert (tmp_path / "out.part" / "mine").read_text() == "x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out", "out.part"]
+
+
+def test_two_exports_at_once_do_not_disturb_each_other(tmp_path, monkeypatch):
+    rows = residuum.Extracted(write_extraction(tmp_path / "job", [[2, 5]]))
+    write = tables_out._write_state
+
+    def also_export(table, folder, files):
+        monkeypatch.setattr(tables_out, "_write_state", write)
+        rows.export(tmp_path / "out")  # another process is faster
+        write(table, folder, files)
+
+    monkeypatch.setattr(tables_out, "_write_state", also_export)
+    with pytest.raises(FileExistsError, match="already exists"):
+        rows.export(tmp_path / "out")
+    assert len(datasets.load_from_disk(tmp_path / "out")) == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "out"]
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [3, 3], [2, 3]])
+def test_the_layout_of_prompts_does_not_depend_on_their_lengths(tmp_path, lengths):
+    rows = residuum.Extracted(write_extraction(tmp_path / "job", [lengths]))
+    data = datasets.load_from_disk(rows.export(tmp_path / "out"))
+    assert len(data) == sum(lengths)
+    assert np.shape(data[0]["blocks.3.hook_resid_post"]) == (4,)
+
+
+def test_other_data_have_another_fingerprint(tmp_path):
+    """datasets keeps results by the fingerprint."""
+    found = []
+    for name, lengths in (("a", [3, 3]), ("b", [2, 4]), ("c", [3, 3])):
+        rows = residuum.Extracted(write_extraction(tmp_path / name, [lengths]))
+        found.append(datasets.load_from_disk(rows.export(tmp_path / f"{name}-out"))._fingerprint)
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
+async def test_labels_of_every_kind(client, tmp_path):
+    source = [{"text": "a", "yes": bool(number % 2), "share": number / 2} for number in range(4)]
+    rows = await client.extract(source, tmp_path / "rows", capture=WHAT, keep="yes,share", progress=False)
+    data = datasets.load_from_disk(rows.export(tmp_path / "out"))
+    assert (data.features["yes"].dtype, data.features["share"].dtype) == ("bool", "float64")
+    assert list(data["yes"]) == [False, True, False, True]
+    assert list(data["share"]) == [0, 0.5, 1, 1.5]

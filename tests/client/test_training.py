@@ -87,6 +87,86 @@ def test_batches_have_the_rows_that_they_name(folder, points):
     assert len(batches) == 10
 
 
+@pytest.mark.parametrize("points", ["resid_post", "resid_post.all", "resid_post.3,resid_post.5", ["resid_post.3,5"]])
+def test_points_may_name_several_layers(folder, points):
+    assert ActivationBatches(folder, points).points == ("resid_post.3", "resid_post.5")
+
+
+def test_a_range_of_layers(tmp_path):
+    folder = write_extraction(tmp_path / "job", [[3]], layers=(3, 4, 5))
+    assert ActivationBatches(folder, "resid_post.3-4").points == ("resid_post.3", "resid_post.4")
+    assert ActivationBatches(folder, "resid_post.5,resid_post.4").points == ("resid_post.5", "resid_post.4")
+
+
+def test_batches_of_bfloat16(tmp_path):
+    import ml_dtypes
+
+    values = np.random.default_rng(0).standard_normal((2, 50, 4)).astype(ml_dtypes.bfloat16)
+    folder = write_extraction(
+        tmp_path / "job", [[20, 5], [25]], values=lambda rows: values[:, rows], dtype=ml_dtypes.bfloat16
+    )
+    for dtype in (None, torch.float32):
+        batches = ActivationBatches(folder, batch_size=7, epochs=2, dtype=dtype, **SMALL)
+        for batch in batches:
+            assert batch.activations.dtype == (dtype or torch.bfloat16)
+            wanted = values[:, batch.rows].astype(np.float32).swapaxes(0, 1)
+            assert np.array_equal(batch.activations.float().numpy(), wanted)
+
+
+def loads_of(batches, monkeypatch):
+    """The epoch and number of each group that is read."""
+    found, begin = [], batches._reader._begin
+    monkeypatch.setattr(batches._reader, "_begin", lambda key: (found.append(key), begin(key))[1])
+    return found
+
+
+def test_the_next_epoch_is_read_ahead(folder, monkeypatch):
+    batches = ActivationBatches(folder, "resid_post.3", batch_size=5, epochs=2, **SMALL)
+    loads = loads_of(batches, monkeypatch)
+    groups = len(batches._reader._order_of(0).group_starts) - 1
+    assert groups > 2
+    for _ in range(len(batches)):
+        next(batches)
+    assert loads == [*((0, number) for number in range(groups)), (1, 0)]
+    list(batches)
+    assert loads[groups:] == [(1, number) for number in range(len(batches._reader._order_of(1).group_starts) - 1)]
+
+
+def test_a_rank_reads_only_its_own_groups(folder, monkeypatch):
+    for rank in range(3):
+        batches = ActivationBatches(folder, "resid_post.3", batch_size=5, epochs=1, rank=rank, world_size=3, **SMALL)
+        loads = loads_of(batches, monkeypatch)
+        list(batches)
+        order = batches._reader._order_of(0)
+        first, last = order.group_at(batches._start), order.group_at(batches._stop - 1)
+        assert loads == [(0, number) for number in range(first, last + 1)]
+
+
+def test_data_that_fit_one_group_are_read_once(folder, monkeypatch):
+    batches = ActivationBatches(folder, "resid_post.3", batch_size=9, epochs=4)
+    for _ in range(2):
+        next(batches)
+    for number in range(len(batches._reader._parts)):
+        batches._reader._parts[number] = None  # no file is read any more
+    rest = list(batches)
+    for batch in rest:
+        assert np.array_equal(batch.activations[:, 0].numpy(), 1000.0 * batch.rows + 30)
+    epochs = [np.concatenate([batch.rows for batch in rest[at : at + 8]]).tolist() for at in (6, 14)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(TOTAL))
+    assert epochs[0] != epochs[1]
+
+
+def test_groups_are_cut_by_rows():
+    """Blocks at the ends of shards, or with few chosen rows, are small; groups are full all the same."""
+    layout = Layout([3] * 1000, block_rows=100, group_rows=300)
+    order = Order(layout, seed=0, epoch=0)
+    assert np.diff(order.group_starts).tolist() == [300] * 10
+    sizes = np.diff(Order(Layout([130] * 50, block_rows=100, group_rows=1000), seed=0, epoch=0).group_starts)
+    assert sizes.sum() == 6500
+    assert sizes.max() <= 1100
+    assert sizes[:-1].min() >= 900
+
+
 def test_rows_in_the_order_of_the_files(folder):
     batches = ActivationBatches(folder, "resid_post.3", batch_size=5, epochs=1, shuffle=False, **SMALL)
     assert numbers_of(batches) == list(range(TOTAL))
@@ -210,6 +290,14 @@ def test_sparsify_takes_a_model_that_looks_rows_up(folder):
     assert {number for part in parts for number in part} == set(range(12))
 
 
+def test_sparsify_gets_rows_in_the_order_that_it_asks_for(folder):
+    model = SparsifyData(folder, "resid_post.3", context_length=5, **SMALL).model
+    places = torch.arange(12)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    straight, mixed = (model(part[None])[0][0] for part in (places, order))
+    assert torch.equal(mixed, straight[order])
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -218,6 +306,11 @@ def test_sparsify_takes_a_model_that_looks_rows_up(folder):
     [
         ({"points": "resid_post.4"}, r"no rows of resid_post\.4\. Choose among resid_post\.3, resid_post\.5"),
         ({"points": []}, "no rows of no point"),
+        ({"points": "mlp_out"}, "no rows of mlp_out"),
+        ({"points": "resid_post.3-5"}, r"no rows of resid_post\.4"),
+        ({"seed": -1}, "seed= must be a whole number of at least 0, not -1"),
+        ({"seed": 1.5}, "seed= must be"),
+        ({"dtype": "float32"}, "dtype= must be a dtype of torch"),
         ({"batch_size": 0}, "batch_size= must be a whole number of at least 1"),
         ({"epochs": 0}, "epochs="),
         ({"rank": 2, "world_size": 2}, "rank 2 does not exist"),
@@ -229,6 +322,42 @@ def test_sparsify_takes_a_model_that_looks_rows_up(folder):
 def test_bad_arguments(folder, arguments, match):
     with pytest.raises(residuum.InvalidRequest, match=match):
         ActivationBatches(folder, **arguments)
+
+
+def test_an_item_of_sparsify_has_rows(folder):
+    with pytest.raises(residuum.InvalidRequest, match="context_length= must be a whole number of at least 1"):
+        SparsifyData(folder, context_length=0)
+
+
+def test_an_extraction_without_rows(tmp_path):
+    folder = write_extraction(tmp_path / "job", [[]], total=0)
+    for points in (None, "resid_post.3"):
+        with pytest.raises(residuum.InvalidRequest, match="no rows to read"):
+            ActivationBatches(folder, points)
+
+
+def test_points_with_different_element_types(folder, monkeypatch):
+    rows = residuum.Extracted(folder)
+    at = rows.at
+    one, other = at("resid_post.3"), at("resid_post.5")
+    other = type(other)([np.zeros(part.shape, np.float16) for part in other.shards], 4, np.dtype(np.float16))
+    monkeypatch.setattr(rows, "at", lambda name: one if name == "resid_post.3" else other)
+    with pytest.raises(residuum.InvalidRequest, match=r"resid_post\.3 4 × float32, resid_post\.5 4 × float16"):
+        ActivationBatches(rows)
+
+
+def test_a_state_of_other_rows_is_refused(folder, tmp_path):
+    """The number of rows is the same, and so is the number of chosen ones."""
+    other = write_extraction(tmp_path / "job", [[9, 3, 1, 4], [7, 7], [1], [12, 8, 5, 6, 2, 2]])
+    state = json.loads(json.dumps(ActivationBatches(folder).state_dict()))
+    ActivationBatches(folder).load_state_dict(state)
+    with pytest.raises(residuum.InvalidRequest, match="data was"):
+        ActivationBatches(other).load_state_dict(state)
+    even = np.arange(TOTAL - 1) % 2 == 0
+    masks = [np.append(even, False), np.append(~even, False)]
+    state = ActivationBatches(folder, where=masks[0]).state_dict()
+    with pytest.raises(residuum.InvalidRequest, match="where was"):
+        ActivationBatches(folder, where=masks[1]).load_state_dict(state)
 
 
 def test_a_state_of_other_data_is_refused(folder):

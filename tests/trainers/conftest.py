@@ -33,8 +33,9 @@ def folder(tmp_path_factory):
     values = np.einsum("rf,lfw->lrw", strengths, directions).astype(np.float32)
     shards = [[CONTEXT] * (count // CONTEXT // 4)] * 4
     return write_extraction(
-        tmp_path_factory.mktemp("rows") / "job", shards, layers=LAYERS, width=WIDTH, values=lambda rows: values[:, rows]
-    )
+        tmp_path_factory.mktemp("rows") / "job", shards, layers=LAYERS, width=WIDTH, pack=True,
+        values=lambda rows: values[:, rows],
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

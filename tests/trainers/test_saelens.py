@@ -77,4 +77,6 @@ def test_packed_windows_are_those_of_saelens(separator):
         Items(ListedRows(documents, "text"), column="text"), length=16, separator=separator, tokenizer=None, limit=None,
         on_error="stop",
     )  # fmt: skip
+    for _ in items.cut():
+        pass
     assert [items.item(index).prompt for index in range(len(items))] == [window.tolist() for window in wanted]

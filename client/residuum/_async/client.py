@@ -456,7 +456,8 @@ class AsyncClient(AsyncSearchClient):
             on_long: What to do with a prompt that is longer: "fail" treats it as an error; "skip" leaves it out;
                 "truncate" uses its first tokens. A conversation cannot be truncated.
             on_error: What to do if a row of the input is broken, or its prompt fails: "stop" the job, or "skip" the
-                prompt and record the reason. Failures that would concern all prompts always stop the job.
+                prompt and record the reason. Failures that would concern all prompts always stop the job. With `pack`,
+                broken documents are left out and recorded as well.
             pack: Join the prompts and cut them into windows of exactly `context_length` tokens, as training of sparse
                 autoencoders wants it. `limit` then counts windows, and the tokens after the last full one are left out.
                 `rows.documents` names the row of the input for each row.
@@ -464,7 +465,7 @@ class AsyncClient(AsyncSearchClient):
                 already: "bos" or "eos" of the tokenizer, a token ID, or None for none. A tokenizer without "bos" has
                 "eos" in its place.
             tokenizer: With `pack`: the folder of the served model, with its tokenizer.json. It needs the extra `pack`.
-                Leave it out if the prompts are lists of token IDs.
+                Leave it out if the prompts are lists of token IDs. The job continues only with the same tokenizer.json.
             dtype: "stored" writes rows in the dtype in which they were captured, and decoded ones as float32. "float32"
                 writes all as float32.
             shard_bytes: The approximate size of a file of rows. The client holds up to two of them in memory, and the

@@ -241,9 +241,10 @@ def _show(rows: residuum.Extracted, output: Output) -> None:
         return
     output.say(f"{rows.folder}: {summary}")
     for line in rows.failures[:5]:
-        output.note(f"prompt {line['index']} failed: {line['failed']['message']}")
+        name = f"prompt {line['index']} failed" if "index" in line else f"document {line['input_row']} was left out"
+        output.note(f"{name}: {line['failed']['message']}")
     if len(rows.failures) > 5:  # noqa: PLR2004 - the rest is in the files
-        output.note(f"{len(rows.failures)} prompts failed in all; the prompts-*.jsonl files have the reasons")
+        output.note(f"{len(rows.failures)} failed in all; the prompts-*.jsonl files have the reasons")
 
 
 def _tokens(path: str) -> Iterator[str]:

@@ -29,6 +29,16 @@ _COMMAND_LINE_ADVICE = {
     "insecure=True": "--insecure",
     "on_error='skip'": "--on-error skip",
     "with on_long=": "with --on-long",
+    "on_long='truncate'": "--on-long truncate",
+    "pack=True": "--pack",
+    "chat=True": "--chat",
+    "context_length=, the": "--context-length, the",
+    "a smaller context_length": "a smaller --context-length",
+    "tokenizer= needs": "--tokenizer needs",
+    "needs tokenizer=": "needs --tokenizer",
+    "with tokenizer=": "with --tokenizer",
+    "separator=None": "--separator none",
+    "Or give a token ID, or None": "Or give a token ID, or none",
     "which context_length allows": "which --context-length allows",
     "with column=": "with --column",
     "with keep=": "with --keep",
@@ -107,6 +117,7 @@ class Output:
         """Print one line on stderr, with Python advice translated to flags."""
         for python, ours in _COMMAND_LINE_ADVICE.items():
             message = message.replace(python, ours)
+        message = re.sub(r"separator=(?:'(\w+)'|(\d+)) needs", r"--separator \1\2 needs", message)
         message = re.sub(r"Client\(store='([^']+)'\)", r"--store \1", message)
         print(f"residuum: {' '.join(message.split())}", file=sys.stderr, flush=True)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residuum._async.client import AsyncClient
-from residuum.extraction.job import Job, run_in_thread
+from residuum.extraction.job import Job, cut, run_in_thread
 
 SAMPLE = 64
 """The prompts of a sample."""
@@ -46,6 +46,8 @@ def estimate(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Estimate
         ResiduumError: As for the job itself.
     """
     with contextlib.closing(job.items()) as items:
+        for _ in cut(items):
+            pass
         total = len(items)
     with tempfile.TemporaryDirectory(prefix="residuum-") as folder:
         spec = replace(job.spec, limit=min(SAMPLE, total), shuffle=0)

@@ -73,6 +73,8 @@ class Item:
     """Why there is no prompt."""
     documents: tuple[Mapping[str, Any], ...] = ()
     """If the prompt is a window of packed documents: where each one begins, and its labels."""
+    left_out: tuple[Mapping[str, Any], ...] = ()
+    """If the prompt is such a window: the broken documents that were left out there, and why."""
 
 
 class Items:

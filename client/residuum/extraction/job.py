@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Protocol
@@ -31,6 +31,9 @@ from residuum.values.steering import operation_list
 
 _SIGNAL_SECONDS = 0.5
 """How long Ctrl-C may go unnoticed."""
+
+_PAUSE_PROMPTS = 64
+"""How many prompts are checked between two pauses."""
 
 _DISCARD_PAUSES = (0.0, 0.2, 1.0)
 """Seconds before each attempt to delete what a stopped sample has left: its last requests may still open captures."""
@@ -61,7 +64,7 @@ class Job:
     """Whether the job never continues, so that its captures are deleted even if it stops."""
 
     def items(self) -> Items | PackedItems:
-        """Return the prompts.
+        """Return the prompts. Those that are packed are not cut yet; see `cut`.
 
         Raises:
             InvalidRequest: An argument is invalid, or the input is empty or of an unknown kind.
@@ -72,32 +75,33 @@ class Job:
         if self.on_error not in {"stop", "skip"}:
             raise InvalidRequest(f"on_error={self.on_error!r} does not exist. Choose 'stop' or 'skip'.")
         spec = self.spec
+        tokenizer = None if spec.tokenizer is None else Tokenizer(spec.tokenizer)
+        separator = spec.separator
+        if isinstance(separator, str):
+            separator = None if tokenizer is None else tokenizer.special(separator)
         rows = open_rows(self.source, spec.column, spec.keep)
         limit = None if spec.pack else spec.limit
         items = Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat, limit=limit, shuffle=spec.shuffle)
         if not spec.pack or spec.context_length is None:
             return items
-        tokenizer, separator = self._packing()
         return PackedItems(
             items, length=spec.context_length, separator=separator, tokenizer=tokenizer, limit=spec.limit,
             on_error=self.on_error,
         )  # fmt: skip
 
-    def document(self, prompts: int, model: str) -> dict[str, Any]:
+    def document(self, items: Items | PackedItems, model: str) -> dict[str, Any]:
         """Return everything that decides which rows the job makes; see `JobSpec.document`."""
-        return self.spec.document(prompts, model, self.separator if self.spec.pack else None)
+        packing: dict[str, Any] = {}
+        if isinstance(items, PackedItems):
+            packing = {"pack": True, "separator": items.separator}
+            if items.tokenizer is not None:
+                packing["tokenizer_sha256"] = items.tokenizer.sha256
+        return self.spec.document(len(items), model, packing)
 
-    @property
-    def separator(self) -> int | None:
-        """The ID of the token between packed documents."""
-        return self._packing()[1]
 
-    def _packing(self) -> tuple[Tokenizer | None, int | None]:
-        folder, separator = self.spec.tokenizer, self.spec.separator
-        tokenizer = None if folder is None else Tokenizer(folder)
-        if isinstance(separator, str):
-            separator = None if tokenizer is None else tokenizer.special(separator)
-        return tokenizer, separator
+def cut(items: Items | PackedItems) -> Iterator[None]:
+    """Cut packed prompts into windows, with pauses for other work. The others need no cutting."""
+    return items.cut() if isinstance(items, PackedItems) else iter(())
 
 
 def job_of(
@@ -140,14 +144,15 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         job: The job.
         clients: Makes a client for each inference service. They are closed at the end.
     """
-    found = await asyncio.to_thread(job.items)  # to pack documents, it reads all of them
+    found = await asyncio.to_thread(job.items)  # it reads where the lines of a file begin
     with contextlib.closing(found) as items, open_folder(job.folder) as folder:
+        await _with_pauses(cut(items))
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
             await services.begin()
             job = replace(job, spec=await _with_stored_rows(job.spec, services))
-            folder.begin(job.document(len(items), services.info.model), _facts(services))
-            _check_prompts(folder, items)
+            folder.begin(job.document(items, services.info.model), _facts(services))
+            await _with_pauses(_check_prompts(folder, items))
             summary = await _run(job, items, folder, services)
         finally:
             await services.close()
@@ -228,8 +233,14 @@ async def _run(job: Job, items: Items | PackedItems, folder: JobFolder, services
     return ExtractSummary(done_before=before, seconds=seconds, **vars(totals))
 
 
-def _check_prompts(folder: JobFolder, items: Items | PackedItems) -> None:
-    """Check that the prompts in the shards are those of the input.
+async def _with_pauses(work: Iterator[None]) -> None:
+    """Do work that reads many prompts, and let other tasks and Ctrl-C through at its pauses."""
+    for _ in work:
+        await asyncio.sleep(0)
+
+
+def _check_prompts(folder: JobFolder, items: Items | PackedItems) -> Iterator[None]:
+    """Check that the prompts in the shards are those of the input, with a pause after every few.
 
     Raises:
         InvalidRequest: A prompt has changed since then.
@@ -242,6 +253,8 @@ def _check_prompts(folder: JobFolder, items: Items | PackedItems) -> None:
                 "another folder.",
                 reason="INVALID_FIELD",
             )
+        if index % _PAUSE_PROMPTS == 0:
+            yield
 
 
 def _facts(services: Services) -> dict[str, Any]:

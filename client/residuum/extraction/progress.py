@@ -23,6 +23,7 @@ class Totals:
     tokens: int = 0
     rows: int = 0
     bytes: int = 0
+    left_out: int = 0
 
 
 Report = Callable[[Totals], None]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JOB, shards_in
 from residuum.extraction.packing import documents_of
 from residuum.extraction.progress import size
@@ -33,6 +36,7 @@ class ExtractSummary:
         rows: The rows, counted once for all layers and sites.
         bytes: The bytes of the rows.
         seconds: How long it took.
+        left_out: The broken documents that packing left out.
     """
 
     prompts: int
@@ -42,6 +46,7 @@ class ExtractSummary:
     rows: int
     bytes: int
     seconds: float
+    left_out: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -60,8 +65,9 @@ class ExtractSummary:
 
     def __str__(self) -> str:
         before = f" ({self.done_before} were done before)" if self.done_before else ""
+        left_out = f", {self.left_out} documents left out" if self.left_out else ""
         return (
-            f"{self.prompts} prompts{before}, {self.failed} failed; {self.rows} rows, {size(self.bytes)} in "
+            f"{self.prompts} prompts{before}, {self.failed} failed{left_out}; {self.rows} rows, {size(self.bytes)} in "
             f"{self.seconds:.1f} s: {self.prompts / max(self.seconds, 1e-9):.1f} prompts/s, "
             f"{self.tokens_per_second:.0f} tokens/s, {self.bytes_per_token:.0f} bytes/token, "
             f"{size(self.gigabytes_per_second * 1e9)}/s"
@@ -198,51 +204,85 @@ class Extracted:
 
     @property
     def failures(self) -> tuple[Mapping[str, Any], ...]:
-        """The prompts that failed, each with a `reason` and a `message` in `failed`."""
-        return tuple(line for line in self.prompts if "failed" in line)
+        """The prompts that failed, each with a `reason` and a `message` in `failed`.
 
-    @property
+        With `pack`, also the documents that were left out; these have only `input_row` and `failed`.
+        """
+        return tuple(
+            failure
+            for line in self.prompts
+            for failure in (*line.get("left_out", ()), *([line] if "failed" in line else []))
+        )
+
+    @cached_property
     def prompt(self) -> npt.NDArray[np.int64]:
         """The prompt of each row, as an index into `prompts`; int64 [rows]."""
         return self._column("prompt")
 
-    @property
+    @cached_property
     def positions(self) -> npt.NDArray[np.int64]:
         """The position of each row, counted over prompt and reply; int64 [rows]."""
         return self._column("positions")
 
-    @property
+    @cached_property
     def sequences(self) -> npt.NDArray[np.int64]:
         """The sequence of each row; int64 [rows]. It is 0 unless n > 1."""
         return self._column("sequences")
 
-    @property
+    @cached_property
     def token_ids(self) -> npt.NDArray[np.int64]:
         """The token ID at each row's position, -1 if unknown; int64 [rows]."""
         return self._column("token_ids")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the job and of its token IDs, as 16 hexadecimal digits. Other data have another one."""
+        digest = hashlib.sha256(json.dumps(self.spec, sort_keys=True).encode())
+        for arrays in self._arrays:  # one at a time: the columns of all shards may be larger than memory
+            for name in ("token_ids", "offsets"):
+                digest.update(b"%d %d " % (len(arrays[name]), zlib.crc32(arrays[name].data)))
+        return digest.hexdigest()[:16]
+
+    def check_complete(self, *, allow_partial: bool) -> None:
+        """Check that the job has all its prompts.
+
+        Args:
+            allow_partial: Accept a job that is not complete.
+
+        Raises:
+            InvalidRequest: It is not complete.
+        """
+        if not self.is_complete and not allow_partial:
+            raise InvalidRequest(
+                f"The job in {self.folder} is not complete. Run it again to finish it, or give allow_partial=True.",
+                reason="INVALID_FIELD",
+            )
 
     def export(
         self,
         folder: str | os.PathLike[str],
         format: Literal["datasets", "parquet"] = "datasets",  # noqa: A002
+        *,
+        allow_partial: bool = False,
     ) -> Path:
         """Write all rows for other libraries, with token IDs, prompts, positions, documents and labels.
 
-        If all prompts have as many rows, as packed windows have, the table has one row for each prompt: a column
-        [context, width] for each point, named as in TransformerLens, and `token_ids` [context]. This is what SAELens
-        reads as cached activations. Otherwise the table has one row for each token. bfloat16 becomes float32.
+        If the job was packed, the table has one row for each window: a column [context, width] for each point, named as
+        in TransformerLens, and `token_ids` [context]. This is what SAELens reads as cached activations. Otherwise, and
+        if windows have replies of different lengths, the table has one row for each token. bfloat16 becomes float32.
 
         Args:
             folder: The folder to write; it must not exist.
             format: "datasets" for `datasets.load_from_disk`, "parquet" for Parquet files. Both need the extra
                 `parquet`.
+            allow_partial: Export the rows so far of a job that is not complete.
 
         Returns:
             The folder.
 
         Raises:
             FileExistsError: The folder exists.
-            InvalidRequest: There are no rows, or a kept column has the name of another column.
+            InvalidRequest: The job is not complete, there are no rows, or a kept column has the name of another column.
             ImportError: pyarrow is not installed.
 
         Example:
@@ -250,7 +290,7 @@ class Extracted:
         """
         from residuum.extraction.tables_out import export_table
 
-        return export_table(self, folder, format)
+        return export_table(self, folder, format, allow_partial=allow_partial)
 
     def labels(self, name: str) -> list[Any]:
         """Return a kept column's value for each row.
@@ -287,7 +327,8 @@ class Extracted:
         counts = [len(documents) for documents in self._documents]
         prompts = np.repeat(np.arange(len(counts)), counts)
         at = np.array([item["position"] for documents in self._documents for item in documents], np.int64)
-        span = int(self.positions.max(initial=0)) + 1  # so that one number orders documents by prompt and position
+        # So that one number orders documents by prompt and position. A document may begin after the last row.
+        span = int(max(self.positions.max(initial=0), at.max(initial=0))) + 1
         return np.searchsorted(prompts * span + at, self.prompt * span + self.positions, side="right") - 1
 
     def __len__(self) -> int:

@@ -203,6 +203,7 @@ class Runner:
     def _add(self, shard: Shard, outcome: Outcome, acts: Activations | None) -> None:
         before = shard.bytes
         self.totals.prompts += 1
+        self.totals.left_out += len(outcome.item.left_out)
         if isinstance(outcome, Failed) or acts is None:
             self._add_failure(shard, outcome)
             return

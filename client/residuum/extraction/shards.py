@@ -157,6 +157,7 @@ class Shard:
             "rows": rows,
             "labels": dict(item.labels),
             **({"documents": item.documents} if item.documents else {}),
+            **({"left_out": item.left_out} if item.left_out else {}),
         }
 
     def _tensor(self, name: str) -> tuple[np.dtype[Any], list[int], Sequence[Array]]:

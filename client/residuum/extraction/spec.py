@@ -77,11 +77,19 @@ class JobSpec:
         if not self.pack:
             if self.tokenizer is not None:
                 raise InvalidRequest("tokenizer= needs pack=True: without it, the server tokenizes the prompts.")
+            if self.separator != "bos":
+                raise InvalidRequest(
+                    f"separator={self.separator!r} needs pack=True: only packed prompts have a separator."
+                )
             return
         if self.context_length is None or self.context_length < _SHORTEST_WINDOW:
             raise InvalidRequest("pack=True needs context_length=, the tokens of a window: at least 2.")
         if self.chat:
             raise InvalidRequest("pack=True and chat=True exclude each other: a conversation cannot be packed.")
+        if self.on_long == "truncate":
+            raise InvalidRequest(
+                "on_long='truncate' and pack=True exclude each other: long documents become several windows."
+            )
         is_id = isinstance(self.separator, int) and not isinstance(self.separator, bool) and self.separator >= 0
         if not is_id and self.separator not in ("bos", "eos", None):
             raise InvalidRequest(f"separator= must be 'bos', 'eos', a token ID or None, not {self.separator!r}.")
@@ -90,13 +98,13 @@ class JobSpec:
                 f"separator={self.separator!r} needs tokenizer=, the model's folder. Or give a token ID, or None."
             )
 
-    def document(self, prompts: int, model: str, separator: int | None = None) -> dict[str, Any]:
+    def document(self, prompts: int, model: str, packing: Mapping[str, Any]) -> dict[str, Any]:
         """Return everything that decides which rows the job makes.
 
         Args:
             prompts: The number of prompts.
             model: The model that the services serve.
-            separator: The ID of the token between packed documents.
+            packing: For packed prompts: the ID of the token between documents, and the tokenizer's digest.
         """
         return {
             "capture": json_format.MessageToDict(self.capture.to_proto(), preserving_proto_field_name=True),
@@ -114,7 +122,7 @@ class JobSpec:
             "dtype": self.dtype,
             "shard_bytes": self.shard_bytes,
             "prompts": prompts,
-            **({"pack": True, "separator": separator} if self.pack else {}),
+            **packing,
         }
 
 

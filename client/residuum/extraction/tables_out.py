@@ -1,15 +1,13 @@
 """Writes an extraction as an Arrow table: a Hugging Face dataset on disk, or Parquet files. Needs pyarrow.
 
-If all prompts have as many rows, as packed windows do, the table has one row for each prompt, in the layout of SAELens'
-cached activations: a column [context, width] for each point. Otherwise it has one row for each token.
+If the job was packed, the table has one row for each window, in the layout of SAELens' cached activations: a column
+[context, width] for each point. Otherwise it has one row for each token.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +17,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.parts import portable
+from residuum.exports.target import workplace
 from residuum.rpc.extras import install_extra
 from residuum.values.points import transformer_lens_name
 
@@ -34,7 +33,7 @@ _FILE_BYTES = 1 << 30
 """The approximate size of a file."""
 
 
-def export_table(rows: Extracted, folder: str | os.PathLike[str], format_name: str) -> Path:
+def export_table(rows: Extracted, folder: str | os.PathLike[str], format_name: str, *, allow_partial: bool) -> Path:
     """Write a folder; see `Extracted.export`."""
     if format_name not in FORMATS:
         raise InvalidRequest(f"format={format_name!r} does not exist. Choose among {', '.join(FORMATS)}.")
@@ -43,22 +42,18 @@ def export_table(rows: Extracted, folder: str | os.PathLike[str], format_name: s
     except ImportError:
         raise ImportError(f"Exports to {format_name} need the package pyarrow: {install_extra('parquet')}.") from None
     target = Path(folder)
-    if target.exists():
+    if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already. Delete it, or choose another folder.")
+    rows.check_complete(allow_partial=allow_partial)
     if not len(rows):
         raise InvalidRequest(f"{rows.folder} has no rows to export.", reason="INVALID_FIELD")
-    part = target.with_name(f"{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        table = _Table(rows)
-        files = _write_files(table, part, format_name)
+    table = _Table(rows)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with workplace(target, overwrite=False) as place:
+        place.result.mkdir()
+        files = _write_files(table, place.result, format_name)
         if format_name == "datasets":
-            _write_state(table, part, files)
-        part.rename(target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+            _write_state(table, place.result, files)
     return target
 
 
@@ -70,9 +65,9 @@ class _Table:
         self.points = {transformer_lens_name(point): rows.at(point) for point in rows.points}
         counts = np.bincount(rows.prompt, minlength=1)
         counts = counts[counts > 0]
-        is_even = len(set(counts.tolist())) == 1 and not rows.sequences.any()
-        self.context = int(counts[0]) if is_even else None
-        """The rows of each prompt; None if the table has a row for each token."""
+        is_even = len(set(counts.tolist())) == 1 and not rows.sequences.any()  # replies have many lengths
+        self.context = int(counts[0]) if rows.spec.get("pack") and is_even else None
+        """The rows of each window; None if the table has a row for each token."""
         self.features: dict[str, Any] = {}
         self.fields: list[Any] = []
         self._numbers = {
@@ -105,7 +100,7 @@ class _Table:
             self._add_by_token(name, dtype, pa.from_numpy_dtype(dtype))
         self._add("prompt", pa.int64(), {"dtype": "int64", "_type": "Value"})
         for name, (dtype, _) in self._labels.items():
-            self._add_by_token(name, dtype, getattr(pa, dtype)())
+            self._add_by_token(name, dtype, pa.type_for_alias(dtype))
 
     def _add_by_token(self, name: str, dtype: str, kind: Any) -> None:
         import pyarrow as pa
@@ -152,7 +147,7 @@ class _Table:
             columns.append(self._by_token(pa.array(array[part].astype(dtype))))
         columns.append(pa.array(self.rows.prompt[part][::context]))
         for dtype, found_labels in self._labels.values():
-            columns.append(self._by_token(pa.array(found_labels[part], getattr(pa, dtype)())))
+            columns.append(self._by_token(pa.array(found_labels[part], pa.type_for_alias(dtype))))
         return pa.record_batch(columns, schema=self.schema())
 
     def _nested(self, values: npt.NDArray[Any]) -> Any:
@@ -198,10 +193,9 @@ def _write_state(table: _Table, folder: Path, files: list[str]) -> None:
     """Write the two documents by which `datasets.load_from_disk` finds the files."""
     info = {"features": table.features, "description": "", "citation": "", "homepage": "", "license": ""}
     (folder / "dataset_info.json").write_text(json.dumps(info, indent=1))
-    job = json.dumps(table.rows.spec, sort_keys=True).encode()
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in files],
-        "_fingerprint": hashlib.sha256(job).hexdigest()[:16],
+        "_fingerprint": table.rows.fingerprint,
         "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
         "_split": None,
     }  # fmt: skip
@@ -215,7 +209,7 @@ def _sequence(dtype: str, length: int) -> dict[str, Any]:
 def _label_values(values: list[Any]) -> tuple[str, list[Any]]:
     """Return the type of a label and its values. Values of different kinds, and nested ones, become JSON."""
     kinds = {type(value) for value in values if value is not None}
-    for kind, dtype in ((bool, "bool_"), (int, "int64"), (float, "float64"), (str, "string")):
+    for kind, dtype in ((bool, "bool"), (int, "int64"), (float, "float64"), (str, "string")):
         if kinds <= {kind} or (kind is float and kinds <= {int, float}):
             return dtype, values
     return "string", [value if value is None else json.dumps(value) for value in values]

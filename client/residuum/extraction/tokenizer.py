@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class Tokenizer:
 
         Raises:
             ImportError: The package tokenizers is not installed.
-            InvalidRequest: There is no tokenizer in the folder.
+            InvalidRequest: There is no tokenizer in the folder, or its file is damaged.
         """
         try:
             import tokenizers
@@ -38,7 +39,13 @@ class Tokenizer:
                 f"There is no {file}. Give the folder of the served model, which has its tokenizer.json.",
                 reason="INVALID_FIELD",
             )
-        self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
+        content = file.read_bytes()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        """The digest of tokenizer.json."""
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # noqa: BLE001 - the package raises plain exceptions
+            raise _damaged(file, error) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -51,10 +58,15 @@ class Tokenizer:
         """Return the ID of the token "bos" or "eos"; a model without "bos" has "eos" in its place.
 
         Raises:
-            InvalidRequest: The tokenizer names no such token.
+            InvalidRequest: The tokenizer names no such token, or tokenizer_config.json is damaged.
         """
         config = self._folder / "tokenizer_config.json"
-        facts = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        try:
+            facts = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        except ValueError as error:
+            raise _damaged(config, error) from None
+        if not isinstance(facts, dict):
+            raise _damaged(config, "it is no JSON object")
         for wanted in dict.fromkeys([name, "eos"]):
             token = facts.get(f"{wanted}_token")
             text = token.get("content") if isinstance(token, dict) else token
@@ -65,3 +77,7 @@ class Tokenizer:
             f"The tokenizer in {self._folder} names no {name} token. Give the separator as a token ID.",
             reason="INVALID_FIELD",
         )
+
+
+def _damaged(file: Path, why: object) -> InvalidRequest:
+    return InvalidRequest(f"{file} cannot be read: {why}. Copy the model's folder again.", reason="INVALID_FIELD")

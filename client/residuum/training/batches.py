@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from residuum.exceptions import InvalidRequest
-from residuum.training.reader import Array, Points, ShuffledReader, Source, check_same_width
+from residuum.training.reader import Array, Points, ShuffledReader, Source, check_same_width, check_whole
 
 
 class Batch(NamedTuple):
@@ -29,6 +29,8 @@ class ActivationBatches(Iterator[Batch]):
     The files are read in blocks of `block_bytes` in random order. Half of `buffer_bytes` is a group of such blocks,
     whose rows are shuffled; the other half is for the next group, which a thread reads meanwhile. So each row is read
     once an epoch, and the files in large pieces.
+
+    `len(batches)` is the number of batches of one epoch on this rank, also if there are several.
 
     The order follows from `seed` and the epoch. All ranks compute it, and each takes its own part: the parts have no
     row in common, and together they have all rows.
@@ -73,10 +75,10 @@ class ActivationBatches(Iterator[Batch]):
     ) -> None:  # fmt: skip
         for name, number, minimum in (
             ("batch_size", batch_size, 1), ("epochs", 1 if epochs is None else epochs, 1), ("rank", rank, 0),
-            ("world_size", world_size, 1), ("buffer_bytes", buffer_bytes, 1), ("block_bytes", block_bytes, 1),
+            ("world_size", world_size, 1),
         ):  # fmt: skip
-            if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
-                raise InvalidRequest(f"{name}= must be a whole number of at least {minimum}, not {number!r}.")
+            check_whole(name, number, minimum)
+        check_dtype(dtype)
         if rank >= world_size:
             raise InvalidRequest(
                 f"rank {rank} does not exist: with world_size={world_size}, ranks are 0 to {world_size - 1}."
@@ -95,16 +97,15 @@ class ActivationBatches(Iterator[Batch]):
         """The elements of a row."""
         self._batch_size, self._epochs = batch_size, epochs
         self._dtype, self._device = dtype, device
-        total, layout = self._reader.layout.total, self._reader.layout
+        total = self._reader.layout.total
         each = total // world_size
         self._start, self._stop = (number * total // world_size for number in (rank, rank + 1))
         if drop_last:
             self._start, self._stop = rank * each, rank * each + each // batch_size * batch_size
         self._epoch = self._batch = 0
         self._identity = {
-            "rows": total, "points": list(self.points), "seed": seed, "shuffle": shuffle, "batch_size": batch_size,
-            "rank": rank, "world_size": world_size, "drop_last": drop_last,
-            "blocks": [len(layout.starts), layout.blocks_in_group],
+            **self._reader.identity, "batch_size": batch_size, "rank": rank, "world_size": world_size,
+            "drop_last": drop_last,
         }  # fmt: skip
         if self._start == self._stop:
             raise InvalidRequest(
@@ -138,7 +139,10 @@ class ActivationBatches(Iterator[Batch]):
         if self._epochs is not None and self._epoch >= self._epochs:
             raise StopIteration
         start = self._start + self._batch * self._batch_size
-        pieces = list(self._reader.read(self._epoch, start, min(start + self._batch_size, self._stop)))
+        stop = min(start + self._batch_size, self._stop)
+        is_last = self._epochs is not None and self._epoch + 1 >= self._epochs
+        then = None if is_last else (self._epoch + 1, self._start)
+        pieces = list(self._reader.read(self._epoch, start, stop, end=self._stop, then=then))
         self._batch += 1
         if self._batch == len(self):
             self._epoch, self._batch = self._epoch + 1, 0
@@ -183,3 +187,13 @@ def tensor_of(values: Array, dtype: torch.dtype | None, device: str | torch.devi
     else:
         found = torch.from_numpy(values)
     return found.to(device=device, dtype=dtype or found.dtype)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Check an argument that is an element type.
+
+    Raises:
+        InvalidRequest: It is another value, such as a text.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise InvalidRequest(f"dtype= must be a dtype of torch, such as torch.float32, or None, not {dtype!r}.")

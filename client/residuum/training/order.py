@@ -56,7 +56,6 @@ class Layout:
         """
         self.first_rows = np.concatenate([[0], np.cumsum(shard_rows)]).astype(np.int64)
         """The first row of each shard, and the number of all rows."""
-        self._where = where
         self._chosen = None if where is None else np.flatnonzero(where)
         ends = self.first_rows if self._chosen is None else np.searchsorted(self._chosen, self.first_rows)
         starts, lengths, shards = [], [], []
@@ -70,9 +69,12 @@ class Layout:
             np.concatenate(parts or nothing).astype(np.int64) for parts in (starts, lengths, shards)
         )
         """Of each block: its first row among those that are read, its number of rows, and its shard."""
-        self.blocks_in_group = max(1, group_rows // block_rows)
+        self.group_rows = group_rows
+        """The approximate rows of a group."""
         self.total = int(ends[-1])
         """The number of rows that are read."""
+        self.is_one_group = self.total <= group_rows
+        """Whether all rows are one group."""
 
     def numbers(self, first: int, count: int) -> Numbers:
         """Return the rows of all shards that a part of those that are read stands for."""
@@ -93,14 +95,16 @@ class Order:
 
     def __init__(self, layout: Layout, *, seed: int, epoch: int, shuffle: bool = True) -> None:
         self._layout = layout
-        self._seed = [seed, epoch]
+        self._seed, self._epoch = seed, epoch
         self._shuffle = shuffle
         count = len(layout.starts)
-        self._blocks = np.random.default_rng(self._seed).permutation(count) if shuffle else np.arange(count)
-        lengths = layout.lengths[self._blocks]
-        firsts = np.arange(0, count, layout.blocks_in_group)
-        sizes = np.add.reduceat(lengths, firsts) if count else np.empty(0, np.int64)
-        self.group_starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._blocks = np.arange(count)
+        if shuffle and not layout.is_one_group:  # a single group is read once, so its blocks keep their order
+            self._blocks = np.random.default_rng([seed, epoch, 0]).permutation(count)
+        ends = np.cumsum(layout.lengths[self._blocks])
+        groups = (ends - 1) // layout.group_rows  # blocks at ends of shards, or with few chosen rows, are small
+        self._first_blocks = np.append(np.flatnonzero(np.diff(groups, prepend=-1)), count)
+        self.group_starts = np.concatenate([[0], ends])[self._first_blocks].astype(np.int64)
         """The place of the first row of each group in the order, and the number of all rows."""
 
     def group_at(self, place: int) -> int:
@@ -109,14 +113,15 @@ class Order:
 
     def group(self, number: int) -> Group:
         """Return a group."""
-        layout, per_group = self._layout, self._layout.blocks_in_group
-        blocks = self._blocks[number * per_group : (number + 1) * per_group].tolist()
+        layout = self._layout
+        first, last = self._first_blocks[number : number + 2].tolist()
+        blocks = self._blocks[first:last].tolist()
         every = np.concatenate(
             [layout.numbers(int(layout.starts[block]), int(layout.lengths[block])) for block in blocks]
         )
         taken = np.arange(len(every))
         if self._shuffle:
-            taken = np.random.default_rng([*self._seed, number]).permutation(len(every))
+            taken = np.random.default_rng([self._seed, self._epoch, 1 + number]).permutation(len(every))
         pieces = [
             Piece(int(layout.shards[block]), layout.rows_in_shard(block), int(layout.lengths[block]))
             for block in blocks

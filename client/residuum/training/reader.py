@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.reader import Extracted, LayerRows
 from residuum.training.order import Group, Layout, Numbers, Order
-from residuum.values.points import parse_points, point_names
+from residuum.values.points import parse_point
 
 Array = npt.NDArray[Any]
 Source = Extracted | str | os.PathLike[str]
@@ -42,11 +43,15 @@ class ShuffledReader:
     ) -> None:  # fmt: skip
         """Open the files; see `ActivationBatches`."""
         rows = source if isinstance(source, Extracted) else Extracted(source)
-        if not rows.is_complete and not allow_partial:
-            raise InvalidRequest(
-                f"The job in {rows.folder} is not complete. Run it again to finish it, or give allow_partial=True.",
-                reason="INVALID_FIELD",
-            )
+        for name, number, minimum in (
+            ("seed", seed, 0),
+            ("buffer_bytes", buffer_bytes, 1),
+            ("block_bytes", block_bytes, 1),
+        ):
+            check_whole(name, number, minimum)
+        rows.check_complete(allow_partial=allow_partial)
+        if not len(rows):
+            raise _no_rows(rows)
         self.source = rows
         self.points = chosen_points(rows, points)
         """The points that are read."""
@@ -62,19 +67,39 @@ class ShuffledReader:
             group_rows=max(block_rows, buffer_bytes // 2 // width), where=mask,
         )  # fmt: skip
         if not self.layout.total:
-            raise InvalidRequest(f"There are no rows to read in {rows.folder}.", reason="INVALID_FIELD")
+            raise _no_rows(rows)
+        self.identity: dict[str, Any] = {
+            "data": rows.fingerprint, "points": list(self.points), "rows": self.layout.total, "seed": seed,
+            "shuffle": shuffle, "where": None if mask is None else zlib.crc32(np.packbits(mask).data),
+            "blocks": [len(self.layout.starts), self.layout.group_rows],
+        }  # fmt: skip
+        """What decides the order of the rows."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="residuum-training")
-        self._order: tuple[int, Order] | None = None
+        self._orders: dict[int, Order] = {}
         self._loaded: dict[tuple[int, int], Future[Loaded]] = {}
         self._free: list[list[Array]] = []
+        self._whole: list[Array] | None = None  # all rows, if they fit one group: they are read once for all epochs
 
-    def read(self, epoch: int, start: int, stop: int) -> Iterator[Rows]:
-        """Yield the rows of some places of an epoch's order: a copy of a piece of each group that has some."""
+    def read(
+        self, epoch: int, start: int, stop: int, *, end: int | None = None, then: tuple[int, int] | None = None
+    ) -> Iterator[Rows]:
+        """Yield the rows of some places of an epoch's order: a copy of a piece of each group that has some.
+
+        Args:
+            epoch: The epoch.
+            start: The first place.
+            stop: The place after the last one.
+            end: The place at which the caller's part of the epoch ends; None means the end of the epoch. No group
+                behind it is read ahead.
+            then: The epoch and the place that are read after `end`. Their group is read ahead.
+        """
         order = self._order_of(epoch)
+        end = self.layout.total if end is None else end
         while start < stop:
             number = order.group_at(start)
             first, last = order.group_starts[number : number + 2].tolist()
-            loaded = self._group(epoch, order, number)
+            following = (epoch, number + 1) if last < end else self._key_of(then)
+            loaded = self._group((epoch, number), following)
             part = slice(start - first, min(stop, last) - first)
             taken = loaded.group.taken[part]
             values = [
@@ -90,30 +115,40 @@ class ShuffledReader:
         self._loaded.clear()
 
     def _order_of(self, epoch: int) -> Order:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, Order(self.layout, seed=self._seed, epoch=epoch, shuffle=self._shuffle))
-        return self._order[1]
+        if epoch not in self._orders:
+            order = Order(self.layout, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            self._orders = {**dict(list(self._orders.items())[-1:]), epoch: order}  # also the one before it
+        return self._orders[epoch]
 
-    def _group(self, epoch: int, order: Order, number: int) -> Loaded:
-        """Return a group, and begin to read the next one."""
-        key = (epoch, number)
-        for old in [other for other in self._loaded if other not in (key, (epoch, number + 1))]:
+    def _key_of(self, then: tuple[int, int] | None) -> tuple[int, int] | None:
+        return None if then is None else (then[0], self._order_of(then[0]).group_at(then[1]))
+
+    def _group(self, key: tuple[int, int], following: tuple[int, int] | None) -> Loaded:
+        """Return a group, and begin to read the one that comes next.
+
+        Args:
+            key: The epoch and the number of the group.
+            following: Those of the next group; it may be the same.
+        """
+        for old in [other for other in self._loaded if other not in (key, following)]:
             future = self._loaded.pop(old)
-            if not future.cancel() and future.done() and future.exception() is None:
+            if not future.cancel() and future.done() and future.exception() is None and self._whole is None:
                 self._free.append(future.result().rows)  # new memory costs more time than reading into it
         if key not in self._loaded:
-            self._begin(epoch, order, number)
+            self._begin(key)
         found = self._loaded[key].result()
-        if number + 2 < len(order.group_starts) and (epoch, number + 1) not in self._loaded:
-            self._begin(epoch, order, number + 1)
+        if following is not None and following not in self._loaded:
+            self._begin(following)
         return found
 
-    def _begin(self, epoch: int, order: Order, number: int) -> None:
+    def _begin(self, key: tuple[int, int]) -> None:
         memory = self._free.pop() if self._free else None
-        self._loaded[epoch, number] = self._threads.submit(self._load, order, number, memory)
+        self._loaded[key] = self._threads.submit(self._load, self._order_of(key[0]), key[1], memory)
 
     def _load(self, order: Order, number: int, memory: list[Array] | None) -> Loaded:
         group = order.group(number)
+        if self._whole is not None:
+            return Loaded(group, self._whole)
         count = len(group.taken)
         if memory is None or len(memory[0]) < count:
             shapes = [(count, layer.shape[1]) for layer in self.layers]
@@ -125,6 +160,8 @@ class ShuffledReader:
             for piece in group.pieces:
                 words[at : at + piece.count] = parts[piece.shard][piece.rows]
                 at += piece.count
+        if self.layout.is_one_group:
+            self._whole = memory
         return Loaded(group, memory)
 
 
@@ -136,8 +173,8 @@ def chosen_points(rows: Extracted, points: Points) -> tuple[str, ...]:
     """
     if points is None:
         return rows.points
-    given = [points] if isinstance(points, str) else list(points)
-    names = [name for item in given for name in point_names(parse_points(item))]
+    given = points.split(",") if isinstance(points, str) else list(points)
+    names = [name for point in given for name in _names_of(rows, point)]
     lacking = [name for name in names if name not in rows.points]
     if lacking or not names:
         raise InvalidRequest(
@@ -148,6 +185,28 @@ def chosen_points(rows: Extracted, points: Points) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _names_of(rows: Extracted, point: str) -> list[str]:
+    """Return the point at each of its layers; a site without layers stands for all that the extraction has."""
+    site, layers = parse_point(point)
+    if layers is not None:
+        return [f"{site}.{layer}" for layer in layers]
+    return [name for name in rows.points if name.rpartition(".")[0] == site] or [site]
+
+
+def check_whole(name: str, number: Any, minimum: int) -> None:
+    """Check an argument that counts something.
+
+    Raises:
+        InvalidRequest: It is no whole number, or too small.
+    """
+    if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
+        raise InvalidRequest(f"{name}= must be a whole number of at least {minimum}, not {number!r}.")
+
+
+def _no_rows(rows: Extracted) -> InvalidRequest:
+    return InvalidRequest(f"There are no rows to read in {rows.folder}.", reason="INVALID_FIELD")
+
+
 def check_same_width(layers: Sequence[LayerRows], points: Sequence[str]) -> None:
     """Check that the rows of several points fit into one array.
 
@@ -156,9 +215,12 @@ def check_same_width(layers: Sequence[LayerRows], points: Sequence[str]) -> None
     """
     kinds = {(layer.shape[1], layer.dtype.name) for layer in layers}
     if len(kinds) > 1:
-        found = ", ".join(f"{name} {layer.shape[1]}" for name, layer in zip(points, layers, strict=True))
+        found = ", ".join(
+            f"{name} {layer.shape[1]} × {layer.dtype.name}" for name, layer in zip(points, layers, strict=True)
+        )
         raise InvalidRequest(
-            f"The rows have different widths: {found}. Choose points of one width.", reason="INVALID_FIELD"
+            f"The rows have different widths or element types: {found}. Choose points with the same ones.",
+            reason="INVALID_FIELD",
         )
 
 

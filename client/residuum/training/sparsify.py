@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from residuum.exceptions import InvalidRequest
 from residuum.training.batches import tensor_of
-from residuum.training.reader import Points, ShuffledReader, Source
+from residuum.training.reader import Points, ShuffledReader, Source, check_whole
 
 
 class SparsifyData(Dataset[dict[str, torch.Tensor]]):
@@ -48,6 +48,7 @@ class SparsifyData(Dataset[dict[str, torch.Tensor]]):
         device: str | torch.device = "cpu", buffer_bytes: int = 1 << 30, block_bytes: int = 1 << 20,
         allow_partial: bool = False,
     ) -> None:  # fmt: skip
+        check_whole("context_length", context_length, 1)
         reader = ShuffledReader(
             source, points, seed=seed, shuffle=True, where=where, buffer_bytes=buffer_bytes, block_bytes=block_bytes,
             allow_partial=allow_partial,
@@ -126,8 +127,7 @@ class ActivationModel(nn.Module):
         outputs = []
         for number, name in enumerate(self.hookpoints):
             values = np.concatenate([arrays[number] for _, arrays in pieces])
-            chosen = values if len(values) == len(places) else values[places - first]
-            rows = tensor_of(chosen, torch.float32, self._place).reshape(*shape, -1)
+            rows = tensor_of(values[places - first], torch.float32, self._place).reshape(*shape, -1)
             outputs.append(self.get_submodule(name)(rows))
         return outputs
 
