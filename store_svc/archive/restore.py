@@ -6,8 +6,8 @@ The rows stay in the archive, and the store reads them from there. It can be kil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
