@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from residuum.rpc.errors import Failure
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
 from store_svc.archive import owner, records
 from store_svc.archive.copying import COPIERS, DamagedCaptureError, GoneError, capture_object, chunk_objects
@@ -23,8 +22,9 @@ from store_svc.archive.fetching import Fetcher
 from store_svc.archive.layout import capture_path, chunks_folder, number_of
 from store_svc.archive.link import Link, StoppedError
 from store_svc.archive.objects import ArchiveError, ArchiveRefusedError, Objects
+from store_svc.archive.workers import Workers
 from store_svc.captures.catalog import Catalog
-from store_svc.database.db import Database, Txn
+from store_svc.database.db import Database, Table, Txn
 from store_svc.writing.changes import Batch
 from store_svc.writing.writer import Writer
 from svc_common.logs import get_logger
@@ -34,6 +34,9 @@ _T = TypeVar("_T")
 _DELETERS = 8
 """Captures that are deleted at once."""
 
+_OBJECTS_AT_ONCE = 100
+"""Objects that are deleted between two looks at whether the store is stopping."""
+
 _DELETED_AT_ONCE = 64
 _DROPPED_AT_ONCE = 1024
 _PLACES_AT_ONCE = 4096
@@ -41,6 +44,9 @@ _PLACES_AT_ONCE = 4096
 
 _LOOK_SECONDS = 1.0
 """How often the keeper looks for work that nobody has told it of."""
+
+_PASSING = (Reason.ERROR_REASON_STORE_FULL, Reason.ERROR_REASON_NOT_SERVING)
+"""Why a change may fail now and succeed later, unless the store is stopping."""
 
 _log = get_logger(__name__)
 
@@ -52,8 +58,6 @@ class ArchiveCounters:
     captures_copied: int = 0
     bytes_copied: int = 0
     captures_deleted: int = 0
-    captures_dropped: int = 0
-    bytes_dropped: int = 0
     captures_not_copied: int = 0
     """Captures that are not copied, because a chunk is damaged or a bug prevents it. The log says which and why."""
 
@@ -89,12 +93,12 @@ class Archive:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, float]] = deque()  # captures to copy, and since when they wait
         self._copying: dict[int, float] = {}
-        self._resident: OrderedDict[int, None] = OrderedDict()  # copied captures with rows here, read last at the end
         self._db_use = threading.Lock()
+        self._deleters = Workers(_DELETERS, "archive-delete")
         self._is_claimed = False
         self._threads = [
             threading.Thread(target=work, name="archive", daemon=True)
-            for work in (*[self._copy_all] * COPIERS, self._keep)
+            for work in (*[self._copy_all] * COPIERS, self._keep, self._drop_all)
         ]
 
     def check(self) -> None:
@@ -120,8 +124,6 @@ class Archive:
         for number, summary in self._catalog.oldest_ended():
             if summary.archive_state == records.PENDING:
                 self._waiting.append((number, time.monotonic()))
-            elif summary.archive_state == records.COPIED:
-                self._resident[number] = None
         for thread in self._threads:
             thread.start()
 
@@ -138,20 +140,15 @@ class Archive:
             pass
 
     def close(self) -> None:
-        """End the threads of reads, once no read runs."""
+        """End the threads of reads and deletions, except those that wait for the archive."""
         self.fetcher.close()
+        self._deleters.close()
 
     def ended(self, number: int) -> None:
         """Note that a capture has ended, so that it is copied."""
         with self._changed:
             self._waiting.append((number, time.monotonic()))
-            self._changed.notify()
-
-    def touched(self, number: int) -> None:
-        """Note that a capture is read. Captures that were not read for long are dropped first."""
-        with self._changed:
-            if number in self._resident:
-                self._resident.move_to_end(number)
+            self._changed.notify_all()
 
     def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Wait until something is over, but at most for some seconds. It is asked after each copy, and now and then."""
@@ -175,7 +172,7 @@ class Archive:
 
     @property
     def seconds_behind(self) -> float:
-        """For how long the capture has waited that has waited longest to be copied; 0 if none waits."""
+        """Age of the oldest capture that waits to be copied, in seconds; 0 if none waits."""
         with self._changed:
             since = [*self._copying.values(), *([self._waiting[0][1]] if self._waiting else [])]
         return time.monotonic() - min(since) if since else 0.0
@@ -197,14 +194,18 @@ class Archive:
         """Change the database, as soon as it has room.
 
         Raises:
+            Failure: The change itself failed.
             StoppedError: The store is stopping.
         """
         while True:
             self.link.check()
             try:
                 return self._writer.call(capture_id, change, reserve=True)
-            except Failure:  # the store is full, or stopping
-                self.link.pause()
+            except Failure as failure:
+                if failure.reason not in _PASSING:
+                    raise
+                with self._changed:
+                    self._changed.wait(_LOOK_SECONDS)
 
     # ------------------------------------------------------------------------------------------------------ copying
 
@@ -267,51 +268,90 @@ class Archive:
                 raise GoneError
         self.counters.captures_copied += 1
         self.counters.bytes_copied += num_bytes
-        with self._changed:
-            self._resident[number] = None
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
         self.link.until_done(lambda: self._objects.put(path, content))
 
+    # ----------------------------------------------------------------------------------------------------- dropping
+
+    def _drop_all(self) -> None:
+        """Drop rows, and forget captures that were deleted before they were copied. This needs no network."""
+        try:
+            while True:
+                try:
+                    self._drop()
+                    self._forget_deleted()
+                except StoppedError:
+                    raise
+                except Exception:  # noqa: BLE001 - a bug: the thread must go on
+                    _log.exception("dropping rows has failed")
+                self._sleep()
+        except StoppedError:
+            return
+
+    def _drop(self) -> None:
+        """Drop rows of copied captures while those in the database are too many, or the store is full."""
+        while numbers := self._catalog.to_drop(self._excess(), _DROPPED_AT_ONCE):
+            self._change(lambda batch: batch.drop_rows(numbers))
+
+    def _excess(self) -> int:
+        """Return how many bytes of rows to drop."""
+        excess = self._catalog.num_bytes - self._keep_bytes
+        if self._writer.room.why_full:
+            with self._read() as txn:
+                is_freeing = txn.next_key(Table.DOOMED, b"") is not None
+            if not is_freeing:  # the rows that were dropped before were not enough
+                excess = max(excess, self._db.ordinary_bytes // 8)
+        return excess
+
+    def _forget_deleted(self) -> None:
+        """Forget captures that were deleted while they waited: the oldest ones, and all if there are many."""
+        with self._changed:
+            while self._waiting and self._catalog.summary_of(self._waiting[0][0]) is None:
+                self._waiting.popleft()
+            if len(self._waiting) > 2 * self._catalog.num_captures + _DROPPED_AT_ONCE:
+                self._waiting = deque(item for item in self._waiting if self._catalog.summary_of(item[0]) is not None)
+
     # ------------------------------------------------------------------------------------------------------ keeping
 
     def _keep(self) -> None:
-        """Delete what was deleted, write changed labels, and drop rows."""
-        with ThreadPoolExecutor(_DELETERS, thread_name_prefix="archive-delete") as deleters:
-            try:
-                while True:
-                    self._drop()
-                    try:
-                        if not self._is_claimed:
-                            self.link.once(self._check_owner)
-                            self._change(Batch.claim_archive)
-                            self._is_claimed = True
-                        while self._delete_some(deleters):
-                            self._drop()
-                        self._write_labels()
-                    except ArchiveError:
-                        self.link.pause()
-                    except StoppedError:
-                        raise
-                    except Exception:  # noqa: BLE001 - a bug: rows must be dropped nevertheless
-                        _log.exception("the archive's work has failed")
-                        self.link.pause()
-                    with self._changed:
-                        self._forget_deleted()
-                        self._changed.wait(_LOOK_SECONDS)
-                    self.link.check()
-            except StoppedError:
-                return
+        """Delete what was deleted, and write changed labels."""
+        try:
+            while True:
+                try:
+                    self._claim()
+                    while self._delete_some():
+                        pass
+                    self._write_labels()
+                except ArchiveError:
+                    self.link.pause()
+                except StoppedError:
+                    raise
+                except Exception:  # noqa: BLE001 - a bug: the thread must go on
+                    _log.exception("the archive's work has failed")
+                    self.link.pause()
+                self._sleep()
+        except StoppedError:
+            return
 
-    def _forget_deleted(self) -> None:
-        """Forget captures that were deleted while they waited, if there are many.
+    def _sleep(self) -> None:
+        """Wait for news, but not for long.
 
-        Otherwise they would pile up while the archive is away.
+        Raises:
+            StoppedError: The store is stopping.
         """
-        if len(self._waiting) > 2 * self._catalog.num_captures + _DROPPED_AT_ONCE:
-            self._waiting = deque(item for item in self._waiting if self._catalog.summary_of(item[0]) is not None)
+        with self._changed:
+            self.link.check()
+            self._changed.wait(_LOOK_SECONDS)
+        self.link.check()
 
-    def _delete_some(self, deleters: ThreadPoolExecutor) -> bool:
+    def _claim(self) -> None:
+        if not self._is_claimed:
+            self.link.once(self._check_owner)
+            self._change(Batch.claim_archive)
+            self._is_claimed = True
+
+    def _delete_some(self) -> bool:
         """Delete the objects of deleted captures. Return whether there may be more.
 
         Raises:
@@ -325,18 +365,19 @@ class Archive:
         if not keys:
             return False
         self._change(lambda batch: batch.begin_deletions(keys))
-        list(deleters.map(lambda key: self.link.once(lambda: self._delete(key)), keys))
+        for done in [self._deleters.submit(self._delete, key) for key in keys]:
+            done.result()
         self._change(lambda batch: batch.end_deletions(keys))
         self.counters.captures_deleted += len(keys)
-        with self._changed:
-            for key in keys:
-                self._resident.pop(number_of(key), None)
         return True
 
     def _delete(self, key: str) -> None:
         """Delete the objects of a capture. Its own object goes first: without it, the capture does not exist."""
-        self._objects.delete([capture_path(key)])
-        self._objects.delete(list(self._objects.list(chunks_folder(key))))
+        self.link.once(lambda: self._objects.delete([capture_path(key)]))
+        paths = self.link.once(lambda: list(self._objects.list(chunks_folder(key))))
+        for start in range(0, len(paths), _OBJECTS_AT_ONCE):
+            part = paths[start : start + _OBJECTS_AT_ONCE]
+            self.link.once(lambda: self._objects.delete(part))  # noqa: B023
 
     def _write_labels(self) -> None:
         """Write the own objects of captures again whose labels have changed.
@@ -357,28 +398,3 @@ class Archive:
                 continue
             self.link.once(lambda: self._objects.put(path, data))  # noqa: B023
             self._change(lambda batch: batch.note_labels_copied(number, labels))  # noqa: B023
-
-    def _drop(self) -> None:
-        """Drop rows of copied captures while those in the database are too many, or the store is full."""
-        while numbers := self._to_drop():
-            self._change(lambda batch: batch.drop_rows(numbers))
-
-    def _to_drop(self) -> list[int]:
-        excess = self._catalog.num_bytes - self._keep_bytes
-        if self._writer.room.why_full:
-            excess = max(excess, self._db.ordinary_bytes // 8)
-        numbers: list[int] = []
-        with self._changed:
-            for number in list(self._resident):
-                if excess <= 0 or len(numbers) == _DROPPED_AT_ONCE:
-                    break
-                if self._catalog.is_read(number):
-                    continue
-                del self._resident[number]
-                summary = self._catalog.summary_of(number)
-                if summary is not None and summary.archive_state == records.COPIED:
-                    numbers.append(number)
-                    excess -= summary.num_bytes
-                    self.counters.captures_dropped += 1
-                    self.counters.bytes_dropped += summary.num_bytes
-        return numbers

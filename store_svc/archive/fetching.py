@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotReadyError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from residuum.wire.frames import checksum
 from store_svc.archive.layout import chunks_path
 from store_svc.archive.objects import ArchiveError, MissingObjectError, Objects
 from store_svc.archive.records import Place
+from store_svc.archive.workers import Workers
 from svc_common.logs import get_logger
 
 _log = get_logger(__name__)
@@ -59,7 +60,7 @@ class Fetcher:
     def __init__(self, objects: Objects) -> None:
         """Prepare to fetch from an archive."""
         self._objects = objects
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
+        self._threads = Workers(_THREADS, "fetch")
         self.num_bytes = 0
         """Bytes that were fetched."""
         self.failures = 0
@@ -106,8 +107,8 @@ class Fetcher:
         return _checked(frame, _outcome(lambda: self._fetch([frame]), capture_id), capture_id)
 
     def close(self) -> None:
-        """End the threads, once no read runs."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads. No read may run, except those that wait for the archive."""
+        self._threads.close()
 
     def _fetch(self, items: list[Away]) -> memoryview:
         first, last = items[0], items[-1].place

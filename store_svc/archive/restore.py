@@ -145,7 +145,7 @@ class Restore:
             name = name_of(capture.manifest.description)
             known, age = self._latest.get(name), _age_of(key, capture.manifest)
             if known is not None and known.age > age:
-                records.note_leftovers(txn, key)  # it was replaced, and its objects were not deleted yet
+                records.note_objects_to_delete(txn, key)  # it was replaced, and its objects were not deleted yet
                 continue
             if known is not None:
                 self._forget(txn, name, known.number)
@@ -217,7 +217,7 @@ def _renumbered(frame_key: bytes, number: int) -> bytes:
 
 def _end(txn: Txn, leftovers: set[str]) -> None:
     for key in leftovers:
-        records.note_leftovers(txn, key)
+        records.note_objects_to_delete(txn, key)
     txn.delete(Table.META, records.RESTORING)
 
 
