@@ -185,8 +185,8 @@ class StoreCollector(Collector):
             "Deleted captures whose objects were deleted.",
             counters.captures_deleted,
         )
-        yield CounterMetricFamily(
+        yield GaugeMetricFamily(
             "residuum_store_archive_not_copied_captures",
             "Captures that cannot be copied, because a chunk is damaged; the log names them.",
-            counters.captures_not_copied,
+            archive.num_not_copied,
         )

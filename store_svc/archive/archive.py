@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,6 +42,9 @@ _DROPPED_AT_ONCE = 1024
 _PLACES_AT_ONCE = 4096
 """Places of frames that one transaction notes."""
 
+_RETRY_SECONDS = 10.0
+"""The pause before a copy is tried again that a bug has prevented."""
+
 _LOOK_SECONDS = 1.0
 """How often the keeper looks for work that nobody has told it of."""
 
@@ -58,8 +61,6 @@ class ArchiveCounters:
     captures_copied: int = 0
     bytes_copied: int = 0
     captures_deleted: int = 0
-    captures_not_copied: int = 0
-    """Captures that are not copied, because a chunk is damaged or a bug prevents it. The log says which and why."""
 
 
 class Archive:
@@ -93,6 +94,8 @@ class Archive:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, float]] = deque()  # captures to copy, and since when they wait
         self._copying: dict[int, float] = {}
+        self._failed: deque[tuple[float, int, float]] = deque()  # when to try again, the capture, since when it waits
+        self._damaged: set[int] = set()  # captures that cannot be copied
         self._db_use = threading.Lock()
         self._deleters = Workers(_DELETERS, "archive-delete")
         self._is_claimed = False
@@ -136,13 +139,13 @@ class Archive:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+        self._deleters.close()
         with self._db_use:  # from now on, `_read` raises
             pass
 
-    def close(self) -> None:
-        """End the threads of reads and deletions, except those that wait for the archive."""
-        self.fetcher.close()
-        self._deleters.close()
+    def end_reads(self) -> None:
+        """End the reads that wait for the archive."""
+        self.fetcher.stop()
 
     def ended(self, number: int) -> None:
         """Note that a capture has ended, so that it is copied."""
@@ -166,15 +169,22 @@ class Archive:
             captures_copied=states.get(records.COPIED, 0),
             captures_moved=states.get(records.MOVED, 0),
             why_behind=self.link.why_behind,
+            captures_not_copied=self.num_not_copied,
             bytes_copied=self.counters.bytes_copied,
             bytes_fetched=self.fetcher.num_bytes,
         )
 
     @property
+    def num_not_copied(self) -> int:
+        """Captures that cannot be copied, because a chunk is damaged. The log names them."""
+        return len(self._damaged)
+
+    @property
     def seconds_behind(self) -> float:
         """Age of the oldest capture that waits to be copied, in seconds; 0 if none waits."""
         with self._changed:
-            since = [*self._copying.values(), *([self._waiting[0][1]] if self._waiting else [])]
+            since = [*self._copying.values(), *(item[2] for item in self._failed)]
+            since += [self._waiting[0][1]] if self._waiting else []
         return time.monotonic() - min(since) if since else 0.0
 
     def _check_owner(self) -> None:
@@ -220,11 +230,13 @@ class Archive:
                 except StoppedError:
                     raise
                 except DamagedCaptureError:
-                    self.counters.captures_not_copied += 1
                     _log.error("a capture is not copied: the checksum of a chunk does not match", number=number)
+                    with self._changed:
+                        self._damaged.add(number)
                 except Exception:  # noqa: BLE001 - a bug: other captures must be copied nevertheless
-                    self.counters.captures_not_copied += 1
-                    _log.exception("a capture is not copied", number=number)
+                    _log.exception("copying a capture has failed; the store tries it again later", number=number)
+                    with self._changed:
+                        self._failed.append((time.monotonic() + _RETRY_SECONDS, number, self._copying[number]))
                 finally:
                     with self._changed:
                         self._copying.pop(number, None)
@@ -237,6 +249,10 @@ class Archive:
         with self._changed:
             while True:
                 self.link.check()
+                if self._failed and self._failed[0][0] <= time.monotonic():
+                    _, number, since = self._failed.popleft()
+                    self._copying[number] = since
+                    return number
                 if self._waiting and self._is_claimed:
                     number, since = self._waiting.popleft()
                     self._copying[number] = since
@@ -254,20 +270,23 @@ class Archive:
         key = self._change(lambda batch: batch.begin_copy(number))
         if key is None:
             return
-        places: list[tuple[bytes, records.Place]] = []
         num_bytes = 0
-        for path, content, part in chunk_objects(self._read, number, key):
+        for path, content, places in chunk_objects(self._read, number, key):
             self._put(path, content)
-            places += part
             num_bytes += len(content)
-        path, data, _ = capture_object(self._read, number, key, places)
+            for start in range(0, len(places), _PLACES_AT_ONCE):
+                self._note(number, key, places[start : start + _PLACES_AT_ONCE])
+        path, data, _ = capture_object(self._read, number, key)
         self._put(path, data)
-        for start in range(0, max(len(places), 1), _PLACES_AT_ONCE):
-            part, is_last = places[start : start + _PLACES_AT_ONCE], start + _PLACES_AT_ONCE >= len(places)
-            if not self._change(lambda batch: batch.note_copied(number, key, part, is_last=is_last)):  # noqa: B023
-                raise GoneError
+        self._note(number, key, is_last=True)
         self.counters.captures_copied += 1
         self.counters.bytes_copied += num_bytes
+
+    def _note(
+        self, number: int, key: str, places: Sequence[tuple[bytes, records.Place]] = (), *, is_last: bool = False
+    ) -> None:
+        if not self._change(lambda batch: batch.note_copied(number, key, places, is_last=is_last)):
+            raise GoneError
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
         self.link.until_done(lambda: self._objects.put(path, content))
@@ -309,6 +328,7 @@ class Archive:
         with self._changed:
             while self._waiting and self._catalog.summary_of(self._waiting[0][0]) is None:
                 self._waiting.popleft()
+            self._damaged = {number for number in self._damaged if self._catalog.summary_of(number) is not None}
             if len(self._waiting) > 2 * self._catalog.num_captures + _DROPPED_AT_ONCE:
                 self._waiting = deque(item for item in self._waiting if self._catalog.summary_of(item[0]) is not None)
 

@@ -122,12 +122,8 @@ class Objects:
             with _failing("an object", may_be_missing=True):
                 self._obstore.delete(self._store, list(paths))
                 return
-        except ArchiveRefusedError:
-            raise
-        except ArchiveError as error:
-            # A folder stops at the first object that is missing. Some servers cannot delete several at once.
-            if not isinstance(error, MissingObjectError) and "NotImplemented" not in str(error):
-                raise
+        except MissingObjectError:  # a folder, or a cloud without such a call, stops at the first one that is missing
+            pass
         for path in paths:
             with suppress(MissingObjectError), _failing(path, may_be_missing=True):
                 self._obstore.delete(self._store, path)

@@ -64,6 +64,7 @@ def test_captures_that_were_not_read_for_longest_are_dropped_first(tmp_path: Pat
         for at in range(3, 5):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
             wait_for(lambda at=at: stats(client).captures_moved == at - 2, "drop")
+            wait_for_state(client, COPIED, [f"c{at}"])
         assert states(client) == {"c0": COPIED, "c1": MOVED, "c2": MOVED, "c3": COPIED, "c4": COPIED}
         assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_bytes <= keep
         for at in range(5):
@@ -110,6 +111,8 @@ def test_a_capture_that_is_read_while_it_is_dropped_is_read_whole(
             store._writer.call("big", lambda batch: batch.drop_rows([number]), reserve=True)
             assert [read.result()[0] for read in reads] == [grid(LAYERS, range(400))] * 12
         assert state(client, "big") == MOVED
+        fetched = store._archive.fetcher.num_bytes
+        assert 0 < fetched < 12 * client.get("big").num_bytes, "some rows came from each side"
 
 
 def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -> None:
