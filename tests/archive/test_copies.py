@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -282,3 +283,33 @@ def test_a_copy_that_a_bug_prevents_is_tried_again(tmp_path: Path, url: str, mon
             assert store._archive.seconds_behind > 0
         wait_for_state(client, COPIED)
         assert store._archive.seconds_behind == 0
+
+
+def test_a_capture_of_many_small_chunks_is_copied_in_parts(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its places are noted object by object. A copy that begins again in between writes the same."""
+    monkeypatch.setattr("store_svc.archive.copying._OBJECT_FRAMES", 8)
+    monkeypatch.setattr("store_svc.archive.archive._PLACES_AT_ONCE", 3)
+    monkeypatch.setattr("store_svc.archive.archive._RETRY_SECONDS", 0.1)
+    writes = 0
+
+    def failing(
+        self: Batch, *arguments: object, original: Callable[..., bool] = Batch.note_copied, **named: bool
+    ) -> bool:
+        nonlocal writes
+        writes += 1
+        if writes == 5:
+            raise ZeroDivisionError
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(Batch, "note_copied", failing)
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
+        capture(client, prompt=30)
+        wait_for_state(client, MOVED)
+        wait_for(lambda: store._db.num_chunks() == 0, "empty database")
+        assert writes > 10
+        assert len(chunk_objects(Objects(url))) == 4
+        (path,) = Objects(url).list(CAPTURES)
+        assert len(unpack_capture(Objects(url).get(path)).chunks) == 30
+        assert client.read()[0] == grid(LAYERS, range(30))
