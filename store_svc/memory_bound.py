@@ -33,11 +33,13 @@ _SEARCH = 32 * _MIB
 """For each search: its best hits and those of each thread, the numbers of a million selected captures, the blocks of
 rows of its threads, and the messages with hits."""
 
-_COPIER = 48 * _MIB
-"""For each capture that is copied to the archive: an object with chunks, twice while it is sent, and its index."""
+_COPIER = 64 * _MIB
+"""For each capture that is copied to the archive: an object with chunks, twice while it is sent, and its index. The
+capture's own object takes less, also for 262,144 chunks."""
 
-_FETCHING = 10 * _MIB
-"""For each active read stream, if its rows come from the archive: the ranges that are fetched ahead."""
+_FETCHING = 18 * _MIB
+"""For each active read stream, if its rows come from the archive: a range of 8 MiB that is read, and one that is
+fetched ahead."""
 
 _LANES = 8
 """Lanes of all searches, which read from the archive, too."""

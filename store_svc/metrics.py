@@ -155,7 +155,7 @@ class StoreCollector(Collector):
         yield captures
         yield GaugeMetricFamily(
             "residuum_store_archive_behind_seconds",
-            "How long the capture has waited that has waited longest to be copied.",
+            "Age of the oldest capture that waits to be copied.",
             archive.seconds_behind,
         )
         yield GaugeMetricFamily(
@@ -178,15 +178,15 @@ class StoreCollector(Collector):
         yield CounterMetricFamily(
             "residuum_store_archive_dropped_bytes",
             "Bytes of chunks dropped from the database, because the archive has them.",
-            counters.bytes_dropped,
+            self._catalog.bytes_dropped,
         )
         yield CounterMetricFamily(
             "residuum_store_archive_deleted_captures",
             "Deleted captures whose objects were deleted.",
             counters.captures_deleted,
         )
-        yield CounterMetricFamily(
+        yield GaugeMetricFamily(
             "residuum_store_archive_not_copied_captures",
             "Captures that cannot be copied, because a chunk is damaged; the log names them.",
-            counters.captures_not_copied,
+            archive.num_not_copied,
         )

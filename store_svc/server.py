@@ -169,11 +169,11 @@ class Store:
         self._servicer.end_streams()
         self._server.stop(self._settings.grace_seconds)
         self._servicer.calls.wait_until_idle(self._settings.grace_seconds)
+        if self._archive is not None:
+            self._archive.end_reads()
         self._server.stop(min(self._settings.grace_seconds, _FLUSH_SECONDS)).wait()
         self._stall_interceptor.close()
         self._servicer.close()
-        if self._archive is not None:
-            self._archive.close()
         self._shared_memory.close()
         self._db.close()
         _log.info("stopped")

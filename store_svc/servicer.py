@@ -108,8 +108,7 @@ class StoreServicer:
         self._writer = writer
         self._archive = archive
         fetcher = archive.fetcher if archive is not None else None
-        touched: Callable[[int], object] = archive.touched if archive is not None else lambda _: None
-        self._reader = Reader(db, catalog, fetcher, touched)
+        self._reader = Reader(db, catalog, fetcher)
         self._labels = LabelReader(db)
         self._searcher = Searcher(db, catalog, fetcher)
         self._store_id = store_id

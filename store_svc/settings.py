@@ -41,7 +41,7 @@ def _keep_within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | 
 
 def _archive_url(text: str) -> str:
     if text and not text.startswith(SCHEMES):
-        raise ValueError(f"must begin with {', '.join(SCHEMES[:-1])}, as in s3://bucket/prefix")
+        raise ValueError(f"must begin with {', '.join(SCHEMES)}, as in s3://bucket/prefix")
     return text
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from residuum.rpc.errors import Failure
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
 from store_svc.archive import owner, records
 from store_svc.archive.copying import COPIERS, DamagedCaptureError, GoneError, capture_object, chunk_objects
@@ -23,8 +22,9 @@ from store_svc.archive.fetching import Fetcher
 from store_svc.archive.layout import capture_path, chunks_folder, number_of
 from store_svc.archive.link import Link, StoppedError
 from store_svc.archive.objects import ArchiveError, ArchiveRefusedError, Objects
+from store_svc.archive.workers import Workers
 from store_svc.captures.catalog import Catalog
-from store_svc.database.db import Database, Txn
+from store_svc.database.db import Database, Table, Txn
 from store_svc.writing.changes import Batch
 from store_svc.writing.writer import Writer
 from svc_common.logs import get_logger
@@ -34,13 +34,22 @@ _T = TypeVar("_T")
 _DELETERS = 8
 """Captures that are deleted at once."""
 
+_OBJECTS_AT_ONCE = 100
+"""Objects that are deleted between two looks at whether the store is stopping."""
+
 _DELETED_AT_ONCE = 64
 _DROPPED_AT_ONCE = 1024
 _PLACES_AT_ONCE = 4096
 """Places of frames that one transaction notes."""
 
+_RETRY_SECONDS = 10.0
+"""The pause before a copy is tried again that a bug has prevented."""
+
 _LOOK_SECONDS = 1.0
 """How often the keeper looks for work that nobody has told it of."""
+
+_PASSING = (Reason.ERROR_REASON_STORE_FULL, Reason.ERROR_REASON_NOT_SERVING)
+"""Why a change may fail now and succeed later, unless the store is stopping."""
 
 _log = get_logger(__name__)
 
@@ -52,10 +61,6 @@ class ArchiveCounters:
     captures_copied: int = 0
     bytes_copied: int = 0
     captures_deleted: int = 0
-    captures_dropped: int = 0
-    bytes_dropped: int = 0
-    captures_not_copied: int = 0
-    """Captures that are not copied, because a chunk is damaged or a bug prevents it. The log says which and why."""
 
 
 class Archive:
@@ -89,12 +94,14 @@ class Archive:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, float]] = deque()  # captures to copy, and since when they wait
         self._copying: dict[int, float] = {}
-        self._resident: OrderedDict[int, None] = OrderedDict()  # copied captures with rows here, read last at the end
+        self._failed: deque[tuple[float, int, float]] = deque()  # when to try again, the capture, since when it waits
+        self._damaged: set[int] = set()  # captures that cannot be copied
         self._db_use = threading.Lock()
+        self._deleters = Workers(_DELETERS, "archive-delete")
         self._is_claimed = False
         self._threads = [
             threading.Thread(target=work, name="archive", daemon=True)
-            for work in (*[self._copy_all] * COPIERS, self._keep)
+            for work in (*[self._copy_all] * COPIERS, self._keep, self._drop_all)
         ]
 
     def check(self) -> None:
@@ -120,8 +127,6 @@ class Archive:
         for number, summary in self._catalog.oldest_ended():
             if summary.archive_state == records.PENDING:
                 self._waiting.append((number, time.monotonic()))
-            elif summary.archive_state == records.COPIED:
-                self._resident[number] = None
         for thread in self._threads:
             thread.start()
 
@@ -134,24 +139,19 @@ class Archive:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+        self._deleters.close()
         with self._db_use:  # from now on, `_read` raises
             pass
 
-    def close(self) -> None:
-        """End the threads of reads, once no read runs."""
-        self.fetcher.close()
+    def end_reads(self) -> None:
+        """End the reads that wait for the archive."""
+        self.fetcher.stop()
 
     def ended(self, number: int) -> None:
         """Note that a capture has ended, so that it is copied."""
         with self._changed:
             self._waiting.append((number, time.monotonic()))
-            self._changed.notify()
-
-    def touched(self, number: int) -> None:
-        """Note that a capture is read. Captures that were not read for long are dropped first."""
-        with self._changed:
-            if number in self._resident:
-                self._resident.move_to_end(number)
+            self._changed.notify_all()
 
     def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Wait until something is over, but at most for some seconds. It is asked after each copy, and now and then."""
@@ -169,15 +169,22 @@ class Archive:
             captures_copied=states.get(records.COPIED, 0),
             captures_moved=states.get(records.MOVED, 0),
             why_behind=self.link.why_behind,
+            captures_not_copied=self.num_not_copied,
             bytes_copied=self.counters.bytes_copied,
             bytes_fetched=self.fetcher.num_bytes,
         )
 
     @property
+    def num_not_copied(self) -> int:
+        """Captures that cannot be copied, because a chunk is damaged. The log names them."""
+        return len(self._damaged)
+
+    @property
     def seconds_behind(self) -> float:
-        """For how long the capture has waited that has waited longest to be copied; 0 if none waits."""
+        """Age of the oldest capture that waits to be copied, in seconds; 0 if none waits."""
         with self._changed:
-            since = [*self._copying.values(), *([self._waiting[0][1]] if self._waiting else [])]
+            since = [*self._copying.values(), *(item[2] for item in self._failed)]
+            since += [self._waiting[0][1]] if self._waiting else []
         return time.monotonic() - min(since) if since else 0.0
 
     def _check_owner(self) -> None:
@@ -197,14 +204,18 @@ class Archive:
         """Change the database, as soon as it has room.
 
         Raises:
+            Failure: The change itself failed.
             StoppedError: The store is stopping.
         """
         while True:
             self.link.check()
             try:
                 return self._writer.call(capture_id, change, reserve=True)
-            except Failure:  # the store is full, or stopping
-                self.link.pause()
+            except Failure as failure:
+                if failure.reason not in _PASSING:
+                    raise
+                with self._changed:
+                    self._changed.wait(_LOOK_SECONDS)
 
     # ------------------------------------------------------------------------------------------------------ copying
 
@@ -219,11 +230,13 @@ class Archive:
                 except StoppedError:
                     raise
                 except DamagedCaptureError:
-                    self.counters.captures_not_copied += 1
                     _log.error("a capture is not copied: the checksum of a chunk does not match", number=number)
+                    with self._changed:
+                        self._damaged.add(number)
                 except Exception:  # noqa: BLE001 - a bug: other captures must be copied nevertheless
-                    self.counters.captures_not_copied += 1
-                    _log.exception("a capture is not copied", number=number)
+                    _log.exception("copying a capture has failed; the store tries it again later", number=number)
+                    with self._changed:
+                        self._failed.append((time.monotonic() + _RETRY_SECONDS, number, self._copying[number]))
                 finally:
                     with self._changed:
                         self._copying.pop(number, None)
@@ -236,6 +249,10 @@ class Archive:
         with self._changed:
             while True:
                 self.link.check()
+                if self._failed and self._failed[0][0] <= time.monotonic():
+                    _, number, since = self._failed.popleft()
+                    self._copying[number] = since
+                    return number
                 if self._waiting and self._is_claimed:
                     number, since = self._waiting.popleft()
                     self._copying[number] = since
@@ -253,65 +270,108 @@ class Archive:
         key = self._change(lambda batch: batch.begin_copy(number))
         if key is None:
             return
-        places: list[tuple[bytes, records.Place]] = []
         num_bytes = 0
-        for path, content, part in chunk_objects(self._read, number, key):
+        for path, content, places in chunk_objects(self._read, number, key):
             self._put(path, content)
-            places += part
             num_bytes += len(content)
-        path, data, _ = capture_object(self._read, number, key, places)
+            for start in range(0, len(places), _PLACES_AT_ONCE):
+                self._note(number, key, places[start : start + _PLACES_AT_ONCE])
+        path, data, _ = capture_object(self._read, number, key)
         self._put(path, data)
-        for start in range(0, max(len(places), 1), _PLACES_AT_ONCE):
-            part, is_last = places[start : start + _PLACES_AT_ONCE], start + _PLACES_AT_ONCE >= len(places)
-            if not self._change(lambda batch: batch.note_copied(number, key, part, is_last=is_last)):  # noqa: B023
-                raise GoneError
+        self._note(number, key, is_last=True)
         self.counters.captures_copied += 1
         self.counters.bytes_copied += num_bytes
-        with self._changed:
-            self._resident[number] = None
+
+    def _note(
+        self, number: int, key: str, places: Sequence[tuple[bytes, records.Place]] = (), *, is_last: bool = False
+    ) -> None:
+        if not self._change(lambda batch: batch.note_copied(number, key, places, is_last=is_last)):
+            raise GoneError
 
     def _put(self, path: str, content: bytes | memoryview) -> None:
         self.link.until_done(lambda: self._objects.put(path, content))
 
+    # ----------------------------------------------------------------------------------------------------- dropping
+
+    def _drop_all(self) -> None:
+        """Drop rows, and forget captures that were deleted before they were copied. This needs no network."""
+        try:
+            while True:
+                try:
+                    self._drop()
+                    self._forget_deleted()
+                except StoppedError:
+                    raise
+                except Exception:  # noqa: BLE001 - a bug: the thread must go on
+                    _log.exception("dropping rows has failed")
+                self._sleep()
+        except StoppedError:
+            return
+
+    def _drop(self) -> None:
+        """Drop rows of copied captures while those in the database are too many, or the store is full."""
+        while numbers := self._catalog.to_drop(self._excess(), _DROPPED_AT_ONCE):
+            self._change(lambda batch: batch.drop_rows(numbers))
+
+    def _excess(self) -> int:
+        """Return how many bytes of rows to drop."""
+        excess = self._catalog.num_bytes - self._keep_bytes
+        if self._writer.room.why_full:
+            with self._read() as txn:
+                is_freeing = txn.next_key(Table.DOOMED, b"") is not None
+            if not is_freeing:  # the rows that were dropped before were not enough
+                excess = max(excess, self._db.ordinary_bytes // 8)
+        return excess
+
+    def _forget_deleted(self) -> None:
+        """Forget captures that were deleted while they waited: the oldest ones, and all if there are many."""
+        with self._changed:
+            while self._waiting and self._catalog.summary_of(self._waiting[0][0]) is None:
+                self._waiting.popleft()
+            self._damaged = {number for number in self._damaged if self._catalog.summary_of(number) is not None}
+            if len(self._waiting) > 2 * self._catalog.num_captures + _DROPPED_AT_ONCE:
+                self._waiting = deque(item for item in self._waiting if self._catalog.summary_of(item[0]) is not None)
+
     # ------------------------------------------------------------------------------------------------------ keeping
 
     def _keep(self) -> None:
-        """Delete what was deleted, write changed labels, and drop rows."""
-        with ThreadPoolExecutor(_DELETERS, thread_name_prefix="archive-delete") as deleters:
-            try:
-                while True:
-                    self._drop()
-                    try:
-                        if not self._is_claimed:
-                            self.link.once(self._check_owner)
-                            self._change(Batch.claim_archive)
-                            self._is_claimed = True
-                        while self._delete_some(deleters):
-                            self._drop()
-                        self._write_labels()
-                    except ArchiveError:
-                        self.link.pause()
-                    except StoppedError:
-                        raise
-                    except Exception:  # noqa: BLE001 - a bug: rows must be dropped nevertheless
-                        _log.exception("the archive's work has failed")
-                        self.link.pause()
-                    with self._changed:
-                        self._forget_deleted()
-                        self._changed.wait(_LOOK_SECONDS)
-                    self.link.check()
-            except StoppedError:
-                return
+        """Delete what was deleted, and write changed labels."""
+        try:
+            while True:
+                try:
+                    self._claim()
+                    while self._delete_some():
+                        pass
+                    self._write_labels()
+                except ArchiveError:
+                    self.link.pause()
+                except StoppedError:
+                    raise
+                except Exception:  # noqa: BLE001 - a bug: the thread must go on
+                    _log.exception("the archive's work has failed")
+                    self.link.pause()
+                self._sleep()
+        except StoppedError:
+            return
 
-    def _forget_deleted(self) -> None:
-        """Forget captures that were deleted while they waited, if there are many.
+    def _sleep(self) -> None:
+        """Wait for news, but not for long.
 
-        Otherwise they would pile up while the archive is away.
+        Raises:
+            StoppedError: The store is stopping.
         """
-        if len(self._waiting) > 2 * self._catalog.num_captures + _DROPPED_AT_ONCE:
-            self._waiting = deque(item for item in self._waiting if self._catalog.summary_of(item[0]) is not None)
+        with self._changed:
+            self.link.check()
+            self._changed.wait(_LOOK_SECONDS)
+        self.link.check()
 
-    def _delete_some(self, deleters: ThreadPoolExecutor) -> bool:
+    def _claim(self) -> None:
+        if not self._is_claimed:
+            self.link.once(self._check_owner)
+            self._change(Batch.claim_archive)
+            self._is_claimed = True
+
+    def _delete_some(self) -> bool:
         """Delete the objects of deleted captures. Return whether there may be more.
 
         Raises:
@@ -325,18 +385,19 @@ class Archive:
         if not keys:
             return False
         self._change(lambda batch: batch.begin_deletions(keys))
-        list(deleters.map(lambda key: self.link.once(lambda: self._delete(key)), keys))
+        for done in [self._deleters.submit(self._delete, key) for key in keys]:
+            done.result()
         self._change(lambda batch: batch.end_deletions(keys))
         self.counters.captures_deleted += len(keys)
-        with self._changed:
-            for key in keys:
-                self._resident.pop(number_of(key), None)
         return True
 
     def _delete(self, key: str) -> None:
         """Delete the objects of a capture. Its own object goes first: without it, the capture does not exist."""
-        self._objects.delete([capture_path(key)])
-        self._objects.delete(list(self._objects.list(chunks_folder(key))))
+        self.link.once(lambda: self._objects.delete([capture_path(key)]))
+        paths = self.link.once(lambda: list(self._objects.list(chunks_folder(key))))
+        for start in range(0, len(paths), _OBJECTS_AT_ONCE):
+            part = paths[start : start + _OBJECTS_AT_ONCE]
+            self.link.once(lambda: self._objects.delete(part))  # noqa: B023
 
     def _write_labels(self) -> None:
         """Write the own objects of captures again whose labels have changed.
@@ -357,28 +418,3 @@ class Archive:
                 continue
             self.link.once(lambda: self._objects.put(path, data))  # noqa: B023
             self._change(lambda batch: batch.note_labels_copied(number, labels))  # noqa: B023
-
-    def _drop(self) -> None:
-        """Drop rows of copied captures while those in the database are too many, or the store is full."""
-        while numbers := self._to_drop():
-            self._change(lambda batch: batch.drop_rows(numbers))
-
-    def _to_drop(self) -> list[int]:
-        excess = self._catalog.num_bytes - self._keep_bytes
-        if self._writer.room.why_full:
-            excess = max(excess, self._db.ordinary_bytes // 8)
-        numbers: list[int] = []
-        with self._changed:
-            for number in list(self._resident):
-                if excess <= 0 or len(numbers) == _DROPPED_AT_ONCE:
-                    break
-                if self._catalog.is_read(number):
-                    continue
-                del self._resident[number]
-                summary = self._catalog.summary_of(number)
-                if summary is not None and summary.archive_state == records.COPIED:
-                    numbers.append(number)
-                    excess -= summary.num_bytes
-                    self.counters.captures_dropped += 1
-                    self.counters.bytes_dropped += summary.num_bytes
-        return numbers

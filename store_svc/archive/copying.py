@@ -10,7 +10,7 @@ import numpy as np
 from residuum.v1 import archive_pb2, capture_pb2, store_pb2
 from residuum.wire.frames import FrameError, checksum
 from residuum.wire.limits import MAX_PLACED_CHUNK_BYTES
-from store_svc.archive.layout import capture_path, chunks_path, pack
+from store_svc.archive.layout import capture_path, chunks_path, pack_bytes
 from store_svc.archive.records import Place
 from store_svc.captures.labels import read_labels
 from store_svc.database.db import Table, Txn
@@ -21,6 +21,9 @@ COPIERS = 4
 
 OBJECT_BYTES = 16 << 20
 """Bytes at which an object with chunks is written. It is written at once, so none is ever half there."""
+
+_OBJECT_FRAMES = 32768
+"""Frames at which an object is written even if it is small. They bound the memory for their places."""
 
 _BUFFER_BYTES = OBJECT_BYTES + MAX_PLACED_CHUNK_BYTES + (1 << 20)
 """One chunk more, with its header."""
@@ -55,23 +58,20 @@ def chunk_objects(read: Reads, number: int, key: str) -> Iterator[tuple[str, mem
         num_bytes = _copy_frame(read, frame_key, buffer[size:])
         places.append((frame_key, Place(at, size, num_bytes, checksum(buffer[size : size + num_bytes].data))))
         size += num_bytes
-        if size >= OBJECT_BYTES:
+        if size >= OBJECT_BYTES or len(places) == _OBJECT_FRAMES:
             yield chunks_path(key, at), buffer[:size].data, places
             places, size, at = [], 0, at + 1
     if places:
         yield chunks_path(key, at), buffer[:size].data, places
 
 
-def capture_object(
-    read: Reads, number: int, key: str, places: list[tuple[bytes, Place]] | None = None
-) -> tuple[str, bytes, bytes]:
+def capture_object(read: Reads, number: int, key: str) -> tuple[str, bytes, bytes]:
     """Return the object that makes a capture exist in the archive: the path, the content, and the labels in it.
 
     Args:
         read: Begins a read transaction.
         number: The capture's internal number.
         key: Its name in the archive.
-        places: Where the archive has its frames; None if the database knows.
 
     Raises:
         GoneError: The capture was deleted.
@@ -85,13 +85,18 @@ def capture_object(
         message = archive_pb2.ArchivedCapture(manifest=manifest, number=number)
         if (seal := txn.get(Table.SEALS, pack_number(number))) is not None:
             message.seal.CopyFrom(store_pb2.SealCaptureRequest.FromString(bytes(seal)))
-        if places is None:
-            places = [(found, Place.unpack(value)) for found, value in txn.items(Table.PLACES, pack_number(number))]
-    for frame_key, place in places:
-        message.chunks.add(
-            key=frame_key, object=place.object, offset=place.offset, num_bytes=place.num_bytes, crc32c=place.crc32c
-        )
-    return capture_path(key), pack(message), labels
+        # Serialised one by one, and joined: a message with all of them would take several times the memory.
+        data = bytearray(message.SerializeToString())
+        for frame_key, value in txn.items(Table.PLACES, pack_number(number)):
+            data += _entry(frame_key, Place.unpack(value)).SerializeToString()
+    return capture_path(key), pack_bytes(data), labels
+
+
+def _entry(key: bytes, place: Place) -> archive_pb2.ArchivedCapture:
+    chunk = archive_pb2.ArchivedChunk(
+        key=key, object=place.object, offset=place.offset, num_bytes=place.num_bytes, crc32c=place.crc32c
+    )
+    return archive_pb2.ArchivedCapture(chunks=[chunk])
 
 
 def _frame_keys(read: Reads, number: int) -> Iterator[bytes]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotReadyError
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from residuum.rpc.errors import Failure, Reason
@@ -14,18 +12,22 @@ from residuum.wire.frames import checksum
 from store_svc.archive.layout import chunks_path
 from store_svc.archive.objects import ArchiveError, MissingObjectError, Objects
 from store_svc.archive.records import Place
+from store_svc.archive.workers import Workers
 from svc_common.logs import get_logger
 
 _log = get_logger(__name__)
 
 _RANGE_BYTES = 1 << 20
-"""Bytes at which a range ends. It has one frame at least, and so at most 8 MiB more."""
+"""The most bytes of a range of several frames. A range of one frame may have 8 MiB."""
 
 _AHEAD_BYTES = 4 << 20
 """Bytes of one reader that are fetched or wait for it, unless one range has more."""
 
 _MAX_AHEAD = 8
 """Ranges, or frames in the database, that wait at most."""
+
+_LOOK_SECONDS = 0.5
+"""How often a read that waits looks whether the store is stopping."""
 
 _THREADS = 32
 """Ranges that are fetched at once, for all readers."""
@@ -59,12 +61,13 @@ class Fetcher:
     def __init__(self, objects: Objects) -> None:
         """Prepare to fetch from an archive."""
         self._objects = objects
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
+        self._threads = Workers(_THREADS, "fetch")
         self.num_bytes = 0
         """Bytes that were fetched."""
         self.failures = 0
         """Fetches that failed."""
         self._in_a_row = 0
+        self._stopped = False
 
     def ahead(
         self, frames: Iterable[Away | bytes], capture_id: str, tick: float | None = None
@@ -77,7 +80,8 @@ class Fetcher:
             tick: Yield None whenever nothing has come for this many seconds; None: wait.
 
         Raises:
-            Failure: ARCHIVE_UNREACHABLE, or CHECKSUM_MISMATCH if an object is missing or damaged.
+            Failure: ARCHIVE_UNREACHABLE, CHECKSUM_MISMATCH if an object is missing or damaged, or NOT_SERVING after
+                `stop`.
         """
         waiting: deque[_Range] = deque()
         num_bytes = 0
@@ -85,13 +89,13 @@ class Fetcher:
             for found in _ranges(frames):
                 while waiting and (len(waiting) >= _MAX_AHEAD or num_bytes + found.num_bytes > _AHEAD_BYTES):
                     num_bytes -= waiting[0].num_bytes
-                    yield from _unpacked(waiting.popleft(), capture_id, tick)
+                    yield from self._unpacked(waiting.popleft(), capture_id, tick)
                 if found.items:
                     found.future = self._threads.submit(self._fetch, found.items)
                     num_bytes += found.num_bytes
                 waiting.append(found)
             while waiting:
-                yield from _unpacked(waiting.popleft(), capture_id, tick)
+                yield from self._unpacked(waiting.popleft(), capture_id, tick)
         finally:
             for found in waiting:
                 if found.future is not None:
@@ -103,11 +107,41 @@ class Fetcher:
         Raises:
             Failure: As `ahead`.
         """
-        return _checked(frame, _outcome(lambda: self._fetch([frame]), capture_id), capture_id)
+        future = self._threads.submit(self._fetch, [frame])
+        while not self._is_done(future, _LOOK_SECONDS):
+            pass
+        return _checked(frame, _outcome(future, capture_id), capture_id)
 
-    def close(self) -> None:
-        """End the threads, once no read runs."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def stop(self) -> None:
+        """End the reads that wait for the archive, and the threads."""
+        self._stopped = True
+        self._threads.close()
+
+    def _unpacked(
+        self, found: _Range, capture_id: str, tick: float | None
+    ) -> Iterator[tuple[bytes, memoryview | None] | None]:
+        if found.future is None:
+            yield found.local_key, None
+            return
+        while not self._is_done(found.future, tick or _LOOK_SECONDS):
+            if tick is not None:
+                yield None
+        data = _outcome(found.future, capture_id)
+        at = 0
+        for item in found.items:
+            yield item.key, _checked(item, data[at : at + item.place.num_bytes], capture_id)
+            at += item.place.num_bytes
+
+    def _is_done(self, future: Future[memoryview], seconds: float) -> bool:
+        """Wait for some seconds; return whether a fetch has ended.
+
+        Raises:
+            Failure: NOT_SERVING.
+        """
+        wait([future], 0 if future.done() else seconds)
+        if future.cancelled() or (self._stopped and not future.done()):
+            raise Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping; try again later.")
+        return future.done()
 
     def _fetch(self, items: list[Away]) -> memoryview:
         first, last = items[0], items[-1].place
@@ -136,7 +170,9 @@ def _ranges(frames: Iterable[Away | bytes]) -> Iterator[_Range]:
                 current = None
             yield _Range(frame)
             continue
-        if current is not None and (current.num_bytes >= _RANGE_BYTES or not _follows(current.items[-1], frame)):
+        if current is not None and (
+            current.num_bytes + frame.place.num_bytes > _RANGE_BYTES or not _follows(current.items[-1], frame)
+        ):
             yield current
             current = None
         if current is None:
@@ -152,29 +188,14 @@ def _follows(before: Away, frame: Away) -> bool:
     return before.archive_key == frame.archive_key and a.object == b.object and a.offset + a.num_bytes == b.offset
 
 
-def _unpacked(found: _Range, capture_id: str, tick: float | None) -> Iterator[tuple[bytes, memoryview | None] | None]:
-    if found.future is None:
-        yield found.local_key, None
-        return
-    while tick is not None and not found.future.done():
-        with suppress(NotReadyError, ArchiveError):
-            found.future.exception(tick)
-        yield None
-    data = _outcome(found.future.result, capture_id)
-    at = 0
-    for item in found.items:
-        yield item.key, _checked(item, data[at : at + item.place.num_bytes], capture_id)
-        at += item.place.num_bytes
-
-
-def _outcome(result: Callable[[], memoryview], capture_id: str) -> memoryview:
-    """Return what `result` returns. Callers learn neither names nor addresses of the archive; the log has them.
+def _outcome(future: Future[memoryview], capture_id: str) -> memoryview:
+    """Return the bytes that were fetched. Callers learn neither names nor addresses of the archive; the log has them.
 
     Raises:
         Failure: ARCHIVE_UNREACHABLE, or CHECKSUM_MISMATCH if the object is missing.
     """
     try:
-        return result()
+        return future.result()
     except MissingObjectError:
         message = f"The archive lacks rows of {capture_id!r}. The store's log says which object is missing."
         raise Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id) from None

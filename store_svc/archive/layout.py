@@ -75,7 +75,11 @@ def chunks_path(key: str, number: int) -> str:
 
 def pack(message: Message) -> bytes:
     """Return the content of an object that holds a message."""
-    data = message.SerializeToString()
+    return pack_bytes(message.SerializeToString())
+
+
+def pack_bytes(data: bytes | bytearray) -> bytes:
+    """Return the content of an object that holds a serialised message."""
     return _HEAD.pack(_MAGIC, checksum(data)) + data
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from residuum.wire.frames import Buffer
 
-SCHEMES = ("s3://", "gs://", "az://", "file:///", "memory:///")
+SCHEMES = ("s3://", "gs://", "az://", "file:///")
 """How the URL of an archive may begin."""
 
 _RETRIES = {
@@ -24,13 +23,17 @@ _RETRIES = {
 
 _REFUSALS = (
     "NoSuchBucket",
+    "ContainerNotFound",
     "AccessDenied",
     "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
     "ExpiredToken",
     "InvalidToken",
 )
-"""Codes of S3 that mean that an operation cannot succeed with these settings."""
+"""Codes of S3 and Azure that mean that an operation cannot succeed with these settings."""
+
+_SHORT = ("InvalidRange", "status code: 416")
+"""What errors have in them if an object ends before the bytes that were asked for."""
 
 _SHOWN = 300
 """The characters of an error that a message shows."""
@@ -45,7 +48,7 @@ class ArchiveRefusedError(ArchiveError):
 
 
 class MissingObjectError(ArchiveError):
-    """The object does not exist."""
+    """The object, or the part of it that was asked for, does not exist."""
 
 
 class Objects:
@@ -60,16 +63,16 @@ class Objects:
         if importlib.util.find_spec("obstore") is None:
             raise ArchiveRefusedError("obstore is not installed: pip install 'residuum-server[archive]'")
         import obstore
-        from obstore.store import from_url
+        from obstore import store
+
+        from_url: Any = store.from_url
 
         self.url = url
         self._obstore: Any = obstore
         try:
             if url.startswith("file://"):
-                Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
-                self._store: Any = from_url(url)
-            elif url.startswith("memory://"):
-                self._store = from_url(url)
+                # Without cleanup, the empty folders of deleted captures would stay.
+                self._store: Any = from_url(url, mkdir=True, automatic_cleanup=True)
             else:
                 # With a checksum, S3 refuses an upload that was damaged on its way.
                 options: dict[str, Any] = {"checksum_algorithm": "sha256"} if url.startswith("s3://") else {}
@@ -102,26 +105,29 @@ class Objects:
         Raises:
             MissingObjectError: It does not exist.
         """
-        with _failing(path):
+        with _failing(path, may_be_missing=True):
             return bytes(self._obstore.get(self._store, path).bytes())
 
     def get_range(self, path: str, start: int, length: int) -> memoryview:
-        """Return bytes of an object.
+        """Return bytes of an object; fewer if it ends before.
 
         Raises:
-            MissingObjectError: It does not exist.
+            MissingObjectError: It does not exist, or has none of these bytes.
         """
-        with _failing(path):
+        with _failing(path, may_be_missing=True):
             return memoryview(self._obstore.get_range(self._store, path, start=start, length=length))
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects. Those that do not exist count as deleted."""
+        try:
+            with _failing("an object", may_be_missing=True):
+                self._obstore.delete(self._store, list(paths))
+                return
+        except MissingObjectError:  # a folder, or a cloud without such a call, stops at the first one that is missing
+            pass
         for path in paths:
-            try:
-                with _failing(path):
-                    self._obstore.delete(self._store, path)
-            except MissingObjectError:
-                continue
+            with suppress(MissingObjectError), _failing(path, may_be_missing=True):
+                self._obstore.delete(self._store, path)
 
     def list(self, folder: str) -> Iterator[str]:
         """Yield the paths of the objects in a folder and its subfolders, in no particular order."""
@@ -135,21 +141,25 @@ class _ExistsError(ArchiveError):
 
 
 @contextmanager
-def _failing(path: str) -> Iterator[None]:
+def _failing(path: str, *, may_be_missing: bool = False) -> Iterator[None]:
     """Raise errors of obstore as an ArchiveError."""
     from obstore import exceptions
 
     try:
         yield
     except FileNotFoundError as error:
-        if "NoSuchBucket" in str(error):
+        if any(code in str(error) for code in _REFUSALS):
             raise ArchiveRefusedError(_text(error)) from None
+        if not may_be_missing:
+            raise ArchiveError(_text(error)) from None
         raise MissingObjectError(f"{path} does not exist") from None
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
         raise _ExistsError(path) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
         raise ArchiveRefusedError(_text(error)) from None
     except (exceptions.BaseError, OSError, ValueError) as error:
+        if may_be_missing and any(code in str(error) for code in _SHORT):
+            raise MissingObjectError(f"{path} is too short") from None
         refused = any(code in str(error) for code in _REFUSALS)
         raise (ArchiveRefusedError if refused else ArchiveError)(_text(error)) from None
 

@@ -111,10 +111,10 @@ def note_deletion(txn: Txn, number: int) -> None:
     if record is not None:
         txn.delete(Table.ARCHIVED, pack_number(number))
         txn.delete(Table.ARCHIVE_WORK, _LABELS + pack_number(number))
-        note_leftovers(txn, record.key)
+        note_objects_to_delete(txn, record.key)
 
 
-def note_leftovers(txn: Txn, key: str) -> None:
+def note_objects_to_delete(txn: Txn, key: str) -> None:
     """Note that all objects of a name must be deleted."""
     txn.put(Table.ARCHIVE_WORK, _DELETE + key.encode(), b"")
 

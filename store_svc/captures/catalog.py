@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class CatalogLimits:
     """Memory for the state of open captures, in bytes."""
 
 
-_MOVED = capture_pb2.ARCHIVE_STATE_MOVED
+_COPIED, _MOVED = capture_pb2.ARCHIVE_STATE_COPIED, capture_pb2.ARCHIVE_STATE_MOVED
 
 _SCANNED_AT_ONCE = 512
 """Captures that a listing copies before it releases the lock."""
@@ -122,6 +122,10 @@ class Catalog:
         self._open_bytes_by_number: dict[int, int] = {}
         self._ended: dict[int, store_pb2.CaptureSummary] = {}
         self._by_end: list[tuple[int, int]] = []  # (end time in ns, number) of ended captures, ascending
+        self._only_here: list[tuple[int, int]] = []  # the same, of those that are not in the archive
+        self._copied: OrderedDict[int, None] = OrderedDict()  # rows here and in the archive, last read at the end
+        self.bytes_dropped = 0
+        """Bytes of chunks that were dropped from the database, because the archive has them."""
         self._readers: Counter[int] = Counter()
         self._archive_states: Counter[capture_pb2.ArchiveState.ValueType] = Counter()
         self._expiring: set[int] = set()
@@ -196,6 +200,37 @@ class Catalog:
         """
         return ((number, self._ended[number]) for _, number in self._by_end)
 
+    def oldest_only_here(self) -> Iterator[tuple[int, store_pb2.CaptureSummary]]:
+        """Yield those of `oldest_ended` that are not in the archive. The same rules hold."""
+        return ((number, self._ended[number]) for _, number in self._only_here)
+
+    @property
+    def num_copied(self) -> int:
+        """Number of captures with rows in the database and in the archive."""
+        return len(self._copied)
+
+    def to_drop(self, num_bytes: int, limit: int) -> list[int]:
+        """Return at most `limit` copied captures that have these bytes together. Those not read for longest go first.
+
+        If one is being read, its reader finds the other rows in the archive.
+        """
+        numbers: list[int] = []
+        if num_bytes <= 0:
+            return numbers
+        with self._lock:
+            for number in self._copied:
+                numbers.append(number)
+                num_bytes -= self._ended[number].num_bytes
+                if num_bytes <= 0 or len(numbers) == limit:
+                    break
+        return numbers
+
+    def touch(self, number: int) -> None:
+        """Note that a capture is read, so that its rows are dropped later than others."""
+        with self._lock:
+            if number in self._copied:
+                self._copied.move_to_end(number)
+
     def begin_expiry(self, number: int) -> bool:
         """Hide an ended capture from readers before it is deleted. Return False, changing nothing, if one reads it."""
         with self._lock:
@@ -224,10 +259,8 @@ class Catalog:
         """Add an ended capture to the catalog."""
         with self._lock:
             self._insert(name_of(summary), number)
-            self._note_archive_state(summary)
-            self._ended[number] = summary
-            self._count(summary.tenant, {summary.state: 1}, _local_bytes(summary))
-        insort(self._by_end, _end_key(number, summary))
+            self._add_ended(number, summary)
+            self._count(summary.tenant, {summary.state: 1}, local_bytes(summary))
 
     def publish(self, capture: Capture, keys: list[bytes]) -> None:
         """Publish the new state of a capture, and the keys of its new frames."""
@@ -246,47 +279,38 @@ class Catalog:
         else:
             summary = capture.summary()
             with self._lock:
-                self._note_archive_state(summary)
-                self._ended[capture.number] = summary
+                self._add_ended(capture.number, summary)
                 del self._feeds[capture.number]
                 self._count(summary.tenant, {before.state: -1, capture.state: 1}, added)
-            insort(self._by_end, _end_key(capture.number, summary))
 
     def note_archive_state(self, number: int, state: capture_pb2.ArchiveState.ValueType) -> None:
         """Publish where the rows of an ended capture are. Those that are only in the archive no longer count."""
         with self._lock:
-            before = self._ended[number]
-            summary = self._ended[number] = store_pb2.CaptureSummary()
+            before = self._remove_ended(number)
+            summary = store_pb2.CaptureSummary()
             summary.CopyFrom(before)
             summary.archive_state = state
-            self._archive_states[before.archive_state] -= 1
-            self._archive_states[state] += 1
-            self._count(summary.tenant, {}, _local_bytes(summary) - _local_bytes(before))
+            self._add_ended(number, summary)
+            self._count(summary.tenant, {}, local_bytes(summary) - local_bytes(before))
+            if state == _MOVED:
+                self.bytes_dropped += summary.num_bytes
 
     def archive_states(self) -> dict[capture_pb2.ArchiveState.ValueType, int]:
         """Return how many ended captures are in each state of the archive."""
         with self._lock:
             return dict(self._archive_states)
 
-    def is_read(self, number: int) -> bool:
-        """Tell whether a call is reading a capture."""
-        return number in self._readers
-
     def delete(self, name: CaptureName, number: int) -> None:
         """Remove a capture from the catalog, and wake its waiters."""
         with self._lock:
             del self._numbers[name]
             feed = self._feeds.pop(number, None)
-            ended = self._ended.pop(number, None)
+            ended = self._remove_ended(number) if number in self._ended else None
             self._expiring.discard(number)
-            if ended:
-                self._archive_states[ended.archive_state] -= 1
             known = feed.capture if feed else ended
             assert known is not None  # noqa: S101 - every number belongs to a feed or an ended capture
-            self._count(name.tenant, {known.state: -1}, -_local_bytes(known))
+            self._count(name.tenant, {known.state: -1}, -local_bytes(known))
             self._remove(name, number)
-        if ended:
-            del self._by_end[bisect_left(self._by_end, _end_key(number, ended))]
         self.open_bytes -= self._open_bytes_by_number.pop(number, 0)
         if feed:
             feed.delete()
@@ -376,11 +400,28 @@ class Catalog:
         if not own.numbers:
             del self._tenants[name.tenant]
 
-    def _note_archive_state(self, summary: store_pb2.CaptureSummary) -> None:
-        """Note where the rows of a capture are that has ended, and count it. The caller has the lock."""
+    def _add_ended(self, number: int, summary: store_pb2.CaptureSummary) -> None:
+        """Add an ended capture. The caller has the lock."""
         if self.has_archive and not summary.archive_state:
             summary.archive_state = capture_pb2.ARCHIVE_STATE_PENDING
         self._archive_states[summary.archive_state] += 1
+        self._ended[number] = summary
+        insort(self._by_end, _end_key(number, summary))
+        if summary.archive_state == _COPIED:
+            self._copied[number] = None
+        elif summary.archive_state != _MOVED:
+            insort(self._only_here, _end_key(number, summary))
+
+    def _remove_ended(self, number: int) -> store_pb2.CaptureSummary:
+        """Remove an ended capture, and return its summary. The caller has the lock."""
+        summary = self._ended.pop(number)
+        self._archive_states[summary.archive_state] -= 1
+        del self._by_end[bisect_left(self._by_end, _end_key(number, summary))]
+        if summary.archive_state == _COPIED:
+            del self._copied[number]
+        elif summary.archive_state != _MOVED:
+            del self._only_here[bisect_left(self._only_here, _end_key(number, summary))]
+        return summary
 
     def _count(self, tenant: str, states: Mapping[capture_pb2.CaptureState.ValueType, int], num_bytes: int) -> None:
         for holdings in (self._all, self._tenants[tenant]):
@@ -395,7 +436,7 @@ class Catalog:
         return feed.capture.summary() if feed else ended
 
 
-def _local_bytes(capture: Capture | store_pb2.CaptureSummary) -> int:
+def local_bytes(capture: Capture | store_pb2.CaptureSummary) -> int:
     """Return the bytes of a capture's chunks in the database."""
     is_moved = isinstance(capture, store_pb2.CaptureSummary) and capture.archive_state == _MOVED
     return 0 if is_moved else capture.num_bytes

@@ -45,7 +45,6 @@ class Reader:
         db: Database,
         catalog: Catalog,
         fetcher: Fetcher | None = None,
-        touched: Callable[[int], object] = lambda _: None,
     ) -> None:
         """Create the reader.
 
@@ -53,12 +52,10 @@ class Reader:
             db: The database.
             catalog: The published captures.
             fetcher: Reads rows that are only in the archive; None without one.
-            touched: Called with the number of each ended capture that is read.
         """
         self._db = db
         self._catalog = catalog
         self._frames = FrameAccess(db, fetcher)
-        self._touched = touched
 
     def manifest(self, name: CaptureName) -> capture_pb2.CaptureManifest:
         """Return the current manifest of a capture.
@@ -241,7 +238,7 @@ class Reader:
         data = self._ended_record(number, capture_id)
         manifest = capture_pb2.CaptureManifest.FromString(data)
         query = Query(request, manifest.description, manifest.sequences)
-        self._touched(number)
+        self._catalog.touch(number)
         frames = self._frames.wanted(number, query)
         first = list(islice(frames, 1))  # if it cannot be fetched, the caller gets nothing, and knows that it must wait
         yield _manifest_field(data)

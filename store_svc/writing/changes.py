@@ -332,7 +332,7 @@ class Batch:
         This writes. The commit syncs the one before, so no power cut can undo the deletion of a capture later.
         """
         for key in keys:
-            records.note_leftovers(self._txn, key)
+            records.note_objects_to_delete(self._txn, key)
 
     def end_deletions(self, keys: Iterable[str]) -> None:
         """Note that the objects of deleted captures are gone."""

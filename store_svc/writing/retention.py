@@ -9,9 +9,9 @@ from typing import Literal
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from residuum.v1 import capture_pb2
+from residuum.v1 import store_pb2
 from store_svc.captures.capture_names import CaptureName, name_of
-from store_svc.captures.catalog import Catalog
+from store_svc.captures.catalog import Catalog, local_bytes
 
 _MAX_AT_ONCE = 1024
 """Captures deleted in one transaction."""
@@ -21,9 +21,6 @@ _LOOK_AGAIN_SECONDS = 1.0
 
 _LONGEST_WAIT_SECONDS = 60.0
 """The longest pause before retention looks again. Ages follow the wall clock, which may be set at any time."""
-
-
-_MOVED = capture_pb2.ARCHIVE_STATE_MOVED
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,8 @@ class Retention:
     """Picks the captures to delete, in the order in which they ended.
 
     It never picks an open capture, nor one that is being read; it picks the next in order instead. No reader can start
-    on a picked capture, so deleting it interrupts none.
+    on a picked capture, so deleting it interrupts none. To keep the limit of bytes, it drops rows that the archive has
+    before it deletes a capture.
 
     Only the writer thread may use this class.
     """
@@ -80,31 +78,75 @@ class Retention:
         limit = self._policy.max_bytes
         return max(self._catalog.num_bytes - limit, 0) if limit is not None else 0
 
+    def to_drop(self) -> list[int]:
+        """Pick captures whose rows to drop now, at most 1024. The archive has them. Call it before `take`."""
+        return self._catalog.to_drop(self.excess, _MAX_AT_ONCE)
+
     def take(self) -> list[Expired]:
         """Pick captures to delete now, at most 1024, and hide them from readers.
 
+        A capture that the archive has is deleted only because of its age.
+
         The caller must delete the picked captures, or return them with `give_back`.
         """
-        now, excess = self._clock(), self.excess
+        now = self._clock()
         taken: list[Expired] = []
         self._look_at = None
+        freed = self._take_old(taken, now)
+        excess = self.excess - freed
+        if excess > 0 and self._catalog.num_copied:
+            self._look_at = now + _LOOK_AGAIN_SECONDS  # `to_drop` has more
+        elif excess > 0:
+            self._take_excess(taken, now, excess)
+        return taken
+
+    def _take_old(self, taken: list[Expired], now: float) -> int:
+        """Pick the captures that are too old; return the bytes that they have in the database."""
+        freed = 0
+        if self._policy.max_age is None:
+            return freed
         for number, summary in self._catalog.oldest_ended():
             age = now - _seconds(summary.end_time)
-            is_old = self._policy.max_age is not None and age >= self._policy.max_age
-            if not is_old and excess <= 0:
-                self._look_after(now, age)
+            if age < self._policy.max_age:
+                self._look_after(now, self._policy.max_age - age)
                 break
-            if not is_old and summary.archive_state == _MOVED:
-                continue  # its rows take no room here
-            if len(taken) == _MAX_AT_ONCE:
-                self._look_at = now
+            before = len(taken)
+            if not self._take_one(taken, now, number, summary, "age"):
                 break
-            if not self._catalog.begin_expiry(number):
-                self._look_at = now + _LOOK_AGAIN_SECONDS  # being read
+            freed += local_bytes(summary) if len(taken) > before else 0
+        return freed
+
+    def _take_excess(self, taken: list[Expired], now: float, excess: int) -> None:
+        """Pick captures that are not in the archive and have these bytes together."""
+        already = {item.number for item in taken}
+        for number, summary in self._catalog.oldest_only_here():
+            if excess <= 0:
+                break
+            if number in already:
                 continue
-            taken.append(Expired(number, name_of(summary), summary.num_bytes, age, "age" if is_old else "size"))
-            excess -= 0 if summary.archive_state == _MOVED else summary.num_bytes
-        return taken
+            before = len(taken)
+            if not self._take_one(taken, now, number, summary, "size"):
+                break
+            excess -= summary.num_bytes if len(taken) > before else 0
+
+    def _take_one(
+        self,
+        taken: list[Expired],
+        now: float,
+        number: int,
+        summary: store_pb2.CaptureSummary,
+        cause: Literal["age", "size"],
+    ) -> bool:
+        """Pick a capture, unless it is being read. Return whether this pass may pick more."""
+        if len(taken) == _MAX_AT_ONCE:
+            self._look_at = now
+            return False
+        if self._catalog.begin_expiry(number):
+            age = now - _seconds(summary.end_time)
+            taken.append(Expired(number, name_of(summary), summary.num_bytes, age, cause))
+        else:
+            self._look_at = now + _LOOK_AGAIN_SECONDS
+        return True
 
     def give_back(self, expired: Iterable[Expired]) -> None:
         """Show captures to readers again that could not be deleted, and pick them again later."""
@@ -116,11 +158,10 @@ class Retention:
         """Return the seconds until `take` should run again if nothing is written; None if it need not run."""
         return None if self._look_at is None else max(self._look_at - self._clock(), 0.0)
 
-    def _look_after(self, now: float, age: float) -> None:
-        """Plan the next look for when a capture of this age becomes too old, unless one is planned already."""
-        if self._policy.max_age is None or self._look_at is not None:
-            return
-        self._look_at = now + min(self._policy.max_age - age, _LONGEST_WAIT_SECONDS)
+    def _look_after(self, now: float, seconds: float) -> None:
+        """Plan the next look, unless one is planned already."""
+        if self._look_at is None:
+            self._look_at = now + min(seconds, _LONGEST_WAIT_SECONDS)
 
 
 def _seconds(time: Timestamp) -> float:

@@ -388,6 +388,8 @@ class Writer:
         return Command(partial(Batch.abandon, number=capture.number), capture.description.capture_id, reserve=True)
 
     def _expire(self) -> None:
+        if numbers := self._retention.to_drop():
+            self._commit(Work([Command(partial(Batch.drop_rows, numbers=numbers), "", reserve=True)]))
         expired = self._retention.take()
         if expired:
             commands = [self._expiry(item) for item in expired]

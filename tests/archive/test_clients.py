@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ import pytest
 import residuum
 from residuum.cli.doctor import _examine_stats
 from residuum.v1 import store_pb2
-from tests.archive.s3 import Proxy
+from tests.archive.s3 import Call, Proxy
 from tests.archive.support import MOVED, capture, wait_for, wait_for_state
-from tests.store.support import POST, Client, row, serving
+from tests.store.support import POST, Client, describe, row, serving
 
 NOBODY = "127.0.0.1:1"
 """No inference service. Reading needs none."""
@@ -64,7 +65,43 @@ def test_a_client_waits_for_an_archive_that_is_away(plain: Client, client: resid
     timer.join()
 
 
-def command(plain: Client, *arguments: str) -> str:
+def test_archived_alone_waits_and_a_limit_ends_the_wait(plain: Client, client: residuum.Client, s3: Proxy) -> None:
+    s3.before = failing_puts
+    capture(plain)
+    before = time.monotonic()
+    assert client.manifest("a", wait=1, archived=True).archive_state == "pending"
+    assert time.monotonic() - before >= 1
+    timer = threading.Timer(1.0, s3.work)
+    timer.start()
+    assert client.manifest("a", archived=True).archive_state in ("copied", "moved")
+    timer.join()
+
+
+def test_the_command_fails_if_the_capture_is_not_in_the_archive(plain: Client, s3: Proxy, tmp_path: Path) -> None:
+    s3.before = failing_puts
+    capture(plain)
+    done = run(plain, "manifest", "a", "--archived", "--timeout", "1")
+    assert done.returncode == 1
+    assert "The capture a is not in the archive yet" in done.stderr
+    assert json.loads(done.stdout)["state"] == "CAPTURE_STATE_COMPLETE"
+    plain.open(describe("open"))
+    done = run(plain, "manifest", "open", "--archived", "--timeout", "1")
+    assert done.returncode == 1
+    assert "still open" in done.stderr
+    s3.work()
+    with serving(tmp_path / "plain") as (_, other):
+        capture(other)
+        done = run(other, "manifest", "a", "--archived")
+        assert done.returncode == 1
+        assert "has no archive" in done.stderr
+
+
+def failing_puts(call: Call) -> None:
+    if call.method == "PUT":
+        call.answer(403, "ExpiredToken")
+
+
+def run(plain: Client, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -72,7 +109,11 @@ def command(plain: Client, *arguments: str) -> str:
         "RESIDUUM_STORE": plain.target,
     }
     line = [sys.executable, "-m", "residuum", *arguments, "--store", plain.target, "--json"]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+
+def command(plain: Client, *arguments: str) -> str:
+    done = run(plain, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -90,6 +131,10 @@ def test_doctor_says_whether_captures_reach_the_archive(client: residuum.Client)
     (stats,) = client.stats()
     (finding,) = [item for item in _examine_stats(stats, 0.0) if item.check.endswith(": archive")]
     assert finding.ok
+    damaged = replace(stats, archive_not_copied=2)
+    (finding,) = [item for item in _examine_stats(damaged, 0.0) if item.check.endswith(": archive")]
+    assert not finding.ok
+    assert "2 captures are not copied" in finding.detail
     behind = replace(stats, archive_behind="403 Forbidden", archive_pending=7)
     (finding,) = [item for item in _examine_stats(behind, 0.0) if item.check.endswith(": archive")]
     assert not finding.ok

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,12 +11,16 @@ from pathlib import Path
 import grpc
 import pytest
 
-from residuum.v1 import store_pb2
+from residuum.v1 import capture_pb2, store_pb2
+from store_svc.archive.objects import ArchiveError, Objects
 from store_svc.captures.capture_names import CaptureName
+from store_svc.database.db import Table
+from store_svc.database.keys import pack_number
 from tests.archive.support import (
     COPIED,
     LAYERS,
     MOVED,
+    PENDING,
     capture,
     file_url,
     state,
@@ -59,6 +64,7 @@ def test_captures_that_were_not_read_for_longest_are_dropped_first(tmp_path: Pat
         for at in range(3, 5):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
             wait_for(lambda at=at: stats(client).captures_moved == at - 2, "drop")
+            wait_for_state(client, COPIED, [f"c{at}"])
         assert states(client) == {"c0": COPIED, "c1": MOVED, "c2": MOVED, "c3": COPIED, "c4": COPIED}
         assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_bytes <= keep
         for at in range(5):
@@ -105,6 +111,8 @@ def test_a_capture_that_is_read_while_it_is_dropped_is_read_whole(
             store._writer.call("big", lambda batch: batch.drop_rows([number]), reserve=True)
             assert [read.result()[0] for read in reads] == [grid(LAYERS, range(400))] * 12
         assert state(client, "big") == MOVED
+        fetched = store._archive.fetcher.num_bytes
+        assert 0 < fetched < 12 * client.get("big").num_bytes, "some rows came from each side"
 
 
 def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -> None:
@@ -115,13 +123,73 @@ def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -
         wait_for(lambda: not list((tmp_path / "archive" / "chunks").glob("*/*")), "deletion of chunks")
 
 
-def test_captures_that_are_only_in_the_archive_do_not_expire_by_size(tmp_path: Path, url: str) -> None:
-    """They take no room in the database, so deleting them would free none."""
-    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, retain_bytes=2 * NUM_BYTES + 1000) as (
-        _,
-        client,
-    ):
+def test_captures_in_the_archive_do_not_expire_by_size(tmp_path: Path, url: str) -> None:
+    """Their rows are dropped, also if `--archive-keep-bytes` would keep them."""
+    with serving(tmp_path / "store", archive=url, retain_bytes=2 * NUM_BYTES + 1000) as (store, client):
         for at in range(6):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
-            wait_for_state(client, MOVED, [f"c{at}"])
-        assert set(states(client)) == {f"c{at}" for at in range(6)}
+            wait_for(lambda at=at: states(client)[f"c{at}"] != PENDING, "copy")
+        wait_for(lambda: store._db.num_chunks() <= 2 * 24, "free rows")
+        assert {name: state == COPIED for name, state in states(client).items()} == {
+            f"c{at}": at >= 4 for at in range(6)
+        }
+        assert store._writer.counters.expired_by_size == 0
+        for at in range(6):
+            assert client.read(f"c{at}")[0] == grid(LAYERS, range(8))
+
+
+def test_captures_that_wait_for_the_archive_expire_by_size(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the archive is away, the limit holds nevertheless."""
+    with serving(tmp_path / "store", archive=url, retain_bytes=2 * NUM_BYTES + 1000) as (store, client):
+        monkeypatch.setattr(Objects, "put", failing_operation)
+        for at in range(4):
+            capture(client, f"c{at}", width=WIDTH, prompt=8)
+        wait_for(lambda: set(states(client)) == {"c2", "c3"}, "expiry")
+        wait_for(lambda: not store._archive._waiting, "the deleted captures wait no more")
+
+
+def failing_operation(*_: object) -> None:
+    raise ArchiveError("503")
+
+
+def test_rows_are_dropped_while_the_archive_is_slow_or_away(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropping needs no network, so no call to the archive delays it."""
+    with serving(tmp_path / "store", archive=url) as (store, client):
+        for at in range(4):
+            capture(client, f"c{at}", width=WIDTH, prompt=8)
+        wait_for(lambda: stats(client).captures_copied == 4, "copies")
+        blocked, release = threading.Event(), threading.Event()
+
+        def stuck(*_: object) -> None:
+            blocked.set()
+            release.wait(60)
+            raise ArchiveError("503")
+
+        monkeypatch.setattr(Objects, "put", stuck)
+        label = capture_pb2.Label(name="split", text="train")
+        client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="c0", labels=[label]))
+        assert blocked.wait(10)
+        store._archive._keep_bytes = 0
+        wait_for(lambda: set(states(client).values()) == {MOVED}, "drop")
+        release.set()
+
+
+def test_a_full_store_drops_once_until_the_rows_are_free(tmp_path: Path, url: str) -> None:
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=48 << 20, max_bytes=64 << 20, shards=1) as (
+        store,
+        client,
+    ):
+        for at in range(24):
+            capture(client, f"c{at}", width=WIDTH, prompt=64, at_once=8)
+        wait_for(lambda: stats(client).captures_copied == 24, "copies")
+        archive, eighth = store._archive, store._db.ordinary_bytes // 8
+        assert archive._excess() <= 0
+        store._writer.room.why_full = "a test says so"
+        assert archive._excess() == eighth
+        store._db.write(lambda txn: txn.put(Table.DOOMED, pack_number(1 << 40), b""), reserve=True)
+        assert archive._excess() <= 0, "rows are being freed"
+        store._writer.room.why_full = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
 from residuum.v1 import errors_pb2, store_pb2
@@ -203,6 +205,44 @@ def test_a_store_stops_while_its_archive_is_away(start: Start, s3: Proxy, url: s
     store = start("--archive", url, NOW)
     wait_for_state(store.client, MOVED)
     assert store.client.read()[0] == grid(LAYERS, range(4))
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"], ids=["read", "deletion"])
+def test_a_store_stops_while_a_read_or_a_deletion_waits_for_the_archive(
+    start: Start, s3: Proxy, url: str, method: str
+) -> None:
+    store = start("--archive", url, NOW, "--grace-seconds", "1")
+    capture(store.client)
+    wait_for_state(store.client, MOVED)
+    wait_for(lambda: not store.client.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks, "empty database")
+    free, waiting = threading.Event(), threading.Event()
+
+    def hang(call: Call) -> None:
+        if call.method == method:
+            waiting.set()
+            free.wait(60)
+
+    s3.before = hang
+    if method == "GET":
+
+        def read() -> None:
+            with contextlib.suppress(grpc.RpcError):
+                store.client.read()
+
+        threading.Thread(target=read, daemon=True).start()
+    else:
+        store.client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+    assert waiting.wait(10), "nothing is sent"
+    before = time.monotonic()
+    assert store.end() == 0
+    assert time.monotonic() - before < 8, "the process waits for a thread"
+    free.set()
+    s3.work()
+    store = start("--archive", url, NOW)
+    if method == "GET":
+        assert store.client.read()[0] == grid(LAYERS, range(4))
+    else:
+        wait_for(lambda: not [*Objects(url).list("captures"), *Objects(url).list("chunks")], "deletion")
 
 
 def test_two_stores_share_a_bucket(tmp_path: Path, s3: Proxy) -> None:

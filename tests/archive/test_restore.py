@@ -6,15 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from residuum.v1 import archive_pb2, capture_pb2, errors_pb2, store_pb2
 from store_svc.archive.layout import CAPTURES, pack, unpack_capture
-from store_svc.archive.objects import ArchiveRefusedError, Objects
+from store_svc.archive.objects import ArchiveError, ArchiveRefusedError, Objects
 from store_svc.archive.restore import Restore
 from store_svc.archive.restore import main as restore_main
+from store_svc.captures.capture_names import CaptureName
 from store_svc.database.db import DamagedError, Database
 from tests.archive.support import (
     COPIED,
@@ -192,6 +195,102 @@ def test_a_damaged_capture_is_left_out_and_named(tmp_path: Path, url: str) -> No
     with serving(tmp_path / "store", archive=url) as (_, client):
         assert client.read("b")[0] == grid(LAYERS, range(4))
         assert len(chunk_objects(objects)) == 2, "the rows of a damaged capture are kept"
+
+
+def life_after_an_old_copy(tmp_path: Path, url: str, name: str, first: int, second: int) -> None:
+    """Write a capture, go back to an older copy of the folder, and write another one, which gets the same number."""
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    with serving(store, archive=url) as (_, client):
+        capture(client, "zero")
+        wait_for_state(client, COPIED, ["zero"])
+    shutil.copytree(store, copy)
+    with serving(store, archive=url) as (_, client):
+        capture(client, "a", prompt=8, at_once=first)
+        label = capture_pb2.Label(name="split", text="train")
+        client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="a", labels=[label]))
+        objects = Objects(url)
+        wait_for(lambda: [c.manifest.labels for c in captures(objects).values()].count([label]) == 1, "label")
+    shutil.rmtree(store)
+    shutil.copytree(copy, store)
+    with serving(store, archive=url) as (_, client):
+        capture(client, name, prompt=6, at_once=second)
+        wait_for_state(client, COPIED, [name])
+    shutil.rmtree(store)
+
+
+def captures(objects: Objects) -> dict[str, archive_pb2.ArchivedCapture]:
+    return {path: unpack_capture(objects.get(path)) for path in objects.list(CAPTURES)}
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 4), (4, 1)])
+def test_captures_with_one_number_are_both_restored(tmp_path: Path, url: str, first: int, second: int) -> None:
+    life_after_an_old_copy(tmp_path, url, "b", first, second)
+    assert len({item.number for item in captures(Objects(url)).values()}) == 2, "two of three share a number"
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        for name, prompt in (("zero", 4), ("a", 8), ("b", 6)):
+            assert client.read(name)[0] == grid(LAYERS, range(prompt))
+        listed = client.stub.ListCaptures(store_pb2.ListCapturesRequest(where="split=train")).captures
+        assert [item.capture_id for item in listed] == ["a"]
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+        wait_for(lambda: len(archived_ids(Objects(url))) == 2, "deletion")
+        assert client.read("b")[0] == grid(LAYERS, range(6))
+
+
+def test_the_newer_capture_of_one_number_and_name_is_restored(tmp_path: Path, url: str) -> None:
+    life_after_an_old_copy(tmp_path, url, "a", 1, 1)
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        assert client.read("a")[0] == grid(LAYERS, range(6))
+        wait_for(lambda: archived_ids(Objects(url)) == ["a", "zero"], "deletion")
+        time.sleep(0.5)  # the older one's rows are freed, under its number
+        assert client.read("a")[0] == grid(LAYERS, range(6))
+
+
+def test_the_number_of_a_damaged_capture_is_not_used_again(tmp_path: Path, url: str) -> None:
+    objects = Objects(url)
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client)
+        wait_for_state(client, COPIED)
+    ((path, found),) = captures(objects).items()
+    objects.put(path, b"damaged")
+    shutil.rmtree(tmp_path / "store")
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    with serving(tmp_path / "store", archive=url) as (store, client):
+        capture(client, "next")
+        assert store._catalog.number_of(CaptureName("", "next")) > found.number
+
+
+def test_a_restore_waits_for_the_archive_and_fetches_each_capture_once(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store_svc.archive.restore._AT_ONCE", 2)
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        for at in range(6):
+            capture(client, f"c{at}")
+        wait_for(lambda: stats(client).captures_copied == 6, "copies")
+    shutil.rmtree(tmp_path / "store")
+    calls: list[str] = []
+    error = ArchiveError("503 for a moment")
+
+    def failing(self: Objects, path: str, original: Callable[..., bytes] = Objects.get) -> bytes:
+        calls.append(path)
+        if len(calls) == 6:
+            raise error
+        return original(self, path)
+
+    monkeypatch.setattr(Objects, "get", failing)
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    assert len(calls) == 1 + 6 + 1, "the owner, each capture, and one again"
+    shutil.rmtree(tmp_path / "store")
+    calls.clear()
+    error = ArchiveRefusedError("403 ExpiredToken")
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 1
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    seen = [path for path in calls if path != "owner"]
+    assert max(seen.count(path) for path in seen) <= 2
+    assert len(set(seen)) == 6
+    assert len(seen) <= 8, "the second run fetches only what the first one did not write"
 
 
 class TestOwner:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import store_pb2
+from residuum.v1 import capture_pb2, store_pb2
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.ledger import Cells
@@ -37,6 +37,8 @@ from tests.store.support import (
     serving,
 )
 
+PENDING, COPIED = capture_pb2.ARCHIVE_STATE_PENDING, capture_pb2.ARCHIVE_STATE_COPIED
+MOVED = capture_pb2.ARCHIVE_STATE_MOVED
 LAYERS = [0, 1, 2]
 WIDE = 1 << 12
 """Elements of a wide row: 48 KiB in three layers."""
@@ -121,6 +123,44 @@ def test_many_captures_are_deleted_in_several_passes() -> None:
     for item in taken:
         catalog.delete(item.name, item.number)
     assert (len(retention.take()), catalog.num_bytes) == (476, 476)
+
+
+def archived(states: dict[int, int]) -> Catalog:
+    """Make captures of ten bytes, each with a state of the archive, that ended in the order of their numbers."""
+    catalog = Catalog(has_archive=True)
+    for number, state in states.items():
+        item = summary(str(number), 10, number)
+        item.archive_state = state
+        catalog.open_ended(number, item)
+    return catalog
+
+
+def test_rows_that_the_archive_has_are_dropped_before_a_capture_is_deleted() -> None:
+    catalog = archived({1: PENDING, 2: COPIED, 3: COPIED, 4: MOVED, 5: PENDING})
+    retention = Retention(RetentionPolicy(max_bytes=15), catalog, lambda: 100.0)
+    assert retention.to_drop() == [2, 3]
+    assert names(retention) == [], "not before these are dropped"
+    assert retention.seconds_to_next() is not None
+    for number in (2, 3):
+        catalog.note_archive_state(number, MOVED)
+    assert (catalog.num_bytes, retention.to_drop()) == (20, [])
+    assert names(retention) == ["1"], "its copy does not exist"
+    assert retention.seconds_to_next() is None
+
+
+def test_captures_in_the_archive_are_deleted_when_they_are_too_old() -> None:
+    catalog = archived({1: PENDING, 2: COPIED, 3: MOVED, 4: MOVED})
+    assert names(Retention(RetentionPolicy(max_age=97, max_bytes=5), catalog, lambda: 100.0)) == ["1", "2", "3"]
+
+
+def test_captures_that_were_not_read_for_longest_are_dropped_first() -> None:
+    catalog = archived({1: COPIED, 2: COPIED, 3: COPIED})
+    catalog.touch(1)
+    catalog.delete(CaptureName("", "2"), 2)
+    assert catalog.to_drop(1, 9) == [3]
+    assert catalog.to_drop(11, 9) == [3, 1]
+    assert catalog.to_drop(100, 1) == [3]
+    assert catalog.to_drop(0, 9) == []
 
 
 class Captures:

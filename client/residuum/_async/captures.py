@@ -324,8 +324,9 @@ class AsyncCaptureClient(AsyncStoreClient):
             request_id: The request.
             wait: Seconds to wait for the capture to end; True means no limit. If the capture is still open after that
                 time, its manifest is returned as it is then.
-            archived: Wait until the rows are in the store's archive, too; see `Manifest.archive_state`. A store without
-                an archive does not wait for that.
+            archived: Wait until the rows are in the store's archive, too, without a limit if `wait` gives none. Look
+                at `Manifest.archive_state` then: it is "pending" if the time is over, and empty if the store has no
+                archive.
 
         Raises:
             UnknownCapture: The capture does not exist.
@@ -337,7 +338,7 @@ class AsyncCaptureClient(AsyncStoreClient):
         """
         capture_id = check_capture_id(request_id)
         await self._known_stores()
-        deadline = Deadline.of_wait(wait)
+        deadline = Deadline.of_wait(True if archived and wait is False else wait)
 
         left = deadline.remaining()
         retries = ReadRetries(Deadline(None if left is None or self._timeout is None else left + self._timeout))

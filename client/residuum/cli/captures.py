@@ -239,7 +239,7 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--archived",
         action="store_true",
-        help="wait until it is in the store's archive, too (default: do not)",
+        help="wait until it is in the store's archive, too, at most --timeout, and fail if it is not (default: do not)",
     )
 
 
@@ -249,7 +249,22 @@ def manifest(options: argparse.Namespace, output: Output) -> int:
         wait = (options.timeout or True) if options.wait or options.archived else False
         found = client.manifest(options.id, wait=wait, archived=options.archived)
     print(found.to_json(indent=None if output.as_json else 2))
+    if options.archived and (why := _why_not_archived(options.id, found)):
+        output.error(why)
+        return 1
     return 0
+
+
+def _why_not_archived(capture_id: str, manifest: residuum.Manifest) -> str:
+    """Return why a capture is not in the archive, in words; empty if it is."""
+    if not manifest.is_final:
+        return f"The capture {capture_id} is still open, so it is not in the archive. Give a longer --timeout, or none."
+    if manifest.archive_state == "pending":
+        return (
+            f"The capture {capture_id} is not in the archive yet. `residuum stats` says whether the archive works. "
+            "Give a longer --timeout, or none."
+        )
+    return "" if manifest.archive_state else f"The store of {capture_id} has no archive (--archive)."
 
 
 _ABOUT_ONE_CAPTURE = (residuum.NotFound, residuum.InvalidRequest, residuum.Unavailable, residuum.DeadlineExceeded)

@@ -163,6 +163,12 @@ def _archive(name: str, stats: residuum.StoreStats) -> Finding:
             "to be copied. The store goes on, and copies them when it can"
         )
         return Finding(f"{name}: archive", ok=False, detail=detail)
+    if stats.archive_not_copied:
+        detail = (
+            f"{stats.archive_not_copied} captures are not copied to {stats.archive_url}, because chunks of them are "
+            "damaged. The store's log names them. Delete them, or repair its disk"
+        )
+        return Finding(f"{name}: archive", ok=False, detail=detail)
     there = stats.archive_copied + stats.archive_moved
     return Finding(f"{name}: archive", ok=True, detail=f"{there} captures in {stats.archive_url}")
 

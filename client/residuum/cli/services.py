@@ -43,6 +43,7 @@ _WHOLE_STORE = {
     "expired_by_size",
     "bytes_expired",
     "archive_pending",
+    "archive_not_copied",
     "archive_copied",
     "archive_moved",
     "archive_behind",

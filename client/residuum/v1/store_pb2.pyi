@@ -1586,6 +1586,7 @@ class ArchiveStats(_message.Message):
     WHY_BEHIND_FIELD_NUMBER: _builtins.int
     BYTES_COPIED_FIELD_NUMBER: _builtins.int
     BYTES_FETCHED_FIELD_NUMBER: _builtins.int
+    CAPTURES_NOT_COPIED_FIELD_NUMBER: _builtins.int
     url: _builtins.str
     """The address, such as s3://bucket/prefix."""
     captures_pending: _builtins.int
@@ -1600,6 +1601,8 @@ class ArchiveStats(_message.Message):
     """Bytes of chunks that were copied since the store started."""
     bytes_fetched: _builtins.int
     """Bytes that were read from the archive since the store started."""
+    captures_not_copied: _builtins.int
+    """Captures that cannot be copied, because a chunk is damaged. `captures_pending` counts them, too."""
     def __init__(
         self,
         *,
@@ -1610,10 +1613,11 @@ class ArchiveStats(_message.Message):
         why_behind: _builtins.str = ...,
         bytes_copied: _builtins.int = ...,
         bytes_fetched: _builtins.int = ...,
+        captures_not_copied: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_copied", b"bytes_copied", "bytes_fetched", b"bytes_fetched", "captures_copied", b"captures_copied", "captures_moved", b"captures_moved", "captures_pending", b"captures_pending", "url", b"url", "why_behind", b"why_behind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_copied", b"bytes_copied", "bytes_fetched", b"bytes_fetched", "captures_copied", b"captures_copied", "captures_moved", b"captures_moved", "captures_not_copied", b"captures_not_copied", "captures_pending", b"captures_pending", "url", b"url", "why_behind", b"why_behind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1671,7 +1675,9 @@ class RetentionStats(_message.Message):
     CAPTURES_EXPIRED_BY_SIZE_FIELD_NUMBER: _builtins.int
     BYTES_EXPIRED_FIELD_NUMBER: _builtins.int
     max_bytes: _builtins.int
-    """The most bytes of chunks that are kept. Beyond it, the captures that ended first are deleted first. 0: no limit."""
+    """The most bytes of chunks that are kept. Beyond it, the captures that ended first are deleted first. 0: no limit. With
+    an archive, rows that it has are dropped instead.
+    """
     captures_expired_by_age: _builtins.int
     """Captures deleted because of their age."""
     captures_expired_by_size: _builtins.int

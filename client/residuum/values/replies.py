@@ -334,6 +334,7 @@ class StoreStats:
         tenant_max_open_captures: Captures that the tenant may have open in this store; None for no limit.
         archive_url: Where the store's archive is; empty if it has none. The following fields are then 0 or empty.
         archive_pending: Ended captures that are not in the archive yet.
+        archive_not_copied: Those of them that cannot be copied, because a chunk is damaged. The store's log names them.
         archive_copied: Captures whose rows are in the store and in the archive.
         archive_moved: Captures whose rows are only in the archive. `num_bytes` does not count them.
         archive_behind: Why nothing can be copied at the moment, in words; empty if the archive works.
@@ -362,6 +363,7 @@ class StoreStats:
     tenant_max_open_captures: int | None = None
     archive_url: str = ""
     archive_pending: int = 0
+    archive_not_copied: int = 0
     archive_copied: int = 0
     archive_moved: int = 0
     archive_behind: str = ""
@@ -394,6 +396,7 @@ class StoreStats:
             tenant_max_open_captures=own.max_open_captures if own.HasField("max_open_captures") else None,
             archive_url=proto.archive.url,
             archive_pending=proto.archive.captures_pending,
+            archive_not_copied=proto.archive.captures_not_copied,
             archive_copied=proto.archive.captures_copied,
             archive_moved=proto.archive.captures_moved,
             archive_behind=proto.archive.why_behind,
@@ -417,7 +420,8 @@ class StoreStats:
 
 _SUMMED = (
     "num_bytes", "num_chunks", "disk_bytes", "max_bytes", "used_bytes", "append_limit_bytes", "free_disk_bytes",
-    "expired_by_age", "expired_by_size", "bytes_expired", "archive_pending", "archive_copied", "archive_moved",
+    "expired_by_age", "expired_by_size", "bytes_expired", "archive_pending", "archive_not_copied",
+    "archive_copied", "archive_moved",
 )  # fmt: skip
 """The statistics that are added up. Stores that share a disk each count its free bytes."""
 
