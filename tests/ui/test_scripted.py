@@ -1,5 +1,6 @@
 """The page with a real store and a scripted inference service: hostile texts, outages, many captures, long captures."""
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,38 @@ def test_an_open_capture_is_watched_and_a_list_updates_itself(scripted, address,
     expect(page.get_by_role("row", name="growing").locator(".badge")).to_have_text("complete")
     expect(other.locator("h1 + .badge")).to_have_text("complete", timeout=MINUTE)
     expect(other.get_by_role("application")).to_be_visible()
+
+
+def operation(direction="joy", **changes):
+    return {"kind": "add", "direction": direction, "layers": "3", "from": "", "scale": 1, "phase": "all", **changes}
+
+
+def columns(*steered):
+    """The state of Generate with an unsteered column, and columns with these operations."""
+    found = [{"name": "Unsteered", "canSteer": False, "operations": []}]
+    found += [{"name": name, "canSteer": True, "operations": item} for name, item in zip("AB", steered, strict=False)]
+    return json.dumps({"columns": found})
+
+
+def test_three_columns_are_steered_and_stopped_while_they_generate(scripted, address, visit):
+    """A browser opens six connections to a host: the streams of the page must leave some for its calls."""
+    hold = scripted.peer.servicer.script.hold = threading.Event()
+    page = visit(address).open("generate", s=columns([operation()], [operation(scale=2)]))
+    page.get_by_role("button", name="Generate", exact=True).click()
+    for name in ("Unsteered", "A", "B"):
+        column = page.get_by_role("region", name=name, exact=True)
+        expect(column.locator(".badge")).to_have_text("running")
+        expect(column.get_by_label(f"Text of {name}")).not_to_be_empty()
+    page.wait_for_timeout(500)  # the live heat maps have asked
+    column = page.get_by_role("region", name="A", exact=True)
+    column.get_by_label("Scale", exact=True).fill("3")
+    expect(column.locator(".mark")).to_contain_text("scale 3.000")
+    with page.expect_response("**/api/stop"):
+        page.get_by_role("region", name="B", exact=True).get_by_role("button", name="Stop").click()
+    hold.set()
+    expect(page.get_by_role("region", name="B", exact=True).locator(".badge")).to_have_text("stopped")
+    expect(column.locator(".badge")).to_have_text("done")
+    expect(column.get_by_role("application")).to_be_visible()  # its heat map
 
 
 def states(stub):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,13 +88,13 @@ async def bytes_of(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def whole_number(request: Request, name: str, default: int | None = None) -> int:
-    """Return a parameter of the URL as a number of at least 0.
+def whole_number(asked: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a parameter, such as one of the URL, as a number of at least 0.
 
     Raises:
         InvalidRequest: It is missing, or not such a number.
     """
-    text = request.query_params.get(name, "" if default is None else str(default))
+    text = str(asked.get(name, "" if default is None else default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 - fits into 32 bits
         raise invalid(f"{name}={text!r} is not a whole number of at least 0.")
     return int(text)
@@ -112,6 +113,28 @@ def floats(values: npt.NDArray[Any]) -> str:
 def number(value: float) -> float | None:
     """Return a number for JSON; None for NaN and infinity."""
     return float(value) if np.isfinite(value) else None
+
+
+async def merged(sources: Sequence[AsyncGenerator[Event, None]]) -> AsyncIterator[Event]:
+    """Yield the events of several streams as they come, until all have ended. All of them are closed at the end."""
+    waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = waiting.pop(task)
+                try:
+                    event = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield event
+                waiting[asyncio.ensure_future(anext(source))] = source
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
 
 
 def event_stream(events: AsyncIterator[Event]) -> Response:

@@ -72,7 +72,6 @@ _READS = {
     "tokens": captures.tokens,
     "grid": grids.grid,
     "scores": grids.scores,
-    "live": grids.live,
     "row": grids.row,
     "directions": directions.list_all,
     "direction": directions.describe,
@@ -82,6 +81,7 @@ _READS = {
 _CALLS = {
     "capture/label": captures.label,
     "capture/delete": captures.delete,
+    "live": grids.live,
     "generate": generations.generate,
     "steer": generations.steer,
     "stop": generations.stop,

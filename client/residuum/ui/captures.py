@@ -26,7 +26,7 @@ async def list_page(request: Request) -> Response:
     asked = request.query_params
     states = [state for state in asked.get("states", "").split(",") if state in _STATES]
     page = await client.captures_page(
-        page_size=whole_number(request, "size", 500), page_token=asked.get("page", ""),
+        page_size=whole_number(request.query_params, "size", 500), page_token=asked.get("page", ""),
         prefix=asked.get("prefix", ""), states=states, where=asked.get("where", ""),
     )  # fmt: skip
     return JSONResponse({"captures": [_summary(item) for item in page.captures], "next": page.next_page_token})
@@ -58,7 +58,7 @@ async def describe(request: Request) -> Response:
 async def tokens(request: Request) -> Response:
     """Return the token IDs and texts of one sequence, with the prompt, and the messages of a conversation."""
     manifest = await _manifest(request)
-    sequence = whole_number(request, "sequence", 0)
+    sequence = whole_number(request.query_params, "sequence", 0)
     outcomes = manifest.sequences
     generated = outcomes[sequence].generated_token_ids if sequence < len(outcomes) else ()
     answer: dict[str, Any] = {"ids": [*manifest.prompt_token_ids, *generated], "texts": None, "spans": []}

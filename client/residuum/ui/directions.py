@@ -83,7 +83,7 @@ async def make(request: Request) -> Response:
 async def upload(request: Request) -> Response:
     """Save the directions in an uploaded file."""
     asked = request.query_params
-    layer = whole_number(request, "layer") if asked.get("layer") else None
+    layer = whole_number(request.query_params, "layer") if asked.get("layer") else None
     gallery: Gallery = request.app.state.gallery
     gallery.free_path(asked.get("name", ""))
     content = await bytes_of(request)
@@ -119,7 +119,7 @@ async def download(request: Request) -> Response:
 async def promoted(request: Request) -> Response:
     """Return the tokens that a layer's direction promotes and suppresses, through the model's unembedding."""
     directions = request.app.state.gallery.load(request.query_params.get("name", ""))
-    layer = whole_number(request, "layer")
+    layer = whole_number(request.query_params, "layer")
     if layer not in directions:
         raise invalid(f"The direction has no layer {layer}. Choose among {list(directions.layers)}.")
     client: AsyncClient = request.app.state.client

@@ -1,6 +1,6 @@
 // One capture: its heat map and its tokens, with the choice of site, sequence, measure and layer.
 import { html, useEffect, useMemo, useRef, useState } from "../core/lib.js";
-import { floats, get, stream } from "../core/api.js";
+import { Failure, floats, get, stream } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { saveCsv, savePng } from "../core/download.js";
 import { number, numbersOf, oneLine } from "../core/format.js";
@@ -50,7 +50,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   const tokens = useLoaded((signal) => get("tokens", { id: manifest.id, sequence }, signal), [manifest.id, manifest.state, sequence]);
   const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, columns: COLUMNS }, signal))), [...keys, state.first, state.last]);
   const scores = useLoaded(async (signal) => (isOpen ? null : floats((await get("scores", { ...wanted, layer }, signal)).values)), [...keys, layer]);
-  const live = useLive(isOpen ? wanted : null, keys);
+  const live = useLive(isOpen ? wanted : null);
   const grid = useMemo(() => padded(isOpen ? live.grid : ended.value, span), [isOpen, live.grid, ended.value, span]);
   const values = isOpen ? rowOf(live.grid, layer) : scores.value;
   const canvas = useRef(null);
@@ -129,44 +129,63 @@ function rowOf(grid, layer) {
 }
 
 // The grid of an open capture, which grows. Without `wanted` there is none.
-export function useLive(wanted, keys) {
-  const [state, setState] = useState({ grid: null, error: null });
+export const useLive = (wanted) => useLives([wanted])[0];
+
+// The grids of several open captures. They share one stream: a browser opens at most six connections to a host, and each
+// reply of Generate takes one, too. What has come of a capture stays when the others change.
+export function useLives(wanted) {
+  const keys = wanted.map((item) => (item ? JSON.stringify(item) : ""));
+  const known = useRef(new Map());
+  const [states, setStates] = useState(new Map());
   useEffect(() => {
-    setState({ grid: null, error: null });
-    if (!wanted) return undefined;
+    const asked = [...new Set(keys.filter(Boolean))];
+    for (const key of known.current.keys()) if (!asked.includes(key)) known.current.delete(key);
+    setStates((before) => new Map(asked.map((key) => [key, { grid: before.get(key)?.grid ?? null, error: null }])));
+    if (!asked.length) return undefined;
     const stop = new AbortController();
-    const rows = new Map();
-    let positions = 0;
-    let layers = [];
+    const changed = new Set();
     let frame = 0;
+    const change = (key, changes) => setStates((before) => new Map(before).set(key, { ...(before.get(key) ?? NOTHING), ...changes }));
     const paint = () => {
       frame = 0;
-      const values = new Float32Array(layers.length * positions).fill(NaN);
-      const ranges = layers.map((layer, index) => {
-        const row = rows.get(layer) ?? [];
-        row.forEach((value, at) => { values[index * positions + at] = value; });
-        return edges(row);
-      });
-      setState({ grid: { layers, first: 0, last: positions - 1, positions, columns: positions, values, ranges }, error: null });
+      for (const key of changed) change(key, { grid: gridOfRows(known.current.get(key)) });
+      changed.clear();
     };
     const onEvent = (event, data) => {
-      if (event === "start") layers = data.layers;
-      for (const tile of data.tiles ?? []) {
-        const row = rows.get(tile.layer) ?? rows.set(tile.layer, []).get(tile.layer);
+      const key = asked[data.index];
+      if (event === "problem") change(key, { error: new Failure(data.message, 0, data.kind) });
+      if (event === "start") known.current.set(key, { rows: new Map(), positions: 0, ...known.current.get(key), layers: data.layers });
+      if (event !== "tiles") return;
+      const found = known.current.get(key);
+      for (const tile of data.tiles) {
+        const row = found.rows.get(tile.layer) ?? found.rows.set(tile.layer, []).get(tile.layer);
         floats(tile.values).forEach((value, index) => { row[tile.positions[index]] = value; });
-        positions = Math.max(positions, tile.positions.at(-1) + 1);
+        found.positions = Math.max(found.positions, tile.positions.at(-1) + 1);
       }
-      if (positions && !frame) frame = requestAnimationFrame(paint);
+      changed.add(key);
+      if (!frame) frame = requestAnimationFrame(paint);
     };
-    stream("live", { parameters: wanted, onEvent, signal: stop.signal }).catch((error) => {
-      if (!stop.signal.aborted) setState((before) => ({ ...before, error }));
+    stream("live", { body: { captures: asked.map((key) => JSON.parse(key)) }, onEvent, signal: stop.signal }).catch((error) => {
+      if (!stop.signal.aborted) for (const key of asked) change(key, { error });
     });
     return () => {
       stop.abort();
       cancelAnimationFrame(frame);
     };
-  }, keys);
-  return state;
+  }, [keys.join(" ")]);
+  return keys.map((key) => states.get(key) ?? NOTHING);
+}
+
+const NOTHING = { grid: null, error: null };
+
+function gridOfRows({ rows, positions, layers }) {
+  const values = new Float32Array(layers.length * positions).fill(NaN);
+  const ranges = layers.map((layer, index) => {
+    const row = rows.get(layer) ?? [];
+    row.forEach((value, at) => { values[index * positions + at] = value; });
+    return edges(row);
+  });
+  return { layers, first: 0, last: positions - 1, positions, columns: positions, values, ranges };
 }
 
 // As the server computes it for a capture that has ended: without the first position.

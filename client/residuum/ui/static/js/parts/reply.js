@@ -7,7 +7,7 @@ import { link } from "../core/route.js";
 import { Badge, Problem } from "./basics.js";
 import { HeatMap, Legend } from "./heatmap.js";
 import { Operations, sent } from "./operations.js";
-import { title, useLive } from "./pane.js";
+import { title } from "./pane.js";
 
 const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, error: null, result: null };
 
@@ -64,8 +64,8 @@ export function useGeneration() {
   return { state, start, stop, steer };
 }
 
-// `measured`: an operation, onto whose direction the heat map projects; undefined for the norm.
-export function Column({ column, directions, onChange, generation, capture, measured }) {
+// `measured`: an operation, onto whose direction the heat map projects; undefined for the norm. `live`: the heat map.
+export function Column({ column, directions, onChange, generation, capture, measured, live }) {
   const { state, steer } = generation;
   const timer = useRef(0);
   const change = (operations) => {
@@ -82,7 +82,7 @@ export function Column({ column, directions, onChange, generation, capture, meas
     <div class="text" aria-label=${`Text of ${column.name}`} aria-live="off" role="group">${texts(state)}</div>
     <${Problem} error=${state.error} />
     ${state.result && html`<p class="soft small">${state.result.tokens} tokens in ${state.result.seconds.toFixed(1)} s; ended by ${REASONS[state.result.reason] ?? state.result.reason}</p>`}
-    ${capture && state.id && html`<${LiveMap} id=${state.id} measured=${measured} name=${column.name} />`}
+    ${capture && state.id && html`<${LiveMap} live=${live} measured=${measured} name=${column.name} />`}
   </section>`;
 }
 
@@ -120,10 +120,14 @@ export function describe(operations) {
   }).join(", ");
 }
 
-function LiveMap({ id, measured, name }) {
+// What the live heat map of a column shows; null if it has none.
+export function mapOf({ state }, capture, measured) {
+  if (!capture || !state.id) return null;
+  return { id: state.id, measure: measured ? "projection" : "norm", direction: measured?.direction, from: measured?.from };
+}
+
+function LiveMap({ live: { grid, error }, measured, name }) {
   const measure = measured ? "projection" : "norm";
-  const wanted = { id, measure, direction: measured?.direction, from: measured?.from };
-  const { grid, error } = useLive(wanted, [id, measured?.direction, measured?.from]);
   const [chosen, setChosen] = useState(null);
   if (error) return html`<p class="soft small">No heat map: ${error.message}</p>`;
   if (!grid) return null;

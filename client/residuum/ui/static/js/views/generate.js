@@ -3,7 +3,8 @@ import { html, useMemo } from "../core/lib.js";
 import { connect, literal, loadDirection, operationCode } from "../core/python.js";
 import { Field, Problem, Python, Select } from "../parts/basics.js";
 import { newOperation, sent } from "../parts/operations.js";
-import { Column, useGeneration } from "../parts/reply.js";
+import { useLives } from "../parts/pane.js";
+import { Column, mapOf, useGeneration } from "../parts/reply.js";
 import { Sweep } from "../parts/sweep.js";
 import { useDirections } from "./capture.js";
 
@@ -20,6 +21,8 @@ export function Generate({ state, change, about }) {
   const all = directions.value?.directions ?? [];
   const columns = settings.columns.slice(0, 3);
   const first = columns.flatMap((column) => column.operations)[0]; // all columns show the same measure
+  const measured = columns.map((column) => column.operations[0] ?? first);
+  const lives = useLives(columns.map((_, index) => mapOf(generations[index], settings.keep, measured[index])));
   const isRunning = generations.some(({ state: { status } }) => status === "running");
   const start = (event) => {
     event?.preventDefault();
@@ -53,7 +56,7 @@ export function Generate({ state, change, about }) {
       </div>
     </form>
     <${Problem} error=${directions.error} />
-    <div class="steer">${columns.map((column, index) => html`<${Column} key=${column.name} column=${column} directions=${all} capture=${settings.keep} measured=${column.operations[0] ?? first}
+    <div class="steer">${columns.map((column, index) => html`<${Column} key=${column.name} column=${column} directions=${all} capture=${settings.keep} measured=${measured[index]} live=${lives[index]}
       generation=${generations[index]} onChange=${(item) => setColumn(index, item)} />`)}</div>
     <${Sweep} operation=${columns.flatMap((column) => column.operations).find(({ kind }) => kind === "add" || kind === "ablate")} directions=${all}
       body=${bodyOf(settings, { name: "sweep", operations: [] })} />
