@@ -3,10 +3,10 @@ import { html, useEffect, useMemo, useRef, useState } from "../core/lib.js";
 import { Failure, floats, get, stream } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { saveCsv, savePng } from "../core/download.js";
-import { number, numbersOf, oneLine } from "../core/format.js";
+import { number, numbersOf, oneLine, wholeNumber } from "../core/format.js";
 import { useLoaded } from "../core/hooks.js";
 import { Field, Problem, Select } from "./basics.js";
-import { HeatMap, Legend } from "./heatmap.js";
+import { HeatMap, Legend, startOf } from "./heatmap.js";
 import { Tokens } from "./tokens.js";
 
 const MEASURES = [["norm", "Norm"], ["projection", "Projection onto a direction"], ["cosine", "Cosine with a direction"]];
@@ -15,25 +15,35 @@ const COLUMNS = 1024;
 // The choices that a capture and the directions allow, from the state of the URL.
 export function choices(manifest, state, directions) {
   const site = manifest.sites.find((item) => item.name === state.site) ?? manifest.sites[0];
-  const sequence = Math.min(Number(state.sequence) || 0, manifest.sequences.length - 1);
-  const wanted = Number(state.layer);
-  const layer = state.layer && site.layers.includes(wanted) ? wanted : site.layers[Math.floor(site.layers.length / 2)];
-  const direction = directions.find((item) => item.name === state.direction) ?? directions.find((item) => !item.problem);
-  const measure = direction && MEASURES.some(([name]) => name === state.measure) ? state.measure : "norm";
-  const from = direction?.layers.includes(Number(state.from)) && state.from ? state.from : "";
-  return { site, sequence, layer, measure, direction: measure === "norm" ? "" : direction.name, from: measure === "norm" ? "" : from, each: state.each === "1", rows: numbersOf(state.layers) };
+  const sequence = Math.min(wholeNumber(state.sequence) ?? 0, manifest.sequences.length - 1);
+  const layer = state.layer ? site.layers.find((item) => item === Number(state.layer)) : site.layers[Math.floor(site.layers.length / 2)];
+  const measure = state.measure || "norm";
+  const isNorm = measure === "norm";
+  const direction = isNorm ? undefined : directions.find((item) => !item.problem && (!state.direction || item.name === state.direction));
+  const from = isNorm ? "" : state.from ?? "";
+  const missing = [
+    state.site && site.name !== state.site && `The capture has no site ${oneLine(state.site)}.`,
+    layer === undefined && `The capture has no layer ${oneLine(state.layer ?? "")} at this site.`,
+    !MEASURES.some(([name]) => name === measure) && `There is no measure ${oneLine(measure)}.`,
+    !isNorm && !direction && (state.direction ? `There is no direction ${oneLine(state.direction)}.` : "There are no directions yet."),
+    direction && from && !direction.layers.includes(Number(from)) && `The direction ${direction.name} has no layer ${oneLine(from)}.`,
+  ].filter(Boolean);
+  return { site, sequence, layer, measure, direction: direction?.name ?? "", from, each: state.each === "1", rows: numbersOf(state.layers), missing };
 }
+
+// Says what a link names and the capture or the gallery does not have. Another choice in its place would mislead.
+export const Missing = ({ chosen }) => html`<p class="notice" role="alert">${chosen.missing.join(" ")} Choose another one above.</p>`;
 
 export function Controls({ manifest, chosen, directions, state, change }) {
   const usable = directions.filter((item) => !item.problem);
   const direction = usable.find((item) => item.name === chosen.direction);
   return html`<div class="row panel">
-    ${manifest.sites.length > 1 && html`<${Select} label="Site" value=${chosen.site.name} options=${manifest.sites.map(({ name }) => [name, name])} onChange=${(site) => change({ site })} />`}
+    ${manifest.sites.length > 1 && html`<${Select} label="Site" value=${chosen.site.name} options=${manifest.sites.map(({ name }) => [name, name])} onChange=${(site) => change({ site, layer: "" })} />`}
     ${manifest.sequences.length > 1 && html`<${Select} label="Sequence" value=${String(chosen.sequence)} options=${manifest.sequences.map((_, index) => [String(index), String(index)])} onChange=${(sequence) => change({ sequence })} />`}
     <${Select} label="Measure" value=${chosen.measure} options=${usable.length ? MEASURES : [["norm", "Norm (no directions yet)"]]} onChange=${(measure) => change({ measure })} />
     ${chosen.measure !== "norm" && html`
       <${Select} label="Direction" value=${chosen.direction} options=${usable.map(({ name }) => [name, name])} onChange=${(name) => change({ direction: name, from: "" })} />
-      <${Select} label="Its vector" value=${chosen.from} options=${[["", "each layer's own"], ...direction.layers.map((layer) => [String(layer), `of layer ${layer}`])]} onChange=${(from) => change({ from })} />`}
+      <${Select} label="Its vector" value=${chosen.from} options=${[["", "each layer's own"], ...(direction?.layers ?? []).map((layer) => [String(layer), `of layer ${layer}`])]} onChange=${(from) => change({ from })} />`}
     <${Field} label="Layers of the heat map" kind="narrow"><input placeholder="all" value=${state.layers ?? ""} onChange=${(event) => change({ layers: event.target.value })} /><//>
     <${Select} label="Layer of the text" value=${String(chosen.layer)} options=${chosen.site.layers.map((layer) => [String(layer), String(layer)])} onChange=${(layer) => change({ layer })} />
     <${Select} label="Colours" value=${chosen.each ? "1" : ""} options=${[["", "one scale for all layers"], ["1", "a scale for each layer"]]} onChange=${(each) => change({ each })} />
@@ -48,7 +58,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   const isOpen = manifest.state === "open";
   const keys = [manifest.id, manifest.state, site.name, sequence, measure, direction, from];
   const tokens = useLoaded((signal) => get("tokens", { id: manifest.id, sequence }, signal), [manifest.id, manifest.state, sequence]);
-  const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, columns: COLUMNS }, signal))), [...keys, state.first, state.last]);
+  const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, columns: COLUMNS }, signal))), keys, [state.first, state.last]);
   const scores = useLoaded(async (signal) => (isOpen ? null : floats((await get("scores", { ...wanted, layer }, signal)).values)), [...keys, layer]);
   const live = useLive(isOpen ? wanted : null);
   const grid = useMemo(() => padded(isOpen ? live.grid : ended.value, span), [isOpen, live.grid, ended.value, span]);
@@ -62,7 +72,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   const shownGrid = useMemo(() => grid && only(grid, own, rows), [grid, own, state.layers]);
   const ranges = useMemo(() => shownGrid && rangesFor(shownGrid.ranges, measure, each), [shownGrid, measure, each]);
   const range = own ? rangesFor([own[site.layers.indexOf(layer)]], measure, true)[0] : null;
-  const position = state.position === undefined || state.position === "" ? null : Number(state.position);
+  const position = wholeNumber(state.position);
   const shown = hovered ?? position;
   const zoom = (factor) => {
     const span = Math.max(8, Math.round((grid.last - grid.first + 1) * factor));
@@ -196,7 +206,7 @@ function edges(row) {
 }
 
 function gridTable({ layers, first, last, columns, values }) {
-  const at = Array.from({ length: columns }, (_, column) => first + Math.floor((column * (last - first + 1)) / columns));
+  const at = Array.from({ length: columns }, (_, column) => startOf({ first, last, columns }, column));
   return [["layer", ...at], ...layers.map((layer, index) => [layer, ...values.subarray(index * columns, (index + 1) * columns)])];
 }
 

@@ -89,7 +89,8 @@ export function Column({ column, directions, onChange, generation, capture, meas
 const STATUS = { running: "open", done: "good", stopped: "warn", failed: "bad" };
 const REASONS = { length: "the limit of tokens", stop: "the model" };
 
-// The text, with a mark where a change of the steering began to hold.
+// The text, with a mark where a change of the steering began to hold. The mark's position is that of the first steered
+// row. The token there was chosen before; the next one is the first that the change can affect.
 function texts(state) {
   if (state.status === "idle") return html`<span class="soft">The reply appears here.</span>`;
   const parts = [];
@@ -100,15 +101,15 @@ function texts(state) {
     run = "";
   };
   for (const token of state.tokens) {
-    while (marks.length && marks[0].position <= token.position) {
+    while (marks.length && marks[0].position < token.position) {
       flush();
-      parts.push(html`<span class="mark">${marks[0].text} from token ${marks[0].position - state.promptTokens}</span>`);
+      parts.push(html`<span class="mark">${marks[0].text} from token ${marks[0].position + 1 - state.promptTokens}</span>`);
       marks = marks.slice(1);
     }
     run += token.text;
   }
   flush();
-  for (const mark of marks) parts.push(html`<span class="mark">${mark.text} from token ${mark.position - state.promptTokens}</span>`);
+  for (const mark of marks) parts.push(html`<span class="mark">${mark.text} from token ${mark.position + 1 - state.promptTokens}</span>`);
   return parts.map((part) => (typeof part === "string" ? visible(part).replaceAll("⏎", "") : part));
 }
 

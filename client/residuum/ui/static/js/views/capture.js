@@ -6,7 +6,7 @@ import { useLoaded, usePoll } from "../core/hooks.js";
 import { measureCode } from "../core/python.js";
 import { link } from "../core/route.js";
 import { Badge, Facts, Problem, Python } from "../parts/basics.js";
-import { choices, Controls, Pane, title } from "../parts/pane.js";
+import { choices, Controls, Missing, Pane, title } from "../parts/pane.js";
 
 export function useCapture(id) {
   const loaded = useLoaded((signal) => get("capture", { id }, signal), [id]);
@@ -24,7 +24,8 @@ export function Capture({ state, change, about }) {
   }
   const found = manifest.value;
   const chosen = choices(found, state, directions.value.directions);
-  const code = measureCode({ ...chosen, site: chosen.site.name, id: found.id, endpoint: about.endpoint, gallery: directions.value.folder });
+  const isThere = !chosen.missing.length;
+  const code = isThere && measureCode({ ...chosen, site: chosen.site.name, id: found.id, endpoint: about.endpoint, gallery: directions.value.folder });
   return html`
     <div class="head"><h1>${oneLine(found.id)}</h1><${Badge} kind=${found.state}>${found.state}<//>
       <div class="tools"><a class="button" href=${link("compare", { a: found.id, measure: chosen.measure, direction: chosen.direction })}>Compare with another</a></div>
@@ -33,15 +34,15 @@ export function Capture({ state, change, about }) {
     ${["incomplete", "aborted"].includes(found.state) && html`<p class="notice">${found.detail || `This capture is ${found.state}.`} ${found.missing}</p>`}
     <${Controls} manifest=${found} chosen=${chosen} directions=${directions.value.directions} state=${state} change=${change} />
     <div class="columns">
-      <div><${Pane} manifest=${found} chosen=${chosen} state=${state} change=${change} name=${found.id} /></div>
+      <div>${isThere ? html`<${Pane} manifest=${found} chosen=${chosen} state=${state} change=${change} name=${found.id} />` : html`<${Missing} chosen=${chosen} />`}</div>
       <aside aria-label="Details">
-        <${Row} manifest=${found} chosen=${chosen} position=${state.position} />
+        ${isThere && html`<${Row} manifest=${found} chosen=${chosen} position=${state.position} />`}
         <section class="panel" aria-label="About this capture"><h2>About this capture</h2><${About} manifest=${found} /></section>
         <${Labels} manifest=${found} onChanged=${manifest.reload} />
         <${Delete} id=${found.id} />
       </aside>
     </div>
-    <${Python} code=${code} />`;
+    ${isThere && html`<${Python} code=${code} />`}`;
 }
 
 function Row({ manifest, chosen, position }) {

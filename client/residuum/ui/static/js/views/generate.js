@@ -2,7 +2,7 @@
 import { html, useMemo } from "../core/lib.js";
 import { connect, literal, loadDirection, operationCode } from "../core/python.js";
 import { Field, Problem, Python, Select } from "../parts/basics.js";
-import { newOperation, sent } from "../parts/operations.js";
+import { checked, newOperation, sent } from "../parts/operations.js";
 import { useLives } from "../parts/pane.js";
 import { Column, mapOf, useGeneration } from "../parts/reply.js";
 import { Sweep } from "../parts/sweep.js";
@@ -19,7 +19,7 @@ export function Generate({ state, change, about }) {
   const set = (changes) => change({ s: JSON.stringify({ ...settings, ...changes }) });
   const generations = [useGeneration(), useGeneration(), useGeneration()];
   const all = directions.value?.directions ?? [];
-  const columns = settings.columns.slice(0, 3);
+  const { columns } = settings;
   const first = columns.flatMap((column) => column.operations)[0]; // all columns show the same measure
   const measured = columns.map((column) => column.operations[0] ?? first);
   const lives = useLives(columns.map((_, index) => mapOf(generations[index], settings.keep, measured[index])));
@@ -67,13 +67,14 @@ export function Generate({ state, change, about }) {
 function settingsOf(text) {
   let given = {};
   try {
-    given = JSON.parse(text ?? "{}") ?? {};
+    given = JSON.parse(text || "{}") ?? {};
   } catch {
     // an incomplete link: the defaults hold
   }
   const settings = { ...DEFAULTS };
   for (const [name, value] of Object.entries(DEFAULTS)) if (typeof given[name] === typeof value) settings[name] = given[name];
   if (!Array.isArray(settings.columns) || !settings.columns.every((item) => Array.isArray(item?.operations) && typeof item.name === "string")) settings.columns = DEFAULTS.columns;
+  settings.columns = settings.columns.slice(0, 3).map(({ name, canSteer, operations }) => ({ name, canSteer: canSteer === true, operations: operations.map(checked) }));
   return settings;
 }
 
