@@ -58,14 +58,14 @@ FAILURES: tuple[type[Exception], ...] = tuple(kind for kind, _ in _STATUS)
 """The exceptions that `failed` explains."""
 
 
-async def body_of(request: Request) -> dict[str, Any]:
+async def body_of(request: Request, most: int | None = None) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Raises:
         InvalidRequest: It is too large, or not a JSON object.
     """
     try:
-        value = json.loads(await bytes_of(request))
+        value = json.loads(await bytes_of(request, most))
     except (ValueError, RecursionError) as error:
         raise invalid(f"The request's body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -73,17 +73,18 @@ async def body_of(request: Request) -> dict[str, Any]:
     return value
 
 
-async def bytes_of(request: Request) -> bytes:
-    """Return a request's body.
+async def bytes_of(request: Request, most: int | None = None) -> bytes:
+    """Return a request's body of at most `most` bytes.
 
     Raises:
-        InvalidRequest: It is larger than `LARGEST_BODY`.
+        InvalidRequest: It is larger than that; `LARGEST_BODY` if none is given.
     """
+    most = LARGEST_BODY if most is None else most
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > LARGEST_BODY:
-            raise invalid(f"The request's body has more than {LARGEST_BODY} bytes. Send a smaller one.")
+        if size > most:
+            raise invalid(f"The request's body has more than {most} bytes. Send a smaller one.")
         parts.append(part)
     return b"".join(parts)
 
