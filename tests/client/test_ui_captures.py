@@ -187,6 +187,9 @@ def test_labels_are_changed_and_captures_deleted(page, endpoint):
         )
     assert page("capture/label", {"id": "gone", "labels": {"note": HOSTILE}})["labels"] == {"note": HOSTILE}
     assert page("capture/label", {"id": "gone", "labels": 3})[0] == 400
+    texts = {"hex": "0x10", "large": str(2**53 + 1), "quoted": '"7"', "true": "true", "note": "2.5"}
+    labels = {"hex": "0x10", "large": 2**53 + 1, "quoted": "7", "true": True, "note": 2.5}
+    assert page("capture/label", {"id": "gone", "texts": texts})["labels"] == labels
     assert page("capture/delete", {"id": "gone"})["freed"] > 0
     assert page("capture/delete", {"id": "gone"})[0] == 404
 

@@ -312,6 +312,45 @@ def test_a_view_that_fails_says_so_and_starts_again(scripted, address, visit):
     expect(page.get_by_role("heading", name="This view cannot be shown")).to_have_count(0)
 
 
+def test_drafts_and_replies_stay_after_another_view(scripted, address, visit):
+    page = visit(address).open("generate")
+    page.get_by_label("Prompt", exact=True).fill("a bb")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(page.locator(".badge", has_text="done")).to_be_visible()
+    text = page.get_by_label("Text of Unsteered").inner_text()
+    views = page.get_by_role("navigation", name="Views")
+    views.get_by_role("link", name="Directions").click()
+    page.get_by_role("link", name="New direction…").click()
+    page.get_by_label("More of this").fill("yes")
+    views.get_by_role("link", name="Generate").click()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("a bb")
+    expect(page.get_by_label("Text of Unsteered")).to_have_text(text)
+    page.go_back()
+    expect(page.get_by_label("More of this")).to_have_value("yes")
+    page.get_by_label("Prompts are").select_option("1")
+    page.get_by_text("Python that does the same").click()
+    expect(page.get_by_label("Python code")).to_contain_text('generate_many([[{"role": "user", "content": "yes"}]]')
+
+
+def test_captures_that_were_deleted_elsewhere_leave_the_list(scripted, address, visit):
+    for name in ("first", "second"):
+        write(scripted.store.endpoint, name, ["a"])
+    page = visit(address).open("captures")
+    expect(page.get_by_role("link", name="second")).to_be_visible()
+    with residuum.Client(store=scripted.store.endpoint) as client:
+        client.delete("second")
+    expect(page.get_by_role("link", name="second")).to_have_count(0, timeout=10_000)
+    expect(page.get_by_role("link", name="first")).to_be_visible()
+
+
+def test_the_python_of_a_page_with_a_store_alone_names_the_store(scripted, visit):
+    store = scripted.store.endpoint
+    with serving("", scripted.save_direction(), "--store", store) as found:
+        page = visit(found).open("captures")
+        page.get_by_text("Python that does the same").click()
+        expect(page.get_by_label("Python code")).to_contain_text(f'residuum.Client(store="{store}")')
+
+
 def states(stub):
     return stub.GetStats(store_pb2.GetStatsRequest(), timeout=60).captures
 

@@ -13,6 +13,7 @@ from residuum.exceptions import NoMessageSpans, NoTokenTexts
 from residuum.ui.answers import body_of, invalid, whole_number
 from residuum.values.manifest import Manifest, SteeringRecord
 from residuum.values.replies import CaptureSummary
+from residuum.wire.labels import read_value
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
@@ -74,9 +75,13 @@ async def tokens(request: Request) -> Response:
 async def label(request: Request) -> Response:
     """Set and remove labels."""
     body = await body_of(request)
-    labels = body.get("labels")
-    if not isinstance(labels, dict):
-        raise invalid("labels must be an object.")
+    labels, texts = body.get("labels", {}), body.get("texts", {})
+    if not isinstance(labels, dict) or not isinstance(texts, dict):
+        raise invalid("labels and texts must be objects.")
+    labels = {
+        **labels,
+        **{name: read_value(str(text)) for name, text in texts.items()},
+    }  # as `residuum label` reads them
     client: AsyncClient = request.app.state.client
     return JSONResponse({"labels": await client.label(_text(body, "id"), labels)})
 

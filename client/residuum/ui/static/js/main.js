@@ -65,7 +65,7 @@ function Shell({ about }) {
     <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
     <header class="bar"><a class="name" href=${link("captures")}>residuum</a>
       <nav aria-label="Views">${BAR.map(([name, text]) => html`<a key=${name} href=${link(name)} aria-current=${name === shown || (name === "captures" && shown === "capture") ? "page" : undefined}>${text}</a>`)}</nav>
-      <span class="where">${about.endpoint} · ${about.version}</span></header>
+      <span class="where">${about.endpoint || about.store} · ${about.version}</span></header>
     <${Outage} />
     <main ref=${main} tabindex="-1"><${Failsafe} at=${link(route.view, route.state)} home=${link(shown)}><${View} key=${`${shown} ${route.state.id ?? ""}`} state=${route.state} change=${route.change} about=${about} /><//></main>`;
 }

@@ -42,6 +42,19 @@ export function usePoll(task, seconds, keys) {
   }, keys);
 }
 
+const kept = new Map();
+
+// State that outlives its view, until the page is loaded again: drafts and results are there after a look at another view.
+export function useKept(name, initial) {
+  const [, setTurn] = useState(0);
+  const set = useCallback((change) => {
+    const before = kept.get(name) ?? initial;
+    kept.set(name, typeof change === "function" ? change(before) : change);
+    setTurn((turn) => turn + 1);
+  }, [name]);
+  return [kept.get(name) ?? initial, set];
+}
+
 // The width of an element in CSS pixels, as it changes.
 export function useWidth(ref) {
   const [width, setWidth] = useState(0);

@@ -44,7 +44,7 @@ export function Controls({ manifest, chosen, directions, state, change }) {
     ${chosen.measure !== "norm" && html`
       <${Select} label="Direction" value=${chosen.direction} options=${usable.map(({ name }) => [name, name])} onChange=${(name) => change({ direction: name, from: "" })} />
       <${Select} label="Its vector" value=${chosen.from} options=${[["", "each layer's own"], ...(direction?.layers ?? []).map((layer) => [String(layer), `of layer ${layer}`])]} onChange=${(from) => change({ from })} />`}
-    <${Field} label="Layers of the heat map" kind="narrow"><input placeholder="all" value=${state.layers ?? ""} onChange=${(event) => change({ layers: event.target.value })} /><//>
+    <${Field} label="Heat map layers" kind="narrow"><input placeholder="all" value=${state.layers ?? ""} onChange=${(event) => change({ layers: event.target.value })} /><//>
     <${Select} label="Layer of the text" value=${String(chosen.layer)} options=${chosen.site.layers.map((layer) => [String(layer), String(layer)])} onChange=${(layer) => change({ layer })} />
     <${Select} label="Colours" value=${chosen.each ? "1" : ""} options=${[["", "one scale for all layers"], ["1", "a scale for each layer"]]} onChange=${(each) => change({ each })} />
   </div>`;

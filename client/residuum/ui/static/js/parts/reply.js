@@ -3,6 +3,7 @@ import { html, useEffect, useRef, useState } from "../core/lib.js";
 import { post, stream } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { number, visible } from "../core/format.js";
+import { useKept } from "../core/hooks.js";
 import { link } from "../core/route.js";
 import { Badge, Problem } from "./basics.js";
 import { HeatMap, Legend } from "./heatmap.js";
@@ -12,10 +13,14 @@ import { title } from "./pane.js";
 const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, error: null, result: null };
 
 // A generation: its state, and functions that start it, stop it and change its steering.
-export function useGeneration() {
-  const [state, setState] = useState(IDLE);
+export function useGeneration(index) {
+  const [state, setState] = useKept(`reply ${index}`, IDLE);
   const running = useRef(null);
-  useEffect(() => () => running.current?.abort(), []);
+  useEffect(() => () => {
+    if (!running.current) return;
+    running.current.abort();
+    setState((before) => (before.status === "running" ? { ...before, status: "stopped" } : before));
+  }, []);
 
   const start = async (body) => {
     running.current?.abort();

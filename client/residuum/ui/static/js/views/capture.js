@@ -25,7 +25,7 @@ export function Capture({ state, change, about }) {
   const found = manifest.value;
   const chosen = choices(found, state, directions.value.directions);
   const isThere = !chosen.missing.length;
-  const code = isThere && measureCode({ ...chosen, site: chosen.site.name, id: found.id, endpoint: about.endpoint, gallery: directions.value.folder });
+  const code = isThere && measureCode({ ...chosen, site: chosen.site.name, id: found.id, about, gallery: directions.value.folder });
   return html`
     <div class="head"><h1>${oneLine(found.id)}</h1><${Badge} kind=${found.state}>${found.state}<//>
       <div class="tools"><a class="button" href=${link("compare", { a: found.id, measure: chosen.measure, direction: chosen.direction })}>Compare with another</a></div>
@@ -59,7 +59,7 @@ function Row({ manifest, chosen, position }) {
       <${Facts} facts=${[
         measure !== "norm" && [title(measure, direction), number(found.measure)],
         ["Norm", number(found.norm)], ["Mean", number(found.mean)], ["Standard deviation", number(found.std)],
-        ["Least and largest", `${number(found.min)}, ${number(found.max)}`], ["Elements", count(found.width)],
+        ["Minimum, maximum", `${number(found.min)}, ${number(found.max)}`], ["Elements", count(found.width)],
         ["Largest elements", found.largest.slice(0, 5).map(([index, value]) => `${index}: ${number(value)}`).join("; ")],
       ].filter(Boolean)} />
       ${found.lens && html`<h3>Tokens that it predicts (logit lens)</h3>
@@ -86,9 +86,9 @@ function About({ manifest }) {
 function Labels({ manifest, onChanged }) {
   const [text, setText] = useState("");
   const [error, setError] = useState(null);
-  const save = async (labels) => {
+  const save = async (labels, texts = {}) => {
     try {
-      await post("capture/label", { id: manifest.id, labels });
+      await post("capture/label", { id: manifest.id, labels, texts });
       setError(null);
       setText("");
       onChanged();
@@ -100,7 +100,7 @@ function Labels({ manifest, onChanged }) {
     event.preventDefault();
     const [name, value] = text.split(/=(.*)/s).map((part) => part.trim());
     if (!name || value === undefined) setError(new Error("Write a label as name = value."));
-    else save({ [name]: parseLabel(value) });
+    else save({}, { [name]: value });
   };
   return html`<section class="panel" aria-label="Labels"><h2>Labels</h2>
     <p>${Object.entries(manifest.labels).map(([name, value]) => html`<span key=${name}><span class="tag" title=${`${name}: ${value}`}>${oneLine(`${name}: ${value}`)}</span>
@@ -110,19 +110,13 @@ function Labels({ manifest, onChanged }) {
     <${Problem} error=${error} /></section>`;
 }
 
-// Numbers, true and false keep their type, as in `residuum label`.
-function parseLabel(text) {
-  if (text === "true" || text === "false") return text === "true";
-  return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
-}
-
 function Delete({ id }) {
   const [isSure, setSure] = useState(false);
   const [error, setError] = useState(null);
   const remove = () => post("capture/delete", { id }).then(() => { location.hash = link("captures"); }, setError);
   return html`<section class="panel" aria-label="Delete">
     ${isSure
-      ? html`<p>Delete this capture and its rows for ever?</p><div class="tools"><button class="bad" onClick=${remove}>Delete for ever</button><button onClick=${() => setSure(false)}>Keep it</button></div>`
+      ? html`<p>Delete this capture and its rows permanently?</p><div class="tools"><button class="bad" onClick=${remove}>Delete permanently</button><button onClick=${() => setSure(false)}>Keep it</button></div>`
       : html`<button class="bad" onClick=${() => setSure(true)}>Delete this capture…</button>`}
     <${Problem} error=${error} /></section>`;
 }

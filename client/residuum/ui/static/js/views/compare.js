@@ -27,7 +27,7 @@ function Both({ state, change, about, gallery }) {
   const views = [left, right].map((manifest) => choices(manifest, { ...state, layer: state.layer || String(chosen.layer) }, gallery.directions));
   const isThere = !chosen.missing.length;
   const span = Math.max(...[left, right].map((side) => side.sequences[Math.min(chosen.sequence, side.sequences.length - 1)].tokens));
-  const code = isThere && [state.a, state.b].map((id) => measureCode({ ...chosen, site: chosen.site.name, id, endpoint: about.endpoint, gallery: gallery.folder })).join("\n\n");
+  const code = isThere && [state.a, state.b].map((id) => measureCode({ ...chosen, site: chosen.site.name, id, about, gallery: gallery.folder })).join("\n\n");
   return html`<${Controls} manifest=${left} chosen=${chosen} directions=${gallery.directions} state=${state} change=${change} />
     <div class="pair">${[left, right].map((manifest, index) => html`<div key=${index}>
       <div class="head"><h2><a href=${link("capture", { ...state, a: "", b: "", id: manifest.id })}>${oneLine(manifest.id)}</a></h2><${Badge} kind=${manifest.state}>${manifest.state}<//></div>

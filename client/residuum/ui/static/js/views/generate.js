@@ -1,5 +1,6 @@
 // Generate and steer: up to three columns with the same prompt and seed.
-import { html, useMemo } from "../core/lib.js";
+import { html, useEffect, useMemo } from "../core/lib.js";
+import { useKept } from "../core/hooks.js";
 import { connect, literal, loadDirection, operationCode } from "../core/python.js";
 import { Field, Problem, Python, Select } from "../parts/basics.js";
 import { checked, newOperation, sent } from "../parts/operations.js";
@@ -15,9 +16,12 @@ const DEFAULTS = {
 
 export function Generate({ state, change, about }) {
   const directions = useDirections();
-  const settings = useMemo(() => settingsOf(state.s), [state.s]);
+  const [draft, setDraft] = useKept("generate", undefined);
+  const given = state.s ?? draft;
+  const settings = useMemo(() => settingsOf(given), [given]);
+  useEffect(() => { if (state.s) setDraft(state.s); }, [state.s]);
   const set = (changes) => change({ s: JSON.stringify({ ...settings, ...changes }) });
-  const generations = [useGeneration(), useGeneration(), useGeneration()];
+  const generations = [useGeneration(0), useGeneration(1), useGeneration(2)];
   const all = directions.value?.directions ?? [];
   const { columns } = settings;
   const first = columns.flatMap((column) => column.operations)[0]; // all columns show the same measure
@@ -44,7 +48,7 @@ export function Generate({ state, change, about }) {
       <${Field} label=${settings.mode === "chat" ? "Message" : "Prompt"}><textarea rows="3" value=${settings.prompt} onInput=${(event) => set({ prompt: event.target.value })}
         onKeyDown=${(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && start(event)}></textarea><//>
       <div class="row">
-        <${Field} label="Most tokens" kind="narrow"><input type="number" min="1" value=${settings.max_tokens} onInput=${setNumber("max_tokens")} /><//>
+        <${Field} label="Maximum tokens" kind="narrow"><input type="number" min="1" value=${settings.max_tokens} onInput=${setNumber("max_tokens")} /><//>
         <${Field} label="Temperature" kind="narrow"><input type="number" min="0" step="0.1" value=${settings.temperature} onInput=${setNumber("temperature")} /><//>
         <${Field} label="Seed" kind="narrow"><input type="number" min="0" value=${settings.seed} onInput=${setNumber("seed")} /><//>
         <label class="check"><input type="checkbox" checked=${settings.keep} onChange=${(event) => set({ keep: event.target.checked })} />Capture all layers</label>
@@ -104,5 +108,5 @@ function codeOf(settings, columns, about, gallery) {
     if (steer) options.push(`steer=${steer}`);
     return `print(client.generate(prompt, ${options.join(", ")}).text)  # ${column.name}`;
   });
-  return [connect(about.endpoint) + loads.join("\n"), `prompt = ${prompt}`, ...calls].join("\n").replace("\n\n\n", "\n\n");
+  return [connect(about) + loads.join("\n"), `prompt = ${prompt}`, ...calls].join("\n").replace("\n\n\n", "\n\n");
 }
