@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -51,7 +52,7 @@ class GridCache:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._grids: OrderedDict[Any, Grid] = OrderedDict()
-        self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, manifest: Manifest, site: str, sequence: int, measure: Measure, key: Any) -> Grid:
         """Return a grid. The rows are read as a stream, so the memory is that of the grid and of one message.
@@ -64,16 +65,18 @@ class GridCache:
             key: Names the measure with its direction.
         """
         name = (manifest.capture_id, manifest.open_time, site, sequence, key)
-        async with self._lock:  # two views of one capture share one read
-            if name not in self._grids:
+        lock = self._locks.setdefault(manifest.capture_id, asyncio.Lock())
+        async with lock:  # two views of one capture share one read, and no other capture waits for it
+            grid = self._grids.get(name)
+            if grid is None:
                 grid = Grid(manifest.layers_at(site), _positions(manifest, sequence))
                 async for layer, positions, values in _measured(self._client, manifest, site, sequence, measure):
                     grid.put(layer, positions, values)
                 self._grids[name] = grid
-                while len(self._grids) > 1 and sum(grid.values.nbytes for grid in self._grids.values()) > _CACHE_BYTES:
+                while len(self._grids) > 1 and sum(kept.values.nbytes for kept in self._grids.values()) > _CACHE_BYTES:
                     self._grids.popitem(last=False)
             self._grids.move_to_end(name)
-            return self._grids[name]
+            return grid
 
 
 async def grid(request: Request) -> Response:
