@@ -93,6 +93,12 @@ def test_bodies_that_are_no_json_object_are_refused(page, body):
     assert status(page, "/api/stop", "POST", body) == 400
 
 
+def test_without_a_token_only_small_bodies_are_read(page):
+    code, _, content = page.raw("POST", "/api/session", {"token": "x" * 4096})
+    assert code == 400
+    assert b"4096 bytes" in content
+
+
 def test_a_body_that_is_too_large_is_refused(page, monkeypatch):
     monkeypatch.setattr("residuum.ui.answers.LARGEST_BODY", 1000)
     assert status(page, "/api/stop", "POST", b" " * 1001) == 400

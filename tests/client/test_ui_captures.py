@@ -153,13 +153,18 @@ def test_a_capture_is_followed_while_it_is_written(page, peer, endpoint):
             next(iter(stream))
             name = stream.request_id
             assert page("grid", id=name)[0] == 400  # open: follow it
-            reader = threading.Thread(target=lambda: found.update(events=page.events("live", id=name)))
+            reader = threading.Thread(
+                target=lambda: found.update(events=page.events("live", {"captures": [{"id": name}, {"id": "nobody"}]}))
+            )
             reader.start()
             peer.script.hold.set()
             for _ in stream:
                 pass
         reader.join(30)
-        names = [event for event, _ in found["events"]]
+        others = [(event, data["kind"]) for event, data in found["events"] if data["index"] == 1]
+        assert others == [("problem", "UnknownCapture")]
+        assert page("live", {"captures": []})[0] == 400
+        names = [event for event, data in found["events"] if data["index"] == 0]
         assert names[0] == "start"
         assert names[-1] == "end"
         values = {}
@@ -182,6 +187,9 @@ def test_labels_are_changed_and_captures_deleted(page, endpoint):
         )
     assert page("capture/label", {"id": "gone", "labels": {"note": HOSTILE}})["labels"] == {"note": HOSTILE}
     assert page("capture/label", {"id": "gone", "labels": 3})[0] == 400
+    texts = {"hex": "0x10", "large": str(2**53 + 1), "quoted": '"7"', "true": "true", "note": "2.5"}
+    labels = {"hex": "0x10", "large": 2**53 + 1, "quoted": "7", "true": True, "note": 2.5}
+    assert page("capture/label", {"id": "gone", "texts": texts})["labels"] == labels
     assert page("capture/delete", {"id": "gone"})["freed"] > 0
     assert page("capture/delete", {"id": "gone"})[0] == 404
 

@@ -115,12 +115,18 @@ def test_directions_are_made_from_two_lists_of_prompts(page, endpoint, tmp_path)
     # A captured row of the scripted service has its position as an element: 2, 1, 1 against 0, 0.
     assert made.layers == tuple(range(LAYERS))
     assert made[2].values.tolist() == pytest.approx([0, 0, 0, 4 / 3, 0, 0, 0, 0], abs=1e-2)
+    own = tmp_path / "gallery/long.json"
+    own.write_text("mine")
     notes = page("direction", name="long")["notes"]
     assert notes["separation"]["areas"] == [1.0] * LAYERS
     assert notes["prompts"]["negative"] == ["a", "b"]
     with residuum.Client(endpoint) as client:  # the examples' captures are deleted
         assert list(client.captures(prefix="ui-")) == []
     assert page("direction/make", body)[0] == 409
+    page("direction/rename", {"name": "long", "to": "longer"})
+    assert page("direction", name="longer")["notes"] == notes
+    page("direction/delete", {"name": "longer"})
+    assert list(own.parent.iterdir()) == [own]  # a file of the user stays
 
 
 @pytest.mark.parametrize(
@@ -138,9 +144,11 @@ def test_tokens_are_found_and_promoted(page, joy, endpoint):
         reply = client.generate("a bb ccc", max_tokens=3, capture=residuum.Capture(layers=[2]), request_id="searched")
         client.manifest(reply, wait=True)
         found = page("search", {"direction": "joy", "layer": 2, "k": 3, "prefix": "searched"})
-        wanted = client.search(joy[2], layer=2, k=3, prefix="searched")
+        wanted = client.search(joy[2].values / joy[2].norm, layer=2, k=3, prefix="searched")
         assert [hit["score"] for hit in found["hits"]] == pytest.approx([hit.score for hit in wanted])
         assert [hit["position"] for hit in found["hits"]] == [hit.position for hit in wanted]
+        later = page("search", {"direction": "joy", "layer": 2, "k": 9, "prefix": "searched", "positions": "1:"})
+        assert sorted(hit["position"] for hit in later["hits"]) == [1, 2, 3, 4]
         client.delete(reply)
     assert page("search", {"direction": "joy", "layer": 5})[0] == 400
     assert page("search", {"direction": "joy", "layer": 2, "k": "x"})[0] == 400

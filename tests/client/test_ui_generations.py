@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 
@@ -190,6 +191,22 @@ def test_a_sweep_that_the_page_leaves_is_stopped_and_deleted(page, peer, endpoin
         while list(client.captures(prefix="ui-")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_a_service_that_hangs_is_reported(tmp_path):
+    """It accepts connections and never answers, such as a process that is stopped."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        running = Page(endpoint, tmp_path)
+        try:
+            begun = time.monotonic()
+            (problem,) = running("health")["problems"]
+            assert endpoint in problem
+            assert time.monotonic() - begun < 6
+        finally:
+            running.stop()
 
 
 def test_a_service_that_is_away_is_reported(tmp_path):

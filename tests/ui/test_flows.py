@@ -146,8 +146,8 @@ def test_the_python_of_a_view_gives_the_numbers_of_the_view(address, visit, capt
     namespace = {}
     exec(page.get_by_label("Python code").inner_text(), namespace)
     assert len(rows) == 31
-    page.get_by_label("Layers of the heat map").fill("3, 10-12")
-    page.get_by_label("Layers of the heat map").press("Enter")
+    page.get_by_label("Heat map layers").fill("3, 10-12")
+    page.get_by_label("Heat map layers").press("Enter")
     some = saved_csv(page, heat.get_by_role("button", name="CSV").click)
     assert some == [rows[0], rows[4], *rows[11:14]]
     for layer, *values in rows[1:]:
@@ -243,7 +243,7 @@ def test_a_conversation_is_generated(address, visit):
     page.get_by_label("Prompt is").select_option("chat")
     page.get_by_label("Message", exact=True).fill("Say hello.")
     page.get_by_label("System message").fill("You are brief.")
-    page.get_by_label("Most tokens").fill("8")
+    page.get_by_label("Maximum tokens").fill("8")
     page.get_by_label("Message", exact=True).press("Control+Enter")
     expect(page.locator(".badge", has_text="done")).to_be_visible(timeout=MINUTE)
 
@@ -271,7 +271,7 @@ def test_a_direction_is_made_renamed_exported_and_deleted(address, visit, galler
     manage.get_by_role("button", name="Rename").click()
     expect(page.get_by_role("heading", name="mood 2")).to_be_visible()
     manage.get_by_role("button", name="Delete…").click()
-    manage.get_by_role("button", name="Delete for ever").click()
+    manage.get_by_role("button", name="Delete permanently").click()
     expect(page.get_by_role("link", name=re.compile("mood 2"))).to_have_count(0)
     assert not list(gallery.glob("mood*"))
 
@@ -292,7 +292,7 @@ def test_a_file_is_uploaded(address, visit, gallery, tmp_path):
 def test_tokens_are_found_and_lead_to_their_capture(address, visit, client, joy, captured):
     page = visit(address).open("directions", name="joy", layer=12, where="kind = tale")
     page.get_by_role("button", name="Search").click()
-    found = client.search(joy[12], layer=12, k=100, where="kind = tale")
+    found = client.search(joy[12].values / joy[12].norm, layer=12, k=100, where="kind = tale", positions="1:")
     rows = page.get_by_role("region", name="Search").get_by_role("row")
     expect(rows).to_have_count(len(found) + 1)
     expect(page.locator("mark").first).to_have_text(found[0].token.replace("\n", "⏎"))

@@ -1,5 +1,6 @@
 """The page with a real store and a scripted inference service: hostile texts, outages, many captures, long captures."""
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,167 @@ def test_an_open_capture_is_watched_and_a_list_updates_itself(scripted, address,
     expect(page.get_by_role("row", name="growing").locator(".badge")).to_have_text("complete")
     expect(other.locator("h1 + .badge")).to_have_text("complete", timeout=MINUTE)
     expect(other.get_by_role("application")).to_be_visible()
+
+
+def operation(direction="joy", **changes):
+    return {"kind": "add", "direction": direction, "layers": "3", "from": "", "scale": 1, "phase": "all", **changes}
+
+
+def columns(*steered):
+    """The state of Generate with an unsteered column, and columns with these operations."""
+    found = [{"name": "Unsteered", "canSteer": False, "operations": []}]
+    found += [{"name": name, "canSteer": True, "operations": item} for name, item in zip("AB", steered, strict=False)]
+    return json.dumps({"columns": found})
+
+
+def test_three_columns_are_steered_and_stopped_while_they_generate(scripted, address, visit):
+    """A browser opens six connections to a host: the streams of the page must leave some for its calls."""
+    hold = scripted.peer.servicer.script.hold = threading.Event()
+    page = visit(address).open("generate", s=columns([operation()], [operation(scale=2)]))
+    page.get_by_role("button", name="Generate", exact=True).click()
+    for name in ("Unsteered", "A", "B"):
+        column = page.get_by_role("region", name=name, exact=True)
+        expect(column.locator(".badge")).to_have_text("running")
+        expect(column.get_by_label(f"Text of {name}")).not_to_be_empty()
+    page.wait_for_timeout(500)  # the live heat maps have asked
+    column = page.get_by_role("region", name="A", exact=True)
+    column.get_by_label("Scale", exact=True).fill("3")
+    expect(column.locator(".mark")).to_contain_text("scale 3.000")
+    with page.expect_response("**/api/stop"):
+        page.get_by_role("region", name="B", exact=True).get_by_role("button", name="Stop").click()
+    hold.set()
+    expect(page.get_by_role("region", name="B", exact=True).locator(".badge")).to_have_text("stopped")
+    expect(column.locator(".badge")).to_have_text("done")
+    expect(column.get_by_role("application")).to_be_visible()  # its heat map
+
+
+def test_a_mark_is_after_the_token_of_the_first_steered_row(scripted, address, visit):
+    """The token at that position was sampled before: the next token is the first that the change affects."""
+    hold = scripted.peer.servicer.script.hold = threading.Event()
+    page = visit(address).open("generate", s=columns([operation()]))
+    page.get_by_label("Prompt", exact=True).fill("a bb")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    column = page.get_by_role("region", name="A", exact=True)
+    expect(column.get_by_label("Text of A")).to_have_text("3")
+    with page.expect_response("**/api/steer") as answer:
+        column.get_by_label("Scale", exact=True).fill("3")
+    first = answer.value.json()["first_positions"][0]
+    hold.set()
+    expect(column.locator(".badge")).to_have_text("done")
+    before, after = column.get_by_label("Text of A").inner_text().split(f"joy scale 3.000 from token {first + 1 - 2}")
+    assert len(before.split()) == first + 1 - 2  # the reply's tokens up to the first steered row
+    assert len(after.split()) > 2
+
+
+def test_values_are_never_shown_under_another_title(scripted, address, visit):
+    """A value of other keys is no value: not while the new one loads, and not if that fails."""
+    write(scripted.store.endpoint, "kept", ["a", "b"], width=8)
+    seen = visit(address)
+    seen.expects_failures = True
+    page = seen.open("capture", id="kept")
+    heat = page.get_by_role("region", name="Heat map of kept")
+    expect(heat.get_by_role("application")).to_be_visible()
+    page.route("**/api/grid?*", lambda route: route.fulfill(status=500, json={"error": {"message": "no", "kind": "x"}}))
+    page.get_by_label("Measure").select_option("projection")
+    expect(heat.get_by_role("alert")).to_have_text("no")
+    expect(heat.get_by_role("application")).to_have_count(0)
+    expect(heat.get_by_role("button", name="CSV")).to_be_disabled()
+    expect(heat.get_by_role("button", name="PNG")).to_be_disabled()
+
+
+def test_columns_of_several_positions_show_their_own_value(scripted, address, visit):
+    write(scripted.store.endpoint, "wide", [" w"] * 1499)
+    with residuum.Client(store=scripted.store.endpoint) as client:
+        norms = np.linalg.norm(client.activations("wide")[1].astype(np.float64), axis=1)
+    starts = np.arange(1024) * 1500 // 1024
+    seen = visit(address)
+    for column in (1, 500, 1022):
+        position = int(starts[column])
+        wanted = norms[position : starts[column + 1]].max()
+        page = seen.open("capture", id="wide", layer=1, position=position)
+        status = page.locator(".heat .status")
+        expect(status).to_have_text(f"layer 1, largest near position {position} “ w”: {wanted:.3f}")
+        page.get_by_role("application").press("ArrowRight")
+        expect(status).to_contain_text(f"position {starts[column + 1]} ")
+
+
+@pytest.mark.parametrize(
+    ("state", "notice"),
+    [
+        ({"measure": "cosine", "direction": "gone"}, "There is no direction gone."),
+        ({"site": "attn_out"}, "The capture has no site attn_out."),
+        ({"layer": 99}, "The capture has no layer 99"),
+        ({"measure": "projection", "direction": "joy", "from": 77}, "The direction joy has no layer 77."),
+    ],
+)
+def test_a_link_to_what_is_missing_shows_no_values(scripted, address, visit, state, notice):
+    write(scripted.store.endpoint, "kept", ["a", "b"], width=8)
+    page = visit(address).open("capture", id="kept", **state)
+    expect(page.get_by_role("alert")).to_contain_text(notice)
+    expect(page.get_by_role("application")).to_have_count(0)
+    expect(page.locator(".token")).to_have_count(0)
+
+
+def test_links_that_make_no_sense_leave_a_page(scripted, address, visit):
+    write(scripted.store.endpoint, "x", ["a"])
+    seen = visit(address)
+    for operations in ([{}], [None], [{"kind": 7, "scale": "x", "direction": []}]):
+        page = seen.open("generate", s=columns(operations))
+        expect(page.get_by_role("button", name="Generate", exact=True)).to_be_visible()
+        expect(page.get_by_label("Scale", exact=True)).to_have_value("1")
+    page = seen.open("compare", a="x", b="x", sequence=-1)
+    expect(page.get_by_role("application")).to_have_count(2)
+
+
+def test_a_view_that_fails_says_so_and_starts_again(scripted, address, visit):
+    seen = visit(address)
+    seen.page.route("**/api/capture?*", lambda route: route.fulfill(json={"sites": 7}))
+    page = seen.open("capture", id="x")
+    expect(page.get_by_role("heading", name="This view cannot be shown")).to_be_visible()
+    page.get_by_role("link", name="Health").click()
+    expect(page.get_by_role("heading", name="Health")).to_be_visible()
+    page.go_back()
+    page.get_by_role("link", name="Start again").click()
+    expect(page.get_by_role("heading", name="This view cannot be shown")).to_have_count(0)
+
+
+def test_drafts_and_replies_stay_after_another_view(scripted, address, visit):
+    page = visit(address).open("generate")
+    page.get_by_label("Prompt", exact=True).fill("a bb")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(page.locator(".badge", has_text="done")).to_be_visible()
+    text = page.get_by_label("Text of Unsteered").inner_text()
+    views = page.get_by_role("navigation", name="Views")
+    views.get_by_role("link", name="Directions").click()
+    page.get_by_role("link", name="New direction…").click()
+    page.get_by_label("More of this").fill("yes")
+    views.get_by_role("link", name="Generate").click()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("a bb")
+    expect(page.get_by_label("Text of Unsteered")).to_have_text(text)
+    page.go_back()
+    expect(page.get_by_label("More of this")).to_have_value("yes")
+    page.get_by_label("Prompts are").select_option("1")
+    page.get_by_text("Python that does the same").click()
+    expect(page.get_by_label("Python code")).to_contain_text('generate_many([[{"role": "user", "content": "yes"}]]')
+
+
+def test_captures_that_were_deleted_elsewhere_leave_the_list(scripted, address, visit):
+    for name in ("first", "second"):
+        write(scripted.store.endpoint, name, ["a"])
+    page = visit(address).open("captures")
+    expect(page.get_by_role("link", name="second")).to_be_visible()
+    with residuum.Client(store=scripted.store.endpoint) as client:
+        client.delete("second")
+    expect(page.get_by_role("link", name="second")).to_have_count(0, timeout=10_000)
+    expect(page.get_by_role("link", name="first")).to_be_visible()
+
+
+def test_the_python_of_a_page_with_a_store_alone_names_the_store(scripted, visit):
+    store = scripted.store.endpoint
+    with serving("", scripted.save_direction(), "--store", store) as found:
+        page = visit(found).open("captures")
+        page.get_by_text("Python that does the same").click()
+        expect(page.get_by_label("Python code")).to_contain_text(f'residuum.Client(store="{store}")')
 
 
 def states(stub):

@@ -59,9 +59,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
         else:
             output.say(f"page       {address}\nservices   {options.endpoint}\nCtrl-C stops the page.")
 
+    named = options.store if isinstance(options.store, str) else ",".join(options.store or ())
     folder = Path(options.gallery) if options.gallery else gallery.default_folder()
     try:
-        server.run(client, port=options.port, gallery=folder, diagnose=diagnose, ready=ready)
+        server.run(client, port=options.port, gallery=folder, diagnose=diagnose, ready=ready, store=named)
     except KeyboardInterrupt:  # the usual end
         output.note("stopped")
     return 0

@@ -25,6 +25,9 @@ from residuum.ui.answers import body_of
 SESSION = "/api/session"
 """Where the page trades the token for the cookie."""
 
+_LARGEST_BODY = 4096
+"""Bytes of a body with a token. Everyone on the machine may send one."""
+
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -67,7 +70,7 @@ class Guard:
 
     async def open_session(self, request: Request) -> Response:
         """Set the cookie, if the body has the token. This is the endpoint at `SESSION`."""
-        given = (await body_of(request)).get("token")
+        given = (await body_of(request, _LARGEST_BODY)).get("token")
         if not isinstance(given, str) or not self._is_token(given):
             return _refused(403, "This token is wrong. Open the address that `residuum ui` printed.")
         response = JSONResponse({})

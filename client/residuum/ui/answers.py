@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,14 +58,14 @@ FAILURES: tuple[type[Exception], ...] = tuple(kind for kind, _ in _STATUS)
 """The exceptions that `failed` explains."""
 
 
-async def body_of(request: Request) -> dict[str, Any]:
+async def body_of(request: Request, most: int | None = None) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Raises:
         InvalidRequest: It is too large, or not a JSON object.
     """
     try:
-        value = json.loads(await bytes_of(request))
+        value = json.loads(await bytes_of(request, most))
     except (ValueError, RecursionError) as error:
         raise invalid(f"The request's body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -72,28 +73,29 @@ async def body_of(request: Request) -> dict[str, Any]:
     return value
 
 
-async def bytes_of(request: Request) -> bytes:
-    """Return a request's body.
+async def bytes_of(request: Request, most: int | None = None) -> bytes:
+    """Return a request's body of at most `most` bytes.
 
     Raises:
-        InvalidRequest: It is larger than `LARGEST_BODY`.
+        InvalidRequest: It is larger than that; `LARGEST_BODY` if none is given.
     """
+    most = LARGEST_BODY if most is None else most
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > LARGEST_BODY:
-            raise invalid(f"The request's body has more than {LARGEST_BODY} bytes. Send a smaller one.")
+        if size > most:
+            raise invalid(f"The request's body has more than {most} bytes. Send a smaller one.")
         parts.append(part)
     return b"".join(parts)
 
 
-def whole_number(request: Request, name: str, default: int | None = None) -> int:
-    """Return a parameter of the URL as a number of at least 0.
+def whole_number(asked: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a parameter, such as one of the URL, as a number of at least 0.
 
     Raises:
         InvalidRequest: It is missing, or not such a number.
     """
-    text = request.query_params.get(name, "" if default is None else str(default))
+    text = str(asked.get(name, "" if default is None else default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 - fits into 32 bits
         raise invalid(f"{name}={text!r} is not a whole number of at least 0.")
     return int(text)
@@ -112,6 +114,28 @@ def floats(values: npt.NDArray[Any]) -> str:
 def number(value: float) -> float | None:
     """Return a number for JSON; None for NaN and infinity."""
     return float(value) if np.isfinite(value) else None
+
+
+async def merged(sources: Sequence[AsyncGenerator[Event, None]]) -> AsyncIterator[Event]:
+    """Yield the events of several streams as they come, until all have ended. All of them are closed at the end."""
+    waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = waiting.pop(task)
+                try:
+                    event = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield event
+                waiting[asyncio.ensure_future(anext(source))] = source
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
 
 
 def event_stream(events: AsyncIterator[Event]) -> Response:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 STATIC = Path(__file__).parent / "static"
 
 
-def make_app(client: AsyncClient, *, token: str, gallery: Path, diagnose: Diagnosis) -> ASGIApp:
+def make_app(client: AsyncClient, *, token: str, gallery: Path, diagnose: Diagnosis, store: str = "") -> ASGIApp:
     """Return the app.
 
     Args:
@@ -35,6 +35,7 @@ def make_app(client: AsyncClient, *, token: str, gallery: Path, diagnose: Diagno
         token: The token that the page's URL has.
         gallery: The folder with directions.
         diagnose: Returns the findings that the page shows under Health.
+        store: The stores that the client was created with; empty if the inference service names them.
     """
 
     @contextlib.asynccontextmanager
@@ -47,6 +48,7 @@ def make_app(client: AsyncClient, *, token: str, gallery: Path, diagnose: Diagno
             app.state.gallery = Gallery(gallery)
             app.state.grids = GridCache(client)
             app.state.diagnose = diagnose
+            app.state.store = store
             yield
 
     app = Starlette(routes=[], lifespan=lifespan, exception_handlers=dict.fromkeys(FAILURES, failed))
@@ -72,7 +74,6 @@ _READS = {
     "tokens": captures.tokens,
     "grid": grids.grid,
     "scores": grids.scores,
-    "live": grids.live,
     "row": grids.row,
     "directions": directions.list_all,
     "direction": directions.describe,
@@ -82,6 +83,7 @@ _READS = {
 _CALLS = {
     "capture/label": captures.label,
     "capture/delete": captures.delete,
+    "live": grids.live,
     "generate": generations.generate,
     "steer": generations.steer,
     "stop": generations.stop,

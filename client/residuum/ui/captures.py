@@ -13,6 +13,7 @@ from residuum.exceptions import NoMessageSpans, NoTokenTexts
 from residuum.ui.answers import body_of, invalid, whole_number
 from residuum.values.manifest import Manifest, SteeringRecord
 from residuum.values.replies import CaptureSummary
+from residuum.wire.labels import read_value
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
@@ -26,7 +27,7 @@ async def list_page(request: Request) -> Response:
     asked = request.query_params
     states = [state for state in asked.get("states", "").split(",") if state in _STATES]
     page = await client.captures_page(
-        page_size=whole_number(request, "size", 500), page_token=asked.get("page", ""),
+        page_size=whole_number(request.query_params, "size", 500), page_token=asked.get("page", ""),
         prefix=asked.get("prefix", ""), states=states, where=asked.get("where", ""),
     )  # fmt: skip
     return JSONResponse({"captures": [_summary(item) for item in page.captures], "next": page.next_page_token})
@@ -58,7 +59,7 @@ async def describe(request: Request) -> Response:
 async def tokens(request: Request) -> Response:
     """Return the token IDs and texts of one sequence, with the prompt, and the messages of a conversation."""
     manifest = await _manifest(request)
-    sequence = whole_number(request, "sequence", 0)
+    sequence = whole_number(request.query_params, "sequence", 0)
     outcomes = manifest.sequences
     generated = outcomes[sequence].generated_token_ids if sequence < len(outcomes) else ()
     answer: dict[str, Any] = {"ids": [*manifest.prompt_token_ids, *generated], "texts": None, "spans": []}
@@ -74,9 +75,13 @@ async def tokens(request: Request) -> Response:
 async def label(request: Request) -> Response:
     """Set and remove labels."""
     body = await body_of(request)
-    labels = body.get("labels")
-    if not isinstance(labels, dict):
-        raise invalid("labels must be an object.")
+    labels, texts = body.get("labels", {}), body.get("texts", {})
+    if not isinstance(labels, dict) or not isinstance(texts, dict):
+        raise invalid("labels and texts must be objects.")
+    labels = {
+        **labels,
+        **{name: read_value(str(text)) for name, text in texts.items()},
+    }  # as `residuum label` reads them
     client: AsyncClient = request.app.state.client
     return JSONResponse({"labels": await client.label(_text(body, "id"), labels)})
 

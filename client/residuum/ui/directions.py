@@ -15,13 +15,14 @@ from starlette.responses import JSONResponse, Response
 
 from residuum.directions.methods import difference_of_means, pca
 from residuum.directions.values import Directions
-from residuum.exceptions import ResiduumError
+from residuum.exceptions import BadVector, ResiduumError
 from residuum.ui.answers import Event, body_of, bytes_of, event_stream, invalid, number, whole_number
 from residuum.ui.gallery import Gallery, read_file
 from residuum.ui.scratch import scratch_captures
 from residuum.ui.separation import separations
 from residuum.values.activations import Activations
 from residuum.values.capture import Capture
+from residuum.values.vector import Vector
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
@@ -83,7 +84,7 @@ async def make(request: Request) -> Response:
 async def upload(request: Request) -> Response:
     """Save the directions in an uploaded file."""
     asked = request.query_params
-    layer = whole_number(request, "layer") if asked.get("layer") else None
+    layer = whole_number(request.query_params, "layer") if asked.get("layer") else None
     gallery: Gallery = request.app.state.gallery
     gallery.free_path(asked.get("name", ""))
     content = await bytes_of(request)
@@ -119,7 +120,7 @@ async def download(request: Request) -> Response:
 async def promoted(request: Request) -> Response:
     """Return the tokens that a layer's direction promotes and suppresses, through the model's unembedding."""
     directions = request.app.state.gallery.load(request.query_params.get("name", ""))
-    layer = whole_number(request, "layer")
+    layer = whole_number(request.query_params, "layer")
     if layer not in directions:
         raise invalid(f"The direction has no layer {layer}. Choose among {list(directions.layers)}.")
     client: AsyncClient = request.app.state.client
@@ -138,9 +139,11 @@ async def search(request: Request) -> Response:
         raise invalid(f"The direction has no layer {layer!r}. Choose among {list(directions.layers)}.")
     client: AsyncClient = request.app.state.client
     found = await client.search(
-        directions[layer], layer=layer, k=_count(body.get("k", 50)), site=str(body.get("site") or "resid_post"),
+        _unit(directions[layer], layer), layer=layer, k=_count(body.get("k", 50)),
+        site=str(body.get("site") or "resid_post"),
         measure=body.get("measure", "projection"), order=body.get("order", "most"), where=str(body.get("where", "")),
         prefix=str(body.get("prefix", "")), per_capture=body.get("per_capture") or None,
+        positions=body.get("positions") or None,
     )  # fmt: skip
     hits = [
         {
@@ -150,6 +153,13 @@ async def search(request: Request) -> Response:
         for hit in found
     ]  # fmt: skip
     return JSONResponse({"hits": hits, "summary": found.summary})
+
+
+def _unit(vector: Vector, layer: int) -> Vector:
+    """Return a vector of length 1, so that the scores are projections as everywhere on the page."""
+    if not vector.norm:
+        raise BadVector(f"The direction of layer {layer} is zero, so nothing projects onto it.")
+    return Vector(vector.values / vector.norm)
 
 
 def _count(value: Any) -> int:

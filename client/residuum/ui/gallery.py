@@ -51,7 +51,7 @@ class Gallery:
     def notes(self, name: str) -> dict[str, Any]:
         """Return what was noted when the directions were made, such as how well they separate the examples."""
         try:
-            notes = json.loads(self._path(name).with_suffix(".json").read_text())
+            notes = json.loads(self._notes(name).read_text())
         except (OSError, ValueError):
             return {}
         return notes if isinstance(notes, dict) else {}
@@ -67,7 +67,7 @@ class Gallery:
         self.folder.mkdir(parents=True, exist_ok=True)
         directions.save(path)
         if notes:
-            path.with_suffix(".json").write_text(json.dumps(notes))
+            self._notes(name).write_text(json.dumps(notes))
 
     def free_path(self, name: str) -> Path:
         """Return the path for a new name.
@@ -86,9 +86,8 @@ class Gallery:
         self.load(name)
         target = self.free_path(to)
         self._path(name).rename(target)
-        notes = self._path(name).with_suffix(".json")
-        if notes.exists():
-            notes.rename(target.with_suffix(".json"))
+        if self._notes(name).exists():
+            self._notes(name).rename(self._notes(to))
 
     def delete(self, name: str) -> None:
         """Delete directions; the errors are those of `load`."""
@@ -96,7 +95,11 @@ class Gallery:
         if not path.is_file():
             raise FileNotFoundError(f"There is no direction {name!r} in {self.folder}.")
         path.unlink()
-        path.with_suffix(".json").unlink(missing_ok=True)
+        self._notes(name).unlink(missing_ok=True)
+
+    def _notes(self, name: str) -> Path:
+        """Return the path of the notes. A plain .json beside the directions may be the user's own file."""
+        return self.folder / f"{name}.residuum.json"
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):

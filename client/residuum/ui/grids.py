@@ -5,15 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from residuum.exceptions import ResiduumError
 from residuum.protocol.lens import Unembedding
-from residuum.ui.answers import Event, describe, event_stream, floats, invalid, number, whole_number
+from residuum.ui.answers import (
+    FAILURES,
+    Event,
+    body_of,
+    describe,
+    event_stream,
+    floats,
+    invalid,
+    merged,
+    number,
+    whole_number,
+)
 from residuum.ui.gallery import layer_vectors
 from residuum.ui.measures import Grid, Measure, statistics
 from residuum.values.manifest import Manifest
@@ -26,6 +38,7 @@ _CACHE_BYTES = 256 << 20
 """Bytes of grids that are kept, so that other layers and zooms need no further read."""
 
 _MOST_COLUMNS = 4096
+_MOST_LIVE = 8
 _EVENT_SECONDS = 0.1
 """How often a live stream sends what has come."""
 
@@ -39,7 +52,7 @@ class GridCache:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._grids: OrderedDict[Any, Grid] = OrderedDict()
-        self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, manifest: Manifest, site: str, sequence: int, measure: Measure, key: Any) -> Grid:
         """Return a grid. The rows are read as a stream, so the memory is that of the grid and of one message.
@@ -52,25 +65,27 @@ class GridCache:
             key: Names the measure with its direction.
         """
         name = (manifest.capture_id, manifest.open_time, site, sequence, key)
-        async with self._lock:  # two views of one capture share one read
-            if name not in self._grids:
+        lock = self._locks.setdefault(manifest.capture_id, asyncio.Lock())
+        async with lock:  # two views of one capture share one read, and no other capture waits for it
+            grid = self._grids.get(name)
+            if grid is None:
                 grid = Grid(manifest.layers_at(site), _positions(manifest, sequence))
                 async for layer, positions, values in _measured(self._client, manifest, site, sequence, measure):
                     grid.put(layer, positions, values)
                 self._grids[name] = grid
-                while len(self._grids) > 1 and sum(grid.values.nbytes for grid in self._grids.values()) > _CACHE_BYTES:
+                while len(self._grids) > 1 and sum(kept.values.nbytes for kept in self._grids.values()) > _CACHE_BYTES:
                     self._grids.popitem(last=False)
             self._grids.move_to_end(name)
-            return self._grids[name]
+            return grid
 
 
 async def grid(request: Request) -> Response:
     """Return a window of a grid, in as many columns as the page can show."""
     found = await _grid(request)
     end = max(found.values.shape[1] - 1, 0)
-    first = min(whole_number(request, "first", 0), end)
-    last = max(first, min(whole_number(request, "last", end), end))
-    columns = min(max(whole_number(request, "columns", 1024), 1), _MOST_COLUMNS)
+    first = min(whole_number(request.query_params, "first", 0), end)
+    last = max(first, min(whole_number(request.query_params, "last", end), end))
+    columns = min(max(whole_number(request.query_params, "columns", 1024), 1), _MOST_COLUMNS)
     part = found.window(first, last, columns)
     return JSONResponse(
         {
@@ -83,28 +98,39 @@ async def grid(request: Request) -> Response:
 async def scores(request: Request) -> Response:
     """Return the values of one layer at every position."""
     found = await _grid(request)
-    return JSONResponse({"values": floats(found.row(whole_number(request, "layer")))})
+    return JSONResponse({"values": floats(found.row(whole_number(request.query_params, "layer")))})
 
 
 async def live(request: Request) -> Response:
-    """Stream the values of a capture while its request generates, and end with it."""
-    manifest, site, sequence, measure, _ = await _wanted(request)
-    client: AsyncClient = request.app.state.client
+    """Stream the values of captures while their requests generate, and end with the last of them.
 
-    async def events() -> AsyncIterator[Event]:
-        yield "start", {"layers": list(manifest.layers_at(site)), "prompt_tokens": len(manifest.prompt_token_ids)}
+    All captures of a view share one stream, because a browser opens at most six connections to a host. Each event has
+    the index of its capture. A capture that cannot be followed gives the event "problem"; the others go on.
+    """
+    items = (await body_of(request)).get("captures")
+    if not isinstance(items, list) or not 1 <= len(items) <= _MOST_LIVE or not all(isinstance(i, dict) for i in items):
+        raise invalid(f"captures must be a list of 1 to {_MOST_LIVE} objects.")
+    return event_stream(merged([_growing(request, index, item) for index, item in enumerate(items)]))
+
+
+async def _growing(request: Request, index: int, asked: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
+    client: AsyncClient = request.app.state.client
+    try:
+        manifest, site, sequence, measure, _ = await _wanted(request, asked)
+        layers = list(manifest.layers_at(site))
+        yield "start", {"index": index, "layers": layers, "prompt_tokens": len(manifest.prompt_token_ids)}
         tiles: list[dict[str, Any]] = []
         sent = 0.0
         async for layer, positions, values in _measured(client, manifest, site, sequence, measure):
             tiles.append({"layer": layer, "positions": positions.tolist(), "values": floats(values)})
             if time.monotonic() - sent >= _EVENT_SECONDS:
-                yield "tiles", {"tiles": tiles}
+                yield "tiles", {"index": index, "tiles": tiles}
                 tiles, sent = [], time.monotonic()
         if tiles:
-            yield "tiles", {"tiles": tiles}
-        yield "end", {}
-
-    return event_stream(events())
+            yield "tiles", {"index": index, "tiles": tiles}
+        yield "end", {"index": index}
+    except FAILURES as error:
+        yield "problem", {"index": index, **describe(error)}
 
 
 async def row(request: Request) -> Response:
@@ -112,8 +138,8 @@ async def row(request: Request) -> Response:
 
     A position without a row is no failure: the last token of every reply is one.
     """
-    manifest, site, sequence, measure, _ = await _wanted(request)
-    layer, position = whole_number(request, "layer"), whole_number(request, "position")
+    manifest, site, sequence, measure, _ = await _wanted(request, request.query_params)
+    layer, position = whole_number(request.query_params, "layer"), whole_number(request.query_params, "position")
     client: AsyncClient = request.app.state.client
     acts = await client.activations(
         manifest.capture_id, layers=[layer], sites=[site], sequences=sequence, positions=[position],
@@ -139,24 +165,24 @@ def _lens(found: Unembedding) -> list[list[Any]]:
 
 
 async def _grid(request: Request) -> Grid:
-    manifest, site, sequence, measure, key = await _wanted(request)
+    manifest, site, sequence, measure, key = await _wanted(request, request.query_params)
     if not manifest.is_final:
         raise invalid(f"{manifest.capture_id} is still open. Follow it live, or wait until it has ended.")
     cache: GridCache = request.app.state.grids
     return await cache.get(manifest, site, sequence, measure, key)
 
 
-async def _wanted(request: Request) -> tuple[Manifest, str, int, Measure, Any]:
+async def _wanted(request: Request, asked: Mapping[str, Any]) -> tuple[Manifest, str, int, Measure, Any]:
     """Return what a request names: the capture, the site, the sequence, the measure, and a key of the measure."""
     client: AsyncClient = request.app.state.client
-    asked = request.query_params
-    manifest = await client.manifest(asked.get("id", ""))
-    site = asked.get("site") or manifest.sites[0]
+    manifest = await client.manifest(str(asked.get("id", "")))
+    site = str(asked.get("site") or manifest.sites[0])
     layers = manifest.layers_at(site)
-    sequence = whole_number(request, "sequence", 0)
+    sequence = whole_number(asked, "sequence", 0)
     if sequence >= max(manifest.proto.description.num_sequences, 1):
         raise invalid(f"{manifest.capture_id} has no sequence {sequence}.")
-    name, direction, from_layer = asked.get("measure", "norm"), asked.get("direction", ""), asked.get("from", "")
+    name, direction, from_layer = (str(asked.get(part) or "") for part in ("measure", "direction", "from"))
+    name = name or "norm"
     if name == "norm" or not direction:
         return manifest, site, sequence, Measure.of(name), name
     gallery: Gallery = request.app.state.gallery

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -23,10 +23,15 @@ Diagnosis = Callable[[], Iterable[Any]]
 """Returns findings with `check`, `ok`, `warning` and `detail`. The command line provides it: it has `doctor`."""
 
 
+_WAIT_SECONDS = 3.0
+
+
 async def session(request: Request) -> Response:
     """Return what the page needs at its start."""
     client: AsyncClient = request.app.state.client
-    return JSONResponse({"version": residuum.__version__, "endpoint": client.endpoint})
+    return JSONResponse(
+        {"version": residuum.__version__, "endpoint": client.endpoint, "store": request.app.state.store}
+    )
 
 
 async def model(request: Request) -> Response:
@@ -39,13 +44,29 @@ async def health(request: Request) -> Response:
     """Return whether the services are serving, and what the stores hold. A service that is away is no failure."""
     client: AsyncClient = request.app.state.client
     answer: dict[str, Any] = {"inference": "", "stores": {}, "stats": [], "problems": []}
-    status = await client.health()
-    answer |= {"inference": status.inference or "", "stores": dict(status.stores)}
-    try:
-        answer["stats"] = [_stats(item) for item in await client.stats(allow_partial=True)]
-    except ResiduumError as error:
-        answer["problems"].append(describe(error)["message"])
+    status, stats = await asyncio.gather(_soon(client.health()), _soon(client.stats(allow_partial=True)))
+    if status is not None:
+        answer |= {"inference": status.inference or "", "stores": dict(status.stores)}
+    if isinstance(stats, ResiduumError):
+        answer["problems"].append(describe(stats)["message"])
+    elif stats is not None:
+        answer["stats"] = [_stats(item) for item in stats]
+    if status is None or stats is None:
+        named = " and ".join(filter(None, (client.endpoint, request.app.state.store)))
+        answer["problems"].append(
+            f"A service does not answer within {_WAIT_SECONDS:g} seconds: {named}, or a store that it names."
+        )
     return JSONResponse(answer)
+
+
+async def _soon(call: Awaitable[Any]) -> Any:
+    """Return the result or the failure of a call; None if it takes too long, as with a service that hangs."""
+    try:
+        return await asyncio.wait_for(call, _WAIT_SECONDS)
+    except asyncio.TimeoutError:
+        return None
+    except ResiduumError as error:
+        return error
 
 
 async def doctor(request: Request) -> Response:

@@ -28,6 +28,7 @@ def run(
     gallery: Path,
     diagnose: Diagnosis,
     ready: Callable[[str], None],
+    store: str = "",
 ) -> None:
     """Serve the page until SIGINT or SIGTERM.
 
@@ -37,12 +38,13 @@ def run(
         gallery: The folder with directions.
         diagnose: Returns the findings that the page shows under Health.
         ready: Called with the page's address, which has the token, once it can be opened.
+        store: The stores that the client was created with; empty if the inference service names them.
 
     Raises:
         OSError: The port is taken.
     """
     token = new_token()
-    app = make_app(client, token=token, gallery=gallery, diagnose=diagnose)
+    app = make_app(client, token=token, gallery=gallery, diagnose=diagnose, store=store)
     with _listening(port) as listener:
         ready(f"http://{HOST}:{listener.getsockname()[1]}/?token={token}")
         # No access log: it would show nothing that a user needs.

@@ -3,7 +3,7 @@ import { html, render, useEffect, useRef, useState } from "./core/lib.js";
 import { get, onAnswer, post } from "./core/api.js";
 import { usePoll } from "./core/hooks.js";
 import { link, useRoute } from "./core/route.js";
-import { Field, Problem } from "./parts/basics.js";
+import { Failsafe, Field, Problem } from "./parts/basics.js";
 import { Capture } from "./views/capture.js";
 import { Captures } from "./views/captures.js";
 import { Compare } from "./views/compare.js";
@@ -65,9 +65,9 @@ function Shell({ about }) {
     <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
     <header class="bar"><a class="name" href=${link("captures")}>residuum</a>
       <nav aria-label="Views">${BAR.map(([name, text]) => html`<a key=${name} href=${link(name)} aria-current=${name === shown || (name === "captures" && shown === "capture") ? "page" : undefined}>${text}</a>`)}</nav>
-      <span class="where">${about.endpoint} · ${about.version}</span></header>
+      <span class="where">${about.endpoint || about.store} · ${about.version}</span></header>
     <${Outage} />
-    <main ref=${main} tabindex="-1"><${View} key=${`${shown} ${route.state.id ?? ""}`} state=${route.state} change=${route.change} about=${about} /></main>`;
+    <main ref=${main} tabindex="-1"><${Failsafe} at=${link(route.view, route.state)} home=${link(shown)}><${View} key=${`${shown} ${route.state.id ?? ""}`} state=${route.state} change=${route.change} about=${about} /><//></main>`;
 }
 
 // Says plainly which service does not answer, and takes it back when it does.

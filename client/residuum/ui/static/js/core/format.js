@@ -44,6 +44,9 @@ export function runs(numbers) {
   return parts.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
 }
 
+// The whole number of at least 0 that a text is; null if it is none.
+export const wholeNumber = (text) => (/^\d{1,9}$/.test(text ?? "") ? Number(text) : null);
+
 // The numbers in a text such as "0, 3-5"; null if it is empty or no such text.
 export function numbersOf(text) {
   if (!/^\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*$/.test(text ?? "")) return null;

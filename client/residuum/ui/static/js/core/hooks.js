@@ -1,22 +1,27 @@
 // Hooks that load data.
 import { useCallback, useEffect, useRef, useState } from "./lib.js";
 
-// Load a value and load it again when `keys` change. Answers to earlier keys are dropped.
-export function useLoaded(load, keys) {
-  const [state, setState] = useState({ value: null, error: null, isLoading: true });
+// Load a value and load it again when `keys` change. Answers to earlier keys are dropped, and a value is never returned
+// for other keys than its own. It stays while `reload` or a change of `parts` loads it again: they change what is seen of
+// it, not what it is.
+export function useLoaded(load, keys, parts = []) {
+  const name = JSON.stringify(keys);
+  const [state, setState] = useState({ name, ...LOADING });
   const [turn, setTurn] = useState(0);
   useEffect(() => {
     const stop = new AbortController();
     setState((before) => ({ ...before, isLoading: true }));
     load(stop.signal).then(
-      (value) => stop.signal.aborted || setState({ value, error: null, isLoading: false }),
-      (error) => stop.signal.aborted || setState((before) => ({ ...before, error, isLoading: false })),
+      (value) => stop.signal.aborted || setState({ name, value, error: null, isLoading: false }),
+      (error) => stop.signal.aborted || setState((before) => ({ name, value: before.name === name ? before.value : null, error, isLoading: false })),
     );
     return () => stop.abort();
-  }, [...keys, turn]);
+  }, [name, JSON.stringify(parts), turn]);
   const reload = useCallback(() => setTurn((before) => before + 1), []);
-  return { ...state, reload };
+  return { ...(state.name === name ? state : LOADING), reload };
 }
+
+const LOADING = { value: null, error: null, isLoading: true };
 
 // Call a function now and then every so many seconds, while the page is visible.
 export function usePoll(task, seconds, keys) {
@@ -35,6 +40,19 @@ export function usePoll(task, seconds, keys) {
       clearTimeout(timer);
     };
   }, keys);
+}
+
+const kept = new Map();
+
+// State that outlives its view, until the page is loaded again: drafts and results are there after a look at another view.
+export function useKept(name, initial) {
+  const [, setTurn] = useState(0);
+  const set = useCallback((change) => {
+    const before = kept.get(name) ?? initial;
+    kept.set(name, typeof change === "function" ? change(before) : change);
+    setTurn((turn) => turn + 1);
+  }, [name]);
+  return [kept.get(name) ?? initial, set];
 }
 
 // The width of an element in CSS pixels, as it changes.

@@ -9,15 +9,18 @@ export function literal(value) {
   return JSON.stringify(value);
 }
 
-export const connect = (endpoint) => `import residuum\n\nclient = residuum.Client(${literal(endpoint)})\n`;
+export function connect({ endpoint, store }) {
+  const given = [endpoint && literal(endpoint), store && `store=${literal(store)}`].filter(Boolean).join(", ");
+  return `import residuum\n\nclient = residuum.Client(${given})\n`;
+}
 
 export const loadDirection = (name, gallery) => `residuum.Directions.load(${literal(`${gallery}/${name}.safetensors`)})`;
 
-export function measureCode({ endpoint, gallery, id, site, sequence, measure, direction, from }) {
+export function measureCode({ about, gallery, id, site, sequence, measure, direction, from }) {
   const select = [site !== "resid_post" && `site=${literal(site)}`, sequence && `sequence=${sequence}`].filter(Boolean).join(", ");
   const lines = [
     "import numpy as np",
-    connect(endpoint).trimEnd(),
+    connect(about).trimEnd(),
     `acts = client.activations(${literal(id)}, allow_partial=True)${select && `.select(${select})`}`,
   ];
   if (measure === "norm") {

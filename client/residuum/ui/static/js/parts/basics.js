@@ -1,5 +1,5 @@
 // Small parts that all views share.
-import { html, useState } from "../core/lib.js";
+import { Component, html, useState } from "../core/lib.js";
 
 export const Problem = ({ error }) => error && html`<p class="problem" role="alert">${error.message ?? String(error)}</p>`;
 export const Badge = ({ kind = "", children }) => html`<span class=${`badge ${kind}`}>${children}</span>`;
@@ -17,6 +17,21 @@ export function Select({ label, value, options, onChange, kind = "", disabled = 
 export function Facts({ facts }) {
   const shown = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
   return html`<dl class="facts">${shown.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${value}</dd>`)}</dl>`;
+}
+
+// Its children, or a notice if one of them fails: a link may hold what no view expects. `at`: the link.
+export class Failsafe extends Component {
+  componentDidCatch(error) {
+    console.info(error);
+    this.setState({ error, at: this.props.at });
+  }
+
+  render({ at, children, home }, { error, at: failedAt }) {
+    if (!error || at !== failedAt) return children;
+    return html`<h1>This view cannot be shown</h1>
+      <p class="notice" role="alert">The page failed with what its address holds: ${error.message}</p>
+      <a class="button" href=${home} onClick=${() => this.setState({ error: null })}>Start again</a>`;
+  }
 }
 
 // The lines of Python that do what a view does, with a button that copies them.

@@ -14,10 +14,9 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
   const width = useWidth(frame);
   const dark = useDark();
   const [hovered, setHovered] = useState(null);
-  const { layers, first, last, columns, values } = grid;
+  const { layers, first, last, columns } = grid;
   const rowHeight = Math.max(5, Math.min(14, Math.floor(most / Math.max(layers.length, 1))));
   const height = rowHeight * layers.length;
-  const count = last - first + 1;
 
   useEffect(() => {
     if (width && canvas.current) draw(canvas.current, { width, height, grid, ranges, measure, dark, chosen });
@@ -28,7 +27,7 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
     const row = Math.floor(((event.clientY - box.top) / box.height) * layers.length);
     const column = Math.floor(((event.clientX - box.left) / box.width) * columns);
     if (row < 0 || column < 0 || row >= layers.length || column >= columns) return null;
-    return { layer: layers[layers.length - 1 - row], position: first + Math.floor((column * count) / columns) };
+    return { layer: layers[layers.length - 1 - row], position: startOf(grid, column) };
   };
   const move = (event) => {
     const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [1, 0], ArrowDown: [-1, 0] }[event.key];
@@ -36,9 +35,8 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
     event.preventDefault();
     const now = chosen ?? { layer: layers.at(-1), position: first };
     const index = Math.min(Math.max(layers.indexOf(now.layer) + step[0], 0), layers.length - 1);
-    const stride = Math.max(1, Math.ceil(count / columns));
-    const position = Math.min(Math.max(now.position + step[1] * stride, first), last);
-    onChoose?.({ layer: layers[index], position });
+    const column = Math.min(Math.max(columnOf(grid, now.position) + step[1], 0), columns - 1);
+    onChoose?.({ layer: layers[index], position: step[1] ? startOf(grid, column) : now.position });
   };
   const shown = hovered ?? chosen;
   return html`<div class="heat" ref=${frame}>
@@ -51,11 +49,16 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
   </div>`;
 }
 
-export function valueAt({ layers, first, last, columns, values }, { layer, position }) {
-  const row = layers.indexOf(layer);
-  if (row < 0 || position < first || position > last) return NaN;
-  const column = Math.floor(((position - first) * columns) / (last - first + 1));
-  return values[row * columns + column];
+// The first position of a column, as the server divides positions into columns.
+export const startOf = ({ first, last, columns }, column) => first + Math.floor((column * (last - first + 1)) / columns);
+
+// The column that has a position: the last one that starts at it or before it.
+export const columnOf = ({ first, last, columns }, position) => Math.ceil(((position - first + 1) * columns) / (last - first + 1)) - 1;
+
+export function valueAt(grid, { layer, position }) {
+  const row = grid.layers.indexOf(layer);
+  if (row < 0 || position < grid.first || position > grid.last) return NaN;
+  return grid.values[row * grid.columns + columnOf(grid, position)];
 }
 
 function cellText(grid, cell, describe) {
@@ -96,7 +99,7 @@ function draw(canvas, { height, grid, ranges, measure, dark, chosen }) {
   const row = chosen ? layers.indexOf(chosen.layer) : -1;
   if (row >= 0 && chosen.position >= first && chosen.position <= last) {
     const cell = [canvas.width / columns, canvas.height / layers.length];
-    const column = Math.floor(((chosen.position - first) * columns) / (last - first + 1));
+    const column = columnOf(grid, chosen.position);
     const thick = 2 * scale;
     context.lineWidth = thick;
     context.strokeStyle = dark ? "#fff" : "#111";

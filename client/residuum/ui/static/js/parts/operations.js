@@ -6,10 +6,24 @@ import { Field, Select } from "./basics.js";
 const KINDS = [["add", "Add"], ["ablate", "Remove (ablate)"], ["cap", "Keep within bounds (cap)"], ["replace", "Set the projection (replace)"]];
 const PHASES = [["all", "prompt and reply"], ["prompt", "prompt"], ["generated", "reply"]];
 
+const EMPTY = { kind: "add", direction: "", layers: "all", from: "", scale: 1, min: null, max: 1, value: 0, phase: "all" };
+
+// An operation with values of the right kind, whatever a link has.
+export function checked(given) {
+  const operation = { ...EMPTY };
+  for (const [name, value] of Object.entries(EMPTY)) {
+    const isFine = ["min", "max"].includes(name) ? given?.[name] === null || typeof given?.[name] === "number" : typeof given?.[name] === typeof value;
+    if (isFine) operation[name] = given[name];
+  }
+  if (!KINDS.some(([kind]) => kind === operation.kind)) operation.kind = EMPTY.kind;
+  if (!PHASES.some(([phase]) => phase === operation.phase)) operation.phase = EMPTY.phase;
+  return operation;
+}
+
 export function newOperation(directions) {
   const first = directions.find((item) => !item.problem && item.layers.length);
   if (!first) return null;
-  return { kind: "add", direction: first.name, layers: String(first.layers[Math.floor(first.layers.length / 2)]), from: "", scale: 1, min: null, max: 1, value: 0, phase: "all" };
+  return { ...EMPTY, direction: first.name, layers: String(first.layers[Math.floor(first.layers.length / 2)]) };
 }
 
 export function Operations({ operations, directions, onChange }) {

@@ -1,12 +1,12 @@
 // One capture: its heat map and its tokens, with the choice of site, sequence, measure and layer.
 import { html, useEffect, useMemo, useRef, useState } from "../core/lib.js";
-import { floats, get, stream } from "../core/api.js";
+import { Failure, floats, get, stream } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { saveCsv, savePng } from "../core/download.js";
-import { number, numbersOf, oneLine } from "../core/format.js";
+import { number, numbersOf, oneLine, wholeNumber } from "../core/format.js";
 import { useLoaded } from "../core/hooks.js";
 import { Field, Problem, Select } from "./basics.js";
-import { HeatMap, Legend } from "./heatmap.js";
+import { HeatMap, Legend, startOf } from "./heatmap.js";
 import { Tokens } from "./tokens.js";
 
 const MEASURES = [["norm", "Norm"], ["projection", "Projection onto a direction"], ["cosine", "Cosine with a direction"]];
@@ -15,26 +15,36 @@ const COLUMNS = 1024;
 // The choices that a capture and the directions allow, from the state of the URL.
 export function choices(manifest, state, directions) {
   const site = manifest.sites.find((item) => item.name === state.site) ?? manifest.sites[0];
-  const sequence = Math.min(Number(state.sequence) || 0, manifest.sequences.length - 1);
-  const wanted = Number(state.layer);
-  const layer = state.layer && site.layers.includes(wanted) ? wanted : site.layers[Math.floor(site.layers.length / 2)];
-  const direction = directions.find((item) => item.name === state.direction) ?? directions.find((item) => !item.problem);
-  const measure = direction && MEASURES.some(([name]) => name === state.measure) ? state.measure : "norm";
-  const from = direction?.layers.includes(Number(state.from)) && state.from ? state.from : "";
-  return { site, sequence, layer, measure, direction: measure === "norm" ? "" : direction.name, from: measure === "norm" ? "" : from, each: state.each === "1", rows: numbersOf(state.layers) };
+  const sequence = Math.min(wholeNumber(state.sequence) ?? 0, manifest.sequences.length - 1);
+  const layer = state.layer ? site.layers.find((item) => item === Number(state.layer)) : site.layers[Math.floor(site.layers.length / 2)];
+  const measure = state.measure || "norm";
+  const isNorm = measure === "norm";
+  const direction = isNorm ? undefined : directions.find((item) => !item.problem && (!state.direction || item.name === state.direction));
+  const from = isNorm ? "" : state.from ?? "";
+  const missing = [
+    state.site && site.name !== state.site && `The capture has no site ${oneLine(state.site)}.`,
+    layer === undefined && `The capture has no layer ${oneLine(state.layer ?? "")} at this site.`,
+    !MEASURES.some(([name]) => name === measure) && `There is no measure ${oneLine(measure)}.`,
+    !isNorm && !direction && (state.direction ? `There is no direction ${oneLine(state.direction)}.` : "There are no directions yet."),
+    direction && from && !direction.layers.includes(Number(from)) && `The direction ${direction.name} has no layer ${oneLine(from)}.`,
+  ].filter(Boolean);
+  return { site, sequence, layer, measure, direction: direction?.name ?? "", from, each: state.each === "1", rows: numbersOf(state.layers), missing };
 }
+
+// Says what a link names and the capture or the gallery does not have. Another choice in its place would mislead.
+export const Missing = ({ chosen }) => html`<p class="notice" role="alert">${chosen.missing.join(" ")} Choose another one above.</p>`;
 
 export function Controls({ manifest, chosen, directions, state, change }) {
   const usable = directions.filter((item) => !item.problem);
   const direction = usable.find((item) => item.name === chosen.direction);
   return html`<div class="row panel">
-    ${manifest.sites.length > 1 && html`<${Select} label="Site" value=${chosen.site.name} options=${manifest.sites.map(({ name }) => [name, name])} onChange=${(site) => change({ site })} />`}
+    ${manifest.sites.length > 1 && html`<${Select} label="Site" value=${chosen.site.name} options=${manifest.sites.map(({ name }) => [name, name])} onChange=${(site) => change({ site, layer: "" })} />`}
     ${manifest.sequences.length > 1 && html`<${Select} label="Sequence" value=${String(chosen.sequence)} options=${manifest.sequences.map((_, index) => [String(index), String(index)])} onChange=${(sequence) => change({ sequence })} />`}
     <${Select} label="Measure" value=${chosen.measure} options=${usable.length ? MEASURES : [["norm", "Norm (no directions yet)"]]} onChange=${(measure) => change({ measure })} />
     ${chosen.measure !== "norm" && html`
       <${Select} label="Direction" value=${chosen.direction} options=${usable.map(({ name }) => [name, name])} onChange=${(name) => change({ direction: name, from: "" })} />
-      <${Select} label="Its vector" value=${chosen.from} options=${[["", "each layer's own"], ...direction.layers.map((layer) => [String(layer), `of layer ${layer}`])]} onChange=${(from) => change({ from })} />`}
-    <${Field} label="Layers of the heat map" kind="narrow"><input placeholder="all" value=${state.layers ?? ""} onChange=${(event) => change({ layers: event.target.value })} /><//>
+      <${Select} label="Its vector" value=${chosen.from} options=${[["", "each layer's own"], ...(direction?.layers ?? []).map((layer) => [String(layer), `of layer ${layer}`])]} onChange=${(from) => change({ from })} />`}
+    <${Field} label="Heat map layers" kind="narrow"><input placeholder="all" value=${state.layers ?? ""} onChange=${(event) => change({ layers: event.target.value })} /><//>
     <${Select} label="Layer of the text" value=${String(chosen.layer)} options=${chosen.site.layers.map((layer) => [String(layer), String(layer)])} onChange=${(layer) => change({ layer })} />
     <${Select} label="Colours" value=${chosen.each ? "1" : ""} options=${[["", "one scale for all layers"], ["1", "a scale for each layer"]]} onChange=${(each) => change({ each })} />
   </div>`;
@@ -48,9 +58,9 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   const isOpen = manifest.state === "open";
   const keys = [manifest.id, manifest.state, site.name, sequence, measure, direction, from];
   const tokens = useLoaded((signal) => get("tokens", { id: manifest.id, sequence }, signal), [manifest.id, manifest.state, sequence]);
-  const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, columns: COLUMNS }, signal))), [...keys, state.first, state.last]);
+  const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, columns: COLUMNS }, signal))), keys, [state.first, state.last]);
   const scores = useLoaded(async (signal) => (isOpen ? null : floats((await get("scores", { ...wanted, layer }, signal)).values)), [...keys, layer]);
-  const live = useLive(isOpen ? wanted : null, keys);
+  const live = useLive(isOpen ? wanted : null);
   const grid = useMemo(() => padded(isOpen ? live.grid : ended.value, span), [isOpen, live.grid, ended.value, span]);
   const values = isOpen ? rowOf(live.grid, layer) : scores.value;
   const canvas = useRef(null);
@@ -62,7 +72,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   const shownGrid = useMemo(() => grid && only(grid, own, rows), [grid, own, state.layers]);
   const ranges = useMemo(() => shownGrid && rangesFor(shownGrid.ranges, measure, each), [shownGrid, measure, each]);
   const range = own ? rangesFor([own[site.layers.indexOf(layer)]], measure, true)[0] : null;
-  const position = state.position === undefined || state.position === "" ? null : Number(state.position);
+  const position = wholeNumber(state.position);
   const shown = hovered ?? position;
   const zoom = (factor) => {
     const span = Math.max(8, Math.round((grid.last - grid.first + 1) * factor));
@@ -129,44 +139,63 @@ function rowOf(grid, layer) {
 }
 
 // The grid of an open capture, which grows. Without `wanted` there is none.
-export function useLive(wanted, keys) {
-  const [state, setState] = useState({ grid: null, error: null });
+export const useLive = (wanted) => useLives([wanted])[0];
+
+// The grids of several open captures. They share one stream: a browser opens at most six connections to a host, and each
+// reply of Generate takes one, too. What has come of a capture stays when the others change.
+export function useLives(wanted) {
+  const keys = wanted.map((item) => (item ? JSON.stringify(item) : ""));
+  const known = useRef(new Map());
+  const [states, setStates] = useState(new Map());
   useEffect(() => {
-    setState({ grid: null, error: null });
-    if (!wanted) return undefined;
+    const asked = [...new Set(keys.filter(Boolean))];
+    for (const key of known.current.keys()) if (!asked.includes(key)) known.current.delete(key);
+    setStates((before) => new Map(asked.map((key) => [key, { grid: before.get(key)?.grid ?? null, error: null }])));
+    if (!asked.length) return undefined;
     const stop = new AbortController();
-    const rows = new Map();
-    let positions = 0;
-    let layers = [];
+    const changed = new Set();
     let frame = 0;
+    const change = (key, changes) => setStates((before) => new Map(before).set(key, { ...(before.get(key) ?? NOTHING), ...changes }));
     const paint = () => {
       frame = 0;
-      const values = new Float32Array(layers.length * positions).fill(NaN);
-      const ranges = layers.map((layer, index) => {
-        const row = rows.get(layer) ?? [];
-        row.forEach((value, at) => { values[index * positions + at] = value; });
-        return edges(row);
-      });
-      setState({ grid: { layers, first: 0, last: positions - 1, positions, columns: positions, values, ranges }, error: null });
+      for (const key of changed) change(key, { grid: gridOfRows(known.current.get(key)) });
+      changed.clear();
     };
     const onEvent = (event, data) => {
-      if (event === "start") layers = data.layers;
-      for (const tile of data.tiles ?? []) {
-        const row = rows.get(tile.layer) ?? rows.set(tile.layer, []).get(tile.layer);
+      const key = asked[data.index];
+      if (event === "problem") change(key, { error: new Failure(data.message, 0, data.kind) });
+      if (event === "start") known.current.set(key, { rows: new Map(), positions: 0, ...known.current.get(key), layers: data.layers });
+      if (event !== "tiles") return;
+      const found = known.current.get(key);
+      for (const tile of data.tiles) {
+        const row = found.rows.get(tile.layer) ?? found.rows.set(tile.layer, []).get(tile.layer);
         floats(tile.values).forEach((value, index) => { row[tile.positions[index]] = value; });
-        positions = Math.max(positions, tile.positions.at(-1) + 1);
+        found.positions = Math.max(found.positions, tile.positions.at(-1) + 1);
       }
-      if (positions && !frame) frame = requestAnimationFrame(paint);
+      changed.add(key);
+      if (!frame) frame = requestAnimationFrame(paint);
     };
-    stream("live", { parameters: wanted, onEvent, signal: stop.signal }).catch((error) => {
-      if (!stop.signal.aborted) setState((before) => ({ ...before, error }));
+    stream("live", { body: { captures: asked.map((key) => JSON.parse(key)) }, onEvent, signal: stop.signal }).catch((error) => {
+      if (!stop.signal.aborted) for (const key of asked) change(key, { error });
     });
     return () => {
       stop.abort();
       cancelAnimationFrame(frame);
     };
-  }, keys);
-  return state;
+  }, [keys.join(" ")]);
+  return keys.map((key) => states.get(key) ?? NOTHING);
+}
+
+const NOTHING = { grid: null, error: null };
+
+function gridOfRows({ rows, positions, layers }) {
+  const values = new Float32Array(layers.length * positions).fill(NaN);
+  const ranges = layers.map((layer, index) => {
+    const row = rows.get(layer) ?? [];
+    row.forEach((value, at) => { values[index * positions + at] = value; });
+    return edges(row);
+  });
+  return { layers, first: 0, last: positions - 1, positions, columns: positions, values, ranges };
 }
 
 // As the server computes it for a capture that has ended: without the first position.
@@ -177,7 +206,7 @@ function edges(row) {
 }
 
 function gridTable({ layers, first, last, columns, values }) {
-  const at = Array.from({ length: columns }, (_, column) => first + Math.floor((column * (last - first + 1)) / columns));
+  const at = Array.from({ length: columns }, (_, column) => startOf({ first, last, columns }, column));
   return [["layer", ...at], ...layers.map((layer, index) => [layer, ...values.subarray(index * columns, (index + 1) * columns)])];
 }
 

@@ -3,19 +3,24 @@ import { html, useEffect, useRef, useState } from "../core/lib.js";
 import { post, stream } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { number, visible } from "../core/format.js";
+import { useKept } from "../core/hooks.js";
 import { link } from "../core/route.js";
 import { Badge, Problem } from "./basics.js";
 import { HeatMap, Legend } from "./heatmap.js";
 import { Operations, sent } from "./operations.js";
-import { title, useLive } from "./pane.js";
+import { title } from "./pane.js";
 
 const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, error: null, result: null };
 
 // A generation: its state, and functions that start it, stop it and change its steering.
-export function useGeneration() {
-  const [state, setState] = useState(IDLE);
+export function useGeneration(index) {
+  const [state, setState] = useKept(`reply ${index}`, IDLE);
   const running = useRef(null);
-  useEffect(() => () => running.current?.abort(), []);
+  useEffect(() => () => {
+    if (!running.current) return;
+    running.current.abort();
+    setState((before) => (before.status === "running" ? { ...before, status: "stopped" } : before));
+  }, []);
 
   const start = async (body) => {
     running.current?.abort();
@@ -64,8 +69,8 @@ export function useGeneration() {
   return { state, start, stop, steer };
 }
 
-// `measured`: an operation, onto whose direction the heat map projects; undefined for the norm.
-export function Column({ column, directions, onChange, generation, capture, measured }) {
+// `measured`: an operation, onto whose direction the heat map projects; undefined for the norm. `live`: the heat map.
+export function Column({ column, directions, onChange, generation, capture, measured, live }) {
   const { state, steer } = generation;
   const timer = useRef(0);
   const change = (operations) => {
@@ -82,14 +87,15 @@ export function Column({ column, directions, onChange, generation, capture, meas
     <div class="text" aria-label=${`Text of ${column.name}`} aria-live="off" role="group">${texts(state)}</div>
     <${Problem} error=${state.error} />
     ${state.result && html`<p class="soft small">${state.result.tokens} tokens in ${state.result.seconds.toFixed(1)} s; ended by ${REASONS[state.result.reason] ?? state.result.reason}</p>`}
-    ${capture && state.id && html`<${LiveMap} id=${state.id} measured=${measured} name=${column.name} />`}
+    ${capture && state.id && html`<${LiveMap} live=${live} measured=${measured} name=${column.name} />`}
   </section>`;
 }
 
 const STATUS = { running: "open", done: "good", stopped: "warn", failed: "bad" };
 const REASONS = { length: "the limit of tokens", stop: "the model" };
 
-// The text, with a mark where a change of the steering began to hold.
+// The text, with a mark where a change of the steering began to hold. The mark's position is that of the first steered
+// row. The token there was chosen before; the next one is the first that the change can affect.
 function texts(state) {
   if (state.status === "idle") return html`<span class="soft">The reply appears here.</span>`;
   const parts = [];
@@ -100,15 +106,15 @@ function texts(state) {
     run = "";
   };
   for (const token of state.tokens) {
-    while (marks.length && marks[0].position <= token.position) {
+    while (marks.length && marks[0].position < token.position) {
       flush();
-      parts.push(html`<span class="mark">${marks[0].text} from token ${marks[0].position - state.promptTokens}</span>`);
+      parts.push(html`<span class="mark">${marks[0].text} from token ${marks[0].position + 1 - state.promptTokens}</span>`);
       marks = marks.slice(1);
     }
     run += token.text;
   }
   flush();
-  for (const mark of marks) parts.push(html`<span class="mark">${mark.text} from token ${mark.position - state.promptTokens}</span>`);
+  for (const mark of marks) parts.push(html`<span class="mark">${mark.text} from token ${mark.position + 1 - state.promptTokens}</span>`);
   return parts.map((part) => (typeof part === "string" ? visible(part).replaceAll("⏎", "") : part));
 }
 
@@ -120,10 +126,14 @@ export function describe(operations) {
   }).join(", ");
 }
 
-function LiveMap({ id, measured, name }) {
+// What the live heat map of a column shows; null if it has none.
+export function mapOf({ state }, capture, measured) {
+  if (!capture || !state.id) return null;
+  return { id: state.id, measure: measured ? "projection" : "norm", direction: measured?.direction, from: measured?.from };
+}
+
+function LiveMap({ live: { grid, error }, measured, name }) {
   const measure = measured ? "projection" : "norm";
-  const wanted = { id, measure, direction: measured?.direction, from: measured?.from };
-  const { grid, error } = useLive(wanted, [id, measured?.direction, measured?.from]);
   const [chosen, setChosen] = useState(null);
   if (error) return html`<p class="soft small">No heat map: ${error.message}</p>`;
   if (!grid) return null;

@@ -2,7 +2,7 @@
 import { html, useEffect, useState } from "../core/lib.js";
 import { stream } from "../core/api.js";
 import { saveCsv } from "../core/download.js";
-import { number, oneLine } from "../core/format.js";
+import { number, numbersOf, oneLine } from "../core/format.js";
 import { Field, Problem, Select } from "./basics.js";
 import { sent } from "./operations.js";
 import { Plot } from "./plot.js";
@@ -15,7 +15,7 @@ export function Sweep({ operation, directions, body }) {
   useEffect(() => () => control?.abort(), [control]);
   if (!operation) return null;
   const layers = directions.find(({ name }) => name === operation.direction)?.layers ?? [];
-  const layer = layers.includes(Number(form.layer)) && form.layer !== "" ? Number(form.layer) : layers.at(-1);
+  const layer = layers.includes(Number(form.layer)) && form.layer !== "" ? Number(form.layer) : (numbersOf(operation.layers) ?? []).find((at) => layers.includes(at)) ?? layers.at(-1);
   const isRunning = state.total > 0 && state.points.length < state.total && !state.error && !control?.signal.aborted;
   const set = (name) => (event) => setForm({ ...form, [name]: event.target.value });
   const run = async (event) => {

@@ -6,7 +6,7 @@ import { useLoaded, usePoll } from "../core/hooks.js";
 import { measureCode } from "../core/python.js";
 import { link } from "../core/route.js";
 import { Badge, Facts, Problem, Python } from "../parts/basics.js";
-import { choices, Controls, Pane, title } from "../parts/pane.js";
+import { choices, Controls, Missing, Pane, title } from "../parts/pane.js";
 
 export function useCapture(id) {
   const loaded = useLoaded((signal) => get("capture", { id }, signal), [id]);
@@ -24,7 +24,8 @@ export function Capture({ state, change, about }) {
   }
   const found = manifest.value;
   const chosen = choices(found, state, directions.value.directions);
-  const code = measureCode({ ...chosen, site: chosen.site.name, id: found.id, endpoint: about.endpoint, gallery: directions.value.folder });
+  const isThere = !chosen.missing.length;
+  const code = isThere && measureCode({ ...chosen, site: chosen.site.name, id: found.id, about, gallery: directions.value.folder });
   return html`
     <div class="head"><h1>${oneLine(found.id)}</h1><${Badge} kind=${found.state}>${found.state}<//>
       <div class="tools"><a class="button" href=${link("compare", { a: found.id, measure: chosen.measure, direction: chosen.direction })}>Compare with another</a></div>
@@ -33,15 +34,15 @@ export function Capture({ state, change, about }) {
     ${["incomplete", "aborted"].includes(found.state) && html`<p class="notice">${found.detail || `This capture is ${found.state}.`} ${found.missing}</p>`}
     <${Controls} manifest=${found} chosen=${chosen} directions=${directions.value.directions} state=${state} change=${change} />
     <div class="columns">
-      <div><${Pane} manifest=${found} chosen=${chosen} state=${state} change=${change} name=${found.id} /></div>
+      <div>${isThere ? html`<${Pane} manifest=${found} chosen=${chosen} state=${state} change=${change} name=${found.id} />` : html`<${Missing} chosen=${chosen} />`}</div>
       <aside aria-label="Details">
-        <${Row} manifest=${found} chosen=${chosen} position=${state.position} />
+        ${isThere && html`<${Row} manifest=${found} chosen=${chosen} position=${state.position} />`}
         <section class="panel" aria-label="About this capture"><h2>About this capture</h2><${About} manifest=${found} /></section>
         <${Labels} manifest=${found} onChanged=${manifest.reload} />
         <${Delete} id=${found.id} />
       </aside>
     </div>
-    <${Python} code=${code} />`;
+    ${isThere && html`<${Python} code=${code} />`}`;
 }
 
 function Row({ manifest, chosen, position }) {
@@ -58,7 +59,7 @@ function Row({ manifest, chosen, position }) {
       <${Facts} facts=${[
         measure !== "norm" && [title(measure, direction), number(found.measure)],
         ["Norm", number(found.norm)], ["Mean", number(found.mean)], ["Standard deviation", number(found.std)],
-        ["Least and largest", `${number(found.min)}, ${number(found.max)}`], ["Elements", count(found.width)],
+        ["Minimum, maximum", `${number(found.min)}, ${number(found.max)}`], ["Elements", count(found.width)],
         ["Largest elements", found.largest.slice(0, 5).map(([index, value]) => `${index}: ${number(value)}`).join("; ")],
       ].filter(Boolean)} />
       ${found.lens && html`<h3>Tokens that it predicts (logit lens)</h3>
@@ -85,9 +86,9 @@ function About({ manifest }) {
 function Labels({ manifest, onChanged }) {
   const [text, setText] = useState("");
   const [error, setError] = useState(null);
-  const save = async (labels) => {
+  const save = async (labels, texts = {}) => {
     try {
-      await post("capture/label", { id: manifest.id, labels });
+      await post("capture/label", { id: manifest.id, labels, texts });
       setError(null);
       setText("");
       onChanged();
@@ -99,7 +100,7 @@ function Labels({ manifest, onChanged }) {
     event.preventDefault();
     const [name, value] = text.split(/=(.*)/s).map((part) => part.trim());
     if (!name || value === undefined) setError(new Error("Write a label as name = value."));
-    else save({ [name]: parseLabel(value) });
+    else save({}, { [name]: value });
   };
   return html`<section class="panel" aria-label="Labels"><h2>Labels</h2>
     <p>${Object.entries(manifest.labels).map(([name, value]) => html`<span key=${name}><span class="tag" title=${`${name}: ${value}`}>${oneLine(`${name}: ${value}`)}</span>
@@ -109,19 +110,13 @@ function Labels({ manifest, onChanged }) {
     <${Problem} error=${error} /></section>`;
 }
 
-// Numbers, true and false keep their type, as in `residuum label`.
-function parseLabel(text) {
-  if (text === "true" || text === "false") return text === "true";
-  return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
-}
-
 function Delete({ id }) {
   const [isSure, setSure] = useState(false);
   const [error, setError] = useState(null);
   const remove = () => post("capture/delete", { id }).then(() => { location.hash = link("captures"); }, setError);
   return html`<section class="panel" aria-label="Delete">
     ${isSure
-      ? html`<p>Delete this capture and its rows for ever?</p><div class="tools"><button class="bad" onClick=${remove}>Delete for ever</button><button onClick=${() => setSure(false)}>Keep it</button></div>`
+      ? html`<p>Delete this capture and its rows permanently?</p><div class="tools"><button class="bad" onClick=${remove}>Delete permanently</button><button onClick=${() => setSure(false)}>Keep it</button></div>`
       : html`<button class="bad" onClick=${() => setSure(true)}>Delete this capture…</button>`}
     <${Problem} error=${error} /></section>`;
 }

@@ -11,6 +11,8 @@ import { Badge, Field, Problem, Python, Select } from "../parts/basics.js";
 const ROW = 34;
 const PAGE = 1000;
 const MOST = 100000;
+const NEWEST = 100;
+const WHOLE_SECONDS = 60; // after which the whole list is loaded again, without what was deleted elsewhere
 const MOST_SINGLE = 20; // captures to ask for one by one; if more have ended, the whole list is loaded again
 const COLUMNS = [
   ["id", "Capture", "", (item) => item.id],
@@ -31,7 +33,7 @@ export function Captures({ state, change, about }) {
   const sortBy = (name) => change({ sort: name, order: name === sort && order === "down" ? "up" : "down" });
   return html`
     <div class="head"><h1>Captures</h1>
-      <span class="soft" role="status">${list.isLoading ? `Loading, ${count(list.items.length)} so far…` : `${count(shown.length)} of ${count(list.items.length)}`}</span>
+      <span class="soft" role="status">${list.isLoading ? `Loading, ${count(list.items.length)} so far…` : `${count(shown.length)} of ${count(list.items.length)}`}${list.isCut ? `, the newest: there are more than ${count(MOST)}. Use the filters.` : ""}</span>
       <div class="tools">
         <a class="button" aria-disabled=${picked.length !== 2} href=${picked.length === 2 ? link("compare", { a: picked[0], b: picked[1] }) : undefined}>
           Compare ${picked.length === 2 ? "the two" : "two: choose them"}</a>
@@ -46,7 +48,7 @@ export function Captures({ state, change, about }) {
     </div>
     <${Problem} error=${list.error} />
     <${Table} items=${shown} sort=${sort} order=${order} sortBy=${sortBy} picked=${picked} pick=${pick} isLoading=${list.isLoading} hasFilter=${Boolean(text || states || where)} />
-    <${Python} code=${`${connect(about.endpoint)}for item in client.captures(${[states && `states=${literal(states)}`, where && `where=${literal(where)}`].filter(Boolean).join(", ")}):\n    print(item.capture_id, item.state, item.num_rows, dict(item.labels))`} />`;
+    <${Python} code=${`${connect(about)}for item in client.captures(${[states && `states=${literal(states)}`, where && `where=${literal(where)}`].filter(Boolean).join(", ")}):\n    print(item.capture_id, item.state, item.num_rows, dict(item.labels))`} />`;
 }
 
 function Where({ value, onChange }) {
@@ -101,6 +103,7 @@ function useCaptures(states, where) {
   const [status, setStatus] = useState({ isLoading: true, error: null });
   const [turn, setTurn] = useState(0);
   const known = useRef(new Map());
+  const loaded = useRef(0);
   useEffect(() => {
     const stop = new AbortController();
     known.current = new Map();
@@ -109,7 +112,10 @@ function useCaptures(states, where) {
       for (const item of page) known.current.set(item.id, item);
       setItems([...known.current.values()]);
     }).then(
-      () => setStatus({ isLoading: false, error: null }),
+      (isCut) => {
+        loaded.current = Date.now();
+        setStatus({ isLoading: false, error: null, isCut });
+      },
       (error) => stop.signal.aborted || setStatus({ isLoading: false, error }),
     );
     return () => stop.abort();
@@ -117,11 +123,14 @@ function useCaptures(states, where) {
   usePoll(async () => {
     if (status.isLoading) return;
     try {
-      known.current = await refreshed(known.current, states, where);
+      const isOld = Date.now() - loaded.current > WHOLE_SECONDS * 1000;
+      const found = isOld ? await whole({ states, where }) : { items: await refreshed(known.current, states, where), isCut: status.isCut };
+      if (isOld) loaded.current = Date.now();
+      known.current = found.items;
       setItems([...known.current.values()]);
-      setStatus({ isLoading: false, error: null });
+      setStatus({ isLoading: false, error: null, isCut: found.isCut });
     } catch (error) {
-      setStatus({ isLoading: false, error });
+      setStatus({ ...status, error });
     }
   }, 3, [states, where, status.isLoading]);
   return { items, ...status, reload: () => setTurn((before) => before + 1) };
@@ -130,17 +139,16 @@ function useCaptures(states, where) {
 // The list with new captures, and with the state of those that were open.
 async function refreshed(before, states, where) {
   const open = [...before.values()].filter((item) => item.state === "open");
-  const newest = (await get("captures", { states, where, size: 100 })).captures;
+  const newest = (await get("captures", { states, where, size: NEWEST })).captures;
   const stillOpen = open.length ? (await get("captures", { states: "open", where, size: PAGE })).captures : [];
   const found = new Set([...newest, ...stillOpen].map((item) => item.id));
   const ended = open.filter((item) => !found.has(item.id));
-  if (ended.length > MOST_SINGLE) {
-    const whole = new Map();
-    await loadAll({ states, where }, null, (page) => page.forEach((item) => whole.set(item.id, item)));
-    return whole;
-  }
+  if (ended.length > MOST_SINGLE) return (await whole({ states, where })).items;
   const after = new Map([...newest.filter((item) => !before.has(item.id)).map((item) => [item.id, item]), ...before]);
   for (const item of [...newest, ...stillOpen]) if (after.has(item.id)) after.set(item.id, item);
+  // Captures in the span of the newest page that it does not have were deleted.
+  const oldest = newest.length < NEWEST ? -1 : newest.at(-1).opened;
+  for (const item of before.values()) if (item.opened > oldest && !found.has(item.id) && item.state !== "open") after.delete(item.id);
   for (const item of ended) {
     const now = await current(item);
     if (now && (!states || now.state === states)) after.set(item.id, now);
@@ -160,16 +168,24 @@ async function current(item) {
   }
 }
 
+async function whole(filter) {
+  const items = new Map();
+  const isCut = await loadAll(filter, null, (page) => page.forEach((item) => items.set(item.id, item)));
+  return { items, isCut };
+}
+
+// Load all pages; the result says whether there were more captures than the page lists.
 async function loadAll(filter, signal, onPage) {
   let page = "";
   let total = 0;
   do {
     const answer = await get("captures", { ...filter, size: PAGE, page }, signal);
-    if (signal?.aborted) return;
+    if (signal?.aborted) return false;
     total += answer.captures.length;
     onPage(answer.captures);
     page = answer.next;
   } while (page && total < MOST);
+  return Boolean(page);
 }
 
 const labelText = (labels) => Object.entries(labels).map(([name, value]) => `${name}: ${value}`).join(" ");

@@ -3,7 +3,7 @@ import { html, useEffect, useState } from "../core/lib.js";
 import { get, post, stream, upload, url } from "../core/api.js";
 import { saveCsv } from "../core/download.js";
 import { number, oneLine, runs } from "../core/format.js";
-import { useLoaded } from "../core/hooks.js";
+import { useKept, useLoaded } from "../core/hooks.js";
 import { connect, literal, loadDirection } from "../core/python.js";
 import { link } from "../core/route.js";
 import { Facts, Field, Problem, Python, Select } from "../parts/basics.js";
@@ -24,7 +24,7 @@ export function Directions({ state, change, about }) {
     <div class="split">
       <nav class="panel" aria-label="Gallery"><ul class="list">
         ${directions.map(({ name, layers, problem }) => html`<li key=${name}><a href=${link("directions", { name })} aria-current=${!isNew && name === state.name ? "true" : undefined}>
-          ${name}<br /><span class="small soft">${problem ? "cannot be read" : `${layers.length} layers`}</span></a></li>`)}
+          ${name}<br /><span class="small soft">${problem ? "cannot be read" : `${layers.length} ${layers.length === 1 ? "layer" : "layers"}`}</span></a></li>`)}
         <li><a href=${link("directions", { new: "1" })} aria-current=${isNew ? "true" : undefined}>New direction…</a></li>
       </ul></nav>
       <div>${isNew
@@ -35,7 +35,7 @@ export function Directions({ state, change, about }) {
 }
 
 function Make({ onMade, about }) {
-  const [form, setForm] = useState({ name: "", positive: "", negative: "", method: "difference_of_means", positions: "last_prompt", chat: "" });
+  const [form, setForm] = useKept("new direction", { name: "", positive: "", negative: "", method: "difference_of_means", positions: "last_prompt", chat: "" });
   const [progress, setProgress] = useState(null);
   const [error, setError] = useState(null);
   const [control, setControl] = useState(null);
@@ -77,10 +77,12 @@ function Make({ onMade, about }) {
   </form><${Python} code=${makeCode(form, given, about)} />`;
 }
 
-const makeCode = (form, given, about) => `${connect(about.endpoint)}
+const promptsOf = (form, prompts) => (form.chat === "1" ? prompts.map((content) => [{ role: "user", content }]) : prompts);
+
+const makeCode = (form, given, about) => `${connect(about)}
 what = residuum.Capture(layers="all", positions=${literal(form.positions)})
-positive = client.generate_many(${literal(given.positive)}, max_tokens=0, capture=what)
-negative = client.generate_many(${literal(given.negative)}, max_tokens=0, capture=what)
+positive = client.generate_many(${literal(promptsOf(form, given.positive))}, max_tokens=0, capture=what)
+negative = client.generate_many(${literal(promptsOf(form, given.negative))}, max_tokens=0, capture=what)
 direction = residuum.directions.${form.method}(client.activations(positive), client.activations(negative))
 direction.save(${literal(`${form.name || "direction"}.safetensors`)})`;
 
@@ -132,7 +134,7 @@ function Direction({ entry, state, change, about, folder, onChanged }) {
       ]} />`}
     </section>
     ${facts && html`<div class="pair">
-      ${facts.notes.separation && html`<section class="panel" aria-label="Separation"><h2>Separation of examples that were held out</h2>
+      ${facts.notes.separation && html`<section class="panel" aria-label="Separation"><h2>Separation of held-out examples with a difference of means</h2>
         <${Plot} title="Separation by layer" xLabel="layer" yLabel="area under ROC" bounds=${[Math.min(0.4, ...facts.notes.separation.areas), 1]} line=${0.5} chosen=${layer} onChoose=${choose}
           curves=${[{ name: "separation", points: facts.notes.separation.layers.map((at, index) => [at, facts.notes.separation.areas[index]]) }]} />
         <div class="tools"><span class="soft small">1: each example of the first list projects further than each of the second. 0.5: chance.</span>
@@ -160,26 +162,28 @@ function Promoted({ name, layer, layers, onChoose }) {
 const tags = (texts) => texts.map((text, index) => html`<span class="tag mono" key=${index}>${oneLine(text)}</span>`);
 
 function Search({ name, layer, state, change, about, folder }) {
-  const [result, setResult] = useState({ value: null, error: null, isLoading: false });
+  const [result, setResult] = useKept(`search ${name}`, { value: null, error: null, isLoading: false });
   const order = state.order || "most";
   const measure = state.by || "projection";
   const where = state.where ?? "";
+  const positions = state.start === "1" ? "" : "1:";
   const search = async (event) => {
     event.preventDefault();
     setResult({ value: null, error: null, isLoading: true });
     try {
-      setResult({ value: await post("search", { direction: name, layer, order, measure, where, k: 100 }), error: null, isLoading: false });
+      setResult({ value: { measure, ...await post("search", { direction: name, layer, order, measure, where, positions, k: 100 }) }, error: null, isLoading: false });
     } catch (error) {
       setResult({ value: null, error, isLoading: false });
     }
   };
   const hits = result.value?.hits ?? [];
-  const code = `${connect(about.endpoint)}direction = ${loadDirection(name, folder)}\nprint(client.search(direction[${layer}], layer=${layer}, k=100, measure=${literal(measure)}, order=${literal(order)}${where && `, where=${literal(where)}`}))`;
+  const code = `${connect(about)}direction = ${loadDirection(name, folder)}\nunit = direction[${layer}].values / direction[${layer}].norm\nprint(client.search(unit, layer=${layer}, k=100, measure=${literal(measure)}, order=${literal(order)}${where && `, where=${literal(where)}`}${positions && `, positions=${literal(positions)}`}))`;
   return html`<section class="panel" aria-label="Search"><div class="head"><h2>Tokens in the stores that project most on layer ${layer}</h2></div>
     <form class="row" onSubmit=${search}>
       <${Select} label="Order" value=${order} options=${[["most", "most"], ["least", "least"], ["absolute", "largest absolute value"]]} onChange=${(value) => change({ order: value })} />
-      <${Select} label="Measure" value=${measure} options=${[["projection", "dot product"], ["cosine", "cosine"]]} onChange=${(value) => change({ by: value })} />
+      <${Select} label="Measure" value=${measure} options=${[["projection", "projection"], ["cosine", "cosine"]]} onChange=${(value) => change({ by: value })} />
       <${Field} label="Label filter" kind="grow"><input value=${where} onInput=${(event) => change({ where: event.target.value })} /><//>
+      <label class="check"><input type="checkbox" checked=${Boolean(positions)} onChange=${(event) => change({ start: event.target.checked ? "" : "1" })} />Leave out the first token</label>
       <button class="main" disabled=${result.isLoading}>${result.isLoading ? "Searching…" : "Search"}</button>
       <button type="button" disabled=${!hits.length} onClick=${() => saveCsv(`${name}-search.csv`, [["score", "capture", "sequence", "position", "before", "token", "after"], ...hits.map((hit) => [hit.score, hit.id, hit.sequence, hit.position, hit.before, hit.token, hit.after])])}>CSV</button>
     </form>
@@ -188,7 +192,7 @@ function Search({ name, layer, state, change, about, folder }) {
       <div class="scroller"><table><thead><tr><th class="number" scope="col">Score</th><th scope="col">Text</th><th scope="col">Capture</th></tr></thead><tbody>
         ${hits.map((hit) => html`<tr key=${`${hit.id} ${hit.sequence} ${hit.position}`}><td class="number">${number(hit.score)}</td>
           <td class="hit">${oneLine(hit.before)}<mark>${hit.token === null ? `‹${hit.token_id ?? "?"}›` : oneLine(hit.token)}</mark>${oneLine(hit.after)}</td>
-          <td><a href=${link("capture", { id: hit.id, sequence: hit.sequence || "", position: hit.position, layer, measure: "projection", direction: name })}>${oneLine(hit.id)}, ${hit.position}</a></td></tr>`)}
+          <td><a href=${link("capture", { id: hit.id, sequence: hit.sequence || "", position: hit.position, layer, measure: result.value.measure, direction: name })}>${oneLine(hit.id)}, ${hit.position}</a></td></tr>`)}
       </tbody></table></div>`}
     </section><${Python} code=${code} />`;
 }
@@ -205,7 +209,7 @@ function Manage({ name, onChanged }) {
   return html`<section class="panel" aria-label="Rename or delete"><form class="row" onSubmit=${rename}>
       <${Field} label="Name" kind="grow"><input required maxlength="80" value=${to} onInput=${(event) => setTo(event.target.value)} /><//>
       <button disabled=${to === name}>Rename</button>
-      ${isSure ? html`<button type="button" class="bad" onClick=${() => call("direction/delete", { name }, "")}>Delete for ever</button><button type="button" onClick=${() => setSure(false)}>Keep it</button>`
+      ${isSure ? html`<button type="button" class="bad" onClick=${() => call("direction/delete", { name }, "")}>Delete permanently</button><button type="button" onClick=${() => setSure(false)}>Keep it</button>`
         : html`<button type="button" class="bad" onClick=${() => setSure(true)}>Delete…</button>`}
     </form><${Problem} error=${error} /></section>`;
 }

@@ -1,9 +1,11 @@
 // Generate and steer: up to three columns with the same prompt and seed.
-import { html, useMemo } from "../core/lib.js";
+import { html, useEffect, useMemo } from "../core/lib.js";
+import { useKept } from "../core/hooks.js";
 import { connect, literal, loadDirection, operationCode } from "../core/python.js";
 import { Field, Problem, Python, Select } from "../parts/basics.js";
-import { newOperation, sent } from "../parts/operations.js";
-import { Column, useGeneration } from "../parts/reply.js";
+import { checked, newOperation, sent } from "../parts/operations.js";
+import { useLives } from "../parts/pane.js";
+import { Column, mapOf, useGeneration } from "../parts/reply.js";
 import { Sweep } from "../parts/sweep.js";
 import { useDirections } from "./capture.js";
 
@@ -14,12 +16,17 @@ const DEFAULTS = {
 
 export function Generate({ state, change, about }) {
   const directions = useDirections();
-  const settings = useMemo(() => settingsOf(state.s), [state.s]);
+  const [draft, setDraft] = useKept("generate", undefined);
+  const given = state.s ?? draft;
+  const settings = useMemo(() => settingsOf(given), [given]);
+  useEffect(() => { if (state.s) setDraft(state.s); }, [state.s]);
   const set = (changes) => change({ s: JSON.stringify({ ...settings, ...changes }) });
-  const generations = [useGeneration(), useGeneration(), useGeneration()];
+  const generations = [useGeneration(0), useGeneration(1), useGeneration(2)];
   const all = directions.value?.directions ?? [];
-  const columns = settings.columns.slice(0, 3);
+  const { columns } = settings;
   const first = columns.flatMap((column) => column.operations)[0]; // all columns show the same measure
+  const measured = columns.map((column) => column.operations[0] ?? first);
+  const lives = useLives(columns.map((_, index) => mapOf(generations[index], settings.keep, measured[index])));
   const isRunning = generations.some(({ state: { status } }) => status === "running");
   const start = (event) => {
     event?.preventDefault();
@@ -41,7 +48,7 @@ export function Generate({ state, change, about }) {
       <${Field} label=${settings.mode === "chat" ? "Message" : "Prompt"}><textarea rows="3" value=${settings.prompt} onInput=${(event) => set({ prompt: event.target.value })}
         onKeyDown=${(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && start(event)}></textarea><//>
       <div class="row">
-        <${Field} label="Most tokens" kind="narrow"><input type="number" min="1" value=${settings.max_tokens} onInput=${setNumber("max_tokens")} /><//>
+        <${Field} label="Maximum tokens" kind="narrow"><input type="number" min="1" value=${settings.max_tokens} onInput=${setNumber("max_tokens")} /><//>
         <${Field} label="Temperature" kind="narrow"><input type="number" min="0" step="0.1" value=${settings.temperature} onInput=${setNumber("temperature")} /><//>
         <${Field} label="Seed" kind="narrow"><input type="number" min="0" value=${settings.seed} onInput=${setNumber("seed")} /><//>
         <label class="check"><input type="checkbox" checked=${settings.keep} onChange=${(event) => set({ keep: event.target.checked })} />Capture all layers</label>
@@ -53,7 +60,7 @@ export function Generate({ state, change, about }) {
       </div>
     </form>
     <${Problem} error=${directions.error} />
-    <div class="steer">${columns.map((column, index) => html`<${Column} key=${column.name} column=${column} directions=${all} capture=${settings.keep} measured=${column.operations[0] ?? first}
+    <div class="steer">${columns.map((column, index) => html`<${Column} key=${column.name} column=${column} directions=${all} capture=${settings.keep} measured=${measured[index]} live=${lives[index]}
       generation=${generations[index]} onChange=${(item) => setColumn(index, item)} />`)}</div>
     <${Sweep} operation=${columns.flatMap((column) => column.operations).find(({ kind }) => kind === "add" || kind === "ablate")} directions=${all}
       body=${bodyOf(settings, { name: "sweep", operations: [] })} />
@@ -64,13 +71,14 @@ export function Generate({ state, change, about }) {
 function settingsOf(text) {
   let given = {};
   try {
-    given = JSON.parse(text ?? "{}") ?? {};
+    given = JSON.parse(text || "{}") ?? {};
   } catch {
     // an incomplete link: the defaults hold
   }
   const settings = { ...DEFAULTS };
   for (const [name, value] of Object.entries(DEFAULTS)) if (typeof given[name] === typeof value) settings[name] = given[name];
   if (!Array.isArray(settings.columns) || !settings.columns.every((item) => Array.isArray(item?.operations) && typeof item.name === "string")) settings.columns = DEFAULTS.columns;
+  settings.columns = settings.columns.slice(0, 3).map(({ name, canSteer, operations }) => ({ name, canSteer: canSteer === true, operations: operations.map(checked) }));
   return settings;
 }
 
@@ -100,5 +108,5 @@ function codeOf(settings, columns, about, gallery) {
     if (steer) options.push(`steer=${steer}`);
     return `print(client.generate(prompt, ${options.join(", ")}).text)  # ${column.name}`;
   });
-  return [connect(about.endpoint) + loads.join("\n"), `prompt = ${prompt}`, ...calls].join("\n").replace("\n\n\n", "\n\n");
+  return [connect(about) + loads.join("\n"), `prompt = ${prompt}`, ...calls].join("\n").replace("\n\n\n", "\n\n");
 }

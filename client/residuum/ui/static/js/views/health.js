@@ -36,7 +36,7 @@ export function Health({ about }) {
       ${doctor.value?.findings.map((item, index) => html`<div class="finding" key=${index}>
         <span><${Badge} kind=${item.ok ? (item.warning ? "warn" : "good") : "bad"}>${item.ok ? (item.warning ? "warning" : "ok") : "failed"}<//></span><span>${item.check}</span><span class="soft">${item.detail}</span></div>`)}
     </section>
-    <${Python} code=${`${connect(about.endpoint)}print(client.health())\nprint(client.info())\nfor store in client.stats():\n    print(store)`} />`;
+    <${Python} code=${`${connect(about)}print(client.health())\nprint(client.info())\nfor store in client.stats():\n    print(store)`} />`;
 }
 
 const Status = ({ status }) => html`<${Badge} kind=${status === "SERVING" ? "good" : "bad"}>${status === "SERVING" ? "serving" : status.toLowerCase().replaceAll("_", " ")}<//>`;
