@@ -86,7 +86,7 @@ test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; sk
 		$(addprefix --ignore tests/,bench faults fuzz hostile languages trainers) $(ARGS)
 
 test-ui: setup model ## Click through the page in Debian's Chromium (apt install chromium), with SmolLM2
-	$(BIN)/python -m pytest tests/ui $(ARGS)
+	RESIDUUM_TEST_TIMES=required $(BIN)/python -m pytest tests/ui $(ARGS)
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)

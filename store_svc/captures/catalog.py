@@ -219,6 +219,8 @@ class Catalog:
             return numbers
         with self._lock:
             for number in self._copied:
+                if not self._ended[number].num_bytes:
+                    continue  # it has no rows
                 numbers.append(number)
                 num_bytes -= self._ended[number].num_bytes
                 if num_bytes <= 0 or len(numbers) == limit:

@@ -311,11 +311,11 @@ async def test_rows_before_steering_are_marked(client):
 
 
 async def test_list_and_delete(client):
-    ids = [f"listed-{i}-{uuid.uuid4().hex}" for i in range(3)]
+    ids = [f"stored-{i}-{uuid.uuid4().hex}" for i in range(3)]
     for name in ids:
         await client.generate("a", max_tokens=2, capture=residuum.Capture(layers=[0]), request_id=name)
         await client.manifest(name, wait=True)
-    found = await client.captures(prefix="listed-", states=["complete"])
+    found = await client.captures(prefix="stored-", states=["complete"])
     assert {summary.capture_id for summary in found} >= set(ids)
     assert all(summary.num_rows == 2 for summary in found)
     assert await client.delete(ids[0]) > 0

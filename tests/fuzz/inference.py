@@ -26,11 +26,14 @@ from residuum.v1 import (
     inference_pb2_grpc,
     probe_pb2,
     rule_pb2,
+    sae_pb2,
     selection_pb2,
     steering_pb2,
     store_pb2_grpc,
+    tensor_pb2,
 )
 from residuum.wire.digests import vector_message
+from residuum.wire.sae import EncoderShape
 from tests.fuzz.calls import SECONDS, Answer, Caller, methods
 from tests.fuzz.messages import Choices, Words, made, some
 from tests.inference.service_support import (
@@ -52,6 +55,21 @@ _T = TypeVar("_T")
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 _IDS = ["a", "b", "c"]
 _VECTORS = [vector_message(np.full(HIDDEN, value, np.float32)) for value in (0.5, -1.0, 0.0)]
+
+
+def _encoder() -> tuple[sae_pb2.SAEHeader, bytes]:
+    header = sae_pb2.SAEHeader(
+        features=2, width=HIDDEN, dtype=tensor_pb2.DATA_TYPE_FLOAT32, activation=sae_pb2.SAE_ACTIVATION_RELU
+    )
+    shape = EncoderShape.of(header)
+    data = bytes(shape.nbytes)
+    digest = shape.begin_digest()
+    digest.update(data)
+    header.digest = digest.digest()
+    return header, data
+
+
+_SAE, _SAE_DATA = _encoder()
 
 
 class Tokenizer:
@@ -93,7 +111,7 @@ class ScriptedEngine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.facts = dataclasses.replace(FACTS, probe_sites=(capture_pb2.SITE_RESID_POST,))
+        self.facts = dataclasses.replace(FACTS, probe_sites=(capture_pb2.SITE_RESID_POST,), sae_bytes=1 << 16)
         self.scores = _ReadyBoard(ScoreMemory(1 << 20))
         self._real = Engine(SimpleNamespace(vllm_config=_CONFIG), Tokenizer(), FACTS)  # type: ignore[arg-type]
 
@@ -215,6 +233,7 @@ def _seeds(method: str) -> list[Message]:
         ],
         "FindMissingVectors": [inference_pb2.FindMissingVectorsRequest(digests=digests)],
         "PutVectors": [inference_pb2.PutVectorsRequest(vector=item) for item in _VECTORS],
+        "PutSAE": [inference_pb2.PutSAERequest(header=_SAE), inference_pb2.PutSAERequest(data=_SAE_DATA)],
         "Generate": [
             ask(spec("", CAPTURE, [ADD_JOY]), **sampled),
             ask("a"),

@@ -33,7 +33,7 @@ def test_wheel_holds_the_services_and_needs_the_client_of_its_version(server_whe
     (text,) = (archive.read(name) for name in names if name.endswith("/METADATA"))
     about = message_from_bytes(text)
     assert f"residuum=={about['Version']}" in about.get_all("Requires-Dist")
-    assert about.get_all("Provides-Extra") == ["cpu", "cuda", "store"]
+    assert about.get_all("Provides-Extra") == ["archive", "cpu", "cuda", "store"]
 
 
 def test_vllm_finds_the_plugin_and_the_client_the_command(python, tmp_path):
