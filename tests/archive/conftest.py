@@ -11,6 +11,12 @@ from tests.archive.s3 import BUCKET, Proxy, S3Server
 from tests.store.support import Process
 
 
+@pytest.fixture(autouse=True)
+def _plain_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let restores in this process leave its logs as they are: other tests read them."""
+    monkeypatch.setattr("store_svc.archive.restore.configure_logs", lambda _: None)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     server = S3Server()

@@ -131,7 +131,6 @@ def test_every_metric_is_documented(services: tuple[Service, Service]) -> None:
     for prefix, table in tables:
         for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE):
             told |= {prefix + name.removesuffix("_total") for name in re.findall(r"`([a-z_]+)[{`]", cell)}
-    told = {
-        name for name in told if not name.startswith("residuum_store_archive_")
-    }  # only a store with an archive has them
+    # Only a store with an archive has these.
+    told = {name for name in told if not name.startswith("residuum_store_archive_")}
     assert told == {name for name in shown if not name.endswith("_created")} | {"residuum_store_retain_bytes"}

@@ -42,6 +42,7 @@ def browser(browser_path):
     """The browser. It is closed after each file: while it is open, no test can run an event loop of its own."""
     playwright = pytest.importorskip("playwright.sync_api", reason="these tests need the package playwright")
     with playwright.sync_playwright() as running:
+        playwright.expect.set_options(timeout=30_000)  # milliseconds; the machine may be busy
         opened = running.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield opened
         opened.close()
