@@ -7,14 +7,13 @@ workload's flags of bench.capture.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.capture.options import add_runner, add_workload_arguments, sites, workload_of
 from bench.capture.processes import run_turn
-from bench.capture.results import Run
+from bench.capture.results import Run, times_of
 from bench.capture.workload import Mode, Turn
 from bench.machine import describe
 from bench.options import add_output, positive
@@ -22,6 +21,7 @@ from bench.output import Bar, percent, table, write_result
 from bench.processes import measuring
 
 _ALWAYS = "resid_post"
+_FIGURE = "generation_seconds"
 _GROUPS = (
     "",
     "resid_pre,attn_in,resid_mid,mlp_in",
@@ -49,9 +49,9 @@ class GroupCost:
     sites: tuple[str, ...]
     points: int
     """The points that the group adds to the graph."""
-    ratio_to_stock: float
+    ratio_to_stock: float | None
     """Median over stock's median, over all rounds."""
-    ratio_of_best: float
+    ratio_of_best: float | None
     """The shortest time over stock's shortest. Other load on the machine affects it least."""
     ratio_by_round: tuple[float, ...]
     per_point: float | None
@@ -90,38 +90,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def summarise(stock: Sequence[Run], groups: Mapping[tuple[str, ...], Sequence[Run]]) -> list[GroupCost]:
     """Return the cost of each group. The first has no sites."""
-    costs: list[GroupCost] = []
-    for group, runs in groups.items():
-        ratio = median_of(runs) / median_of(stock)
-        points = points_of(group, runs[0].num_layers)
-        costs.append(
-            GroupCost(
-                sites=group,
-                points=points,
-                ratio_to_stock=ratio,
-                ratio_of_best=best_of(runs) / best_of(stock),
-                ratio_by_round=tuple(
-                    median_of([run]) / median_of([first]) for run, first in zip(runs, stock, strict=True)
-                ),
-                per_point=(ratio - costs[0].ratio_to_stock) / points if points else None,
-            )
+    times = {group: times_of(runs, stock, _FIGURE) for group, runs in groups.items()}
+    base, whole = next(iter(times.values())).median, times_of(stock, stock, _FIGURE).median
+    points = {group: points_of(group, runs[0].num_layers) for group, runs in groups.items()}
+    return [
+        GroupCost(
+            sites=group,
+            points=points[group],
+            ratio_to_stock=measured.ratio_to_stock,
+            ratio_of_best=measured.ratio_of_best,
+            ratio_by_round=measured.ratio_by_round,
+            per_point=(measured.median - base) / whole / points[group] if points[group] else None,
         )
-    return costs
+        for group, measured in times.items()
+    ]
 
 
 def points_of(group: Sequence[str], num_layers: int) -> int:
     """Return the points that a group adds to the graph."""
     return sum(1 if site in _IN_ONE_LAYER else num_layers for site in group)
-
-
-def median_of(runs: Sequence[Run]) -> float:
-    """Return the median of the generations, in seconds."""
-    return statistics.median(iteration.generation_seconds for run in runs for iteration in run.iterations)
-
-
-def best_of(runs: Sequence[Run]) -> float:
-    """Return the shortest generation, in seconds. Other load on the machine affects it least."""
-    return min(iteration.generation_seconds for run in runs for iteration in run.iterations)
 
 
 def named(group: Sequence[str]) -> str:

@@ -127,15 +127,15 @@ def _of(runs: Sequence[Run], runner: Runner, mode: Mode) -> list[Run]:
 
 
 def _summarise_mode(runs: Sequence[Run], stock: Sequence[Run]) -> ModeSummary:
-    generation = _times(runs, stock, "generation_seconds")
+    generation = times_of(runs, stock, "generation_seconds")
     first = runs[0].iterations[0]
     return ModeSummary(
         mode=runs[0].mode,
         runner=runs[0].runner,
         model_runner=runs[0].model_runner,
         generation_seconds=generation,
-        settled_seconds=_times(runs, stock, "settled_seconds"),
-        completed_seconds=_times(runs, stock, "completed_seconds"),
+        settled_seconds=times_of(runs, stock, "settled_seconds"),
+        completed_seconds=times_of(runs, stock, "completed_seconds"),
         tokens_per_second=first.generated_tokens / generation.median,
         rows_per_iteration=first.rows,
         bytes_per_iteration=first.num_bytes,
@@ -154,7 +154,8 @@ def _most(memories: Sequence[Memory]) -> Memory:
     return Memory(peak_mib={kind: max(memory.peak_mib.get(kind, 0) for memory in memories) for kind in kinds}, **sizes)
 
 
-def _times(runs: Sequence[Run], stock: Sequence[Run], field: str) -> Times:
+def times_of(runs: Sequence[Run], stock: Sequence[Run], field: str) -> Times:
+    """Return a figure of runs, such as `generation_seconds`, compared with the same figure of stock."""
     times = _all_times(runs, field)
     median = statistics.median(times)
     stock_times = _all_times(stock, field)

@@ -15,7 +15,7 @@ from residuum.v1 import inference_pb2, probe_pb2
 from residuum.wire.rules import FINISH_REASON
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 
     from inference_svc.engine.engine import Engine
     from inference_svc.engine.streams import Delta, Scored
@@ -54,6 +54,7 @@ class Generation:
         scores: Sequence[SequenceScores] = (),
         rules: Sequence[SequenceRules] = (),
         kept_scores: KeptScores | None = None,
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare to generate.
 
@@ -68,7 +69,9 @@ class Generation:
             scores: The scores of each sequence; empty without probes.
             rules: The rules of each sequence; empty without rules.
             kept_scores: Where the scores that are passed on are added; None: they are not stored.
+            ready: Waited for before the first event, while the engine generates already; None: nothing is.
         """
+        self._ready = ready
         self._kept_scores = kept_scores
         self._scores = scores
         self._rules = rules
@@ -88,6 +91,8 @@ class Generation:
         if self._running.aborted.is_set():  # it was aborted before `on_abort` was set
             self._end_by_abort()
         try:
+            if self._ready is not None:
+                await self._ready()
             yield inference_pb2.GenerateResponse(
                 started=inference_pb2.GenerationStarted(
                     request_id=self._running.request_id, prompt_token_ids=self._token_ids, capture=self._handle

@@ -102,7 +102,6 @@ class RequestRunner:
                             tracing.add_event("queued")  # the vectors are active, and the store takes rows
                         has_tokens = False
                         async for event in events:
-                            await session.opened()
                             if event.HasField("delta"):
                                 watch.add_tokens(len(event.delta.token_ids))
                                 if traced and not has_tokens:
@@ -172,7 +171,17 @@ class RequestRunner:
                 for index in range(len(sequences))
             ]
         return Generation(
-            self._engine, running, token_ids, sampling, vectors, sequences, handle, scores, rules, session.scores
+            self._engine,
+            running,
+            token_ids,
+            sampling,
+            vectors,
+            sequences,
+            handle,
+            scores,
+            rules,
+            session.scores,
+            session.opened,
         ).events()
 
     def _changes_of(

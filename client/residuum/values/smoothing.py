@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,29 @@ class EMA(_Smoothing):
 
 
 @dataclass(frozen=True)
-class RollingMax(_Smoothing):
+class _Rolling(_Smoothing):
+    tokens: int | None = None
+    _KIND: ClassVar[str] = ""
+    """The field of the message."""
+
+    def __post_init__(self) -> None:
+        _check(type(self).__name__, self._proto(_window(self, self.tokens)))
+
+    def to_proto(self) -> probe_pb2.Smoothing:
+        """Return the message."""
+        return self._proto(self.tokens or 0)
+
+    def __str__(self) -> str:
+        return self._KIND if self.tokens is None else f"{self._KIND}:{self.tokens}"
+
+    def _proto(self, tokens: int) -> probe_pb2.Smoothing:
+        proto = probe_pb2.Smoothing()
+        setattr(proto, self._KIND, tokens)
+        return proto
+
+
+@dataclass(frozen=True)
+class RollingMax(_Rolling):
     """The maximum of a probe's scores of the latest tokens.
 
     Attributes:
@@ -84,20 +106,11 @@ class RollingMax(_Smoothing):
     """
 
     tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_tokens(self, probe_pb2.Smoothing(max=_window(self, self.tokens)))
-
-    def to_proto(self) -> probe_pb2.Smoothing:
-        """Return the message."""
-        return probe_pb2.Smoothing(max=self.tokens or 0)
-
-    def __str__(self) -> str:
-        return "max" if self.tokens is None else f"max:{self.tokens}"
+    _KIND: ClassVar[str] = "max"
 
 
 @dataclass(frozen=True)
-class RollingMean(_Smoothing):
+class RollingMean(_Rolling):
     """The mean of a probe's scores of the latest tokens.
 
     Attributes:
@@ -109,16 +122,7 @@ class RollingMean(_Smoothing):
     """
 
     tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_tokens(self, probe_pb2.Smoothing(mean=_window(self, self.tokens)))
-
-    def to_proto(self) -> probe_pb2.Smoothing:
-        """Return the message."""
-        return probe_pb2.Smoothing(mean=self.tokens or 0)
-
-    def __str__(self) -> str:
-        return "mean" if self.tokens is None else f"mean:{self.tokens}"
+    _KIND: ClassVar[str] = "mean"
 
 
 Smoothing = Union[EMA, RollingMax, RollingMean]  # noqa: UP007 - evaluated at run time on Python 3.10
@@ -154,7 +158,7 @@ def smoothing_of(given: Any) -> Smoothing | None:
     return given
 
 
-def _window(value: RollingMax | RollingMean, given: Any) -> int:
+def _window(value: _Rolling, given: Any) -> int:
     if given is None:
         return 0
     if isinstance(given, bool) or not hasattr(given, "__index__"):
@@ -167,10 +171,6 @@ def _window(value: RollingMax | RollingMean, given: Any) -> int:
         )
     object.__setattr__(value, "tokens", number)
     return min(number, 1 << 31)
-
-
-def _check_tokens(value: RollingMax | RollingMean, proto: probe_pb2.Smoothing) -> None:
-    _check(type(value).__name__, proto)
 
 
 def _check(name: str, proto: probe_pb2.Smoothing) -> None:
