@@ -83,7 +83,7 @@ class Parts:
             parts.admission,
             places,
             runner,
-            Unembedding(engine),
+            Unembedding(engine, parts.saes, registry),
             stores,
             settings,
             limits_of,

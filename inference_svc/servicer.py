@@ -174,8 +174,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         del context
         parts = self._require()
-        with parts.places.taken(current_caller().own_tenant):
-            return await parts.unembedding.answer(request)
+        tenant = current_caller().own_tenant
+        with parts.places.taken(tenant):
+            return await parts.unembedding.answer(request, tenant)
 
     def _require(self) -> Parts:
         if self._parts is None or not self._serving:

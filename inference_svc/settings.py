@@ -105,8 +105,9 @@ class InferenceSettings(SecureSettings, TapSettings):
     """A TOML file of rules that apply to all requests, or to those of some tenants: they flag or end replies by the
     scores of probes. docs/howto/watch.md describes it."""
     sae_mib: int = Field(default=0, ge=0)
-    """Device memory for the encoders of sparse autoencoders, in MiB. One takes 4 or 2 bytes * features * width of a
-    row. The KV cache leaves this room free, and 128 MiB more to compute features. 0: no sparse autoencoders."""
+    """Device memory for the encoders of sparse autoencoders and the matrices of lenses, in MiB. An encoder takes 4 or 2
+    bytes * features * width of a row; a matrix 4 or 2 bytes * width * width. The KV cache leaves this room free, and
+    128 MiB more to compute features. 0: neither autoencoders nor lenses."""
     max_registrations: int = Field(default=10_000, ge=1)
     """Most registrations that may wait for their Generate call."""
     max_registration_mib: int = Field(default=64, ge=1)

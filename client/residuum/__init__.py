@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from residuum.values.attention import AttentionLayer, attention_weights
     from residuum.values.capture import Capture
     from residuum.values.gates import Gate, GateRecord
+    from residuum.values.lens import Lens, LensMap
     from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.model_info import ModelInfo
@@ -128,6 +129,8 @@ if TYPE_CHECKING:
     from residuum.xargs import vllm_xargs
 
 _MODULES = {
+    "Lens": "residuum.values.lens",
+    "LensMap": "residuum.values.lens",
     "LogitLens": "residuum.protocol.lens",
     "Unembedding": "residuum.protocol.lens",
     "PatchSweep": "residuum.protocol.patching",
@@ -243,6 +246,8 @@ __all__ = [
     "InvalidRequest",
     "LayerRows",
     "LeftOutWarning",
+    "Lens",
+    "LensMap",
     "LimitReached",
     "LogitLens",
     "Logprobs",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,7 +37,6 @@ from residuum.wire.encodings import SAE
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
-    import numpy as np
     import numpy.typing as npt
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest
@@ -278,6 +278,17 @@ class Engine:
         replica = self.replicas()[0]  # all have the same weights
         ranks = await replica._call("residuum_unembed", rows.tobytes(), num_top, list(tokens))  # noqa: SLF001 - of this class
         return Predicted.from_bytes(next(rank for rank in ranks if rank is not None), num_top)
+
+    async def map_rows(self, rows: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
+        """Return what an encoder in the workers makes of rows; see `TappedWorker.residuum_map_rows`.
+
+        Args:
+            rows: [rows, hidden].
+            name: The encoder's name; see `sae_name`. It has as many features as rows have elements.
+        """
+        replica = self.replicas()[0]
+        ranks = await replica._call("residuum_map_rows", rows.tobytes(), name)  # noqa: SLF001 - of this class
+        return np.frombuffer(next(rank for rank in ranks if rank is not None), "<f4").reshape(rows.shape)
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Wait until the stores have acknowledged every captured row, and return whether they have.

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from inference_svc.admission.fields import invalid
+from inference_svc.resources.sae_memory import sae_name
+from inference_svc.resources.vector_cache import vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
 from residuum.wire.limits import MAX_UNEMBEDDED
+from residuum.wire.sae import AS_IS, NO_ACTIVATION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
     from inference_svc.engine.engine import Engine
     from inference_svc.model_facts import ModelFacts
+    from inference_svc.requests.registry import RequestRegistry
+    from inference_svc.resources.sae_memory import SAEMemory
 
 _LOGITS_AT_A_TIME = 1 << 24
 """Logits that the engine computes at a time, 64 MiB of float32. Between two times, its steps go on."""
@@ -57,18 +62,24 @@ class Predicted(NamedTuple):
 class Unembedding:
     """Answers Unembed. One call at a time uses the engine, so that its steps wait for few rows only."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Use an engine."""
+    def __init__(self, engine: Engine, saes: SAEMemory, registry: RequestRegistry) -> None:
+        """Use an engine, and the encoders that clients have sent: maps of lenses are among them."""
         self._engine = engine
+        self._saes = saes
+        self._registry = registry
         self._free = asyncio.Lock()
         self.calls = 0
         """Calls that run or wait now."""
 
-    async def answer(self, request: inference_pb2.UnembedRequest) -> inference_pb2.UnembedResponse:
+    async def answer(self, request: inference_pb2.UnembedRequest, tenant: str = "") -> inference_pb2.UnembedResponse:
         """Return the tokens that the rows of a request predict.
 
+        Args:
+            request: The request.
+            tenant: The tenant of the caller, whose map the request may name.
+
         Raises:
-            Failure: The request is invalid, too many calls wait, or the engine is dead.
+            Failure: The request is invalid, the workers lack its map, too many calls wait, or the engine is dead.
         """
         if self.calls >= _MAX_CALLS:
             raise Failure(
@@ -78,11 +89,31 @@ class Unembedding:
             )
         self.calls += 1
         try:
-            return await self._answer(request)
+            if not request.HasField("map"):
+                return await self._answer(request, "")
+            self._check_map(request.map, tenant)
+            with self._registry.holding(vector_name(tenant, request.map.digest)):
+                return await self._answer(request, sae_name(tenant, request.map.digest))
         finally:
             self.calls -= 1
 
-    async def _answer(self, request: inference_pb2.UnembedRequest) -> inference_pb2.UnembedResponse:
+    def _check_map(self, asked: inference_pb2.LensMap, tenant: str) -> None:
+        """Check that the workers have a map, and that it turns rows of the residual stream into such rows."""
+        digest = asked.digest.hex()
+        shape = self._saes.shape_of(tenant, asked.digest)
+        if (shape.activation, shape.normalization) != (NO_ACTIVATION, AS_IS):
+            raise invalid(
+                "map", f"The encoder {digest} has an activation or a normalization. The map of a lens has neither."
+            )
+        width = self._engine.facts.hidden_size
+        if (shape.features, shape.width) != (width, width):
+            raise invalid(
+                "map",
+                f"The map {digest} turns rows of {shape.width} elements into rows of {shape.features}, but the "
+                f"residual stream has {width}. Use a lens of this model.",
+            )
+
+    async def _answer(self, request: inference_pb2.UnembedRequest, map_name: str) -> inference_pb2.UnembedResponse:
         facts = self._engine.facts
         rows = rows_of(request, facts)
         tokens = list(request.token_ids)
@@ -91,7 +122,10 @@ class Unembedding:
         async with self._free:
             for first in range(0, len(rows), step):
                 part = slice(first, first + step)
-                parts.append(await self._engine.unembed(rows[part], request.num_top, tokens[part]))
+                some = rows[part]
+                if map_name:
+                    some = _mapped(some, await self._engine.map_rows(some, map_name), request.map)
+                parts.append(await self._engine.unembed(some, request.num_top, tokens[part]))
         found = Predicted.joined(parts)
         logprobs = inference_pb2.Logprobs(
             tokens=found.tokens, num_top=request.num_top, top_token_ids=found.top_ids.ravel(), top=found.top.ravel()
@@ -137,3 +171,21 @@ def rows_of(request: inference_pb2.UnembedRequest, facts: ModelFacts) -> npt.NDA
     if not np.isfinite(rows).all():
         raise invalid("rows", "A row holds infinity or NaN.")
     return rows
+
+
+def _mapped(
+    rows: npt.NDArray[np.float32], outputs: npt.NDArray[np.float32], asked: inference_pb2.LensMap
+) -> npt.NDArray[np.float32]:
+    """Return what a map makes of rows, from its outputs.
+
+    Raises:
+        Failure: An element is not finite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        mapped = rows + outputs if asked.is_added else outputs
+    if not np.isfinite(mapped).all():
+        raise invalid(
+            "map",
+            f"The map {asked.digest.hex()} turns a row into infinity or NaN. Its weights are too large for these rows.",
+        )
+    return mapped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from residuum.wire.limits import MAX_ID_LENGTH
 from residuum.wire.tokens import tenant_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from inference_svc.admission.specs import ResolvedSpec
 
@@ -253,6 +254,15 @@ class RequestRegistry:
         self._lease(running.tenant, running.spec)
         return running
 
+    @contextmanager
+    def holding(self, name: bytes) -> Iterator[None]:
+        """Keep a vector or an encoder, by `vector_name`, from being dropped."""
+        self._leases[name] += 1
+        try:
+            yield
+        finally:
+            self._end(name)
+
     def _stop(self, running: Running) -> bool:
         if self._running.pop(_key(running), None) is None:
             return False
@@ -277,9 +287,12 @@ class RequestRegistry:
 
     def _end_lease(self, tenant: str, spec: ResolvedSpec) -> None:
         for name in _leased_names(tenant, spec):
-            self._leases[name] -= 1
-            if not self._leases[name]:
-                del self._leases[name]
+            self._end(name)
+
+    def _end(self, name: bytes) -> None:
+        self._leases[name] -= 1
+        if not self._leases[name]:
+            del self._leases[name]
 
     def _check_unused(self, key: _Key) -> None:
         if key in self._registered:

@@ -19,7 +19,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.limits import DIGEST_BYTES
-from residuum.wire.sae import EncoderShape, SAEHeaderError
+from residuum.wire.sae import NO_ACTIVATION, EncoderShape, SAEHeaderError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -86,20 +86,34 @@ class SAEMemory:
             Failure: MISSING_SAE; or the encoder has another width or another number of features.
         """
         asked = spec.encoding_options.sae
-        name = vector_name(tenant, asked.digest)
-        kept = self._kept.get(name)
-        if kept is None:
-            raise _missing(asked.digest)
-        self._kept.move_to_end(name)
-        if kept.shape.features != asked.features:
+        shape = self.shape_of(tenant, asked.digest)
+        if shape.activation == NO_ACTIVATION:
+            raise _invalid(
+                "capture.encoding_options.sae.digest",
+                f"The encoder {asked.digest.hex()} has no activation: it is the map of a lens, which Unembed takes. "
+                "Name a sparse autoencoder.",
+            )
+        if shape.features != asked.features:
             raise _invalid(
                 "capture.encoding_options.sae.features",
                 f"capture.encoding_options.sae.features is {asked.features}, but the encoder has "
-                f"{kept.shape.features} features.",
+                f"{shape.features} features.",
             )
-        other = next((width for width in widths if width != kept.shape.width), None)
+        other = next((width for width in widths if width != shape.width), None)
         if other is not None:
-            raise _wrong_width(asked.digest, kept.shape.width, (other,))
+            raise _wrong_width(asked.digest, shape.width, (other,))
+
+    def shape_of(self, tenant: str, digest: bytes) -> EncoderShape:
+        """Return the shape of an encoder, which counts as used now.
+
+        Raises:
+            Failure: MISSING_SAE.
+        """
+        name = vector_name(tenant, digest)
+        if name not in self._kept:
+            raise _missing(digest)
+        self._kept.move_to_end(name)
+        return self._kept[name].shape
 
     async def put(
         self, messages: AsyncIterator[inference_pb2.PutSAERequest], tenant: str

@@ -257,6 +257,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def Unembed(self, request, context):
         """Predicts token i + 1 after a row whose first element is i, and then the tokens after it."""
         self._begin("Unembed", request)
+        if request.HasField("map") and request.map.digest not in self.saes:
+            raise Failure(Reason.ERROR_REASON_MISSING_SAE, "Send it with PutSAE.", digest=request.map.digest.hex())
         first = np.frombuffer(request.rows, "<f4").reshape(-1, HIDDEN)[:, 0].astype(int).clip(0)
         k = request.num_top
         top_ids = first[:, None] + 1 + np.arange(k)

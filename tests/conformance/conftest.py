@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="package", params=["compiled", "eager"])
 def engine(request: pytest.FixtureRequest, tiny_llama: Path, cache_root: Path) -> Iterator[Engine]:
     """Both services on the tiny model. A test that uses it runs twice: compiled and eager."""
-    with running_engine(request.param, tiny_llama, cache_root.parent, cache_root) as running:
+    with running_engine(request.param, tiny_llama, cache_root.parent, cache_root, "--sae-mib=1") as running:
         yield running
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import residuum
 from tests.conformance.rows import ALL, make_prompt
 from tests.conformance.test_sampling import log_softmax
+from tests.reference.tiny import HIDDEN, LAYERS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -73,6 +75,74 @@ def test_any_rows_can_be_unembedded(engine: Engine, reference: Reference) -> Non
     assert (one.top.shape, one.ranks.shape) == ((0,), ())
     assert one.tokens == pytest.approx(expected[7, 5], abs=TOLERANCE)
     assert one.ranks == pytest.approx((expected[7] > expected[7, 5]).sum() + 1, abs=1)
+
+
+def translators(rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
+    """The state dict of a tuned lens that changes rows a lot."""
+    scale = 0.7 / np.sqrt(HIDDEN)
+    return {
+        name: (rng.standard_normal(shape) * scale).astype(np.float32)
+        for index in range(LAYERS)
+        for name, shape in ((f"{index}.weight", (HIDDEN, HIDDEN)), (f"{index}.bias", (HIDDEN,)))
+    }
+
+
+@pytest.mark.parametrize("site", ["resid_post", "resid_pre"])
+def test_a_tuned_lens_agrees_with_transformers(engine: Engine, reference: Reference, site: str) -> None:
+    """Translator i is for transformers' hidden_states[i], whichever site has these rows."""
+    weights = translators(np.random.default_rng(93))
+    lens = residuum.Lens.from_tuned_lens(weights)
+    prompt = make_prompt(np.random.default_rng(94), 21)
+    reply = engine.client.generate(prompt, capture=ALL, max_tokens=4, ignore_eos=True)
+    acts = engine.client.activations(reply).select(site=site)
+    found = engine.client.logit_lens(acts, lens=lens, top_k=5)
+    rows = acts.stack().astype(np.float64)
+    np.testing.assert_allclose(
+        rows[-1], reference.rows([*prompt, *reply.token_ids[:-1]])[site][-1], rtol=1e-3, atol=1e-4
+    )
+    for layer in range(LAYERS):
+        translator = layer + (site == "resid_post")
+        if translator < LAYERS:
+            rows[layer] += rows[layer] @ weights[f"{translator}.weight"].T.astype(np.float64)
+            rows[layer] += weights[f"{translator}.bias"]
+    expected = expected_of(reference, rows.astype(np.float32))
+    np.testing.assert_allclose(found.predicted.top, -np.sort(-expected, axis=-1)[..., :5], atol=TOLERANCE)
+    own = np.take_along_axis(expected, np.broadcast_to(found.next_tokens, expected.shape[:2])[..., None], axis=-1)
+    np.testing.assert_allclose(found.predicted.tokens, own[..., 0], atol=TOLERANCE)
+    plain = engine.client.logit_lens(acts, top_k=5)
+    differs = (np.abs(plain.predicted.top - found.predicted.top) > 100 * TOLERANCE).any(axis=(1, 2))
+    assert differs.tolist() == [lens.at(site, layer) is not None for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_jacobian_lens_agrees_with_transformers(engine: Engine, reference: Reference, dtype: npt.DTypeLike) -> None:
+    """More rows than the engine takes at a time, with more maps than the server's memory holds."""
+    rng = np.random.default_rng(95)
+    limit = engine.client.info().limits["sae_bytes"]
+    needed = limit // (HIDDEN * HIDDEN * np.dtype(dtype).itemsize) + 1
+    matrices = [(rng.standard_normal((HIDDEN, HIDDEN)) / np.sqrt(HIDDEN)).astype(dtype) for _ in range(needed)]
+    lens = residuum.Lens(dict(enumerate(matrices)))
+    rows = rng.standard_normal((600, HIDDEN)).astype(np.float32)
+    for layer in (0, *range(1, needed), 0):  # the first one has to be sent again
+        some = rows if layer == 0 else rows[:2]
+        found = engine.client.unembed(some, top_k=3, via=lens[layer])
+        mapped = some.astype(np.float64) @ matrices[layer].T.astype(np.float64)
+        if layer in (0, needed - 1):
+            expected = expected_of(reference, mapped.astype(np.float32))
+            np.testing.assert_allclose(found.top, -np.sort(-expected, axis=-1)[..., :3], atol=TOLERANCE)
+
+
+def test_a_lens_of_another_model_is_refused(engine: Engine) -> None:
+    reply = engine.client.generate([5, 6], capture=residuum.Capture([1]), max_tokens=1)
+    with pytest.raises(residuum.InvalidRequest, match=r"rows of 9 elements, and these have 128\. Use"):
+        engine.client.logit_lens(reply, lens=residuum.Lens({1: np.eye(9)}))
+    with pytest.raises(residuum.InvalidRequest, match="takes rows of 9 elements"):
+        engine.client.unembed(np.zeros(9), via=residuum.LensMap(np.eye(9)))
+    with pytest.raises(residuum.InvalidRequest, match="turns a row into infinity or NaN"):
+        engine.client.unembed(np.full(HIDDEN, 1e30), via=residuum.LensMap(np.full((HIDDEN, HIDDEN), 1e30)))
+    big = residuum.LensMap(np.eye(1 << 9))
+    with pytest.raises(residuum.InvalidRequest, match="takes rows of 512 elements"):
+        engine.client.unembed(np.zeros(1 << 9), via=big)
 
 
 @pytest.mark.parametrize(

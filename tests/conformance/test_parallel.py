@@ -90,7 +90,7 @@ def test_all_pipeline_stages_change_the_steering_at_the_same_position(
         residuum.Replace(direction, layer=TINY_LAYERS - 1, value=0.8),
     )
     v, source = tensor(direction), np.random.default_rng(91)
-    with running_engine("eager", tiny_llama, folder, cache_root, engine_args=stages) as engine:
+    with running_engine("eager", tiny_llama, folder, cache_root, "--sae-mib=1", engine_args=stages) as engine:
         with engine.paced():
             streams = [
                 engine.client.stream(
@@ -119,6 +119,17 @@ def test_all_pipeline_stages_change_the_steering_at_the_same_position(
             )
         assert any(first < second for first, second in firsts), "the engine computed something between the changes"
         assert engine.serving()["capturing_ranks"] == 2
+        check_lens(engine.client, source)
+
+
+def check_lens(client: residuum.Client, source: np.random.Generator) -> None:
+    """A map of a lens is applied, whichever stage has it: rows through it predict what the mapped rows predict."""
+    width = client.info().hidden_size
+    item = residuum.LensMap(source.standard_normal((width, width)) / width**0.5, source.standard_normal(width))
+    rows = source.standard_normal((5, width))
+    found, expected = client.unembed(rows, via=item), client.unembed(item.apply(rows))
+    np.testing.assert_allclose(found.top, expected.top, atol=1e-4)
+    assert np.abs(found.top - client.unembed(rows).top).max() > 0.01
 
 
 @pytest.mark.usefixtures("two_cores")

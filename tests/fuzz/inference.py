@@ -251,5 +251,6 @@ def _seeds(method: str) -> list[Message]:
         "Unembed": [
             inference_pb2.UnembedRequest(rows=bytes(32), num_top=2, token_ids=[1, 2]),
             inference_pb2.UnembedRequest(rows=bytes(16)),
+            inference_pb2.UnembedRequest(rows=bytes(16), map=inference_pb2.LensMap(digest=bytes(32), is_added=True)),
         ],
     }[method]

@@ -203,6 +203,14 @@ class FakeEngine:
         top_ids = order[:, :num_top]
         return Predicted(top_ids, np.take_along_axis(logprobs, top_ids, axis=-1), own[:, 0], ranks)
 
+    async def map_rows(self, rows, name, /):
+        """W x + b, with the weights and biases of the file that `keep_saes` got."""
+        data = next(kept[name][1] for kept in reversed(self.saes) if kept.get(name, (b"", b""))[1])
+        width = rows.shape[1]
+        weights, bias = np.split(np.frombuffer(data, "<f4"), [width * width])
+        with np.errstate(over="ignore", invalid="ignore"):
+            return rows @ weights.reshape(width, width).T + bias
+
     async def keep_signs(self, projections, owner=0):
         await self.note(self.signs, list(projections))
         return [self.signs_ready.is_set()] * len(projections)

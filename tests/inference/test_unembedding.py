@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from inference_svc.engine import unembedding
-from residuum.rpc.errors import Reason
-from residuum.v1 import inference_pb2
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, inference_pb2, sae_pb2
 from residuum.wire.limits import MAX_UNEMBEDDED
+from residuum.wire.sae import LAYER_NORM, NO_ACTIVATION, RELU
+from tests.encoding_cases import encoder
 from tests.inference.service_support import FACTS, HIDDEN, failure_of, running_service, until
+from tests.inference.test_sae_memory import engine, header_of, messages
 
 
 def ask(rows, num_top=2, tokens=()):
@@ -96,3 +99,95 @@ async def test_bad_requests_are_refused(request_, field, told):
     assert (failure.reason, failure.code) == (Reason.ERROR_REASON_INVALID_FIELD, grpc.StatusCode.INVALID_ARGUMENT)
     assert failure.metadata["field"] == field
     assert told in failure.message
+
+
+MAP_BYTES = 4 * HIDDEN * (HIDDEN + 1)
+
+
+def lens_map(seed=0, features=HIDDEN, **options):
+    return encoder(features, HIDDEN, seed=seed, **{"activation": NO_ACTIVATION, **options})
+
+
+def ask_mapped(rows, one, *, is_added=False, **options):
+    request = ask(rows, **options)
+    request.map.CopyFrom(inference_pb2.LensMap(digest=header_of(one).digest, is_added=is_added))
+    return request
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+async def test_a_map_changes_rows_first(is_added):
+    one, rows = lens_map(), np.random.default_rng(1).standard_normal((5, HIDDEN)).astype(np.float32)
+    expected = rows * is_added + rows.astype(np.float64) @ one.weights.T + one.biases
+    async with running_service(engine=engine(MAP_BYTES)) as service:
+        await service.stub.PutSAE(messages(one))
+        answer = await service.stub.Unembed(ask_mapped(rows, one, is_added=is_added, num_top=1, tokens=[2] * 5))
+        plain = await service.stub.Unembed(ask(expected.astype(np.float32), num_top=1, tokens=[2] * 5))
+    assert list(answer.logprobs.top_token_ids) == expected.argmax(axis=1).tolist()
+    assert list(answer.logprobs.tokens) == pytest.approx(list(plain.logprobs.tokens), abs=1e-5)
+
+
+async def test_a_map_is_kept_while_a_call_needs_it_and_dropped_later():
+    """Its memory is that of encoders, and counted with them."""
+    one, other = lens_map(), lens_map(1)
+    async with running_service(engine=engine(MAP_BYTES)) as service:
+        assert (await service.stub.PutSAE(messages(one))).free_bytes == MAP_BYTES
+        unembed, go, started = service.engine.unembed, asyncio.Event(), asyncio.Event()
+
+        async def waiting(*arguments):
+            started.set()
+            await go.wait()
+            return await unembed(*arguments)
+
+        service.engine.unembed = waiting
+        call = asyncio.ensure_future(wait_for(service.stub.Unembed(ask_mapped([[1, 2, 3, 4]], one))))
+        await started.wait()
+        failure = await failure_of(service.stub.PutSAE(messages(other)))
+        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "sae_bytes"})
+        go.set()
+        await call
+        assert not (await service.stub.PutSAE(messages(other))).existed
+        failure = await failure_of(service.stub.Unembed(ask_mapped([[1, 2, 3, 4]], one)))
+        assert (failure.reason_name, failure.metadata) == ("MISSING_SAE", {"digest": header_of(one).digest.hex()})
+
+
+async def test_a_map_of_another_tenant_does_not_exist():
+    one = lens_map()
+    async with running_service(engine=engine(MAP_BYTES)) as service:
+        await service.stub.PutSAE(messages(one))  # of the default tenant
+        with pytest.raises(Failure, match="is not on the server"):
+            await service.parts.unembedding.answer(ask_mapped([[1, 2, 3, 4]], one), "alice")
+
+
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        (lens_map(activation=RELU), "has an activation or a normalization"),
+        (lens_map(norm=LAYER_NORM), "has an activation or a normalization"),
+        (lens_map(features=HIDDEN + 1), "rows of 4 elements into rows of 5, but the residual stream has 4"),
+    ],
+)
+async def test_encoders_that_are_no_maps_are_refused(one, told):
+    async with running_service(engine=engine()) as service:
+        await service.stub.PutSAE(messages(one))
+        failure = await failure_of(service.stub.Unembed(ask_mapped([[1, 2, 3, 4]], one)))
+        assert service.engine.unembedded == []
+    assert (failure.reason_name, failure.metadata, told in failure.message) == ("INVALID_FIELD", {"field": "map"}, True)
+
+
+async def test_a_map_that_overflows_is_reported():
+    one = lens_map()
+    async with running_service(engine=engine()) as service:
+        await service.stub.PutSAE(messages(one))
+        failure = await failure_of(service.stub.Unembed(ask_mapped([[3e38] * 4, [0] * 4], one, is_added=True)))
+        assert service.engine.unembedded == []
+    assert (failure.reason_name, "infinity or NaN" in failure.message) == ("INVALID_FIELD", True)
+
+
+async def test_captures_refuse_a_map():
+    one = lens_map()
+    features = sae_pb2.SAEFeatures(digest=header_of(one).digest, features=HIDDEN)
+    spec = capture_pb2.CaptureSpec(encoding_options=capture_pb2.EncodingOptions(sae=features))
+    async with running_service(engine=engine()) as service:
+        await service.stub.PutSAE(messages(one))
+        with pytest.raises(Failure, match="has no activation: it is the map of a lens"):
+            service.parts.saes.check("", spec, [HIDDEN])

@@ -36,6 +36,7 @@ from residuum.transport.batches import BatchPlan, BatchResults, Outage, Steering
 from residuum.v1 import inference_pb2, steering_pb2
 from residuum.values.activations import Activations
 from residuum.values.capture import Capture
+from residuum.values.lens import Lens, LensMap
 from residuum.values.manifest import to_datetime
 from residuum.values.probes import Probe
 from residuum.values.replies import Health, PutResult, PutSAEResult, Registration, Reply
@@ -581,6 +582,7 @@ class Client(SearchClient):
         capture: RequestLike | Activations,
         *,
         top_k: int = 10,
+        lens: Lens | None = None,
         transform: Transform | None = None,
         timeout: float | None = None,
     ) -> LogitLens:
@@ -593,12 +595,16 @@ class Client(SearchClient):
             capture: The capture whose rows to use: a request, its reply or stream. Its rows of resid_post are used, if
                 it has them. Or activations, if you have them or want only some: `acts.select(site="resid_mid")`.
             top_k: How many of the most likely tokens to return for each row.
-            transform: Changes rows before they are sent: it takes a layer and its rows, float32 [positions,
-                hidden_size], and returns as many. The translators of a tuned lens are such functions.
+            lens: Changes the rows of each layer on the server, before the final norm: a tuned lens or a Jacobian lens.
+                Its maps are sent first, each once. The server must have been started with `--sae-mib`.
+            transform: Changes rows here, before they are sent: it takes a layer and its rows, float32 [positions,
+                hidden_size], and returns as many.
             timeout: Seconds that reading the capture may take.
 
         Raises:
-            InvalidRequest: The rows are not those of the residual stream.
+            InvalidRequest: The rows are not those of the residual stream, or `lens` is for another width.
+            UnknownLayer: `lens` has no map for a layer.
+            LimitReached: A map of `lens` does not fit into the server's memory for encoders.
             UnknownCapture: The capture does not exist.
             NoCapture: The request captured nothing.
 
@@ -610,10 +616,18 @@ class Client(SearchClient):
         """
         if not isinstance(capture, Activations):
             capture = stream_of(self.activations(capture, timeout=timeout))
-        plan = LensPlan(capture, transform)
-        return plan.result(self.unembed(plan.rows, top_k=top_k, tokens=plan.tokens))
+        plan = LensPlan(capture, transform, lens)
+        found = [self.unembed(rows, top_k=top_k, tokens=tokens, via=item) for rows, tokens, item in plan.parts]
+        return plan.result(found)
 
-    def unembed(self, rows: npt.ArrayLike, *, top_k: int = 10, tokens: npt.ArrayLike | None = None) -> Unembedding:
+    def unembed(
+        self,
+        rows: npt.ArrayLike,
+        *,
+        top_k: int = 10,
+        tokens: npt.ArrayLike | None = None,
+        via: LensMap | None = None,
+    ) -> Unembedding:
         """Apply the model's final norm and unembedding to rows, and return the tokens that they predict.
 
         The rows may come from captures, or be anything else of the stream's width, such as a steering vector or the
@@ -623,19 +637,22 @@ class Client(SearchClient):
             rows: [..., hidden_size]. They are sent as float32, in as many calls as they need.
             top_k: How many of the most likely tokens to return for each row.
             tokens: A token ID for each row, [...], whose log-probability and rank to return; -1 is none.
+            via: A map of a lens, such as `lens[12]`, which the server applies to the rows first. It is sent if the
+                server lacks it.
 
         Raises:
-            InvalidRequest: The rows have another width than the stream or are not finite, a token is not in the
-                vocabulary, or the shapes of rows and tokens differ.
+            InvalidRequest: The rows have another width than the stream or the map, or are not finite; a token is not in
+                the vocabulary; or the shapes of rows and tokens differ.
+            LimitReached: The map does not fit into the server's memory for encoders.
 
         Example:
             >>> found = client.unembed(joy.values, top_k=3)
             >>> [found.text(token) for token in found.top_ids]
             [' joy', ' happy', ' celebrate']
         """
-        plan = UnembedPlan(rows, top_k, tokens)
-        answers = [self._call(self.endpoint, self._inference.Unembed, request) for request in plan.requests()]
-        return plan.result(answers)
+        plan = UnembedPlan(rows, top_k, tokens, via)
+        self._provide_sae(via)
+        return plan.result([self._unembed(request, via) for request in plan.requests()])
 
     def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
         """Send vectors, or those of Directions, that the server lacks. Calls that steer also do this.
@@ -665,17 +682,7 @@ class Client(SearchClient):
             134217728
         """
         sae = sae_upload.check_sae(sae)
-        put = self._inference.PutSAE
-        try:
-            try:
-                answer = self._call(self.endpoint, put, sae_upload.find_requests(sae))
-            except exc.MissingSAE:
-                requests, extra = sae_upload.put_requests(sae), sae_upload.extra_seconds(sae)
-                answer = self._call(self.endpoint, put, requests, extra=extra)
-        except exc.ResiduumError as failure:
-            raise sae_upload.refusal(failure) from None
-        self._saes.add(sae)
-        return sae_upload.put_result(sae, answer)
+        return sae_upload.put_result(sae, self._put_encoder(sae))
 
     def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
         """Return the vectors that the server lacks. Asking for the others prolongs the time that it keeps them."""
@@ -789,6 +796,14 @@ class Client(SearchClient):
         name = plan.request.request_id
         return self._call(self.endpoint, self._inference.UpdateSteering, plan.request, request_id=name)
 
+    def _unembed(self, request: inference_pb2.UnembedRequest, via: LensMap | None) -> inference_pb2.UnembedResponse:
+        try:
+            return self._call(self.endpoint, self._inference.Unembed, request)
+        except exc.MissingSAE:
+            self._saes.forget(via)  # the server dropped the map, or restarted
+            self._provide_sae(via)
+            return self._call(self.endpoint, self._inference.Unembed, request)
+
     def _read_rows(
         self, rows: Sequence[StoredRow], known: dict[StoredRow, Vector], timeout: float | None = None
     ) -> Mapping[StoredRow, Vector]:
@@ -887,10 +902,23 @@ class Client(SearchClient):
         self._ledger.add(unknown)
         return missing
 
-    def _provide_sae(self, sae: SAE | None) -> None:
+    def _provide_sae(self, sae: sae_upload.Encoder | None) -> None:
         """Send an encoder if the server may lack it."""
         if sae is not None and not self._saes.knows(sae):
-            self.put_sae(sae)
+            self._put_encoder(sae)
+
+    def _put_encoder(self, sae: sae_upload.Encoder) -> inference_pb2.PutSAEResponse:
+        put = self._inference.PutSAE
+        try:
+            try:
+                answer = self._call(self.endpoint, put, sae_upload.find_requests(sae))
+            except exc.MissingSAE:
+                requests, extra = sae_upload.put_requests(sae), sae_upload.extra_seconds(sae)
+                answer = self._call(self.endpoint, put, requests, extra=extra)
+        except exc.ResiduumError as failure:
+            raise sae_upload.refusal(failure, sae) from None
+        self._saes.add(sae)
+        return answer
 
     def _send(self, vectors: Sequence[Vector]) -> None:
         for part in vector_upload.put_calls(vectors):

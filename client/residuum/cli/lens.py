@@ -12,7 +12,8 @@ from residuum.cli.steering import POSITIONS_HELP
 from residuum.protocol.lens import visible
 
 EXAMPLES = """\
-"The capital of France is" --svg lens.svg"""
+"The capital of France is" --svg lens.svg
+"The capital of France is" --lens lens/gpt2"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,21 +25,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=1, metavar="N", help="tokens to generate (default: 1)")
     parser.add_argument("--top-k", type=int, default=5, metavar="K", help="tokens of a row with --json (default: 5)")
+    parser.add_argument(
+        "--lens",
+        metavar="PATH",
+        help="a lens: a file of Lens.save, or a folder of the package tuned-lens (default: the logit lens)",
+    )
     parser.add_argument("--svg", metavar="FILE", help="write a picture (default: none)")
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Capture the prompt, print what each layer predicts at each position, and delete the capture."""
+    lens = _read(options.lens) if options.lens else None
     with open_client(options) as client:
         capture = residuum.Capture(layers=options.layers, positions=options.positions)
         reply = client.generate(options.prompt, capture=capture, max_tokens=options.max_tokens, timeout=options.timeout)
         try:
-            lens = client.logit_lens(reply, top_k=options.top_k, timeout=options.timeout)
+            found = client.logit_lens(reply, lens=lens, top_k=options.top_k, timeout=options.timeout)
         finally:
             client.delete(reply)
     if options.svg:
-        Path(options.svg).write_text(lens.svg(), encoding="utf-8")
-    return _show(lens, output)
+        Path(options.svg).write_text(found.svg(), encoding="utf-8")
+    return _show(found, output)
+
+
+def _read(path: str) -> residuum.Lens:
+    return residuum.Lens.from_tuned_lens(path) if Path(path).is_dir() else residuum.Lens.load(path)
 
 
 def _show(lens: residuum.LogitLens, output: Output) -> int:

@@ -14,6 +14,7 @@ from residuum.exceptions import InvalidRequest, NoTokenTexts
 from residuum.protocol.grid_picture import Cell, grid_picture
 from residuum.v1 import inference_pb2
 from residuum.values.activations import Activations
+from residuum.values.lens import Lens, LensMap
 from residuum.wire.limits import MAX_MESSAGE_BYTES, MAX_UNEMBEDDED
 
 Rows = npt.NDArray[np.float32]
@@ -123,22 +124,32 @@ def stream_of(acts: Activations) -> Activations:
 class UnembedPlan:
     """The messages that ask for the tokens of rows."""
 
-    def __init__(self, rows: npt.ArrayLike, top_k: int, tokens: npt.ArrayLike | None) -> None:
+    def __init__(
+        self, rows: npt.ArrayLike, top_k: int, tokens: npt.ArrayLike | None, via: LensMap | None = None
+    ) -> None:
         """Plan to send rows.
 
         Args:
             rows: [..., hidden_size].
             top_k: How many tokens to return for each row.
             tokens: A token for each row, [...]; -1 is none. None: none.
+            via: The map that the server applies first; None: none.
 
         Raises:
-            InvalidRequest: The rows are a number or empty, `top_k` is negative or too large, or the shapes differ.
+            InvalidRequest: The rows are a number or empty, `top_k` is negative or too large, the shapes differ, or the
+                map is for rows of another width.
+            TypeError: `via` is no map.
         """
         array = np.asarray(rows, dtype=np.float32)
         if array.ndim == 0 or not array.size:
             raise _invalid("rows= takes an array [..., hidden_size] that is not empty.")
         if not 0 <= top_k < MAX_UNEMBEDDED:
             raise _invalid(f"top_k={top_k} must be from 0 to {MAX_UNEMBEDDED - 1}.")
+        if via is not None:
+            if not isinstance(via, LensMap):
+                raise TypeError(f"via= takes a residuum.LensMap, such as lens[12], not {type(via).__name__}.")
+            via.check_width(array.shape[-1])
+        self._via = via
         self._shape = array.shape[:-1]
         self._rows = np.ascontiguousarray(array.reshape(-1, array.shape[-1]), dtype="<f4")
         self._top_k = top_k
@@ -161,6 +172,7 @@ class UnembedPlan:
                 rows=self._rows[part].tobytes(),
                 num_top=self._top_k,
                 token_ids=np.maximum(self._tokens[part], 0).tolist() if self._has_tokens else [],
+                map=None if self._via is None else self._via.message,
             )
 
     @cached_property
@@ -188,15 +200,19 @@ class UnembedPlan:
 class LensPlan:
     """The rows and tokens of a logit lens."""
 
-    def __init__(self, acts: Activations, transform: Transform | None) -> None:
+    def __init__(self, acts: Activations, transform: Transform | None, lens: Lens | None = None) -> None:
         """Take the selected rows of activations.
 
         Args:
             acts: The activations. Their site must be as wide as the residual stream.
             transform: Changes the rows of each layer before they are sent.
+            lens: Changes the rows of each layer on the server.
 
         Raises:
-            InvalidRequest: The rows have another width, or `transform` returns rows of another shape.
+            InvalidRequest: The rows have another width, also than `lens`; `transform` returns rows of another shape;
+                or both are given.
+            UnknownLayer: The lens lacks a layer.
+            TypeError: `lens` is no lens.
         """
         if acts.width != acts.hidden_size:
             raise InvalidRequest(
@@ -206,21 +222,43 @@ class LensPlan:
                 reason="INVALID_FIELD",
             )
         self._acts = acts
-        self.rows = acts.stack()
+        self._rows = acts.stack()
+        self._maps: list[LensMap | None] = []
+        if lens is not None:
+            if not isinstance(lens, Lens):
+                raise TypeError(f"lens= takes a residuum.Lens, not {type(lens).__name__}.")
+            if transform is not None:
+                raise _invalid("Give either lens=, which the server applies, or transform=, not both.")
+            self._maps = [lens.at(acts.site, layer) for layer in acts.layers]
+            for item in filter(None, self._maps):
+                item.check_width(acts.hidden_size)
         if transform is not None:
-            changed = [transform(layer, rows) for layer, rows in zip(acts.layers, self.rows, strict=True)]
-            self.rows = np.asarray(changed, dtype=np.float32)
-            if self.rows.shape != (len(acts.layers), len(acts.positions), acts.hidden_size):
+            changed = [transform(layer, rows) for layer, rows in zip(acts.layers, self._rows, strict=True)]
+            self._rows = np.asarray(changed, dtype=np.float32)
+            if self._rows.shape != (len(acts.layers), len(acts.positions), acts.hidden_size):
                 raise _invalid("transform= must return as many rows as it gets, of the same width.")
 
     @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """The token that came after each row, int64 [layers, positions]; -1 if none came."""
-        following = self._acts.next_token_ids
-        return np.broadcast_to(following, (len(self._acts.layers), len(following)))
+    def parts(self) -> Iterator[tuple[Rows, npt.NDArray[np.int64], LensMap | None]]:
+        """What is unembedded: rows [layers, positions, hidden_size], the tokens that came after them, and their map.
 
-    def result(self, predicted: Unembedding) -> LogitLens:
-        """Return the result from the tokens that the rows predict."""
+        Tokens are int64 [layers, positions]; -1 if none came. With a lens, each layer is a part of its own.
+        """
+        following = self._acts.next_token_ids
+        if not self._maps:
+            yield self._rows, np.broadcast_to(following, self._rows.shape[:2]), None
+        for rows, item in zip(self._rows, self._maps, strict=False):
+            yield rows[None], following[None], item
+
+    def result(self, parts: Sequence[Unembedding]) -> LogitLens:
+        """Return the result from the tokens that the rows of each of `parts` predict."""
+        predicted = Unembedding(
+            top_ids=np.concatenate([part.top_ids for part in parts]),
+            top=np.concatenate([part.top for part in parts]),
+            tokens=np.concatenate([part.tokens for part in parts]),
+            ranks=np.concatenate([part.ranks for part in parts]),
+            texts={token: text for part in parts for token, text in part.texts.items()},
+        )
         acts = self._acts
         try:
             tokens = acts.tokens

@@ -1,14 +1,18 @@
-"""Builds the requests that send encoders of sparse autoencoders. No I/O: both clients use it."""
+"""Builds the requests that send encoders: of sparse autoencoders, and maps of lenses. No I/O: both clients use it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 
-from residuum.exceptions import BadSAE, ResiduumError
+from residuum.exceptions import BadSAE, InvalidRequest, ResiduumError
 from residuum.v1 import inference_pb2
+from residuum.values.lens import LensMap
 from residuum.values.replies import PutSAEResult
 from residuum.values.sae import SAE
+
+Encoder = SAE | LensMap
+"""What PutSAE takes. A map of a lens is an encoder without activation."""
 
 _PIECE_BYTES = 1 << 20
 """Bytes of an encoder in one message."""
@@ -26,28 +30,28 @@ class SAELedger:
         self._known: set[bytes] = set()
         self._lock = threading.Lock()
 
-    def knows(self, sae: SAE) -> bool:
+    def knows(self, sae: Encoder) -> bool:
         """Return whether the server had an encoder at last notice."""
         with self._lock:
             return sae.digest in self._known
 
-    def add(self, sae: SAE) -> None:
+    def add(self, sae: Encoder) -> None:
         """Remember that the server has an encoder."""
         with self._lock:
             self._known.add(sae.digest)
 
-    def forget(self, sae: SAE | None) -> None:
+    def forget(self, sae: Encoder | None) -> None:
         """Forget an encoder, because the server may lack it."""
         with self._lock:
             self._known.difference_update([] if sae is None else [sae.digest])
 
 
-def find_requests(sae: SAE) -> Iterator[inference_pb2.PutSAERequest]:
+def find_requests(sae: Encoder) -> Iterator[inference_pb2.PutSAERequest]:
     """Yield the message that asks whether the server has an encoder."""
     yield inference_pb2.PutSAERequest(header=sae.header)
 
 
-def put_requests(sae: SAE) -> Iterator[inference_pb2.PutSAERequest]:
+def put_requests(sae: Encoder) -> Iterator[inference_pb2.PutSAERequest]:
     """Yield the messages that send an encoder."""
     yield inference_pb2.PutSAERequest(header=sae.header)
     for part in sae.parts():
@@ -55,7 +59,7 @@ def put_requests(sae: SAE) -> Iterator[inference_pb2.PutSAERequest]:
             yield inference_pb2.PutSAERequest(data=bytes(part[first : first + _PIECE_BYTES]))
 
 
-def extra_seconds(sae: SAE) -> float:
+def extra_seconds(sae: Encoder) -> float:
     """Return how much longer than other calls an upload may take."""
     return sae.shape.nbytes / _SLOWEST_BYTES_PER_SECOND
 
@@ -65,11 +69,13 @@ def put_result(sae: SAE, answer: inference_pb2.PutSAEResponse) -> PutSAEResult:
     return PutSAEResult(sae.digest.hex(), not answer.existed, answer.num_bytes, answer.free_bytes)
 
 
-def refusal(failure: ResiduumError) -> ResiduumError:
-    """Return the failure of an upload as a BadSAE if the encoder is to blame."""
-    if failure.reason in _REFUSALS:
+def refusal(failure: ResiduumError, sae: Encoder) -> ResiduumError:
+    """Return the failure of an upload as a BadSAE, or of a lens as an InvalidRequest, if the encoder is to blame."""
+    if failure.reason not in _REFUSALS:
+        return failure
+    if isinstance(sae, SAE):
         return BadSAE(str(failure), reason=failure.reason, metadata=failure.metadata)
-    return failure
+    return InvalidRequest(f"A map of the lens was refused. {failure}", reason=failure.reason, metadata=failure.metadata)
 
 
 def check_sae(sae: object) -> SAE:

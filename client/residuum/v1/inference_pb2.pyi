@@ -1096,6 +1096,7 @@ class UnembedRequest(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     NUM_TOP_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MAP_FIELD_NUMBER: _builtins.int
     rows: _builtins.bytes
     """Little-endian float32 [rows][hidden_size]."""
     num_top: _builtins.int
@@ -1104,20 +1105,53 @@ class UnembedRequest(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """A token for each row, whose log-probability and rank to return; or none."""
 
+    @_builtins.property
+    def map(self) -> Global___LensMap:
+        """The map that changes the rows before the final norm; none if unset."""
+
     def __init__(
         self,
         *,
         rows: _builtins.bytes = ...,
         num_top: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        map: Global___LensMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["map", b"map"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_top", b"num_top", "rows", b"rows", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["map", b"map", "num_top", b"num_top", "rows", b"rows", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnembedRequest: _TypeAlias = UnembedRequest  # noqa: Y015
+
+@_typing.final
+class LensMap(_message.Message):
+    """The map of a lens: W x + b of a row x, or x + W x + b, computed in float32."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    IS_ADDED_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """The digest, 32 bytes, of an encoder that PutSAE has received. It has no activation and no normalization, and as many
+    features as elements: hidden_size. W are its weights, and b its biases.
+    """
+    is_added: _builtins.bool
+    """Whether W x + b is added to x, as by the translators of a tuned lens."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        is_added: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "is_added", b"is_added"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LensMap: _TypeAlias = LensMap  # noqa: Y015
 
 @_typing.final
 class UnembedResponse(_message.Message):

@@ -153,11 +153,13 @@ class InferenceServiceStub:
     predict (the logit lens). The rows may come from any layer of any capture, or from elsewhere.
 
     Rows of the last layer predict the tokens that the model itself predicts. LoRA adapters change neither the norm nor
-    the unembedding.
+    the unembedding. A map that was sent with PutSAE may change the rows first: this is how a tuned lens works.
 
     Errors:
+    * FAILED_PRECONDITION, MISSING_SAE: the server lacks the map. Send it with PutSAE, then call again.
     * INVALID_ARGUMENT, INVALID_FIELD: the rows are not whole rows of hidden_size elements or are not finite, a token
-      is not in the vocabulary, there is not one token for each row, or the answer would be too long.
+      is not in the vocabulary, there is not one token for each row, or the answer would be too long. The map has an
+      activation, does not turn rows of hidden_size elements into such rows, or turns a row into infinity or NaN.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED, QUOTA_EXCEEDED: too many requests run or wait.
     """
 
@@ -286,11 +288,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     predict (the logit lens). The rows may come from any layer of any capture, or from elsewhere.
 
     Rows of the last layer predict the tokens that the model itself predicts. LoRA adapters change neither the norm nor
-    the unembedding.
+    the unembedding. A map that was sent with PutSAE may change the rows first: this is how a tuned lens works.
 
     Errors:
+    * FAILED_PRECONDITION, MISSING_SAE: the server lacks the map. Send it with PutSAE, then call again.
     * INVALID_ARGUMENT, INVALID_FIELD: the rows are not whole rows of hidden_size elements or are not finite, a token
-      is not in the vocabulary, there is not one token for each row, or the answer would be too long.
+      is not in the vocabulary, there is not one token for each row, or the answer would be too long. The map has an
+      activation, does not turn rows of hidden_size elements into such rows, or turns a row into infinity or NaN.
     * RESOURCE_EXHAUSTED, LIMIT_REACHED, QUOTA_EXCEEDED: too many requests run or wait.
     """
 
@@ -470,11 +474,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         predict (the logit lens). The rows may come from any layer of any capture, or from elsewhere.
 
         Rows of the last layer predict the tokens that the model itself predicts. LoRA adapters change neither the norm nor
-        the unembedding.
+        the unembedding. A map that was sent with PutSAE may change the rows first: this is how a tuned lens works.
 
         Errors:
+        * FAILED_PRECONDITION, MISSING_SAE: the server lacks the map. Send it with PutSAE, then call again.
         * INVALID_ARGUMENT, INVALID_FIELD: the rows are not whole rows of hidden_size elements or are not finite, a token
-          is not in the vocabulary, there is not one token for each row, or the answer would be too long.
+          is not in the vocabulary, there is not one token for each row, or the answer would be too long. The map has an
+          activation, does not turn rows of hidden_size elements into such rows, or turns a row into infinity or NaN.
         * RESOURCE_EXHAUSTED, LIMIT_REACHED, QUOTA_EXCEEDED: too many requests run or wait.
         """
 

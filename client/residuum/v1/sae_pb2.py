@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from residuum.v1 import tensor_pb2 as residuum_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15residuum/v1/sae.proto\x12\x0bresiduum.v1\x1a\x18residuum/v1/tensor.proto\"\xd0\x01\n\tSAEHeader\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12$\n\x05\x64type\x18\x04 \x01(\x0e\x32\x15.residuum.v1.DataType\x12.\n\nactivation\x18\x05 \x01(\x0e\x32\x1a.residuum.v1.SAEActivation\x12\x0e\n\x06\x61\x63tive\x18\x06 \x01(\r\x12,\n\rnormalization\x18\x07 \x01(\x0e\x32\x15.residuum.v1.SAEInput\"?\n\x0bSAEFeatures\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x03 \x03(\r*\x80\x01\n\rSAEActivation\x12\x1e\n\x1aSAE_ACTIVATION_UNSPECIFIED\x10\x00\x12\x17\n\x13SAE_ACTIVATION_RELU\x10\x01\x12\x1c\n\x18SAE_ACTIVATION_JUMP_RELU\x10\x02\x12\x18\n\x14SAE_ACTIVATION_TOP_K\x10\x03*T\n\x08SAEInput\x12\x19\n\x15SAE_INPUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fSAE_INPUT_AS_IS\x10\x01\x12\x18\n\x14SAE_INPUT_LAYER_NORM\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15residuum/v1/sae.proto\x12\x0bresiduum.v1\x1a\x18residuum/v1/tensor.proto\"\xd0\x01\n\tSAEHeader\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12$\n\x05\x64type\x18\x04 \x01(\x0e\x32\x15.residuum.v1.DataType\x12.\n\nactivation\x18\x05 \x01(\x0e\x32\x1a.residuum.v1.SAEActivation\x12\x0e\n\x06\x61\x63tive\x18\x06 \x01(\r\x12,\n\rnormalization\x18\x07 \x01(\x0e\x32\x15.residuum.v1.SAEInput\"?\n\x0bSAEFeatures\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x03 \x03(\r*\x99\x01\n\rSAEActivation\x12\x1e\n\x1aSAE_ACTIVATION_UNSPECIFIED\x10\x00\x12\x17\n\x13SAE_ACTIVATION_RELU\x10\x01\x12\x1c\n\x18SAE_ACTIVATION_JUMP_RELU\x10\x02\x12\x18\n\x14SAE_ACTIVATION_TOP_K\x10\x03\x12\x17\n\x13SAE_ACTIVATION_NONE\x10\x04*T\n\x08SAEInput\x12\x19\n\x15SAE_INPUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fSAE_INPUT_AS_IS\x10\x01\x12\x18\n\x14SAE_INPUT_LAYER_NORM\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'residuum.v1.sae_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAEACTIVATION']._serialized_start=341
-  _globals['_SAEACTIVATION']._serialized_end=469
-  _globals['_SAEINPUT']._serialized_start=471
-  _globals['_SAEINPUT']._serialized_end=555
+  _globals['_SAEACTIVATION']._serialized_end=494
+  _globals['_SAEINPUT']._serialized_start=496
+  _globals['_SAEINPUT']._serialized_end=580
   _globals['_SAEHEADER']._serialized_start=65
   _globals['_SAEHEADER']._serialized_end=273
   _globals['_SAEFEATURES']._serialized_start=275

@@ -36,6 +36,8 @@ class _SAEActivationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SAEActi
     """
     SAE_ACTIVATION_TOP_K: _SAEActivation.ValueType  # 3
     """max(0, y) for the `active` largest outputs of the row; 0 for the others. Of equal outputs, any count."""
+    SAE_ACTIVATION_NONE: _SAEActivation.ValueType  # 4
+    """The outputs as they are. Captures refuse such an encoder: it is the map of a lens, for Unembed."""
 
 class SAEActivation(_SAEActivation, metaclass=_SAEActivationEnumTypeWrapper):
     """What an encoder does with its outputs. The outputs of a row x are W n(x) + b, summed in float32 in any order: n is the
@@ -52,6 +54,8 @@ this way with one threshold for all features.
 """
 SAE_ACTIVATION_TOP_K: SAEActivation.ValueType  # 3
 """max(0, y) for the `active` largest outputs of the row; 0 for the others. Of equal outputs, any count."""
+SAE_ACTIVATION_NONE: SAEActivation.ValueType  # 4
+"""The outputs as they are. Captures refuse such an encoder: it is the map of a lens, for Unembed."""
 Global___SAEActivation: _TypeAlias = SAEActivation  # noqa: Y015
 
 class _SAEInput:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, cast
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import BadSAE
-from residuum.v1 import sae_pb2, tensor_pb2
+from residuum.v1 import sae_pb2
 from residuum.values.vector import Vector
+from residuum.values.weights import WEIGHT_DTYPES, float_numbers, read_only, weight_matrix
 from residuum.wire import sae as arithmetic
 
 FloatArray = npt.NDArray[np.float32]
@@ -24,13 +24,6 @@ ACTIVATIONS: dict[str, sae_pb2.SAEActivation.ValueType] = {
     "batchtopk": arithmetic.JUMP_RELU,
 }
 """The activations by name. With its threshold, "batchtopk" works as "jumprelu"."""
-
-_DTYPES = {
-    np.dtype(np.float32): tensor_pb2.DATA_TYPE_FLOAT32,
-    np.dtype(np.float16): tensor_pb2.DATA_TYPE_FLOAT16,
-    np.dtype(ml_dtypes.bfloat16): tensor_pb2.DATA_TYPE_BFLOAT16,
-}
-"""The dtypes of weights."""
 
 
 class SAE:
@@ -180,7 +173,7 @@ class SAE:
         Sixteen bits halve what it takes on the server.
         """
         wanted = np.dtype(dtype)
-        if wanted not in _DTYPES:
+        if wanted not in WEIGHT_DTYPES:
             raise _bad(f"Weights may be float32, float16 or bfloat16, not {wanted}.")
         return SAE(
             self.encoder.astype(wanted),
@@ -245,7 +238,7 @@ class SAE:
         return sae_pb2.SAEHeader(
             features=self.features,
             width=self.width,
-            dtype=_DTYPES[self.encoder.dtype],
+            dtype=WEIGHT_DTYPES[self.encoder.dtype],
             activation=ACTIVATIONS[self.activation],
             active=self.active or 0,
             normalization=arithmetic.LAYER_NORM if self.layer_norm else arithmetic.AS_IS,
@@ -257,7 +250,7 @@ class SAE:
         for first in range(0, self.features, _ROWS_AT_ONCE):  # float64 weights would take twice the memory
             part = slice(first, first + _ROWS_AT_ONCE)
             shift[part] = self.encoder[part].astype(np.float64) @ self.decoder_bias.astype(np.float64)
-        return _read_only((bias - shift).astype(np.float32))
+        return read_only((bias - shift).astype(np.float32))
 
     def _rows(self, rows: npt.ArrayLike) -> npt.NDArray[Any]:
         x = np.asarray(rows)
@@ -271,46 +264,11 @@ _ROWS_AT_ONCE = 4096
 
 
 def _matrix(name: str, values: npt.ArrayLike, dtype: np.dtype[Any] | None = None) -> npt.NDArray[Any]:
-    array = _array(name, values)
-    if dtype is None:
-        dtype = array.dtype if array.dtype in _DTYPES else np.dtype(np.float32)
-    if array.ndim != 2 or not array.size:  # noqa: PLR2004 - [features, width]
-        raise _bad(f"The {name} must be [features, width], but it is {list(array.shape)}.")
-    return _checked(name, array, dtype)
+    return weight_matrix(name, values, _bad, shape="[features, width]", dtype=dtype)
 
 
 def _numbers(name: str, values: npt.ArrayLike | None, length: int) -> FloatArray:
-    array = np.zeros(length, np.float32) if values is None else _array(name, values)
-    if array.ndim == 0:
-        array = np.full(length, array)
-    if array.shape != (length,):
-        raise _bad(f"{name} must have {length} elements, but it is {list(array.shape)}.")
-    return cast("FloatArray", _checked(name, array, np.dtype(np.float32)))
-
-
-def _array(name: str, values: Any) -> npt.NDArray[Any]:
-    if hasattr(values, "detach"):  # a torch tensor; numpy has no bfloat16 of torch
-        tensor = values.detach().cpu()
-        is_bfloat = str(tensor.dtype) == "torch.bfloat16"
-        values = tensor.float().numpy().astype(ml_dtypes.bfloat16) if is_bfloat else tensor.numpy()
-    array = np.asarray(values)
-    is_number = array.dtype in _DTYPES or array.dtype.kind in "fiu"
-    if not is_number:
-        raise _bad(f"The {name} is not an array of real numbers, but of {array.dtype}.")
-    return array
-
-
-def _checked(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    with np.errstate(over="ignore"):  # overflow gives infinity, which is refused
-        copy = np.array(array, dtype=dtype, order="C")
-    if not np.isfinite(copy).all():
-        raise _bad(f"The {name} has elements that are NaN, infinite, or beyond {dtype}. Every element must be finite.")
-    return _read_only(copy)
-
-
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    array.setflags(write=False)
-    return array
+    return float_numbers(name, values, length, _bad)
 
 
 def _bad(message: str) -> BadSAE:

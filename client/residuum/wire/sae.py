@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 RELU = sae_pb2.SAE_ACTIVATION_RELU
 JUMP_RELU = sae_pb2.SAE_ACTIVATION_JUMP_RELU
 TOP_K = sae_pb2.SAE_ACTIVATION_TOP_K
+NO_ACTIVATION = sae_pb2.SAE_ACTIVATION_NONE
 
 AS_IS = sae_pb2.SAE_INPUT_AS_IS
 LAYER_NORM = sae_pb2.SAE_INPUT_LAYER_NORM
@@ -67,7 +68,7 @@ class EncoderShape:
         rules = (
             (1 <= header.features <= MAX_SAE_FEATURES, f"features is {header.features}; 1 to {MAX_SAE_FEATURES} fit"),
             (header.width >= 1, "width is 0"),
-            (activation in (RELU, JUMP_RELU, TOP_K), f"the activation {int(activation)} is unknown"),
+            (activation in (RELU, JUMP_RELU, TOP_K, NO_ACTIVATION), f"the activation {int(activation)} is unknown"),
             (normalization in (AS_IS, LAYER_NORM), f"the normalization {int(normalization)} is unknown"),
             (normalization != LAYER_NORM or header.width > 1, "rows of one element have no layer norm"),
             (
@@ -148,6 +149,8 @@ def activate(
 
     Of equal outputs, TOP_K takes those of lower numbers.
     """
+    if activation == NO_ACTIVATION:
+        return outputs
     values: Values = np.maximum(outputs, 0)  # keeps NaN
     if activation == JUMP_RELU:
         assert threshold is not None, "jumprelu needs thresholds"  # noqa: S101

@@ -66,8 +66,25 @@ class SAEEncoder:
             part[:, 0] = numbers
             part[:, 1] = values.view(torch.int32)
 
+    def outputs(self, rows: Tensor) -> Tensor:
+        """Return weights @ row + biases of each row, float32 [n, features]."""
+        x = rows.float()
+        if self.shape.normalization == LAYER_NORM:
+            x = x - x.mean(dim=1, keepdim=True)
+            x = x / (x.std(dim=1, keepdim=True) + LAYER_NORM_EPSILON)
+        elif rows.is_cuda and rows.dtype == self.weights.dtype != torch.float32:
+            # Tensor cores: products of 16-bit numbers are exact in float32, and so are the sums but for their order.
+            return torch.mm(rows, self.weights.T, out_dtype=torch.float32).add_(self.biases)
+        if self.weights.dtype == torch.float32:
+            return torch.addmm(self.biases, x, self.weights.T)
+        outputs = x.new_empty(len(x), self.shape.features)
+        for first in range(0, self.shape.features, _FEATURES_AT_ONCE):
+            part = slice(first, first + _FEATURES_AT_ONCE)
+            outputs[:, part] = torch.addmm(self.biases[part], x, self.weights[part].float().T)
+        return outputs
+
     def _kept(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        outputs = self._outputs(rows)
+        outputs = self.outputs(rows)
         if self.shape.activation == JUMP_RELU:
             outputs.masked_fill_(outputs <= self.threshold, 0.0)
         if self.chosen is not None:
@@ -84,23 +101,6 @@ class SAEEncoder:
             torch.nn.functional.pad(numbers, missing, value=self.shape.features),
             torch.nn.functional.pad(values, missing),
         )
-
-    def _outputs(self, rows: Tensor) -> Tensor:
-        """Return weights @ row + biases of each row, float32 [n, features]."""
-        x = rows.float()
-        if self.shape.normalization == LAYER_NORM:
-            x = x - x.mean(dim=1, keepdim=True)
-            x = x / (x.std(dim=1, keepdim=True) + LAYER_NORM_EPSILON)
-        elif rows.is_cuda and rows.dtype == self.weights.dtype != torch.float32:
-            # Tensor cores: products of 16-bit numbers are exact in float32, and so are the sums but for their order.
-            return torch.mm(rows, self.weights.T, out_dtype=torch.float32).add_(self.biases)
-        if self.weights.dtype == torch.float32:
-            return torch.addmm(self.biases, x, self.weights.T)
-        outputs = x.new_empty(len(x), self.shape.features)
-        for first in range(0, self.shape.features, _FEATURES_AT_ONCE):
-            part = slice(first, first + _FEATURES_AT_ONCE)
-            outputs[:, part] = torch.addmm(self.biases[part], x, self.weights[part].float().T)
-        return outputs
 
 
 def load_encoder(path: Path, shape: EncoderShape, device: torch.device) -> SAEEncoder:

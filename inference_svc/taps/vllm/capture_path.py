@@ -29,6 +29,7 @@ from residuum.wire.limits import BLOCK_TOKENS, MAX_KEPT_FEATURES, MAX_PROBE_OUTP
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from inference_svc.taps.encodings.sae_encoder import SAEEncoder
     from inference_svc.taps.joining_sink import Join
     from inference_svc.taps.op import Tap
     from inference_svc.taps.points import RowShape, Site
@@ -256,6 +257,14 @@ class CapturePath:
     def keep_saes(self, wanted: Sequence[WantedSAE]) -> list[bool | str]:
         """See `SAECache.keep`. A rank that does not capture needs none."""
         return self._saes.keep(wanted) if self._saes else [True] * len(wanted)
+
+    def sae(self, name: str) -> SAEEncoder | None:
+        """Return an encoder of those that the service had this rank keep; None on a rank that does not capture.
+
+        Raises:
+            KeyError: It is not here.
+        """
+        return self._saes.get(name) if self._saes else None
 
     def take_probe(self, capture_id: str) -> list[Probe]:
         """Return the blocks of the self-test's capture."""

@@ -195,6 +195,19 @@ class TappedWorker:
         return self._residuum.unembed(rows, num_top, tokens)
 
     @_answered
+    def residuum_map_rows(self, rows: bytes, name: str) -> bytes | None:
+        """Return what an encoder without activation makes of rows; None on ranks that have no encoders.
+
+        Args:
+            rows: The bytes of float32 [rows, hidden].
+            name: The encoder's name; see `WantedSAE`.
+
+        Returns:
+            The bytes of float32 [rows, features].
+        """
+        return self._residuum.map_rows(rows, name)
+
+    @_answered
     def residuum_drain(self, timeout_seconds: float) -> bool:
         """Wait until the stores have acknowledged every captured row, and return whether they have.
 
@@ -318,6 +331,16 @@ class _Taps:
         if logits is None:
             return None
         return tuple(part.cpu().numpy().tobytes() for part in most_likely(logits, num_top, tokens))
+
+    def map_rows(self, rows: bytes, name: str) -> bytes | None:
+        """See `TappedWorker.residuum_map_rows`."""
+        encoder = self.path.sae(name)
+        if encoder is None:
+            return None
+        values = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(-1, self._format.hidden).to(self._device)
+        with torch.inference_mode():
+            mapped: bytes = encoder.outputs(values).cpu().numpy().tobytes()
+            return mapped
 
 
 def _fold(norm: nn.Module, point: int, dtype: torch.dtype) -> bool:
