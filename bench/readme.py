@@ -1,8 +1,8 @@
-"""`python -m bench.readme`: writes the figures in README.md, docs/costs.md and docs/models.md from bench/results.
+"""`python -m bench.readme`: writes the figures in README.md and in pages of docs/ from bench/results.
 
-With `--check` it only compares them. README.md has one table and one plot, docs/costs.md has all tables of costs, and
-docs/models.md has the models that were compared with transformers. Nothing between the marks is written by hand. What
-was not measured is left out.
+With `--check` it only compares them. README.md has one table and one plot, docs/costs.md has all tables of costs,
+docs/models.md has the models that were compared with transformers, and docs/concepts/sites.md has what enabled sites
+cost. Nothing between the marks is written by hand. What was not measured is left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from bench.conformance.page import tables as conformance_tables
 from bench.machine import ROOT
 from bench.output import machine_name, markdown_table, percent, seconds, short_revision, times, vllm_version
+from bench.sites import POINT_LIMIT, GroupCost
 from bench.store.scale import place
 from bench.suite.plan import ALL_LAYERS, BASELINE, EAGER, ZERO_LAYER
 from bench.suite.results import Measured, by_name, failures
@@ -26,6 +27,7 @@ RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
 COSTS = ROOT / "docs" / "costs.md"
 MODELS = ROOT / "docs" / "models.md"
+SITES = ROOT / "docs" / "concepts" / "sites.md"
 BEGIN = "<!-- figures: made by `python -m bench.readme` from bench/results; do not edit -->"
 END = "<!-- end of the figures -->"
 
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, and fail if the figures are out of date")
     options = parser.parse_args(arguments)
-    for page, make in ((README, summary), (COSTS, figures), (MODELS, models)):
+    for page, make in ((README, summary), (COSTS, figures), (MODELS, models), (SITES, enabled_sites)):
         text = page.read_text()
         wanted = spliced(text, make(RESULTS, _link(page)))
         if options.check and text != wanted:
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _link(page: Path) -> str:
     """Return how a page links to the results."""
-    return "../bench/results" if page.parent.name == "docs" else "bench/results"
+    return {"docs": "../bench/results", "concepts": "../../bench/results"}.get(page.parent.name, "bench/results")
 
 
 def spliced(page: str, text: str) -> str:
@@ -76,7 +78,8 @@ def spliced(page: str, text: str) -> str:
     if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
         raise NoMarksError(f"the page must have {BEGIN!r} and later {END!r}, each exactly once")
     before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
+    figures = f"{text}\n\n" if text else ""  # nothing is measured yet
+    return f"{before}{BEGIN}\n\n{figures}{END}{rest.partition(END)[2]}"
 
 
 def _kinds(results: Path) -> list[Path]:
@@ -125,6 +128,12 @@ def models(results: Path, results_link: str = "bench/results") -> str:
     """Return which models were compared with transformers, as Markdown."""
     files = [file for folder in _kinds(results) for name in _COMPARED for file in sorted(folder.glob(name))]
     return f"{conformance_tables([_read(file) for file in files])}\n\n[The results]({results_link})."
+
+
+def enabled_sites(results: Path, results_link: str = "bench/results") -> str:
+    """Return what enabled sites cost while nobody captures them, measured by `bench.sites`, as Markdown."""
+    files = [folder / "sites.json" for folder in _kinds(results) if (folder / "sites.json").exists()]
+    return "\n\n".join(_enabled_sites(_read(file), f"{results_link}/{file.parent.name}/{file.name}") for file in files)
 
 
 def capture(result: Mapping[str, Any], link: str) -> str:
@@ -294,6 +303,30 @@ def suite(result: Mapping[str, Any], link: str) -> str:
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
     return "\n\n".join(filter(None, [fill(intro, _WIDTH), markdown_table(columns, [stock, *rows]), *notes]))
+
+
+def _enabled_sites(result: Mapping[str, Any], link: str) -> str:
+    costs = [GroupCost(**{**group, "sites": tuple(group["sites"])}) for group in result["groups"]]
+    rows = [
+        (
+            ", ".join(f"`{site}`" for site in cost.sites) or "`resid_post` alone",
+            f"{cost.points}" if cost.points else "",
+            percent(cost.ratio_to_stock),
+            "" if cost.per_point is None else percent(1 + cost.per_point, 3),
+        )
+        for cost in costs
+    ]
+    intro = (
+        f"Generation while nobody captures, on {machine_name(result)} with vLLM {vllm_version(result)} "
+        f"([results]({link})):"
+    )
+    head = f"enabled sites; {_workload(result['workload'])}, `bench.sites` at {short_revision(result)}"
+    dear = [cost for cost in costs if cost.per_point is not None and 1 + cost.per_point > POINT_LIMIT]
+    named = "; ".join(", ".join(f"`{site}`" for site in cost.sites) for cost in dear)
+    share = percent(POINT_LIMIT).lstrip("+")
+    verdict = f"More than {share} for each point: {named}." if dear else f"No point costs more than {share}."
+    table = markdown_table((head, "points", "over stock vLLM", "each point"), rows)
+    return f"{fill(intro, _WIDTH)}\n\n{table}\n\n{fill(verdict, _WIDTH)}"
 
 
 def _rounds(measured: Mapping[str, Measured]) -> str:

@@ -36,7 +36,7 @@ _WORKLOAD = (
     *("--shape", "qwen2.5-3b", "--batch-size", "32", "--prefill", "512", "--decode", "128", "--iterations", "5"),
     *("--max-num-batched-tokens", "8192", "--kv-cache-gib", "4", "--ring-mib", "256", "--sink", "ring"),
 )
-_POINT = 1.003
+POINT_LIMIT = 1.003
 """The limit of a point's generation, relative to stock's. A point is a site in one layer."""
 _IN_ONE_LAYER = {"resid_pre", "final_norm"}
 """Sites that add one point to the graph, whatever the number of layers."""
@@ -118,7 +118,9 @@ def named(group: Sequence[str]) -> str:
 
 def bars(costs: Sequence[GroupCost]) -> list[Bar]:
     """Return the bar of each group: the cost of one of its points."""
-    return [Bar(f"a point of {cost.name}", 1 + cost.per_point, _POINT) for cost in costs if cost.per_point is not None]
+    return [
+        Bar(f"a point of {cost.name}", 1 + cost.per_point, POINT_LIMIT) for cost in costs if cost.per_point is not None
+    ]
 
 
 def show(costs: Sequence[GroupCost]) -> str:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -10,8 +11,10 @@ from bench.readme import (
     MODELS,
     README,
     RESULTS,
+    SITES,
     NoMarksError,
     batch_invariant,
+    enabled_sites,
     encodings,
     end_to_end,
     figures,
@@ -22,6 +25,7 @@ from bench.readme import (
     suite,
     summary,
 )
+from bench.sites import GroupCost
 from bench.suite.plan import ALL_LAYERS, BASELINE, ZERO_LAYER
 from bench.suite.report import render
 from tests.bench.test_suite import RESULT, part
@@ -50,9 +54,9 @@ def test_a_page_without_marks_is_refused(page):
         spliced(page, "new")
 
 
-@pytest.mark.parametrize("name", ["README", "COSTS", "MODELS"])
+@pytest.mark.parametrize("name", ["README", "COSTS", "MODELS", "SITES"])
 def test_outdated_figures_are_reported(name, monkeypatch, tmp_path):
-    real = {"README": README, "COSTS": COSTS, "MODELS": MODELS}[name]
+    real = {"README": README, "COSTS": COSTS, "MODELS": MODELS, "SITES": SITES}[name]
     page = tmp_path / real.parent.name / real.name  # the folder decides how the page links to the results
     page.parent.mkdir()
     page.write_text(real.read_text().replace(END, f"typed by hand\n{END}"))
@@ -71,6 +75,29 @@ def test_the_summary_is_the_first_table_and_a_plot(tmp_path):
     name = plot.rpartition("(")[2].removesuffix(")")
     assert (RESULTS.parents[1] / name).is_file()
     assert summary(tmp_path) == ""
+
+
+def test_the_table_of_enabled_sites_names_those_that_cost_more(tmp_path):
+    """As bench.sites writes its result; see tests/bench/test_sites.py."""
+    assert enabled_sites(tmp_path) == "", "not measured yet"
+    stock = {"sites": None, "round": 0}
+    groups = [
+        GroupCost((), 0, 1.004, 1.002, (1.004,), None),
+        GroupCost(("q", "k"), 72, 1.05, 1.05, (1.05,), 0.0006),
+        GroupCost(("final_norm",), 1, 1.01, 1.01, (1.01,), 0.0061),
+    ]
+    workload = {"model": "tiny", "batch_size": 2, "prefill": 16, "decode": 4, "engine_args": {}}
+    result = {**RESULT, "workload": workload, "groups": [asdict(group) for group in groups], "runs": [stock]}
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "sites.json").write_text(json.dumps(result))
+    text = enabled_sites(tmp_path, "../../bench/results")
+    assert "../../bench/results/h200/sites.json" in text
+    assert "| `resid_post` alone |  | +0.4 % |  |" in text
+    assert "| `q`, `k` | 72 | +5.0 % | +0.060 % |" in text
+    assert text.endswith("\n\nMore than 0.3 % for each point: `final_norm`.")
+    result["groups"].pop()
+    (tmp_path / "h200" / "sites.json").write_text(json.dumps(result))
+    assert enabled_sites(tmp_path).endswith("\n\nNo point costs more than 0.3 %.")
 
 
 def test_the_table_of_a_suite_lists_failed_configurations(tmp_path):
