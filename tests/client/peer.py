@@ -107,6 +107,7 @@ class Script:
     stores: list | None = None  # "name=host:port" each; None: those of `store_endpoints`, without names
     handle_store: str = ""  # the name of the real store, in the captures' handles
     hold: threading.Event | None = None  # generation waits here after its first token
+    model: str = "peer"  # the name that GetModelInfo has
     drop_vectors: bool = False  # forget all vectors before the next Generate or UpdateSteering
     truncate: bool = False  # end the stream without the last event
     num_layers: int = LAYERS  # what the service says of its model
@@ -163,7 +164,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
         if stores is None:
             stores = [self.store_endpoint] if self.store_endpoint else []
         response = inference_pb2.GetModelInfoResponse(
-            model="peer", num_layers=self.script.num_layers, hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+            model=self.script.model, num_layers=self.script.num_layers, hidden_size=HIDDEN,
+            dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
             steering_operations=["add", "ablate", "cap", "replace", "set"], encodings=ENCODINGS.values(),
             reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,

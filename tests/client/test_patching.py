@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from xml.etree import ElementTree
 
@@ -58,6 +59,34 @@ async def test_every_row_is_set_in_a_request_of_its_own(client, peer):
     assert all(request.sampling.max_tokens == 0 for request in scored)
     assert peer.calls.count("PutVectors") == 1, "all rows are sent in one call"
     assert peer.vectors_received == 6
+
+
+async def test_what_a_sweep_sends(client, peer):
+    """Each row goes up once, by its digest, in one stream. The requests of the grid only name it."""
+    rows = 5 * 4
+    await client.patch_sweep(
+        "a bb ccc d", "xxxx yyyyy z q", layers=range(5), answer=5, other=6, progress=False, max_concurrency=64
+    )
+    calls = collections.Counter(peer.calls)
+    assert calls["Generate"] == 2 + 2 * (2 + rows), "both prompts, then two answers of each prompt and of each row"
+    assert (calls["FindMissingVectors"], calls["PutVectors"], peer.vectors_received) == (1, 1, rows)
+    assert calls.keys() == {"Generate", "FindMissingVectors", "PutVectors", "GetModelInfo"}
+    assert calls["GetModelInfo"] <= 2
+    _, scored = requests_of(peer)
+    bare = [request.ByteSize() for request in scored if not request.spec.steering.operations]
+    patched = [request.ByteSize() for request in scored if request.spec.steering.operations]
+    assert len(patched) == 2 * rows
+    assert max(patched) <= max(bare) + 64, "a digest of 32 bytes, the layer and the position; no row"
+    assert (
+        len(
+            {
+                request.spec.steering.operations[0].layer_digests[0]
+                for request in scored
+                if request.spec.steering.operations
+            }
+        )
+        == rows
+    )
 
 
 def sweep_prompts(scored):

@@ -70,7 +70,8 @@ async def test_every_call_that_steers_reads_rows(client, peer, captured):
     assert peer.requests[peer.calls.index("RegisterRequest")].spec.steering.operations[0].set.digest == expected
     await client.generate("x", max_tokens=1, registration=registration)
     await client.generate_many(["x", "y"], max_tokens=1, steer=[[stored], None], progress=False)
-    sent = [request.spec.steering.operations for request in peer.requests[-2:]]
+    generations = [request for name, request in zip(peer.calls, peer.requests, strict=True) if name == "Generate"]
+    sent = [request.spec.steering.operations for request in generations[-2:]]
     assert sorted(len(operations) for operations in sent) == [0, 1]
     assert {operation.set.digest for operations in sent for operation in operations} == {expected}
 
@@ -91,7 +92,7 @@ async def test_a_batch_reads_each_row_once(client, peer, captured, monkeypatch):
     reads = []
     found_in = residuum.StoredRow.found_in
     monkeypatch.setattr(
-        residuum.StoredRow, "found_in", lambda stored, acts: reads.append(stored) or found_in(stored, acts)
+        residuum.StoredRow, "found_in", lambda stored, *found: reads.append(stored) or found_in(stored, *found)
     )
     steer = [residuum.Set(residuum.StoredRow(captured, layer=4, position=position), layer=1) for position in (0, 1)]
     await client.generate_many(["x"] * 6, max_tokens=1, steer=steer, max_concurrency=1, progress=False)
@@ -131,6 +132,18 @@ async def test_captures_without_whole_rows_are_refused(client, peer):
         await client.manifest(reply, wait=True)
         with pytest.raises(residuum.InvalidRequest, match=told):
             await client.generate("x", steer=steer(reply))
+
+
+async def test_rows_of_another_model_are_refused(client, peer, captured, monkeypatch):
+    monkeypatch.setattr(peer.script, "model", "another")
+    with pytest.raises(
+        residuum.InvalidRequest,
+        match=r"row at resid_post\.1, position 0 of .* is of the model 'peer', and the server has 'another'",
+    ):
+        await client.generate("x", steer=residuum.Set(residuum.StoredRow(captured, layer=1, position=0), layer=1))
+    vector = (await client.activations(captured)).vector(1, 0)
+    await client.generate("x", max_tokens=1, steer=residuum.Set(vector, layer=1))
+    assert digests(peer) == [vector.digest]
 
 
 async def test_an_open_capture_gives_the_rows_that_it_has(client, peer):

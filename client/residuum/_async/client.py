@@ -812,10 +812,12 @@ class AsyncClient(AsyncSearchClient):
 
         Raises:
             UnknownCapture: A capture does not exist.
-            InvalidRequest: A capture does not have a row, or not of the full width.
+            InvalidRequest: A capture does not have a row, or not of the full width, or is of another model.
         """
-        for row in rows:
-            if row not in known:
+        missing = [row for row in rows if row not in known]
+        if missing:
+            model = (await self.info()).model
+            for row in missing:
                 plan = plan_read(
                     row.capture, layers=row.layer, sites=[row.site], sequences=row.sequence, positions=[row.position],
                     follow=False, allow_partial=True,
@@ -823,7 +825,7 @@ class AsyncClient(AsyncSearchClient):
                 reading = Reading(replace(plan, warns_if_empty=False))
                 async for data in self._read(reading, timeout):
                     reading.add(data)
-                known[row] = row.found_in(reading.activations())
+                known[row] = row.found_in(reading.activations(), model)
         return known
 
     async def _start(

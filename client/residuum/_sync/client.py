@@ -811,10 +811,12 @@ class Client(SearchClient):
 
         Raises:
             UnknownCapture: A capture does not exist.
-            InvalidRequest: A capture does not have a row, or not of the full width.
+            InvalidRequest: A capture does not have a row, or not of the full width, or is of another model.
         """
-        for row in rows:
-            if row not in known:
+        missing = [row for row in rows if row not in known]
+        if missing:
+            model = self.info().model
+            for row in missing:
                 plan = plan_read(
                     row.capture, layers=row.layer, sites=[row.site], sequences=row.sequence, positions=[row.position],
                     follow=False, allow_partial=True,
@@ -822,7 +824,7 @@ class Client(SearchClient):
                 reading = Reading(replace(plan, warns_if_empty=False))
                 for data in self._read(reading, timeout):
                     reading.add(data)
-                known[row] = row.found_in(reading.activations())
+                known[row] = row.found_in(reading.activations(), model)
         return known
 
     def _start(

@@ -60,15 +60,24 @@ class StoredRow:
                 raise InvalidRequest(f"StoredRow: {field} must not be negative.", reason="INVALID_FIELD")
         site_numbers([self.site])
 
-    def found_in(self, acts: Activations) -> Vector:
+    def found_in(self, acts: Activations, model: str) -> Vector:
         """Return the row as a vector.
 
         Args:
             acts: What the capture has of this row, read with its layer, site, sequence and position.
+            model: The name of the model that the row is for.
 
         Raises:
-            InvalidRequest: The capture does not have the row, or is reduced, or its rows are not of the full width.
+            InvalidRequest: The capture is of another model, does not have the row or is reduced, or its rows are not of
+                the full width.
         """
+        if acts.manifest.model != model:
+            raise InvalidRequest(
+                f"{self} is of the model {acts.manifest.model!r}, and the server has {model!r}: rows of another model "
+                "mean something else. If you want this one, read it as a vector: "
+                f"client.activations({self.capture!r}).vector({self.layer}, {self.position}, site={self.site!r}).",
+                reason="INVALID_FIELD",
+            )
         if acts.manifest.state == "open" and not acts.present.any():
             raise InvalidRequest(
                 f"{self} is not stored yet: the capture is open. Wait until it has ended, for example with "
