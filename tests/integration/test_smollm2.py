@@ -15,6 +15,7 @@ from examples.demo import __main__ as demo
 from examples.demo.reference import compare
 from examples.demo.verdict import BELOW, FOR_TOKENS, make_probe, watch
 from examples.head_ablation import ablate
+from examples.pictures import draw_lens, draw_sweep, first_layer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -258,3 +259,22 @@ def test_removing_a_head_equals_setting_its_output_to_zero(client: residuum.Clie
     assert without.prompt_logprobs is not None
     change = float(without.prompt_logprobs.tokens[-1] - plain.prompt_logprobs.tokens[-1])
     assert change == pytest.approx(changes[1, head], abs=0.02), "bfloat16 rounds"
+
+
+def test_the_pictures_show_where_the_capital_comes_from(client: residuum.Client, tmp_path: Path) -> None:
+    """In the lower layers, the country's row has the answer; in the upper layers, the last row has it."""
+    before = {entry.capture_id for entry in client.captures()}
+    clean, corrupted = "The capital of France is", "The capital of Italy is"
+    lens = draw_lens(client, clean, tmp_path)
+    assert lens.top_texts[-1][-1] == " Paris"
+    assert (lens.predicted.top_ids.shape, lens.tokens[3]) == ((30, 5, 10), " France")
+    found = first_layer(lens)
+    assert found > 10
+    assert lens.ranks[lens.layers.index(found) - 1, -1] > 1
+    sweep = draw_sweep(client, clean, corrupted, tmp_path, layers=[0, 29])
+    assert sweep.recovered[0, 3] > 0.8
+    assert sweep.recovered[1, 4] == pytest.approx(1.0, abs=0.1)
+    assert np.abs(sweep.recovered[[0, 1], [4, 3]]).max() < 0.1
+    for name, words in (("logit-lens", "Paris"), ("patch-sweep", "France")):
+        assert words in (tmp_path / f"{name}.svg").read_text()
+    assert {entry.capture_id for entry in client.captures()} == before
