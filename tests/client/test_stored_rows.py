@@ -9,6 +9,8 @@ import pytest
 from peer import row
 
 import residuum
+from residuum._async import client as async_client
+from residuum._sync import client as sync_client
 from residuum.v1 import capture_pb2
 
 POST = capture_pb2.SITE_RESID_POST
@@ -99,6 +101,23 @@ async def test_a_batch_reads_each_row_once(client, peer, captured, monkeypatch):
     assert len(reads) == 2
     await client.generate("x", max_tokens=1, steer=steer)
     assert len(reads) == 4, "another capture may have the ID by now"
+
+
+async def test_the_rows_of_a_position_are_read_in_one_call(client, peer, captured, monkeypatch):
+    plans = []
+    plan_read = async_client.plan_read
+
+    def counted(*arguments, **options):
+        plans.append((options["layers"], options["positions"]))
+        return plan_read(*arguments, **options)
+
+    for module in (async_client, sync_client):
+        monkeypatch.setattr(module, "plan_read", counted)
+    rows = [residuum.StoredRow(captured, layer=layer, position=position) for position in (0, 1) for layer in (4, 1, 4)]
+    await client.generate("x", max_tokens=1, steer=[residuum.Set(row, layer=row.layer) for row in rows])
+    assert plans == [([4, 1], [0]), ([4, 1], [1])]
+    assert digests(peer) == [vector_of(row.layer, row.position).digest for row in rows]
+    assert peer.calls.count("PutVectors") == 1
 
 
 @pytest.mark.parametrize(

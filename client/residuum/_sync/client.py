@@ -44,7 +44,7 @@ from residuum.values.rules import Rule
 from residuum.values.sae import SAE
 from residuum.values.selections import LayersLike, PositionsLike
 from residuum.values.steering import Operation
-from residuum.values.stored_row import StoredRow
+from residuum.values.stored_row import StoredRow, read_together
 from residuum.values.vector import Vector
 
 if TYPE_CHECKING:
@@ -813,18 +813,18 @@ class Client(SearchClient):
             UnknownCapture: A capture does not exist.
             InvalidRequest: A capture does not have a row, or not of the full width, or is of another model.
         """
-        missing = [row for row in rows if row not in known]
-        if missing:
+        if groups := read_together(row for row in rows if row not in known):
             model = self.info().model
-            for row in missing:
+            for group in groups:
                 plan = plan_read(
-                    row.capture, layers=row.layer, sites=[row.site], sequences=row.sequence, positions=[row.position],
-                    follow=False, allow_partial=True,
+                    group[0].capture, layers=[row.layer for row in group], sites=[group[0].site],
+                    sequences=group[0].sequence, positions=[group[0].position], follow=False, allow_partial=True,
                 )  # fmt: skip
                 reading = Reading(replace(plan, warns_if_empty=False))
                 for data in self._read(reading, timeout):
                     reading.add(data)
-                known[row] = row.found_in(reading.activations(), model)
+                acts = reading.activations()
+                known.update({row: row.found_in(acts, model) for row in group})
         return known
 
     def _start(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from residuum.exceptions import InvalidRequest
@@ -64,7 +65,8 @@ class StoredRow:
         """Return the row as a vector.
 
         Args:
-            acts: What the capture has of this row, read with its layer, site, sequence and position.
+            acts: What the capture has of this row, read with its site, sequence and position, and its layer among
+                others.
             model: The name of the model that the row is for.
 
         Raises:
@@ -78,7 +80,8 @@ class StoredRow:
                 f"client.activations({self.capture!r}).vector({self.layer}, {self.position}, site={self.site!r}).",
                 reason="INVALID_FIELD",
             )
-        if acts.manifest.state == "open" and not acts.present.any():
+        has_layer = self.layer in acts and acts.present[acts.layers.index(self.layer)].any()
+        if acts.manifest.state == "open" and not has_layer:
             raise InvalidRequest(
                 f"{self} is not stored yet: the capture is open. Wait until it has ended, for example with "
                 f"client.manifest({self.capture!r}, wait=True).",
@@ -90,3 +93,11 @@ class StoredRow:
     def __str__(self) -> str:
         sequence = f" of sequence {self.sequence}" if self.sequence else ""
         return f"The row at {self.site}.{self.layer}, position {self.position}{sequence} of {self.capture}"
+
+
+def read_together(rows: Iterable[StoredRow]) -> list[list[StoredRow]]:
+    """Return rows in groups that differ only in their layers: one read of a capture has those of a group."""
+    groups: dict[StoredRow, list[StoredRow]] = {}
+    for row in dict.fromkeys(rows):
+        groups.setdefault(replace(row, layer=0), []).append(row)
+    return list(groups.values())
