@@ -29,9 +29,10 @@ NAMES = """
     CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary ClampFeature Client ClientClosed
     DamagedCapture DeadlineExceeded Directions EMA EmptyCaptureWarning EmptyPrompt EngineDead Export ExtractStopped
     ExtractSummary Extracted Gate GateRecord Health IncompleteCapture InvalidRequest LayerRows LeftOutWarning
-    LimitReached LogitLens Logprobs Manifest MessageSpan MissingSAE MissingVectors ModelInfo Multiply NoMessageSpans
-    NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PatchSweep PermissionDenied
-    Piece Positions Probe ProbeLayer PromptTooLong PutResult PutSAEResult QuotaExceeded Registration Replace Reply
+    Lens LensMap LimitReached LogitLens Logprobs Manifest MessageSpan MissingSAE MissingVectors ModelInfo Multiply
+    NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PatchSweep
+    PermissionDenied Piece Positions Probe ProbeLayer PromptTooLong PutResult PutSAEResult QuotaExceeded
+    Registration Replace Reply
     RequestAborted RequestExists ResiduumError ResourceExhausted RollingMax RollingMean RowSet Rows Rule RuleEvent
     SAE Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange
     SteeringRecord StoreFull StoreFullCapture StoreStats StoreUnreachable StoredRow Stream TLS TokenDelta
