@@ -138,7 +138,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.PutSAEResponse:
         """See inference.proto."""
         del context
-        return await self._require().saes.put(request_iterator, current_caller().own_tenant)
+        parts, tenant = self._require(), current_caller().own_tenant
+        return await parts.saes.put(request_iterator, tenant, parts.limits_of(tenant).max_sae_bytes)
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context

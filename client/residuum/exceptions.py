@@ -323,7 +323,7 @@ class RequestAborted(ResiduumError):
 
 
 class CallerStalled(ResiduumError):
-    """The client did not read the stream for longer than --stall-seconds, so the service ended the request."""
+    """The service ended the call: the client did not read the stream, or did not continue an upload, in time."""
 
 
 class BatchFailed(ResiduumError):

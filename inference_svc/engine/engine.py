@@ -204,7 +204,7 @@ class Engine:
         ranks = await self._call("residuum_keep_signs", [tuple(item) for item in projections], owner)
         return [_ready(states) for states in zip(*ranks, strict=True)]
 
-    async def keep_saes(self, wanted: Sequence[tuple[str, bytes, str]]) -> list[bool | str]:
+    async def keep_saes(self, wanted: Sequence[tuple[str, bytes, str, int]]) -> list[bool | str]:
         """Make every rank keep these encoders of sparse autoencoders, and no others; see `SAECache.keep`.
 
         Args:

@@ -6,18 +6,15 @@ An upload goes through a file: the workers read it on a thread of their own, so 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections import OrderedDict
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from inference_svc.resources.vector_cache import digest_in, vector_name
+from inference_svc.resources import sae_upload
+from inference_svc.resources.vector_cache import digest_in, owner_of, vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
-from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.limits import DIGEST_BYTES
 from residuum.wire.sae import NO_ACTIVATION, EncoderShape, SAEHeaderError
 
@@ -26,13 +23,13 @@ if TYPE_CHECKING:
 
     from residuum.v1 import capture_pb2, sae_pb2
 
-    Keep = Callable[[Sequence[tuple[str, bytes, str]]], Awaitable[Sequence[bool | str]]]
+    Keep = Callable[[Sequence[tuple[str, bytes, str, int]]], Awaitable[Sequence[bool | str]]]
 
 _POLL_SECONDS = 0.01
 """How often the service asks the workers whether an encoder is loaded. They answer between two steps."""
 
-_CHECKED_BYTES = 16 << 20
-"""How much of a file is checked for finite numbers at once."""
+_NO_ROOM = "MemoryError"
+"""What a worker answers if the free memory for encoders is in pieces, none of which is large enough."""
 
 HOW_TO_ENABLE = "Ask its operator to set --sae-mib."
 
@@ -43,13 +40,24 @@ class _Kept:
     shape: EncoderShape
 
 
+@dataclass(frozen=True)
+class _Arriving:
+    size: int
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the upload has ended, in any way."""
+
+
 def sae_name(tenant: str, digest: bytes) -> str:
     """Return the name of an encoder in plans and in the workers."""
     return vector_name(tenant, digest).hex()
 
 
 class SAEMemory:
-    """The encoders in the workers, by `vector_name`. Used on one event loop, without locks."""
+    """The encoders in the workers, by `vector_name`. Used on one event loop, without locks.
+
+    An upload counts from its header on, so that all uploads together fit. But it drops no other encoder before its own
+    bytes are here and checked: a header alone costs others nothing.
+    """
 
     def __init__(self, max_bytes: int, widths: Sequence[int], is_leased: Callable[[bytes], bool], keep: Keep) -> None:
         """Start without encoders.
@@ -65,14 +73,14 @@ class SAEMemory:
         self._is_leased = is_leased
         self._keep = keep
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # least recently used first
-        self._arriving: dict[bytes, tuple[int, asyncio.Future[None]]] = {}  # the bytes of each, and its end
-        self._loading: dict[bytes, tuple[_Kept, str]] = {}
+        self._arriving: dict[bytes, _Arriving] = {}
+        self._loading: dict[bytes, tuple[_Kept, str, int]] = {}  # the file of each, and the number of its upload
+        self._uploads = count(1)
 
     @property
     def free_bytes(self) -> int:
         """Bytes that a new encoder can have, counting those of encoders that no request needs."""
-        needed = sum(kept.shape.nbytes for name, kept in self._kept.items() if self._is_leased(name))
-        return self._max_bytes - needed - sum(size for size, _ in self._arriving.values())
+        return self._max_bytes - self._needed()
 
     def check(self, tenant: str, spec: capture_pb2.CaptureSpec, widths: Sequence[int]) -> None:
         """Check that the encoder of a capture is here and fits it. It counts as used now.
@@ -111,40 +119,48 @@ class SAEMemory:
         """
         name = vector_name(tenant, digest)
         if name not in self._kept:
-            raise _missing(digest)
+            raise sae_upload.missing(digest)
         self._kept.move_to_end(name)
         return self._kept[name].shape
 
     async def put(
-        self, messages: AsyncIterator[inference_pb2.PutSAERequest], tenant: str
+        self, messages: AsyncIterator[inference_pb2.PutSAERequest], tenant: str, max_bytes: int | None = None
     ) -> inference_pb2.PutSAEResponse:
         """Receive an encoder and have the workers load it.
+
+        Args:
+            messages: The header, then the bytes.
+            tenant: The tenant that sends it.
+            max_bytes: Limit for all encoders of the tenant. Beyond it, the tenant's least recently used one is dropped.
 
         Raises:
             Failure: See PutSAE in inference.proto.
         """
         try:
-            return await self._put(messages, tenant)
+            return await self._put(messages, tenant, max_bytes)
         finally:
             # Some versions of gRPC lose the answer to a call that still sends.
-            await _drain(messages, self._max_bytes)
+            await sae_upload.drain(messages, self._max_bytes)
 
     async def _put(
-        self, messages: AsyncIterator[inference_pb2.PutSAERequest], tenant: str
+        self, messages: AsyncIterator[inference_pb2.PutSAERequest], tenant: str, max_bytes: int | None
     ) -> inference_pb2.PutSAEResponse:
         first = await anext(messages, inference_pb2.PutSAERequest())
         if first.WhichOneof("part") != "header":
             raise _invalid("header", "The first message of PutSAE must be the header of the encoder.")
         shape = self._check_header(first.header)
         name = vector_name(tenant, first.header.digest)
-        existed = name in self._kept
-        if not existed and name in self._arriving:
-            await asyncio.shield(self._arriving[name][1])  # another call sends the same
-            existed = True
-        if not existed:
-            await self._receive(name, first.header, shape, messages)
+        existed = True
+        while name not in self._kept:  # after a wait it may be gone again, or its upload may have failed
+            arriving = self._arriving.get(name)
+            if arriving is not None:
+                await arriving.ended.wait()  # another call sends the same
+                continue
+            await self._receive(name, first.header, shape, messages, max_bytes)
+            existed = False
         self._kept.move_to_end(name)
-        return inference_pb2.PutSAEResponse(existed=existed, num_bytes=shape.nbytes, free_bytes=max(self.free_bytes, 0))
+        free = self._free_for(name, max_bytes)
+        return inference_pb2.PutSAEResponse(existed=existed, num_bytes=shape.nbytes, free_bytes=max(free, 0))
 
     def _check_header(self, header: sae_pb2.SAEHeader) -> EncoderShape:
         if not self._max_bytes:
@@ -165,44 +181,81 @@ class SAEMemory:
         header: sae_pb2.SAEHeader,
         shape: EncoderShape,
         messages: AsyncIterator[inference_pb2.PutSAERequest],
+        max_bytes: int | None,
     ) -> None:
-        self._make_room(shape.nbytes)
-        end = asyncio.get_running_loop().create_future()
-        end.add_done_callback(lambda end: end.cancelled() or end.exception())  # nobody may wait for it
-        self._arriving[name] = shape.nbytes, end
+        self._check_room(name, shape.nbytes, max_bytes)
+        arriving = self._arriving[name] = _Arriving(shape.nbytes)
         try:
-            with tempfile.NamedTemporaryFile(prefix="residuum-sae-") as file:
-                await _spool(messages, header, shape, Path(file.name))
-                await self._load(name, _Kept(header.SerializeToString(), shape), file.name)
-        except BaseException as error:
-            is_failure = isinstance(error, Failure)
-            end.set_exception(error if is_failure else _not_received())
-            raise
+            with sae_upload.spool() as file:
+                await sae_upload.receive(messages, header, shape, file)
+                self._make_room(name, shape.nbytes, max_bytes)
+                kept = _Kept(header.SerializeToString(), shape)
+                await self._load(name, kept, sae_upload.path_of(file))
         finally:
             del self._arriving[name]
-        end.set_result(None)
+            arriving.ended.set()
 
-    def _make_room(self, size: int) -> None:
-        """Drop encoders that no request needs, least recently used first, until `size` bytes are free.
+    def _needed(self, owner: bytes | None = None) -> int:
+        """Return the bytes of encoders that must stay or that are being sent: of one tenant, or of all."""
+        leased = {name: kept.shape.nbytes for name, kept in self._kept.items() if self._is_leased(name)}
+        sizes = {name: arriving.size for name, arriving in self._arriving.items()} | leased
+        return sum(size for name, size in sizes.items() if owner in (None, owner_of(name)))
+
+    def _free_for(self, name: bytes, max_bytes: int | None) -> int:
+        """Return the bytes that another encoder of a tenant can have."""
+        if max_bytes is None:
+            return self.free_bytes
+        return min(self.free_bytes, max_bytes - self._needed(owner_of(name)))
+
+    def _check_room(self, name: bytes, size: int, max_bytes: int | None) -> None:
+        """Check that there is room for another encoder if those that no request needs are dropped.
 
         Raises:
-            Failure: They cannot be.
+            Failure: There is not.
         """
+        if max_bytes is not None and size > max_bytes - self._needed(owner_of(name)):
+            raise _over_quota(size, max_bytes)
         if size > self.free_bytes:
-            raise Failure(
-                Reason.ERROR_REASON_LIMIT_REACHED,
+            raise self._full(
                 f"The encoder takes {size} bytes, and {max(self.free_bytes, 0)} of the server's {self._max_bytes} "
-                "bytes for encoders are left: registered and running requests need the others, or they are being sent. "
-                "Use 16-bit weights or fewer features, try again when requests have ended, or ask the operator to "
-                "raise --sae-mib.",
-                limit="sae_bytes",
+                "bytes for encoders are left: registered and running requests need the others, or they are being sent."
             )
-        total = sum(kept.shape.nbytes for kept in self._kept.values())
-        total += sum(arriving for arriving, _ in self._arriving.values())
-        for name in [name for name in self._kept if not self._is_leased(name)]:
-            if total + size <= self._max_bytes:
-                return
-            total -= self._kept.pop(name).shape.nbytes
+
+    def _make_room(self, name: bytes, size: int, max_bytes: int | None) -> None:
+        """Drop encoders that no request needs, least recently used first, for one that has arrived.
+
+        Those of its own tenant go first, as far as the tenant's limit demands.
+
+        Raises:
+            Failure: Requests have come to need too many of the others meanwhile.
+        """
+        arriving = self._arriving.pop(name)  # not twice
+        try:
+            self._check_room(name, size, max_bytes)
+        finally:
+            self._arriving[name] = arriving
+        owner = owner_of(name)
+        while max_bytes is not None and self._held(owner) + size > max_bytes and self._drop_oldest(owner):
+            pass
+        while self._held() + size > self._max_bytes and self._drop_oldest():
+            pass
+
+    def _held(self, owner: bytes | None = None) -> int:
+        """Return the bytes of encoders that the workers have or load: of one tenant, or of all."""
+        kept = self._kept | {name: kept for name, (kept, _, _) in self._loading.items()}
+        return sum(kept.shape.nbytes for name, kept in kept.items() if owner in (None, owner_of(name)))
+
+    def _drop_oldest(self, owner: bytes | None = None) -> bool:
+        """Drop the least recently used encoder, of one tenant or of all, that no request needs.
+
+        Returns:
+            Whether there was one.
+        """
+        for name in self._kept:
+            if owner in (None, owner_of(name)) and not self._is_leased(name):
+                del self._kept[name]
+                return True
+        return False
 
     async def _load(self, name: bytes, kept: _Kept, path: str) -> None:
         """Wait until every worker has an encoder.
@@ -210,100 +263,36 @@ class SAEMemory:
         Raises:
             Failure: A worker cannot load it.
         """
-        self._loading[name] = kept, path
+        self._loading[name] = kept, path, next(self._uploads)
         try:
-            while not await self._is_loaded(name):  # noqa: ASYNC110 - it asks other processes
+            while (state := await self._state(name)) is not True:
+                if state == _NO_ROOM and self._drop_oldest():
+                    continue
+                if state == _NO_ROOM:
+                    raise self._full(
+                        f"The encoder takes {kept.shape.nbytes} bytes. As many are free, but not in one piece: "
+                        "registered and running requests need the encoders in between."
+                    )
+                if isinstance(state, str):
+                    raise _not_loaded(name, state)
                 await asyncio.sleep(_POLL_SECONDS)
             self._kept[name] = kept
         finally:
             del self._loading[name]
 
-    async def _is_loaded(self, name: bytes) -> bool:
-        wanted = {key: (kept.header, "") for key, kept in self._kept.items()}
-        wanted |= {key: (kept.header, path) for key, (kept, path) in self._loading.items()}
-        answers = await self._keep([(key.hex(), header, path) for key, (header, path) in wanted.items()])
-        state = dict(zip(wanted, answers, strict=True))[name]
-        if isinstance(state, str):
-            raise Failure(
-                Reason.ERROR_REASON_INTERNAL,
-                f"A worker could not load the encoder {digest_in(name).hex()} ({state}); its log says why. If device "
-                "memory is short, ask the operator for a smaller KV cache.",
-            )
-        return state
+    async def _state(self, name: bytes) -> bool | str:
+        wanted = {key: (kept.header, "", 0) for key, kept in self._kept.items()}
+        wanted |= {key: (kept.header, path, upload) for key, (kept, path, upload) in self._loading.items()}
+        answers = await self._keep([(key.hex(), *item) for key, item in wanted.items()])
+        return dict(zip(wanted, answers, strict=True))[name]
 
-
-async def _spool(
-    messages: AsyncIterator[inference_pb2.PutSAERequest], header: sae_pb2.SAEHeader, shape: EncoderShape, path: Path
-) -> None:
-    """Write the bytes of an encoder to a file, and check them.
-
-    Raises:
-        Failure: They are more or fewer than the header says, do not match the digest, or are not finite.
-    """
-    sha, size = shape.begin_digest(), 0
-
-    def add(piece: bytes) -> None:
-        sha.update(piece)
-        file.write(piece)
-
-    with path.open("wb") as file:
-        async for message in messages:
-            size += len(message.data)
-            if message.WhichOneof("part") != "data" or size > shape.nbytes:
-                break
-            await asyncio.to_thread(add, message.data)
-    if not size:
-        raise _missing(header.digest)
-    if size != shape.nbytes:
-        raise _invalid(
-            "data",
-            f"The encoder's bytes are {'more' if size > shape.nbytes else f'only {size}, fewer'} than the "
-            f"{shape.nbytes} that the header says.",
+    def _full(self, message: str) -> Failure:
+        return Failure(
+            Reason.ERROR_REASON_LIMIT_REACHED,
+            f"{message} Use 16-bit weights or fewer features, try again when requests have ended, or ask the operator "
+            "to raise --sae-mib.",
+            limit="sae_bytes",
         )
-    if sha.digest() != header.digest:
-        raise Failure(
-            Reason.ERROR_REASON_DIGEST_MISMATCH,
-            f"The bytes do not have the digest {header.digest.hex()}. sae.proto says how to compute it.",
-            digest=header.digest.hex(),
-        )
-    if not await asyncio.to_thread(_is_finite, path, shape):
-        raise Failure(
-            Reason.ERROR_REASON_BAD_VALUES,
-            f"The encoder {header.digest.hex()} holds NaN or infinity. Send finite values.",
-            digest=header.digest.hex(),
-        )
-
-
-def _is_finite(path: Path, shape: EncoderShape) -> bool:
-    parts = (
-        (numpy_dtype(shape.dtype), 0, shape.weight_bytes),
-        (np.dtype("<f4"), shape.weight_bytes, shape.nbytes),
-    )
-    with path.open("rb") as file:
-        for dtype, start, end in parts:
-            file.seek(start)
-            for first in range(start, end, _CHECKED_BYTES):
-                piece = file.read(min(_CHECKED_BYTES, end - first))
-                if not np.isfinite(np.frombuffer(piece, dtype=dtype)).all():
-                    return False
-    return True
-
-
-async def _drain(messages: AsyncIterator[inference_pb2.PutSAERequest], max_bytes: int) -> None:
-    """Read what a call still sends, up to `max_bytes`."""
-    size = 0
-    async for message in messages:
-        size += len(message.data)
-        if size > max_bytes:
-            return
-
-
-def _missing(digest: bytes) -> Failure:
-    return Failure(
-        Reason.ERROR_REASON_MISSING_SAE,
-        f"The sparse autoencoder {digest.hex()} is not on the server. Send its encoder with PutSAE, then call again.",
-        digest=digest.hex(),
-    )
 
 
 def _invalid(field: str, message: str) -> Failure:
@@ -320,9 +309,20 @@ def _wrong_width(digest: bytes, width: int, rows: Sequence[int]) -> Failure:
     )
 
 
-def _not_received() -> Failure:
+def _over_quota(size: int, max_bytes: int) -> Failure:
     return Failure(
-        Reason.ERROR_REASON_LIMIT_REACHED,
-        "Another call was sending the same encoder and broke off. Send it again.",
-        limit="sae_uploads",
+        Reason.ERROR_REASON_QUOTA_EXCEEDED,
+        f"The encoder takes {size} bytes. The encoders of your tenant may take {max_bytes} bytes, and your registered "
+        "and running requests need some of them, or they are being sent. Use 16-bit weights or fewer features, or try "
+        "again when requests have ended.",
+        limit="max_sae_bytes",
+        allowed=max_bytes,
+    )
+
+
+def _not_loaded(name: bytes, cause: str) -> Failure:
+    return Failure(
+        Reason.ERROR_REASON_INTERNAL,
+        f"A worker could not load the encoder {digest_in(name).hex()} ({cause}); its log says why. If device memory is "
+        "short, ask the operator for a smaller KV cache.",
     )

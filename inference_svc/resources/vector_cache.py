@@ -47,6 +47,11 @@ def digest_in(name: bytes) -> bytes:
     return name[-DIGEST_BYTES:]
 
 
+def owner_of(name: bytes) -> bytes:
+    """Return the tenant's prefix of a `vector_name`."""
+    return name[:-DIGEST_BYTES]
+
+
 class VectorCache:
     """Vectors in host memory, by `vector_name`. Equal vectors of one tenant are one entry."""
 
@@ -163,7 +168,7 @@ class VectorCache:
         self._check(vector)
         name = vector_name(tenant, vector.digest)
         self._keep(name, vector.values)
-        owner = _owner(name)
+        owner = owner_of(name)
         while max_bytes is not None and self._bytes[owner] > max_bytes:
             self._evict(name, self._orders[owner], _quota(max_bytes))
         while len(self._values) > self._max_vectors or self._bytes[None] > self._max_bytes:
@@ -188,12 +193,12 @@ class VectorCache:
     def _keep(self, name: bytes, values: bytes) -> None:
         if name not in self._values:
             self._values[name] = values
-            self._bytes.update({None: len(values), _owner(name): len(values)})
+            self._bytes.update({None: len(values), owner_of(name): len(values)})
         self._touch(name)
 
     def _touch(self, name: bytes) -> None:
         """Note that a vector is used now."""
-        for order in (self._order, self._orders.setdefault(_owner(name), OrderedDict())):
+        for order in (self._order, self._orders.setdefault(owner_of(name), OrderedDict())):
             order[name] = None
             order.move_to_end(name)
 
@@ -215,7 +220,7 @@ class VectorCache:
         raise failure
 
     def _drop(self, name: bytes) -> None:
-        owner, size = _owner(name), len(self._values.pop(name))
+        owner, size = owner_of(name), len(self._values.pop(name))
         del self._order[name], self._orders[owner][name]
         self._bytes.subtract({None: size, owner: size})
         if not self._orders[owner]:
@@ -264,11 +269,6 @@ class VectorCache:
                 f"The vector {name} holds NaN or infinity. Send finite values.",
                 digest=name,
             )
-
-
-def _owner(name: bytes) -> bytes:
-    """Return the tenant's prefix of a `vector_name`."""
-    return name[:-DIGEST_BYTES]
 
 
 def _quota(max_bytes: int) -> Failure:

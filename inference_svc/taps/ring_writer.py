@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from inference_svc.shipping.worker.producer import Filled
 from residuum.v1 import capture_pb2, store_pb2
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +19,11 @@ if TYPE_CHECKING:
     from inference_svc.taps.plan import Capture
     from residuum.v1 import tensor_pb2
     from residuum.wire.encodings import RowFormat
+
+_log = get_logger(__name__)
+
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""What an encoding raises without memory. Only the rows that it encodes are lost."""
 
 _POSITIONS_AT_ONCE = 1024
 """protobuf takes over this many positions in about 20 µs, and keeps all other threads from Python in that time."""
@@ -70,6 +78,21 @@ class RingWriter:
                 Filled(one.extent, one.capture.capture_id, _headers(one.capture, one.positions, one.form))
                 for one in encoded
             ]
+        )
+
+    def give_up(self, encoded: Encoded, error: BaseException) -> None:
+        """Release an extent whose rows could not be encoded, and report the rows as lost.
+
+        Nothing may write to the extent any more.
+        """
+        capture = encoded.capture
+        _log.error("rows cannot be encoded", capture_id=capture.capture_id, exc_info=error)
+        self._producer.release(encoded.extent)
+        self.report_loss(
+            capture,
+            encoded.positions,
+            capture_pb2.INCOMPLETE_REASON_WRITE_FAILED,
+            f"The worker could not encode these rows ({type(error).__name__}); its log says why.",
         )
 
     def shed(self, capture: Capture, positions: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from inference_svc.taps.encodings.signs import SignCache
 from inference_svc.taps.followed_captures import FollowedCaptures
 from inference_svc.taps.probes import Probe, Probes
 from inference_svc.taps.reductions import Batch
-from inference_svc.taps.ring_writer import Encoded, ModelRows, RingWriter
+from inference_svc.taps.ring_writer import NO_MEMORY, Encoded, ModelRows, RingWriter
 from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
@@ -77,13 +77,17 @@ class BlockSink:
         return 0
 
     def check_encodings(self) -> None:
-        """Encode known rows in every encoding and compare them with the reference. Comes before any capture.
+        """Encode known rows in every encoding that captures may have, and compare them with the reference.
+
+        Comes before any capture.
 
         Raises:
             CannotEncodeError: The encoded rows differ.
         """
         memory = self._pool.memory
-        check_encodings(memory.shape[1], memory.dtype, memory.device, self._signs, self._encode_for_check)
+        width, dtype, device = memory.shape[1], memory.dtype, memory.device
+        with_saes = self._bases.has_saes
+        check_encodings(width, dtype, device, self._signs, self._encode_for_check, with_saes=with_saes)
 
     def begin(self, plan: RequestPlan) -> None:
         """Prepare for the blocks of a request whose capture is followed (`Capture.is_followed`), until `end`."""
@@ -147,10 +151,15 @@ class BlockSink:
         if extent is None:
             self._writer.shed(capture, positions)
             return
-        rows, basis = self._rows_and_basis(batch, form)
+        encoded = Encoded(capture, positions, form, extent)
         target = torch.from_numpy(self._producer.view(extent)).view(capture.units, -1)
-        encoder.encode(rows, form, basis, target)
-        self._writer.publish(Encoded(capture, positions, form, extent))
+        try:
+            rows, basis = self._rows_and_basis(batch, form)
+            encoder.encode(rows, form, basis, target)
+        except NO_MEMORY as error:
+            self._writer.give_up(encoded, error)
+            return
+        self._writer.publish(encoded)
 
     def _rows_and_basis(self, batch: Batch, form: EncodedFormat) -> tuple[Tensor, Basis | None]:
         """Return the rows in the dtype that they are encoded from, and their basis, if they have one."""

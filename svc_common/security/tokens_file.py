@@ -11,6 +11,7 @@
     max_bytes = "100GiB"             # chunks in the store
     max_open_captures = 64
     max_vector_bytes = "64MiB"       # steering vectors that the inference service keeps
+    max_sae_bytes = "512MiB"         # encoders of sparse autoencoders that the inference service keeps
     max_requests = 256               # running and queued requests in the inference service
 
 The service reads the file again when it changes, so tokens can be added and removed without a restart. Running calls
@@ -106,6 +107,8 @@ class Limits:
     """Bytes of the tenant's steering vectors that an inference service keeps."""
     max_requests: int | None = None
     """The tenant's running and queued requests in an inference service."""
+    max_sae_bytes: int | None = None
+    """Bytes of the tenant's encoders of sparse autoencoders that an inference service keeps."""
 
 
 class TokenTable:
@@ -202,6 +205,7 @@ class _Tenant(_Strict):
     max_open_captures: Annotated[int, Field(ge=0)] | None = None
     max_vector_bytes: ByteSize | None = None
     max_requests: Annotated[int, Field(ge=0)] | None = None
+    max_sae_bytes: ByteSize | None = None
 
 
 class _File(_Strict):

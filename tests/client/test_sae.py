@@ -143,6 +143,9 @@ def _changed(folder: Path, **changes) -> Path:
     [
         ({"architecture": "gated"}, "'gated' computes features in another way"),
         ({"normalize_activations": "constant_norm_rescale"}, "normalize_activations is 'constant_norm_rescale'"),
+        ({"normalize_activations": 1}, "normalize_activations is 1"),
+        ({"activation_fn_str": "tanh-relu"}, "the activation function 'tanh-relu' is not supported"),
+        ({"activation_fn": "tanh-relu"}, "the activation function 'tanh-relu' is not supported"),
         ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor"),
         ({"k": "many"}, "k is 'many'"),
         ({"architecture": "jumprelu"}, "no threshold"),
@@ -152,6 +155,12 @@ def _changed(folder: Path, **changes) -> Path:
 def test_files_that_compute_something_else_are_refused(changes, message, tmp_path):
     with pytest.raises(residuum.BadSAE, match=message):
         residuum.sae.load(_changed(tmp_path / "sae", **changes))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_normalization_of_old_files_is_that_of_saelens(old, tmp_path):
+    folder = _changed(tmp_path / "sae", normalize_activations=old)
+    assert residuum.sae.load(folder) == residuum.sae.load(SAES / "topk")
 
 
 def test_broken_files_are_refused(tmp_path):

@@ -9,11 +9,15 @@ import tests.triton_interpreter  # noqa: F401
 
 # isort: split
 
+from unittest import mock
+
 import numpy as np
 import torch
 
+from inference_svc.taps.encodings import sae_encoder
 from inference_svc.taps.gpu import encoding_kernels, kernel
 from inference_svc.taps.gpu.encoder import GpuEncoder
+from residuum.wire.encodings import SAE
 from tests.inference.encoder_cases import Case, cases
 
 GUARD = 64
@@ -26,7 +30,10 @@ memory = np.zeros(1 << 16, dtype=np.uint8)
 
 
 def main() -> None:
-    """Encode every case twice: in one pass, and in parts through buffers that are too small for the case."""
+    """Encode every case twice: in one pass, and in parts through buffers that are too small for the case.
+
+    Features are computed by torch's product, and by the kernel for devices on which torch rounds factors to TF32.
+    """
     kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
     whole = encoding_kernels._CHUNK
     for case in cases(((48, 16), (ODD, 7))):
@@ -37,6 +44,12 @@ def main() -> None:
             row_bytes = max(case.form.row_bytes, 4 * case.form.dimensions)
             check(case, GpuEncoder(torch.device("cpu"), 4 * (2 * row_bytes // 4 + 1)))
             check(case, GpuEncoder(torch.device("cpu"), 4 * (20 * row_bytes // 4 + 1)))
+        if case.form.encoding == SAE:
+            with (
+                mock.patch.object(sae_encoder, "_rounds_factors", return_value=True),
+                mock.patch.object(sae_encoder, "_KERNEL_FEATURES", 48),
+            ):
+                check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
 
 
 def check(case: Case, encoder: GpuEncoder) -> None:

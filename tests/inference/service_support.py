@@ -216,7 +216,7 @@ class FakeEngine:
         return [self.signs_ready.is_set()] * len(projections)
 
     async def keep_saes(self, wanted):
-        self.saes.append({name: (header, _bytes_of(path)) for name, header, path in wanted})
+        self.saes.append({name: (header, _bytes_of(path)) for name, header, path, _ in wanted})
         return [self.sae_state] * len(wanted)
 
     async def load_vectors(self, rows):

@@ -160,6 +160,11 @@ class Ring:
             at += size
         assert at == len(data), "the headers describe all bytes"
 
+    def release(self, extent):
+        if self.free is not None:
+            self.free += len(self._taken[extent])
+        del self._taken[extent]
+
     def report_loss(self, capture_id, loss):
         self.losses.append((capture_id, loss))
 

@@ -55,6 +55,11 @@ KERNELS = {
         {"target": "*fp32"},
         {"ROWS": 32, "VECTORS": 16, "WIDTH": 64},
     ),
+    "inner products with 16-bit vectors": (
+        encoding_kernels._inner_products_kernel,
+        {"target": "*fp32", "vectors": "*bf16"},
+        {"ROWS": 32, "VECTORS": 16, "WIDTH": 64},
+    ),
     "casts to float32": (kernel._copy_kernel, {"target": "*fp32"}, CHUNKS),
     "casts to float16": (kernel._copy_kernel, {"target": "*fp16"}, CHUNKS),
 }

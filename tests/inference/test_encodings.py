@@ -12,6 +12,7 @@ import torch
 from inference_svc.taps.cpu import encoder
 from inference_svc.taps.encodings.check import CannotEncodeError, check_encodings
 from inference_svc.taps.encodings.signs import SignCache
+from residuum.wire.encodings import ENCODINGS, SAE
 from residuum.wire.projection import projection_signs
 from svc_common.launcher import ROOT
 from tests.inference.encoder_cases import DTYPES, cases
@@ -58,7 +59,18 @@ def test_signs_are_those_of_the_contract_and_kept_within_bounds():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_startup_check_passes(dtype):
-    check_encodings(70, dtype, CPU, SignCache(70, CPU), encode)
+    check_encodings(70, dtype, CPU, SignCache(70, CPU), encode, with_saes=True)
+
+
+def test_features_are_checked_only_if_captures_may_keep_them():
+    seen = set()
+
+    def noted(rows, form, basis):
+        seen.add(form.encoding)
+        return encode(rows, form, basis)
+
+    check_encodings(70, torch.float32, CPU, SignCache(70, CPU), noted, with_saes=False)
+    assert seen == {*ENCODINGS.values()} - {SAE}
 
 
 @pytest.mark.parametrize("index", range(11))
@@ -75,5 +87,5 @@ def test_the_startup_check_detects_each_wrong_encoder(index):
         return payload
 
     with pytest.raises(CannotEncodeError, match="not what the contract says"):
-        check_encodings(70, torch.float32, CPU, SignCache(70, CPU), wrong)
+        check_encodings(70, torch.float32, CPU, SignCache(70, CPU), wrong, with_saes=True)
     assert len(seen) == index + 1

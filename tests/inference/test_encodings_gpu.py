@@ -18,13 +18,18 @@ from inference_svc.shipping.ring import Extent
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.element_types import WIRE_TYPES
+from inference_svc.taps.encodings.check import bytes_of
+from inference_svc.taps.encodings.sae_encoder import WORKING_BYTES, encoder_of
 from inference_svc.taps.encodings.signs import SignCache
 from inference_svc.taps.gpu.encoder import GpuEncoder
 from inference_svc.taps.gpu.streamed_sink import StreamedSink
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from inference_svc.taps.sink import ModelRows
 from residuum.v1 import capture_pb2
-from residuum.wire.encodings import ENCODINGS, PROJECT, RANDOM_PROJECTIONS, SIZED, RowFormat
+from residuum.wire.encodings import ENCODINGS, PROJECT, RANDOM_PROJECTIONS, SAE, SIZED, RowFormat
+from residuum.wire.sae import JUMP_RELU, TOP_K
+from tests import encoding_cases
+from tests.encoding_cases import B16, F16, F32
 from tests.inference.encoder_cases import DTYPES, cases
 from tests.inference.taps_support import select
 
@@ -66,6 +71,8 @@ def test_encoding_does_not_wait_for_the_device(memory, dtype):
     vectors = torch.randn(8, width, device=DEVICE)
     signs = SignCache(width, DEVICE)
     for encoding in ENCODINGS.values():
+        if encoding == SAE:
+            continue  # below
         size = 8 if encoding == PROJECT else 512 if encoding in SIZED else 0
         form = RowFormat(encoding, width, WIRE_TYPES[dtype], size)
         if form.payload_bytes(36, 512) > memory.nbytes:
@@ -82,6 +89,59 @@ def test_encoding_does_not_wait_for_the_device(memory, dtype):
         torch.cuda.synchronize()
         grown = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
         assert dtype == torch.float32 or not grown, f"{form} allocates memory"
+
+
+@pytest.mark.parametrize("chosen", [(), (3, 16383, 0)], ids=["strongest", "chosen"])
+@pytest.mark.parametrize("weights", [F32, B16, F16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{"activation": JUMP_RELU}, {"activation": TOP_K, "active": 40}], ids=str)
+def test_features_need_bounded_memory_and_do_not_wait_for_the_device(memory, options, dtype, weights, chosen):
+    encoder, width, features, units, positions = GpuEncoder(DEVICE), 2048, 16384, 2, 512
+    one = encoding_cases.encoder(features, width, dtype=weights, **options)
+    whole = encoder_of(torch.from_numpy(bytes_of(one)).to(DEVICE), one.shape)
+    rows = torch.randn(units, positions, width, device=DEVICE).to(dtype)
+    form = RowFormat(SAE, width, WIRE_TYPES[dtype], len(chosen) or 32, features=features)
+    encoder.encode(rows, form, whole.choosing(chosen), memory.ctypes.data)  # prepares what torch makes once
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda._sleep(1 << 30)
+    held = torch.cuda.Event()
+    held.record()
+    encoder.encode(rows, form, whole.choosing(chosen), memory.ctypes.data)
+    assert not held.query(), "it waits for the device"
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= WORKING_BYTES
+    exact = one.values(rows.double().cpu().numpy())
+    values = form.split(memory[: form.payload_bytes(units, positions)], units, positions)[1]["value"]
+    wanted = exact[..., list(chosen)] if chosen else -np.sort(-exact, axis=-1)[..., :32]
+    near = _near_a_step(one, rows, wanted) if chosen else False
+    bound = 1e-6 * np.sqrt(width) * np.abs(exact).max()
+    assert (near | (np.abs(values - wanted) <= bound)).all()
+
+
+def _near_a_step(one, rows, wanted):
+    """Return which features may be 0 or not, because sums in another order are on the other side of a threshold."""
+    x = rows.double().cpu().numpy()
+    outputs = x @ one.weights.T.astype(np.float64) + one.biases
+    step = one.threshold if one.threshold is not None else -np.sort(-outputs, axis=-1)[..., 39:40]
+    near = np.abs(outputs - step) <= 1e-6 * np.sqrt(x.shape[-1]) * np.abs(outputs).max()
+    return near[..., [3, 16383, 0]].reshape(wanted.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_features_do_not_depend_on_the_precision_of_torchs_products(memory, dtype):
+    """VLLM_FLOAT32_MATMUL_PRECISION=high has torch round float32 factors to TF32."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        for case in cases(((2048, 512),)):
+            if case.form.encoding == SAE and case.rows.dtype == dtype:
+                GpuEncoder(DEVICE).encode(case.rows.to(DEVICE), case.form, case.basis("cuda"), memory.ctypes.data)
+                torch.cuda.synchronize()
+                case.check(memory[: case.form.payload_bytes(3, 5)].copy())
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Producer:
@@ -122,6 +182,8 @@ def test_blocks_of_all_encodings_and_reductions_pass_the_sink(dtype):
     sink.check_encodings()
     truth = {}
     for name, encoding in ENCODINGS.items():
+        if encoding == SAE:
+            continue  # test_sae.py has its sink
         for reduction in (capture_pb2.REDUCTION_NONE, capture_pb2.REDUCTION_MEAN, capture_pb2.REDUCTION_MAX):
             rows = (3, 1) if encoding == PROJECT else ()
             size = 2 if rows else 64 if encoding in SIZED else 0

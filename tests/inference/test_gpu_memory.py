@@ -93,7 +93,7 @@ class Taps:
     def __init__(self, worker):
         gpu = worker.model_runner.gpu
         self.memory = [gpu.allocate(BLOCKS), gpu.allocate(TABLES)]
-        self.path = SimpleNamespace(room_for_bases=lambda: gpu.allocate(ROOM))
+        self.path = SimpleNamespace(room_for_encoding=lambda: gpu.allocate(ROOM))
 
 
 @pytest.fixture
@@ -122,5 +122,5 @@ def test_the_kv_cache_leaves_the_taps_memory_free(worker, gpu):
 
 def test_a_rank_that_captures_nothing_needs_no_room_for_signs(worker):
     worker.load_model()
-    worker._residuum.path.room_for_bases = lambda: None
+    worker._residuum.path.room_for_encoding = lambda: None
     assert worker.determine_available_memory() == USABLE - WEIGHTS - BLOCKS - TABLES - ACTIVATIONS

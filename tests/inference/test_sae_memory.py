@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import tempfile
 from dataclasses import replace
 
 import grpc
+import grpc.aio
 import numpy as np
 import pytest
 
+from inference_svc.resources import sae_upload
+from inference_svc.resources.sae_memory import SAEMemory
+from inference_svc.resources.vector_cache import vector_name
 from inference_svc.taps.encodings.check import bytes_of
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, sae_pb2, selection_pb2
 from residuum.wire.encodings import RAW, SAE
 from residuum.wire.sae import JUMP_RELU, TOP_K, EncoderShape
@@ -218,3 +225,182 @@ async def test_requests_need_their_encoder(tmp_path):
         spec.capture.encoding_options.sae.features += 1
         with pytest.raises(Exception, match="is 51, but the encoder has 50 features"):
             check("", spec.capture, [HIDDEN])
+
+
+async def test_a_header_alone_drops_no_encoder():
+    """Others' encoders are dropped only for bytes that have arrived and match their digest."""
+    async with running_service(engine=engine()) as service:
+        for seed in (1, 2, 3):
+            await service.stub.PutSAE(messages(numbered(seed)))
+        before = set(service.parts.saes._kept)
+        for data in (None, b"abc", bytes(SIZE)):
+            parts = list(messages(numbered(4), header_of(numbered(4)), data))
+            await failure_of(service.stub.PutSAE(iter(parts[: 1 if data is None else None])))
+            assert set(service.parts.saes._kept) == before
+        assert not (await service.stub.PutSAE(messages(numbered(4)))).existed
+        assert kept(service).keys() == {header_of(numbered(seed)).digest for seed in (2, 3, 4)}
+
+
+@pytest.mark.parametrize("num_sent", [1, 2], ids=["after the header", "after some bytes"])
+async def test_an_upload_that_stalls_is_ended_and_its_room_is_free(monkeypatch, num_sent):
+    monkeypatch.setattr(sae_upload, "IDLE_SECONDS", 0.3)
+    left = asyncio.Event()
+
+    async def stalled():
+        parts = messages(numbered(1))
+        for _ in range(num_sent):
+            yield next(parts)
+        await left.wait()
+
+    async with running_service(engine=engine(SIZE)) as service:
+        failure = await failure_of(service.stub.PutSAE(stalled()))
+        assert failure.reason_name == "CALLER_STALLED"
+        assert "did not arrive within 0.3 s" in str(failure)
+        assert service.parts.saes.free_bytes == SIZE
+        assert not (await service.stub.PutSAE(messages(numbered(2)))).existed
+        left.set()
+
+
+async def test_a_call_that_waits_for_an_upload_that_fails_sends_its_own():
+    one, started = numbered(1), asyncio.Event()
+
+    async def broken():
+        yield next(messages(one))
+        await started.wait()
+        yield inference_pb2.PutSAERequest(data=b"abc")
+
+    async with running_service(engine=engine(SIZE)) as service:
+        first = asyncio.ensure_future(failure_of(service.stub.PutSAE(broken())))
+        await until(lambda: service.parts.saes._arriving)
+        second = asyncio.ensure_future(service.stub.PutSAE(messages(one)))
+        await asyncio.sleep(0.05)
+        started.set()
+        assert "only 3, fewer" in str(await first)
+        assert not (await second).existed
+
+
+async def test_an_encoder_that_is_dropped_before_a_waiting_call_goes_on_is_received_again():
+    one, started = numbered(1), asyncio.Event()
+
+    async def slowly():
+        parts = messages(one)
+        yield next(parts)
+        await started.wait()
+        for part in parts:
+            yield part
+
+    async with running_service(engine=engine(SIZE)) as service:
+        saes = service.parts.saes
+        first = asyncio.ensure_future(service.stub.PutSAE(slowly()))
+        await until(lambda: saes._arriving)
+        second = asyncio.ensure_future(service.stub.PutSAE(messages(one)))
+        await asyncio.sleep(0.05)
+        (arriving,) = saes._arriving.values()
+        arriving.ended.set = lambda plain=arriving.ended.set: (saes._kept.clear(), plain())  # as another upload does
+        started.set()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await first
+        assert not (await second).existed
+
+
+async def test_uploads_leave_no_file_with_a_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen = []
+
+    async def watched():
+        for part in messages(numbered(1)):
+            yield part
+            seen.append(list(tmp_path.iterdir()))
+
+    async with running_service(engine=engine()) as service:
+        await service.stub.PutSAE(watched())
+    assert seen
+    assert not any(seen)
+
+
+async def test_a_folder_for_files_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    async with running_service(engine=engine()) as service:
+        failure = await failure_of(service.stub.PutSAE(messages(ONE)))
+        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "temporary_files"})
+        assert f"cannot write the encoder to a file in {tmp_path / 'none'}: No such file" in str(failure)
+        assert service.parts.saes.free_bytes == 3 * SIZE
+
+
+async def test_a_worker_without_a_large_enough_piece_gets_room():
+    """Encoders lie in one piece of memory each: the service drops idle ones until there is one."""
+    async with running_service(engine=engine()) as service:
+        for seed in (1, 2):
+            await service.stub.PutSAE(messages(numbered(seed)))
+        plain, calls = service.engine.keep_saes, []
+
+        async def crowded(wanted):
+            calls.append(len(wanted))
+            return [True if path == "" or len(wanted) == 1 else "MemoryError" for *_, path, _ in wanted]
+
+        service.engine.keep_saes = service.parts.saes._keep = crowded
+        assert not (await service.stub.PutSAE(messages(numbered(3)))).existed
+        assert calls == [3, 2, 1]
+        service.parts.saes._is_leased = lambda name: True
+        failure = await failure_of(service.stub.PutSAE(messages(numbered(4))))
+        assert (failure.reason_name, "not in one piece" in str(failure)) == ("LIMIT_REACHED", True)
+        service.parts.saes._keep = plain
+
+
+class TestTenants:
+    """Limits of one tenant's encoders, on the memory itself."""
+
+    def memory(self, num=3):
+        async def keep(wanted):
+            return [True] * len(wanted)
+
+        self.leased = set()
+        return SAEMemory(num * SIZE, [HIDDEN], self.leased.__contains__, keep)
+
+    async def put(self, memory, seed, tenant, num_allowed=2):
+        async def sent():
+            for message in messages(numbered(seed)):
+                yield message
+
+        return await memory.put(sent(), tenant, num_allowed * SIZE)
+
+    def names(self, memory, tenant):
+        return {name[-32:] for name in memory._kept if name.startswith(b"%s/" % tenant.encode())}
+
+    async def test_a_tenant_pushes_its_own_encoders_out_first(self):
+        memory = self.memory()
+        await self.put(memory, 9, "bob")
+        for seed in (1, 2, 3):
+            answer = await self.put(memory, seed, "alice")
+            assert answer.free_bytes == 2 * SIZE
+        assert self.names(memory, "bob") == {header_of(numbered(9)).digest}
+        assert self.names(memory, "alice") == {header_of(numbered(seed)).digest for seed in (2, 3)}
+
+    async def test_a_tenant_whose_requests_need_its_share_gets_no_more(self):
+        memory = self.memory()
+        for seed in (1, 2):
+            await self.put(memory, seed, "alice")
+            self.leased.add(vector_name("alice", header_of(numbered(seed)).digest))
+        with pytest.raises(Failure) as raised:
+            await self.put(memory, 3, "alice")
+        assert raised.value.reason == Reason.ERROR_REASON_QUOTA_EXCEEDED
+        assert raised.value.metadata == {"limit": "max_sae_bytes", "allowed": str(2 * SIZE)}
+        await self.put(memory, 3, "bob")
+
+    async def test_uploads_count_against_the_share_of_their_tenant(self):
+        memory = self.memory()
+        waiting = asyncio.Event()
+
+        async def stuck(seed):
+            yield next(messages(numbered(seed)))
+            await waiting.wait()
+
+        calls = [asyncio.ensure_future(memory.put(stuck(seed), "alice", 2 * SIZE)) for seed in (1, 2)]
+        await until(lambda: len(memory._arriving) == 2)
+        with pytest.raises(Failure, match="may take 2000 bytes"):
+            await self.put(memory, 3, "alice")
+        assert (await self.put(memory, 3, "bob")).free_bytes == SIZE
+        waiting.set()
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, Failure)
+        assert memory.free_bytes == 3 * SIZE

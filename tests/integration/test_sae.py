@@ -94,8 +94,13 @@ def test_a_clamped_feature_changes_rows_as_the_formula_says(client: residuum.Cli
     low, high = bounds.get("min", bounds.get("value", -np.inf)), bounds.get("max", bounds.get("value", np.inf))
     moves = np.clip(values[:, feature], low, high) - values[:, feature]
     expected = before + moves[:, None] * sae.decoder[feature]
-    # Both rows are rounded to bfloat16; the tap reads the row before that.
-    bound = 2**-7 * np.abs(before) + 2**-8 * np.abs(before).max() + 1e-3
+    # Both rows are rounded to bfloat16, each by 2**-8 of an element at most. The tap computes the feature from the row
+    # before that, so its value differs by what the rounding of all elements adds up to. The row is a sum of two
+    # bfloat16 parts, of which the tap changes one; that part is rounded too. Its elements are a few units at most, and
+    # the row's largest is about 90: hence 2**-13 of the largest.
+    rounding, encoder = 2**-8, np.abs(sae.encoder[feature].astype(np.float64))
+    missed = rounding * (np.abs(before) @ encoder)[:, None] * np.abs(sae.decoder[feature])
+    bound = rounding * (np.abs(before) + np.abs(expected)) + missed + 2**-13 * np.abs(before).max()
     assert (np.abs(acts[LAYER] - expected) <= bound).all()
     assert np.abs(moves).max() > 0.5
     (record,) = acts.manifest.steering

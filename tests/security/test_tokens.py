@@ -64,9 +64,11 @@ def test_a_missing_tokens_file_is_reported(store, tmp_path):
 
 
 def test_limits(tokens):
-    tokens.limit("alice", max_bytes="1MiB", max_open_captures=3, max_vector_bytes=4096, max_requests=5)
+    tokens.limit(
+        "alice", max_bytes="1MiB", max_open_captures=3, max_vector_bytes=4096, max_requests=5, max_sae_bytes="2KiB"
+    )
     table = TokenFile(tokens.path).table()
-    assert table.limits_of("alice") == Limits(1 << 20, 3, 4096, 5)
+    assert table.limits_of("alice") == Limits(1 << 20, 3, 4096, 5, 2048)
     assert table.limits_of("bob") == Limits()
 
 

@@ -31,8 +31,9 @@ _ARCHITECTURES: dict[str, Activation] = {
 }
 """The activations of SAELens' architectures."""
 
-_AS_IS = ("none", "expected_average_only_in", None)
-"""The values of SAELens' normalize_activations with which its `encode` takes rows as they are."""
+_AS_IS = ("none", "expected_average_only_in", None, False, True)
+"""The values of SAELens' normalize_activations with which its `encode` takes rows as they are. Old files have a bool,
+which SAELens reads as "none" or "expected_average_only_in"."""
 
 
 def load_saelens(folder: Path) -> SAE:
@@ -46,13 +47,16 @@ def load_saelens(folder: Path) -> SAE:
     arrays, _ = read_safetensors(folder / SAELENS_WEIGHTS)
     name = _text(config, "architecture", "standard")
     options = config.get("activation_fn_kwargs") or {}
-    if name == "standard" and _text(config, "activation_fn_str", "relu") == "topk":  # before SAELens 6
+    activation = _text(config, "activation_fn_str", _text(config, "activation_fn", "relu"))  # before SAELens 6
+    if activation not in ("relu", "topk"):
+        raise refusal(f"the activation function {activation!r} is not supported; relu and topk are.")
+    if name == "standard" and activation == "topk":
         name, config = "topk", {**config, "k": options.get("k") if isinstance(options, dict) else None}
     if name not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise refusal(f"the architecture {name!r} computes features in another way than the known ones: {known}.")
     normalization = config.get("normalize_activations")
-    if normalization not in (*_AS_IS, "layer_norm"):
+    if not isinstance(normalization, str | bool | None) or normalization not in (*_AS_IS, "layer_norm"):
         raise refusal(f"normalize_activations is {normalization!r}; only none and layer_norm are known.")
     if config.get("finetuning_scaling_factor"):
         raise refusal("it has a finetuning_scaling_factor. Fold it into the decoder, and save it again.")

@@ -100,8 +100,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 29
     """RESOURCE_EXHAUSTED: the tenant has reached its own limit. Metadata: `limit`, `allowed`."""
     ERROR_REASON_CALLER_STALLED: _ErrorReason.ValueType  # 30
-    """CANCELLED: the caller sent no first message in time, or did not read sent messages for too long. Servers that can
-    only cut such a call off end it with CANCELLED without a reason.
+    """CANCELLED: the caller sent no first message in time, stopped in the middle of an upload, or did not read sent
+    messages for too long. Servers that can only cut such a call off end it with CANCELLED without a reason.
     """
     ERROR_REASON_UNKNOWN_MEMORY: _ErrorReason.ValueType  # 31
     """FAILED_PRECONDITION: a payload is in shared memory that the store does not have. Send payloads in messages, or give
@@ -202,8 +202,8 @@ operator that it may not opt out of (the right is may_opt_out). Metadata: `right
 ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 29
 """RESOURCE_EXHAUSTED: the tenant has reached its own limit. Metadata: `limit`, `allowed`."""
 ERROR_REASON_CALLER_STALLED: ErrorReason.ValueType  # 30
-"""CANCELLED: the caller sent no first message in time, or did not read sent messages for too long. Servers that can
-only cut such a call off end it with CANCELLED without a reason.
+"""CANCELLED: the caller sent no first message in time, stopped in the middle of an upload, or did not read sent
+messages for too long. Servers that can only cut such a call off end it with CANCELLED without a reason.
 """
 ERROR_REASON_UNKNOWN_MEMORY: ErrorReason.ValueType  # 31
 """FAILED_PRECONDITION: a payload is in shared memory that the store does not have. Send payloads in messages, or give

@@ -92,7 +92,9 @@ class InferenceServiceStub:
     * INVALID_ARGUMENT: INVALID_FIELD (the header is inconsistent, or the bytes are more or fewer than it says),
       WRONG_LENGTH (rows have another width), DIGEST_MISMATCH, or BAD_VALUES (an element is not finite).
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
-      are registered or running need the rest; the message says what is left.
+      are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
+    * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
+    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text from a prompt. The events come in this order:
@@ -227,7 +229,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * INVALID_ARGUMENT: INVALID_FIELD (the header is inconsistent, or the bytes are more or fewer than it says),
       WRONG_LENGTH (rows have another width), DIGEST_MISMATCH, or BAD_VALUES (an element is not finite).
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
-      are registered or running need the rest; the message says what is left.
+      are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
+    * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
+    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text from a prompt. The events come in this order:
@@ -389,7 +393,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * INVALID_ARGUMENT: INVALID_FIELD (the header is inconsistent, or the bytes are more or fewer than it says),
           WRONG_LENGTH (rows have another width), DIGEST_MISMATCH, or BAD_VALUES (an element is not finite).
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
-          are registered or running need the rest; the message says what is left.
+          are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
+        * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
+        * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s.
         """
 
     @_abc_1.abstractmethod

@@ -30,7 +30,7 @@ class SAE:
     """A sparse autoencoder: it describes a row of the model by a few of many features.
 
     `residuum.sae.load` reads one from a file. `Capture(..., encoding="sae", sae=...)` has the server compute the
-    features while the model generates; `Clamp` changes a feature.
+    features while the model generates; `ClampFeature` changes a feature.
 
     A row x has the features f = activation(encoder n(x) + encoder_bias), where n is the layer norm or nothing. Its
     reconstruction is n⁻¹(decoder f + decoder_bias).

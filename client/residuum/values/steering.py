@@ -382,10 +382,11 @@ class Multiply(_Placed):
 
 @dataclass(frozen=True, kw_only=True)
 class ClampFeature(_Placed):
-    """Keeps a feature of a sparse autoencoder within bounds, and the rest of the row as it is.
+    """Sets a feature of a sparse autoencoder to a value, or keeps it between bounds. The rest of the row stays.
 
-    The row x becomes x + (clamp(f, min, max) - f)·v, for the value f of the feature in this row and its row v of the
-    decoder. So what the autoencoder does not describe stays. To add to a feature, use `Add(sae.vector(123), ...)`.
+    A row x becomes x + (w - f)·v. Here f is the value that the feature has in x, v is the feature's row of the decoder,
+    and w is `value`; or with bounds, f itself if it is between them, otherwise the nearer bound. All other features of
+    the sum, and what the autoencoder does not describe, stay. To add to a feature, use `Add(sae.vector(123), ...)`.
 
     Args:
         vector: The `residuum.SAE`; afterwards, the attribute is the feature's direction.

@@ -38,6 +38,8 @@ class Bases:
             sign_dtype: The dtype of signs for rows in the model's dtype. Computed rows always take float32 signs.
             saes: The encoders. None: no capture keeps features.
         """
+        self.has_saes = saes is not None
+        """Whether captures may keep features of sparse autoencoders."""
         self._saes = saes
         self._signs = signs
         self._bank = bank

@@ -54,7 +54,9 @@ class CannotEncodeError(UnsupportedEngineError):
     """The encoders of this device do not agree with the reference."""
 
 
-def check_encodings(width: int, dtype: torch.dtype, device: torch.device, signs: SignCache, encode: Encode) -> None:
+def check_encodings(
+    width: int, dtype: torch.dtype, device: torch.device, signs: SignCache, encode: Encode, *, with_saes: bool
+) -> None:
     """Encode known rows in every encoding, and compare the bytes with the reference.
 
     Args:
@@ -63,6 +65,7 @@ def check_encodings(width: int, dtype: torch.dtype, device: torch.device, signs:
         device: The model's device.
         signs: The signs of random projections.
         encode: The encoder.
+        with_saes: Whether captures may keep features of sparse autoencoders.
 
     Raises:
         CannotEncodeError: The bytes differ.
@@ -70,7 +73,7 @@ def check_encodings(width: int, dtype: torch.dtype, device: torch.device, signs:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((_VECTORS, width)).astype(np.float32)
     sae = _sae(width, rng)
-    for form in _forms(width, dtype):
+    for form in _forms(width, dtype, with_saes=with_saes):
         for positions in _POSITIONS:
             rows = torch.from_numpy(rng.standard_normal((_UNITS, positions, width)).astype(np.float32)).to(dtype)
             basis: Basis | None = torch.from_numpy(vectors).to(device) if form.encoding == PROJECT else None
@@ -91,9 +94,9 @@ def check_encodings(width: int, dtype: torch.dtype, device: torch.device, signs:
                 )
 
 
-def _forms(width: int, dtype: torch.dtype) -> Iterator[RowFormat]:
+def _forms(width: int, dtype: torch.dtype, *, with_saes: bool) -> Iterator[RowFormat]:
     for encoding in ENCODINGS.values():
-        if encoding in LARGEST and width > MAX_INDEXED_WIDTH:
+        if (encoding == SAE and not with_saes) or (encoding in LARGEST and width > MAX_INDEXED_WIDTH):
             continue
         dimensions = _VECTORS if encoding == PROJECT else min(_DIMENSIONS.get(encoding, 0), width)
         features = _FEATURES if encoding == SAE else 0

@@ -1,4 +1,8 @@
-"""The encoders of sparse autoencoders in a worker. The service decides which; a thread copies them to the device."""
+"""The encoders of sparse autoencoders in a worker. The service decides which; a thread copies them to the device.
+
+Their memory is allocated once. Otherwise torch would keep the memory of encoders that were dropped in pieces, which a
+larger encoder cannot use, and a step might have to wait until torch gives them back.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from inference_svc.taps.encodings.sae_encoder import WORKING_BYTES, SAEEncoder, load_encoder
+from inference_svc.taps.encodings.sae_encoder import SAEEncoder, load_encoder
+from inference_svc.taps.encodings.work_stream import WorkStream
 from residuum.v1 import sae_pb2
 from residuum.wire.sae import EncoderShape
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _log = get_logger(__name__)
 
 _LEAVING_SECONDS = 30.0
 """How long a new encoder waits for the memory of one that was dropped. The last blocks of a capture still use it."""
 _POLL_SECONDS = 0.01
+_ALIGNMENT = 256
+"""Bytes. Every encoder begins at a multiple of this, as memory from CUDA does."""
 
 
 class WantedSAE(NamedTuple):
@@ -35,42 +42,45 @@ class WantedSAE(NamedTuple):
     """Its `SAEHeader`, serialised."""
     path: str
     """The file with its bytes; empty if the worker has them."""
-
-
-def room_for_saes(max_bytes: int) -> int:
-    """Return how many bytes of device memory encoders and their arithmetic take at most; 0 if there are none."""
-    return max_bytes + WORKING_BYTES if max_bytes else 0
+    upload: int
+    """The number of the upload, because a later one may have a file of the same path."""
 
 
 class SAECache:
     """Encoders by name. Thread-safe: the service's calls, the loading thread and the sinks' threads use it."""
 
     def __init__(self, max_bytes: int, device: torch.device) -> None:
-        """Keep up to `max_bytes` of encoders on a device."""
-        self._max_bytes = max_bytes
-        self._device = device
+        """Allocate the memory for `max_bytes` of encoders on a device."""
+        self._memory = torch.empty(max_bytes, dtype=torch.uint8, device=device)
+        self._stream = WorkStream(device)
         self._lock = threading.Lock()
         self._encoders: dict[str, SAEEncoder] = {}
-        self._alive: weakref.WeakSet[SAEEncoder] = weakref.WeakSet()  # also those that were dropped and are still used
+        # The places in the memory, also of encoders that were dropped and are still used.
+        self._places: weakref.WeakKeyDictionary[SAEEncoder, range] = weakref.WeakKeyDictionary()
         self._to_load: deque[WantedSAE] = deque()
-        self._loading: str | None = None
+        self._loading: WantedSAE | None = None
         self._loader: threading.Thread | None = None
-        self._errors: dict[str, str] = {}
-        self._wanted: frozenset[str] = frozenset()
+        self._errors: dict[WantedSAE, str] = {}
+        self._wanted: frozenset[WantedSAE] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return int(self._memory.nbytes)
 
     def keep(self, wanted: Sequence[WantedSAE]) -> list[bool | str]:
         """Keep these encoders and no others. Start to load those that are missing.
 
         Returns:
             For each encoder, whether it is ready. If it could not be loaded, the name of the error, once; the next call
-            tries again.
+            tries again. MemoryError: there is no piece of memory of its size.
         """
         with self._lock:
-            self._wanted = frozenset(item.name for item in wanted)
-            for name in self._encoders.keys() - self._wanted:
+            self._wanted = frozenset(wanted)
+            for name in self._encoders.keys() - {item.name for item in wanted}:
                 del self._encoders[name]
-            for name in self._errors.keys() - self._wanted:
-                del self._errors[name]
+            for item in self._errors.keys() - self._wanted:
+                del self._errors[item]
             states = [self._state(item) for item in wanted]
             if self._to_load and self._loader is None:
                 self._loader = threading.Thread(target=self._run, name="residuum-saes", daemon=True)
@@ -87,15 +97,15 @@ class SAECache:
             encoder = self._encoders[name]
         view = encoder.choosing(chosen)
         with self._lock:
-            self._alive.add(view)
+            self._places[view] = self._places[encoder]
         return view
 
     def _state(self, item: WantedSAE) -> bool | str:
         if item.name in self._encoders:
             return True
-        if item.name in self._errors:
-            return self._errors.pop(item.name)
-        if item.name != self._loading and item not in self._to_load:
+        if item in self._errors:
+            return self._errors.pop(item)
+        if item != self._loading and item not in self._to_load:
             self._to_load.append(item)
         return False
 
@@ -103,52 +113,56 @@ class SAECache:
         """Load queued encoders until the queue is empty, then end the thread."""
         while (item := self._next()) is not None:
             try:
-                encoder = self._load(item)
-                with self._lock:
-                    if item.name in self._wanted:
-                        self._encoders[item.name] = encoder
-                        self._alive.add(encoder)
-                del encoder
+                self._load(item)
             except Exception as error:  # noqa: BLE001 - `keep` reports it; other encoders may still be loaded
                 _log.exception("an encoder cannot be loaded", sae=item.name)
                 with self._lock:
-                    self._errors[item.name] = type(error).__name__
+                    self._errors[item] = type(error).__name__
 
     def _next(self) -> WantedSAE | None:
         with self._lock:
             while self._to_load:
-                item = self._to_load.popleft()
-                self._loading = item.name
-                if item.name in self._wanted and item.name not in self._encoders:
-                    return item
+                self._loading = self._to_load.popleft()
+                if self._loading in self._wanted and self._loading.name not in self._encoders:
+                    return self._loading
             self._loading = self._loader = None
             return None
 
-    def _load(self, item: WantedSAE) -> SAEEncoder:
+    def _load(self, item: WantedSAE) -> None:
         shape = EncoderShape.of(sae_pb2.SAEHeader.FromString(item.header))
-        self._wait_for_room(shape.nbytes)
-        if self._device.type != "cuda":
-            return load_encoder(Path(item.path), shape, self._device)
-        torch.cuda.set_device(self._device)
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
-            encoder = load_encoder(Path(item.path), shape, self._device)
-            stream.synchronize()  # before other streams read it
-        return encoder
+        place = self._wait_for_place(shape.nbytes)
+        with self._stream.used():
+            encoder = load_encoder(Path(item.path), shape, self._memory[place.start : place.stop])
+        with self._lock:
+            if item.name in {wanted.name for wanted in self._wanted}:
+                self._encoders[item.name] = encoder
+                self._places[encoder] = place
 
-    def _wait_for_room(self, size: int) -> None:
-        """Wait until encoders that were dropped leave room for a new one.
+    def _wait_for_place(self, size: int) -> range:
+        """Return a place for an encoder. Wait for encoders that were dropped if they leave one.
 
         Raises:
             MemoryError: They do not.
         """
         deadline = time.monotonic() + _LEAVING_SECONDS
-        while self._used() + size > self._max_bytes:
-            if time.monotonic() > deadline:
-                raise MemoryError(f"{size} bytes do not fit next to {self._used()} of {self._max_bytes}")
+        while True:
+            with self._lock:
+                staying = {self._places[encoder] for encoder in self._encoders.values()}
+                taken = set(self._places.values())
+            place = _first_gap(taken, size, self.nbytes)
+            if place is not None:
+                return place
+            if _first_gap(staying, size, self.nbytes) is None or time.monotonic() > deadline:
+                used = sum(map(len, taken))
+                raise MemoryError(f"{size} bytes in one piece do not fit next to {used} of {self.nbytes} bytes")
             time.sleep(_POLL_SECONDS)
 
-    def _used(self) -> int:
-        with self._lock:
-            memories = {encoder.weights.data_ptr(): encoder.nbytes for encoder in self._alive}
-        return sum(memories.values())
+
+def _first_gap(taken: Iterable[range], size: int, total: int) -> range | None:
+    """Return the first free place of a size in memory of `total` bytes; None if there is none."""
+    start = 0
+    for place in sorted(taken, key=lambda place: place.start):
+        if start + size <= place.start:
+            break
+        start = max(start, -(-place.stop // _ALIGNMENT) * _ALIGNMENT)
+    return range(start, start + size) if start + size <= total else None

@@ -16,17 +16,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-WORKING_ELEMENTS = 8 << 20
-"""How many outputs are computed at once, so that a long prompt takes no more memory than this."""
+GROUP_ELEMENTS = 4 << 20
+"""How many elements of rows, and how many outputs, are handled at once, so that a long prompt takes no more memory."""
 
-WORKING_BYTES = 4 * 4 * WORKING_ELEMENTS
-"""What encoding takes at most besides the encoders: the outputs, and what finding the largest of them takes."""
+WORKING_BYTES = 128 << 20
+"""What encoding takes at most at a time, besides the encoders. Of `GROUP_ELEMENTS` float32 numbers each, 16 MiB: the
+outputs, the rows, converted weights, and up to three for the largest outputs with their numbers. The rest is for what
+torch needs in between and rounds up to."""
 
-_FEATURES_AT_ONCE = 4096
-"""How many features' 16-bit weights are converted to float32 at once."""
+_CONVERTED_BYTES = 16 << 20
+"""How much float32 memory 16-bit weights are converted to at once."""
 
 _PIECE_BYTES = 32 << 20
 """How much of a file is copied to the device at once."""
+
+_KERNEL_FEATURES = 1 << 19
+"""How many features one call of the kernel for inner products computes; CUDA limits the size of a grid."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,83 +54,150 @@ class SAEEncoder:
         return self.shape.nbytes
 
     def choosing(self, features: tuple[int, ...]) -> SAEEncoder:
-        """Return the encoder with these features as the kept ones; if there are none, the strongest. Copies nothing."""
-        return replace(self, chosen=torch.tensor(features, device=self.weights.device) if features else None)
+        """Return the encoder with these features as the kept ones; if there are none, the strongest.
 
-    def encode(self, rows: Tensor, out: Tensor) -> None:
+        It copies no weights, and does not wait for the device.
+        """
+        if not features:
+            return replace(self, chosen=None)
+        chosen = torch.tensor(features)
+        if self.weights.is_cuda:  # a copy from memory that is not pinned waits for all that the stream has to do
+            chosen = chosen.pin_memory().to(self.weights.device, non_blocking=True)
+        return replace(self, chosen=chosen)
+
+    def encode(self, rows: Tensor, out: Tensor, space: Tensor | None = None) -> None:
         """Write the kept features of rows as capture.proto says.
 
         Args:
             rows: [n, width].
             out: int32 [n, 2, dimensions]: the numbers of the features, and the bits of their values.
+            space: Memory for outputs, float32. None, or shorter than one row's: they are allocated.
         """
-        together = max(1, WORKING_ELEMENTS // self.shape.features)
+        computed = self._computed()
+        num_outputs = len(computed.biases)
+        together = max(1, GROUP_ELEMENTS // max(num_outputs, self.shape.width))
+        if space is None or len(space) < num_outputs:
+            space = computed.biases.new_empty(num_outputs * min(together, len(rows)))
+        together = min(together, len(space) // num_outputs)
         for first in range(0, len(rows), together):
             part = out[first : first + together]
-            numbers, values = self._kept(rows[first : first + together], part.shape[2])
+            outputs = space[: len(part) * num_outputs].view(len(part), num_outputs)
+            computed.write_outputs(rows[first : first + together], outputs)
+            numbers, values = computed.kept(outputs, part.shape[2])
             part[:, 0] = numbers
             part[:, 1] = values.view(torch.int32)
 
-    def outputs(self, rows: Tensor) -> Tensor:
-        """Return weights @ row + biases of each row, float32 [n, features]."""
-        x = rows.float()
-        if self.shape.normalization == LAYER_NORM:
-            x = x - x.mean(dim=1, keepdim=True)
-            x = x / (x.std(dim=1, keepdim=True) + LAYER_NORM_EPSILON)
-        elif rows.is_cuda and rows.dtype == self.weights.dtype != torch.float32:
-            # Tensor cores: products of 16-bit numbers are exact in float32, and so are the sums but for their order.
-            return torch.mm(rows, self.weights.T, out_dtype=torch.float32).add_(self.biases)
-        if self.weights.dtype == torch.float32:
-            return torch.addmm(self.biases, x, self.weights.T)
-        outputs = x.new_empty(len(x), self.shape.features)
-        for first in range(0, self.shape.features, _FEATURES_AT_ONCE):
-            part = slice(first, first + _FEATURES_AT_ONCE)
-            outputs[:, part] = torch.addmm(self.biases[part], x, self.weights[part].float().T)
-        return outputs
+    def _computed(self) -> SAEEncoder:
+        """Return an encoder whose features are computed: all, or if no feature depends on others, only the chosen."""
+        if self.chosen is None or self.shape.activation == TOP_K:
+            return self
+        threshold = None if self.threshold is None else self.threshold[self.chosen]
+        return replace(self, weights=self.weights[self.chosen], biases=self.biases[self.chosen], threshold=threshold)
 
-    def _kept(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        outputs = self.outputs(rows)
-        if self.shape.activation == JUMP_RELU:
+    def kept(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the numbers (int32) and the values (float32) of the kept features, [n, count]. Overwrites outputs."""
+        if self.threshold is not None:
             outputs.masked_fill_(outputs <= self.threshold, 0.0)
         if self.chosen is not None:
-            if self.shape.activation == TOP_K:
-                top = outputs.topk(self.shape.active, dim=1)
-                outputs = outputs.fill_(0.0).scatter_(1, top.indices, top.values)
-            return self.chosen.to(torch.int32), outputs[:, self.chosen].relu_()
+            numbers = self.chosen.to(torch.int32)
+            if self.shape.activation != TOP_K:
+                return numbers, outputs.relu_()
+            top = outputs.topk(self.shape.active, dim=1, sorted=False)
+            return numbers, outputs.fill_(0.0).scatter_(1, top.indices, top.values)[:, self.chosen].relu_()
         active = min(count, self.shape.active) if self.shape.activation == TOP_K else count
         values, numbers = outputs.topk(active, dim=1)
         values.relu_()
-        numbers = torch.where(values == 0, self.shape.features, numbers).to(torch.int32)
-        missing = (0, count - active)
+        numbers = numbers.to(torch.int32).masked_fill_(values == 0, self.shape.features)
+        absent = (0, count - active)
         return (
-            torch.nn.functional.pad(numbers, missing, value=self.shape.features),
-            torch.nn.functional.pad(values, missing),
+            torch.nn.functional.pad(numbers, absent, value=self.shape.features),
+            torch.nn.functional.pad(values, absent),
         )
 
+    def outputs(self, rows: Tensor) -> Tensor:
+        """Return weights @ row + biases of each row, float32 [n, features]."""
+        outputs = rows.new_empty(len(rows), len(self.biases), dtype=torch.float32)
+        self.write_outputs(rows, outputs)
+        return outputs
 
-def load_encoder(path: Path, shape: EncoderShape, device: torch.device) -> SAEEncoder:
-    """Copy an encoder's bytes from a file to a device, in pieces.
+    def write_outputs(self, rows: Tensor, outputs: Tensor) -> None:
+        """Write weights @ row + biases of each row, summed in float32, to `outputs`, float32 [n, features]."""
+        if self.shape.normalization == LAYER_NORM:
+            rows = rows.to(torch.float32, copy=True)
+            rows.sub_(rows.mean(dim=1, keepdim=True))
+            rows.div_(rows.std(dim=1, keepdim=True).add_(LAYER_NORM_EPSILON))
+        if rows.is_cuda and rows.dtype == self.weights.dtype != torch.float32:
+            # Tensor cores: products of 16-bit numbers are exact in float32, and so are the sums but for their order.
+            torch.mm(rows, self.weights.T, out_dtype=torch.float32, out=outputs)
+            outputs.add_(self.biases)
+        elif _rounds_factors(rows):
+            self._write_by_kernel(rows, outputs)
+        elif self.weights.dtype == torch.float32:
+            torch.addmm(self.biases, rows.float(), self.weights.T, out=outputs)
+        else:
+            numbers = rows.float()
+            together = max(1, _CONVERTED_BYTES // (NUMBER_BYTES * self.shape.width))
+            for first in range(0, len(self.biases), together):
+                part = slice(first, first + together)
+                weights = self.weights[part].float()
+                torch.addmm(self.biases[part], numbers, weights.T, out=outputs[:, part])
+
+    def _write_by_kernel(self, rows: Tensor, outputs: Tensor) -> None:
+        from inference_svc.taps.gpu import encoding_kernels  # only GPU installations have Triton
+
+        for first in range(0, len(self.biases), _KERNEL_FEATURES):
+            part = slice(first, first + _KERNEL_FEATURES)
+            encoding_kernels.inner_products(rows[None], self.weights[part], outputs[:, part], outputs.stride(0))
+        outputs.add_(self.biases)
+
+
+def _rounds_factors(rows: Tensor) -> bool:
+    """Return whether torch may round float32 factors to TF32 on this device (VLLM_FLOAT32_MATMUL_PRECISION).
+
+    That is a setting of the process for the model. To change it for a moment would change the model's own arithmetic.
+    """
+    if not rows.is_cuda:
+        return False
+    try:
+        return str(torch.get_float32_matmul_precision()) != "highest"
+    except RuntimeError:  # it was set in torch's old and new way, which do not agree
+        return True
+
+
+def load_encoder(path: Path, shape: EncoderShape, memory: Tensor) -> SAEEncoder:
+    """Copy an encoder's bytes from a file to a device's memory, in pieces.
+
+    Args:
+        path: The file, as sae.proto orders it.
+        shape: The encoder's shape.
+        memory: uint8 [shape.nbytes].
 
     Raises:
-        OSError: The file cannot be read.
-        RuntimeError: The device has no memory left.
+        OSError: The file cannot be read, or is too short.
     """
-    data = np.memmap(path, dtype=np.uint8, mode="r", shape=(shape.nbytes,))
-    memory = torch.empty(shape.nbytes, dtype=torch.uint8, device=device)
-    for first in range(0, shape.nbytes, _PIECE_BYTES):
-        piece = np.array(data[first : first + _PIECE_BYTES])
-        memory[first : first + len(piece)].copy_(torch.from_numpy(piece))
-    return encoder_of(memory, shape)
+    buffer = np.empty(min(_PIECE_BYTES, shape.nbytes), dtype=np.uint8)
+    numbers = shape.nbytes - shape.weight_bytes
+    with path.open("rb", buffering=0) as file:
+        for start, size, target in ((0, shape.weight_bytes, numbers), (shape.weight_bytes, numbers, 0)):
+            for first in range(0, size, len(buffer)):
+                piece = buffer[: min(len(buffer), size - first)]
+                file.seek(start + first)
+                if file.readinto(piece.data) != len(piece):
+                    raise OSError(f"{path} ends before byte {start + first + len(piece)}")
+                memory[target + first : target + first + len(piece)].copy_(torch.from_numpy(piece))
+    return _encoder_in(memory, shape)
 
 
-def encoder_of(memory: Tensor, shape: EncoderShape) -> SAEEncoder:
-    """Return the encoder whose bytes are in a device's memory, uint8 [shape.nbytes]. Copies nothing."""
-    end, size = shape.weight_bytes, NUMBER_BYTES * shape.features
-    weights = memory[:end].view(TORCH_TYPES[shape.dtype]).view(shape.features, shape.width)
-    biases = _floats(memory[end : end + size])
-    return SAEEncoder(shape, weights, biases, _floats(memory[end + size :]) if shape.activation == JUMP_RELU else None)
+def encoder_of(data: Tensor, shape: EncoderShape) -> SAEEncoder:
+    """Return a copy of the encoder whose bytes are `data`, uint8 [shape.nbytes], as sae.proto orders them."""
+    return _encoder_in(torch.cat([data[shape.weight_bytes :], data[: shape.weight_bytes]]), shape)
 
 
-def _floats(memory: Tensor) -> Tensor:
-    aligned = memory if memory.storage_offset() % NUMBER_BYTES == 0 else memory.clone()
-    return aligned.view(torch.float32)
+def _encoder_in(memory: Tensor, shape: EncoderShape) -> SAEEncoder:
+    """Return the encoder in a device's memory: biases and thresholds first, because they must be aligned."""
+    size = NUMBER_BYTES * shape.features
+    numbers = [
+        memory[first : first + size].view(torch.float32) for first in range(0, shape.nbytes - shape.weight_bytes, size)
+    ]
+    weights = memory[-shape.weight_bytes :].view(TORCH_TYPES[shape.dtype]).view(shape.features, shape.width)
+    return SAEEncoder(shape, weights, numbers[0], numbers[1] if shape.activation == JUMP_RELU else None)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from inference_svc.taps.encodings.projections import KEPT_BYTES
+from inference_svc.taps.encodings.work_stream import WorkStream
 from residuum.wire.projection import projection_signs
 from svc_common.logs import get_logger
 
@@ -55,7 +55,7 @@ class SignCache:
         self._kept: frozenset[Signs] = frozenset()  # by any owner
         self._to_make: deque[Signs] = deque()
         self._making: Signs | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = WorkStream(device)
         self._maker: threading.Thread | None = None
         self._errors: dict[Signs, str] = {}
 
@@ -108,27 +108,13 @@ class SignCache:
         """Make queued matrices until the queue is empty, then end the thread."""
         while (key := self._next()) is not None:
             try:
-                with self._own_stream() as stream:
+                with self._stream.used():
                     signs = self._make(key)
-                    if stream is not None:
-                        stream.synchronize()  # before other streams read the matrix
                 self._add(key, signs)
             except Exception as error:  # noqa: BLE001 - `keep` reports it; other matrices may still be made
                 _log.exception("signs of a random projection cannot be made", seed=key.seed, dimensions=key.dimensions)
                 with self._lock:
                     self._errors[key] = type(error).__name__
-
-    @contextmanager
-    def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
-        """Work on a CUDA stream of this thread, if the device is a GPU."""
-        if self._device.type != "cuda":
-            yield None
-            return
-        torch.cuda.set_device(self._device)
-        if self._stream is None:  # reused, because torch keeps freed memory for the stream that allocated it
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
-            yield self._stream
 
     def _next(self) -> Signs | None:
         with self._lock:

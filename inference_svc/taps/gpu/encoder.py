@@ -1,8 +1,8 @@
 """The encoder on a GPU: it encodes rows into a buffer of fixed size, and copies the buffer to the ring.
 
 All work goes to the current stream. No call waits for the device, and only the features of sparse autoencoders take
-more device memory (`sae_encoder.WORKING_BYTES`). Large blocks pass through the buffer in parts. On the stream, each
-part starts when the part before it has left the buffer.
+more device memory, up to `sae_encoder.WORKING_BYTES`. Large blocks pass through the buffer in parts. On the stream,
+each part starts when the part before it has left the buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from residuum.wire.encodings import RowFormat
 
 STAGED_BYTES = 16 << 20
-"""The size of the buffer for encoded rows, and of the buffer for sums of a random projection."""
+"""The size of the buffer for encoded rows, and of the buffer for sums: of a random projection, or outputs of an SAE."""
 
 _WORD = 4
 
@@ -97,7 +97,7 @@ class GpuEncoder:
         encoding = form.encoding
         if isinstance(basis, SAEEncoder):
             for unit, target in zip(rows, out.view(len(rows), -1), strict=True):
-                basis.encode(unit, target.view(torch.int32).view(len(unit), 2, form.dimensions))
+                basis.encode(unit, target.view(torch.int32).view(len(unit), 2, form.dimensions), self._sums)
             return
         if encoding in LARGEST:
             encoding_kernels.keep_largest(rows, out, form.dimensions, quantize=encoding == capture_pb2.ENCODING_TOPK8)

@@ -195,9 +195,9 @@ def _keep_largest_kernel(  # type: ignore[no-untyped-def]
             _write(values + (BITS // 8) * place, own, kept, BITS // 8)
 
 
-@triton.jit(do_not_specialize=["rows", "positions", "capacity", "count"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["rows", "positions", "capacity", "count", "stride"])  # type: ignore[untyped-decorator, unused-ignore]
 def _inner_products_kernel(  # type: ignore[no-untyped-def]
-    source, vectors, target, rows, positions, capacity, width, count, ROWS: tl.constexpr, VECTORS: tl.constexpr,
+    source, vectors, target, rows, positions, capacity, width, count, stride, ROWS: tl.constexpr, VECTORS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -210,8 +210,8 @@ def _inner_products_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(at[:, None] + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
         v_at = vectors + vector[None, :].to(tl.int64) * width + column[:, None]
         v = tl.load(v_at, mask=(vector < count)[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(x.to(tl.float32), v, total, input_precision="ieee")
-    place = target + row[:, None] * count + vector[None, :]
+        total = tl.dot(x.to(tl.float32), v.to(tl.float32), total, input_precision="ieee")
+    place = target + row[:, None] * stride + vector[None, :]
     tl.store(place, total, mask=(row < rows)[:, None] & (vector < count)[None, :])
 
 
@@ -251,19 +251,22 @@ def keep_largest(rows: Tensor, out: Tensor, count: int, *, quantize: bool) -> No
     )  # fmt: skip
 
 
-def inner_products(rows: Tensor, vectors: Tensor, out: Tensor) -> None:
+def inner_products(rows: Tensor, vectors: Tensor, out: Tensor, stride: int = 0) -> None:
     """Write the inner products of rows and vectors, float32 [units, positions, vectors], to `out`.
+
+    Factors and products are float32, whatever torch's own products round to.
 
     Args:
         rows: [units, positions, width], contiguous except for gaps between units.
-        vectors: float32 [vectors, width].
+        vectors: [vectors, width].
         out: float32.
+        stride: The distance from one row's products to the next in `out`; 0: they have no gaps.
     """
     units, positions, width = rows.shape
     grid = (triton.cdiv(units * positions, _TILE_ROWS), triton.cdiv(len(vectors), _TILE_VECTORS))
     _inner_products_kernel[grid](
-        rows, vectors, out, units * positions, positions, _capacity(rows), width, len(vectors), ROWS=_TILE_ROWS,
-        VECTORS=_TILE_VECTORS, WIDTH=_TILE_WIDTH,
+        rows, vectors, out, units * positions, positions, _capacity(rows), width, len(vectors), stride or len(vectors),
+        ROWS=_TILE_ROWS, VECTORS=_TILE_VECTORS, WIDTH=_TILE_WIDTH,
     )  # fmt: skip
 
 

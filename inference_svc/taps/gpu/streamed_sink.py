@@ -20,7 +20,7 @@ import torch
 from inference_svc.taps.gpu.block_copies import MAX_TOGETHER, BlockCopies
 from inference_svc.taps.gpu.copy_check import CannotCopyError, check_copies
 from inference_svc.taps.gpu.encoder import GpuEncoder
-from inference_svc.taps.ring_writer import Encoded
+from inference_svc.taps.ring_writer import NO_MEMORY, Encoded
 from inference_svc.taps.sink import BlockSink
 from residuum.v1 import capture_pb2
 from svc_common.logs import get_logger
@@ -248,12 +248,17 @@ class StreamedSink(BlockSink):
         return True
 
     def _start_batch(self, batch: Batch, block: Block | None = None) -> bool:
-        """Start to encode and copy a batch. Return False if it was shed instead."""
+        """Start to encode and copy a batch. Return False if it was shed instead, or the device has no memory left."""
         encoded = self._acquire(batch.capture, batch.positions)
         if encoded is None:
             return False
-        rows, basis = self._rows_and_basis(batch, encoded.form)
-        self._encoder.encode(rows, encoded.form, basis, self._address + encoded.extent.offset)
+        try:
+            rows, basis = self._rows_and_basis(batch, encoded.form)
+            self._encoder.encode(rows, encoded.form, basis, self._address + encoded.extent.offset)
+        except NO_MEMORY as error:
+            self._stream.synchronize()  # parts of the batch may be on their way to the extent
+            self._writer.give_up(encoded, error)
+            return False
         self._collect(_Copy(encoded, block, (rows, basis)))
         return True
 

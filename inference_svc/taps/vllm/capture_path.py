@@ -16,7 +16,8 @@ from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.element_types import WIRE_TYPES
-from inference_svc.taps.encodings.sae_cache import SAECache, WantedSAE, room_for_saes
+from inference_svc.taps.encodings.sae_cache import SAECache, WantedSAE
+from inference_svc.taps.encodings.sae_encoder import WORKING_BYTES
 from inference_svc.taps.encodings.signs import max_sign_bytes
 from inference_svc.taps.joining_sink import JoiningSink, WholeRows
 from inference_svc.taps.points import AllPoints, TapPoints
@@ -160,6 +161,11 @@ class CapturePath:
         """Bytes of device memory that the sinks allocate for their lifetime."""
         return sum(sink.nbytes for sink in self._sinks())
 
+    @property
+    def sae_bytes(self) -> int:
+        """Bytes of the memory for encoders of sparse autoencoders."""
+        return self._saes.nbytes if self._saes else 0
+
     def load_vectors(self, rows: Sequence[tuple[int, bytes]]) -> None:
         """Write vectors into rows of the banks of their width; see `VectorBank.load`.
 
@@ -237,16 +243,18 @@ class CapturePath:
         """Return the runtime of each shape. `join` makes whole rows of the ranks' parts; see `tensor_parallel.join`."""
         return [rows.runtime(tap, join) for rows, tap in zip(self._all, taps, strict=True)]
 
-    def room_for_bases(self) -> torch.Tensor | None:
-        """Allocate as much device memory as the bases of captures may take later; None if this rank needs none.
+    def room_for_encoding(self) -> torch.Tensor | None:
+        """Allocate as much device memory as encoding rows may take later; None if this rank needs none.
 
-        Bases are the signs of random projections, and the encoders of sparse autoencoders.
+        This is for the signs of random projections, and for what each sink needs to compute features.
         """
         stream = self._all[0]
         if stream.sink is None:
             return None
         owners = self._config.parallel_config._api_process_count  # noqa: SLF001 - the API servers of `vllm serve`
-        size = max_sign_bytes(stream.format.hidden, owners) + room_for_saes(self._sae_bytes)
+        size = max_sign_bytes(stream.format.hidden, owners)
+        if self._saes:
+            size += len(self._sinks()) * WORKING_BYTES
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def keep_signs(self, projections: Sequence[tuple[int, int, bool]], owner: int) -> list[bool | str]:

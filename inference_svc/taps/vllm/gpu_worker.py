@@ -24,11 +24,11 @@ class TappedGpuWorker(TappedWorker, Worker):
         self.model_runner.model_memory_usage += self._residuum.device_bytes
 
     def determine_available_memory(self) -> int:
-        """Return the memory that vLLM measures, less what signs of random projections and encoders may take later.
+        """Return the memory that vLLM measures, less what encoding rows may take later.
 
         Their memory is allocated while vLLM measures, so the KV cache leaves it free.
         """
-        room = self._residuum.path.room_for_bases()
+        room = self._residuum.path.room_for_encoding()
         size = 0 if room is None else room.nbytes
         self.model_runner.model_memory_usage += size
         try:

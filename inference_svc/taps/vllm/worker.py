@@ -143,7 +143,7 @@ class TappedWorker:
         return self._residuum.path.keep_signs(projections, owner)
 
     @_answered
-    def residuum_keep_saes(self, wanted: Sequence[tuple[str, bytes, str]]) -> list[bool | str]:
+    def residuum_keep_saes(self, wanted: Sequence[tuple[str, bytes, str, int]]) -> list[bool | str]:
         """Keep encoders of sparse autoencoders, as the fields of `WantedSAE`; see `SAECache.keep`."""
         return self._residuum.path.keep_saes([WantedSAE(*item) for item in wanted])
 
@@ -280,6 +280,7 @@ class _Taps:
             + self.path.bank_bytes
             + self.path.sink_bytes
             + self.path.score_bytes
+            + self.path.sae_bytes
         )
 
     def describe(self) -> dict[str, Any]:
