@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.points import TapPoints
-from inference_svc.taps.steps.layout import StepRows
+from inference_svc.taps.steps.layout import StepPlanner, StepRows
 from inference_svc.taps.steps.runtime import TapRuntime
 from inference_svc.taps.steps.steady import SteadyBatch
 from residuum.v1 import capture_pb2
@@ -26,12 +26,22 @@ POST, ATTN = capture_pb2.SITE_RESID_POST, capture_pb2.SITE_ATTN_OUT
 class Worker:
     """A runtime whose tap records layouts and whose sink gives blocks back at once."""
 
-    def __init__(self, *, steadies: bool) -> None:
+    def __init__(self, *, steadies: bool, looks_at_each_position: bool = False) -> None:
         self.pool = BlockPool(BlockPool.rows_needed(64, 16, 2 * LAYERS), HIDDEN, torch.float32, CPU, 0)
         self.runtime = TapRuntime(TapPoints(0, LAYERS), self, self.pool, self)
         self.lines, self.sent, self.gathering, self.armed = [], [], [], 0
         if not steadies:
-            self.runtime._lay_out = self.runtime._plan
+            self.runtime._lay_out = self._plan_each_position if looks_at_each_position else self.runtime._plan
+
+    def _plan_each_position(self, rows):
+        """Lay out a step without any assumption about positions that have the same treatment."""
+        planner, row = StepPlanner(self.pool), 0
+        planner._add = lambda state, steering, *run: planner._add_many(state, steering.plan, *run)
+        for request_id, first, count in zip(rows.request_ids, rows.firsts.tolist(), rows.counts.tolist(), strict=True):
+            if request_id in self.runtime._requests:
+                planner.add_request(self.runtime._requests[request_id], row, first, count)
+            row += count
+        return planner.finish()
 
     def arm(self, layout):
         self.armed += 1
@@ -58,7 +68,13 @@ class Worker:
         self.runtime.finish_step()
 
 
-selections = st.sampled_from([select(), select(phases=(PROMPT,)), select(phases=(GENERATED,)), select(every=3)])
+selections = st.sampled_from(
+    [
+        *(select(), select(phases=(PROMPT,)), select(phases=(GENERATED,)), select(every=3)),
+        *(select((-1, None)), select((-1, -1)), select((0, 0), (6, None)), select((1, 4)), select((-2, 40))),
+        *(select((1, 9), phases=(GENERATED,)), select((3, None), every=2), select((0, None))),
+    ]
+)
 captures = st.none() | st.builds(
     lambda layers, sites, positions, interval: capture(
         layers=sorted(layers), sites=sorted(sites), positions=positions, flush_interval=interval
@@ -85,20 +101,25 @@ happenings = st.one_of(
 )
 
 
-class Pair:
-    """Two workers that get the same steps. One of them lays out every request separately."""
+class Workers:
+    """Workers that get the same steps. All but the first lay out every request separately."""
 
     def __init__(self):
-        self.workers = (Worker(steadies=True), Worker(steadies=False))
+        self.workers = (
+            Worker(steadies=True),
+            Worker(steadies=False),
+            Worker(steadies=False, looks_at_each_position=True),
+        )
         self.running: dict[str, int] = {}  # name -> next position
         self.count = 0
 
     def step(self, rows, **options):
         for worker in self.workers:
             worker.step(rows, **options)
-        steady, plain = self.workers
-        assert steady.lines == plain.lines
-        assert steady.sent == plain.sent
+        steady, *others = self.workers
+        for other in others:
+            assert steady.lines == other.lines
+            assert steady.sent == other.sent
 
     def compute(self, more=(), **options):
         """Compute a token of each running request, and the given rows."""
@@ -148,8 +169,7 @@ class Pair:
         self.running = {other: first + (other != name) for other, first in self.running.items()}
 
     def change(self, number):
-        first, second = (worker.runtime.change_steering(self.some(number), ()) for worker in self.workers)
-        assert first == second
+        assert len({worker.runtime.change_steering(self.some(number), ()) for worker in self.workers}) == 1
 
     def swap(self, number):
         name = self.some(number)  # vLLM moves another request into its row
@@ -159,7 +179,7 @@ class Pair:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(requests, min_size=1, max_size=5), st.booleans(), st.lists(happenings, max_size=12))
 def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, together, then):
-    pair = Pair()
+    pair = Workers()
     for wanted in [begin] if together else [[each] for each in begin]:
         pair.admit(*wanted)
     for what, value in then:
@@ -167,9 +187,8 @@ def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, togeth
             getattr(pair, what)(value)
     for worker in pair.workers:
         worker.runtime.begin_step(list(pair.running), [])
-    steady, plain = pair.workers
-    assert steady.sent == plain.sent
-    assert steady.pool.free_rows == plain.pool.free_rows == len(steady.pool.memory)
+    assert all(worker.sent == pair.workers[0].sent for worker in pair.workers)
+    assert all(worker.pool.free_rows == len(worker.pool.memory) for worker in pair.workers)
 
 
 def test_a_batch_that_is_only_steered_is_armed_once():
@@ -182,8 +201,17 @@ def test_a_batch_that_is_only_steered_is_armed_once():
     assert isinstance(worker.runtime._steady, SteadyBatch)
 
 
+@pytest.mark.parametrize("where", [select((-1, None)), select((-1, -1)), select((0, 5)), select((4, None))])
+def test_replies_are_steady_as_soon_as_their_positions_have_one_treatment(where):
+    worker = Worker(steadies=True)
+    worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", RequestPlan(PROMPT_TOKENS, capture(positions=where)))])
+    for position in range(2, 10):
+        worker.step([("r", position, 1)])
+    assert isinstance(worker.runtime._steady, SteadyBatch)
+
+
 def test_requests_that_began_together_may_change_places():
-    pair = Pair()
+    pair = Workers()
     pair.admit(*((capture(layers=layers), (), False) for layers in ((0, 1), (2,))))
     for change in (pair.compute, lambda: pair.swap(0), lambda: pair.compute_two(0), lambda: pair.compute_again(1)):
         pair.go_on(3)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.limits import MAX_RANGES
 from residuum.wire.selection import (
+    borders,
     captured_positions,
     check_positions,
     expected_rows,
@@ -57,6 +58,16 @@ def test_wanted_positions(selection, prompt_tokens, first, count):
     wanted = wanted_positions(selection, prompt_tokens, first, count)
     assert wanted.shape == (count,)
     assert wanted.tolist() == [by_the_words(selection, prompt_tokens, first + at) for at in range(count)]
+
+
+@given(selections, st.integers(1, 20))
+def test_a_selection_changes_only_at_its_borders(selection, prompt_tokens):
+    found = borders(selection, prompt_tokens)
+    if found is None:
+        assert selection.every > 1
+        return
+    wanted = [by_the_words(selection, prompt_tokens, position) for position in range(70)]
+    assert {at for at in range(1, 70) if wanted[at] != wanted[at - 1]} <= set(found)
 
 
 @given(selections, st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))

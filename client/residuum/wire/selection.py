@@ -115,6 +115,23 @@ def wanted_positions(
     return wanted
 
 
+def borders(selection: selection_pb2.PositionSelection, prompt_tokens: int) -> list[int] | None:
+    """Return the positions at which a selection may begin or end, in any order.
+
+    Between two borders that follow each other, and after the last one, either all positions are selected or none.
+
+    Returns:
+        The borders; None if `every` is above 1, because then each position may differ from the one before it.
+    """
+    if selection.every > 1:
+        return None
+    found = [prompt_tokens] if selection.phases else []
+    for item in selection.ranges:
+        low, high = _bounds(item, prompt_tokens)
+        found += [int(low)] if high == np.inf else [int(low), int(high) + 1]
+    return found
+
+
 def is_reduced(spec: capture_pb2.CaptureSpec) -> bool:
     """Tell whether a capture is reduced: whether it has one row for all positions of a phase."""
     return spec.reduction not in (capture_pb2.REDUCTION_UNSPECIFIED, capture_pb2.REDUCTION_NONE)

@@ -13,9 +13,8 @@ import numpy as np
 
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.steps.programs import Program
-from residuum.v1 import selection_pb2
 from residuum.wire.limits import BLOCK_TOKENS
-from residuum.wire.selection import wanted_positions
+from residuum.wire.selection import borders, wanted_positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture, Operation, RequestPlan
+    from residuum.v1 import selection_pb2
 
 NOWHERE = -1
 """The place of a row that is not captured."""
@@ -50,16 +50,26 @@ class Steering:
     def __init__(self, plan: RequestPlan) -> None:
         """Take the operations and the capture of `plan`."""
         self.plan = plan
+        self._borders = _borders(plan)
 
     @cached_property
     def prefill(self) -> Treatment | None:
         """The treatment of every prompt position; None if positions differ."""
-        return _treatment(self.plan, selection_pb2.PHASE_PROMPT)
+        end = self.plan.prompt_tokens
+        if self._borders is None or any(0 < border < end for border in self._borders):
+            return None
+        return _treatment(self.plan, 0)
 
     @cached_property
     def decode(self) -> Treatment | None:
-        """The treatment of every generated position; None if positions differ."""
-        return _treatment(self.plan, selection_pb2.PHASE_GENERATED)
+        """The treatment of every generated position from `decode_from` on; None if positions differ without end."""
+        return None if self._borders is None else _treatment(self.plan, self.decode_from)
+
+    @cached_property
+    def decode_from(self) -> int:
+        """The first generated position from which on all have one treatment, if they ever do."""
+        first: int = max([self.plan.prompt_tokens, *(self._borders or ())])
+        return first
 
 
 class RequestState:
@@ -98,10 +108,10 @@ class RequestState:
         return self.steered_from
 
     def generates_next(self, position: int) -> bool:
-        """Return whether `position` is the next one and generated, and all generated positions have one treatment."""
+        """Return whether `position` is the next one and generated, and has one treatment with all that follow."""
         return (
             position == self.next_position
-            and position >= self.plan.prompt_tokens
+            and position >= self.steering.decode_from
             and position >= self.steered_from
             and self.steering.decode is not None
         )
@@ -192,7 +202,7 @@ class StepPlanner:
         prompt_tokens = state.plan.prompt_tokens
         if first != state.next_position:
             self._add_many(state, steering.plan, row, first, count)
-        elif count == 1 and first >= prompt_tokens and steering.decode:
+        elif count == 1 and first >= steering.decode_from and steering.decode:
             self._add_single(state, steering.decode, row, first)
         elif first + count <= prompt_tokens and steering.prefill:
             self._add_run(state, steering.prefill, row, first, count)
@@ -316,16 +326,26 @@ def as_slice(index: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
     return slice(index[0], index[-1] + 1) if bool((index[1:] == index[:-1] + 1).all()) else index
 
 
-def _treatment(plan: RequestPlan, phase: selection_pb2.Phase.ValueType) -> Treatment | None:
-    selections = [item.positions for item in plan.operations]
+def _borders(plan: RequestPlan) -> list[int] | None:
+    """Return the positions at which the treatment of a request's positions may change; None if it may at each."""
+    selections = [operation.positions for operation in plan.operations]
     if plan.capture:
         selections.append(plan.capture.positions)
-    if any(selection.ranges or selection.every > 1 for selection in selections):
-        return None
-    applied = [index for index, item in enumerate(plan.operations) if _in_phase(item.positions, phase)]
-    captured = plan.capture is not None and _in_phase(plan.capture.positions, phase)
+    found: list[int] = []
+    for selection in selections:
+        some = borders(selection, plan.prompt_tokens)
+        if some is None:
+            return None
+        found += some
+    return found
+
+
+def _treatment(plan: RequestPlan, position: int) -> Treatment:
+    """Return the treatment of a position."""
+
+    def is_in(selection: selection_pb2.PositionSelection) -> bool:
+        return bool(wanted_positions(selection, plan.prompt_tokens, position, 1)[0])
+
+    applied = [index for index, operation in enumerate(plan.operations) if is_in(operation.positions)]
+    captured = plan.capture is not None and is_in(plan.capture.positions)
     return Treatment(Program.for_rows(plan, applied, captured=captured), captured)
-
-
-def _in_phase(selection: selection_pb2.PositionSelection, phase: selection_pb2.Phase.ValueType) -> bool:
-    return not selection.phases or phase in selection.phases
