@@ -9,6 +9,7 @@ from peer import HIDDEN, LAYERS
 from ui_page import Page, array
 
 import residuum
+from residuum.ui.grids import _tiles
 from residuum.ui.measures import Grid
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\u202e"
@@ -171,13 +172,19 @@ def test_a_capture_is_followed_while_it_is_written(page, peer, endpoint):
         for event, data in found["events"]:
             for tile in data["tiles"] if event == "tiles" else ():
                 values |= {
-                    (tile["layer"], at): value
-                    for at, value in zip(tile["positions"], array(tile["values"]), strict=False)
+                    (tile["layer"], tile["first"] + index): value for index, value in enumerate(array(tile["values"]))
                 }
         acts = client.activations(name)
         for layer in acts:
             for at, row in zip(acts.positions, acts[layer], strict=False):
                 assert values[layer, at] == pytest.approx(np.linalg.norm(row.astype(np.float64)))
+
+
+def test_positions_with_gaps_are_followed_as_runs():
+    positions = np.array([0, 1, 5, 6, 7, 9])
+    tiles = list(_tiles(3, positions, positions.astype(np.float32)))
+    assert [(tile["layer"], tile["first"], array(tile["values"]).tolist()) for tile in tiles] == [
+        (3, 0, [0, 1]), (3, 5, [5, 6, 7]), (3, 9, [9])]  # fmt: skip
 
 
 def test_labels_are_changed_and_captures_deleted(page, endpoint):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -27,7 +29,7 @@ from residuum.ui.answers import (
     whole_number,
 )
 from residuum.ui.gallery import layer_vectors
-from residuum.ui.measures import Grid, Measure, statistics
+from residuum.ui.measures import FloatArray, Grid, Measure, statistics
 from residuum.values.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -41,6 +43,12 @@ _MOST_COLUMNS = 4096
 _MOST_LIVE = 8
 _EVENT_SECONDS = 0.1
 """How often a live stream sends what has come."""
+
+_EVENT_VALUES = 1 << 14
+"""After how many values it sends before that: the page stays smooth while it reads a long prompt."""
+
+Piece = tuple[int, npt.NDArray[np.int64], FloatArray]
+"""A layer, positions, and their values."""
 
 _STREAM_SITES = {"resid_post", "resid_pre", "resid_mid"}
 """The sites whose rows the model's unembedding can be applied to."""
@@ -119,18 +127,47 @@ async def _growing(request: Request, index: int, asked: Mapping[str, Any]) -> As
         manifest, site, sequence, measure, _ = await _wanted(request, asked)
         layers = list(manifest.layers_at(site))
         yield "start", {"index": index, "layers": layers, "prompt_tokens": len(manifest.prompt_token_ids)}
-        tiles: list[dict[str, Any]] = []
-        sent = 0.0
-        async for layer, positions, values in _measured(client, manifest, site, sequence, measure):
-            tiles.append({"layer": layer, "positions": positions.tolist(), "values": floats(values)})
-            if time.monotonic() - sent >= _EVENT_SECONDS:
-                yield "tiles", {"index": index, "tiles": tiles}
-                tiles, sent = [], time.monotonic()
-        if tiles:
+        async for tiles in _batches(_measured(client, manifest, site, sequence, measure)):
             yield "tiles", {"index": index, "tiles": tiles}
         yield "end", {"index": index}
     except FAILURES as error:
         yield "problem", {"index": index, **describe(error)}
+
+
+async def _batches(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[list[dict[str, Any]], None]:
+    """Yield the tiles of pieces together, and the last ones also while no further piece comes."""
+    tiles: list[dict[str, Any]] = []
+    sent, count = 0.0, 0
+    waiting = asyncio.ensure_future(anext(pieces))
+    try:
+        while True:
+            rest = max(sent + _EVENT_SECONDS - time.monotonic(), 0.0) if tiles else None
+            done, _ = await asyncio.wait([waiting], timeout=rest)
+            if done:
+                try:
+                    layer, positions, values = waiting.result()
+                except StopAsyncIteration:
+                    break
+                tiles.extend(_tiles(layer, positions, values))
+                count += len(values)
+                waiting = asyncio.ensure_future(anext(pieces))
+            if tiles and (count >= _EVENT_VALUES or time.monotonic() - sent >= _EVENT_SECONDS):
+                yield tiles
+                tiles, sent, count = [], time.monotonic(), 0
+        if tiles:
+            yield tiles
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await pieces.aclose()
+
+
+def _tiles(layer: int, positions: npt.NDArray[np.int64], values: FloatArray) -> Iterator[dict[str, Any]]:
+    """Yield the values of a layer as runs of positions that follow each other."""
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    for places, part in zip(np.split(positions, cuts), np.split(values, cuts), strict=True):
+        if len(places):
+            yield {"layer": layer, "first": int(places[0]), "values": floats(part)}
 
 
 async def row(request: Request) -> Response:
@@ -193,7 +230,7 @@ async def _wanted(request: Request, asked: Mapping[str, Any]) -> tuple[Manifest,
 
 async def _measured(
     client: AsyncClient, manifest: Manifest, site: str, sequence: int, measure: Measure
-) -> AsyncIterator[tuple[int, Any, Any]]:
+) -> AsyncGenerator[Piece, None]:
     """Yield (layer, positions, values) of a capture as its rows arrive, until it has ended."""
     pieces = client.follow(manifest.capture_id, sites=[site], sequence=sequence, allow_partial=True)
     async for _, layer, positions, rows in pieces:

@@ -1,7 +1,7 @@
 // A layer × position heat map on a canvas. The top row is the last layer. It is one stop of the keyboard: the arrow keys
 // move the chosen cell.
 import { html, useEffect, useRef, useState } from "../core/lib.js";
-import { color, isSigned } from "../core/colors.js";
+import { color, isSigned, paint } from "../core/colors.js";
 import { number } from "../core/format.js";
 import { useDark, useWidth } from "../core/hooks.js";
 
@@ -44,7 +44,7 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
     <canvas ref=${canvas} role="application" aria-roledescription="heat map" tabindex="0" aria-label=${label}
       onMouseMove=${(event) => setHovered(cellAt(event))} onMouseLeave=${() => setHovered(null)}
       onClick=${(event) => { const cell = cellAt(event); if (cell) onChoose?.(cell); }} onKeyDown=${move}></canvas>
-    <div class="foot"><span>position ${first}</span><span>${last}</span></div>
+    <div class="foot"><span>position ${first}</span><span>${Math.min(last, (grid.positions ?? last + 1) - 1)}</span></div>
     <div class="foot status" aria-live="polite">${shown ? cellText(grid, shown, describe) : "Point at a cell, or move with the arrow keys."}</div>
   </div>`;
 }
@@ -83,13 +83,10 @@ function draw(canvas, { height, grid, ranges, measure, dark, chosen }) {
   canvas.height = Math.max(1, Math.round(height * scale));
   if (!layers.length || !columns) return;
   const image = new ImageData(columns, layers.length);
+  const pixels = new Uint32Array(image.data.buffer);
   for (let row = 0; row < layers.length; row++) {
-    const source = (layers.length - 1 - row) * columns;
-    const range = ranges[layers.length - 1 - row];
-    for (let column = 0; column < columns; column++) {
-      const rgb = color(values[source + column], range, measure, dark);
-      if (rgb) image.data.set([...rgb, 255], 4 * (row * columns + column));
-    }
+    const source = layers.length - 1 - row;
+    paint(pixels.subarray(row * columns, (row + 1) * columns), values.subarray(source * columns, (source + 1) * columns), ranges[source], measure, dark);
   }
   const small = new OffscreenCanvas(columns, layers.length);
   small.getContext("2d").putImageData(image, 0, 0);

@@ -1,12 +1,13 @@
 // One capture: its heat map and its tokens, with the choice of site, sequence, measure and layer.
 import { html, useEffect, useMemo, useRef, useState } from "../core/lib.js";
-import { Failure, floats, get, stream } from "../core/api.js";
+import { floats, get } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { saveCsv, savePng } from "../core/download.js";
 import { number, numbersOf, oneLine, wholeNumber } from "../core/format.js";
 import { useLoaded } from "../core/hooks.js";
 import { Field, Problem, Select } from "./basics.js";
 import { HeatMap, Legend, startOf } from "./heatmap.js";
+import { useLive } from "./live.js";
 import { Tokens } from "./tokens.js";
 
 const MEASURES = [["norm", "Norm"], ["projection", "Projection onto a direction"], ["cosine", "Cosine with a direction"]];
@@ -62,7 +63,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   const scores = useLoaded(async (signal) => (isOpen ? null : floats((await get("scores", { ...wanted, layer }, signal)).values)), [...keys, layer]);
   const live = useLive(isOpen ? wanted : null);
   const grid = useMemo(() => padded(isOpen ? live.grid : ended.value, span), [isOpen, live.grid, ended.value, span]);
-  const values = isOpen ? rowOf(live.grid, layer) : scores.value;
+  const values = isOpen ? live.grid?.row(layer) ?? null : scores.value;
   const canvas = useRef(null);
   const [hovered, setHovered] = useState(null);
   const ids = tokens.value?.ids ?? [];
@@ -132,78 +133,6 @@ function padded(grid, span) {
 }
 
 const gridOf = (answer) => ({ ...answer, values: floats(answer.values) });
-
-function rowOf(grid, layer) {
-  const index = grid ? grid.layers.indexOf(layer) : -1;
-  return index < 0 ? null : grid.values.subarray(index * grid.columns, (index + 1) * grid.columns);
-}
-
-// The grid of an open capture, which grows. Without `wanted` there is none.
-export const useLive = (wanted) => useLives([wanted])[0];
-
-// The grids of several open captures. They share one stream: a browser opens at most six connections to a host, and each
-// reply of Generate takes one, too. What has come of a capture stays when the others change.
-export function useLives(wanted) {
-  const keys = wanted.map((item) => (item ? JSON.stringify(item) : ""));
-  const known = useRef(new Map());
-  const [states, setStates] = useState(new Map());
-  useEffect(() => {
-    const asked = [...new Set(keys.filter(Boolean))];
-    for (const key of known.current.keys()) if (!asked.includes(key)) known.current.delete(key);
-    setStates((before) => new Map(asked.map((key) => [key, { grid: before.get(key)?.grid ?? null, error: null }])));
-    if (!asked.length) return undefined;
-    const stop = new AbortController();
-    const changed = new Set();
-    let frame = 0;
-    const change = (key, changes) => setStates((before) => new Map(before).set(key, { ...(before.get(key) ?? NOTHING), ...changes }));
-    const paint = () => {
-      frame = 0;
-      for (const key of changed) change(key, { grid: gridOfRows(known.current.get(key)) });
-      changed.clear();
-    };
-    const onEvent = (event, data) => {
-      const key = asked[data.index];
-      if (event === "problem") change(key, { error: new Failure(data.message, 0, data.kind) });
-      if (event === "start") known.current.set(key, { rows: new Map(), positions: 0, ...known.current.get(key), layers: data.layers });
-      if (event !== "tiles") return;
-      const found = known.current.get(key);
-      for (const tile of data.tiles) {
-        const row = found.rows.get(tile.layer) ?? found.rows.set(tile.layer, []).get(tile.layer);
-        floats(tile.values).forEach((value, index) => { row[tile.positions[index]] = value; });
-        found.positions = Math.max(found.positions, tile.positions.at(-1) + 1);
-      }
-      changed.add(key);
-      if (!frame) frame = requestAnimationFrame(paint);
-    };
-    stream("live", { body: { captures: asked.map((key) => JSON.parse(key)) }, onEvent, signal: stop.signal }).catch((error) => {
-      if (!stop.signal.aborted) for (const key of asked) change(key, { error });
-    });
-    return () => {
-      stop.abort();
-      cancelAnimationFrame(frame);
-    };
-  }, [keys.join(" ")]);
-  return keys.map((key) => states.get(key) ?? NOTHING);
-}
-
-const NOTHING = { grid: null, error: null };
-
-function gridOfRows({ rows, positions, layers }) {
-  const values = new Float32Array(layers.length * positions).fill(NaN);
-  const ranges = layers.map((layer, index) => {
-    const row = rows.get(layer) ?? [];
-    row.forEach((value, at) => { values[index * positions + at] = value; });
-    return edges(row);
-  });
-  return { layers, first: 0, last: positions - 1, positions, columns: positions, values, ranges };
-}
-
-// As the server computes it for a capture that has ended: without the first position.
-function edges(row) {
-  const rest = row.slice(1).filter(Number.isFinite);
-  const there = (rest.length ? rest : row.filter(Number.isFinite)).sort((left, right) => left - right);
-  return there.length ? [there[Math.floor(0.02 * there.length)], there[Math.ceil(0.98 * there.length) - 1]] : [null, null];
-}
 
 function gridTable({ layers, first, last, columns, values }) {
   const at = Array.from({ length: columns }, (_, column) => startOf({ first, last, columns }, column));
