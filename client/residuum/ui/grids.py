@@ -28,7 +28,7 @@ from residuum.ui.answers import (
     number,
     whole_number,
 )
-from residuum.ui.gallery import layer_vectors
+from residuum.ui.measure_choice import chosen_measure
 from residuum.ui.measures import FloatArray, Grid, Measure, statistics
 from residuum.values.manifest import Manifest
 
@@ -40,6 +40,7 @@ _CACHE_BYTES = 256 << 20
 """Bytes of grids that are kept, so that other layers and zooms need no further read."""
 
 _MOST_COLUMNS = 4096
+_MOST_POSITIONS = 1 << 22
 _MOST_LIVE = 8
 _EVENT_SECONDS = 0.1
 """How often a live stream sends what has come."""
@@ -77,7 +78,7 @@ class GridCache:
         async with lock:  # two views of one capture share one read, and no other capture waits for it
             grid = self._grids.get(name)
             if grid is None:
-                grid = Grid(manifest.layers_at(site), _positions(manifest, sequence))
+                grid = Grid(manifest.layers_at(site), _positions(manifest, sequence), measure.quantiles)
                 async for layer, positions, values in _measured(self._client, manifest, site, sequence, measure):
                     grid.put(layer, positions, values)
                 self._grids[name] = grid
@@ -88,16 +89,17 @@ class GridCache:
 
 
 async def grid(request: Request) -> Response:
-    """Return a window of a grid, in as many columns as the page can show."""
+    """Return a window of a grid, in as many columns as the page can show, and of at least `span` positions."""
     found = await _grid(request)
-    end = max(found.values.shape[1] - 1, 0)
+    span = min(whole_number(request.query_params, "span", 0), _MOST_POSITIONS)
+    end = max(found.values.shape[1], span, 1) - 1
     first = min(whole_number(request.query_params, "first", 0), end)
     last = max(first, min(whole_number(request.query_params, "last", end), end))
     columns = min(max(whole_number(request.query_params, "columns", 1024), 1), _MOST_COLUMNS)
     part = found.window(first, last, columns)
     return JSONResponse(
         {
-            "layers": found.layers, "positions": found.values.shape[1], "first": first, "last": last,
+            "layers": found.layers, "positions": end + 1, "first": first, "last": last,
             "columns": part.shape[1], "values": floats(part), "ranges": found.ranges(),
         }
     )  # fmt: skip
@@ -214,18 +216,13 @@ async def _wanted(request: Request, asked: Mapping[str, Any]) -> tuple[Manifest,
     client: AsyncClient = request.app.state.client
     manifest = await client.manifest(str(asked.get("id", "")))
     site = str(asked.get("site") or manifest.sites[0])
-    layers = manifest.layers_at(site)
     sequence = whole_number(asked, "sequence", 0)
     if sequence >= max(manifest.proto.description.num_sequences, 1):
         raise invalid(f"{manifest.capture_id} has no sequence {sequence}.")
-    name, direction, from_layer = (str(asked.get(part) or "") for part in ("measure", "direction", "from"))
-    name = name or "norm"
-    if name == "norm" or not direction:
-        return manifest, site, sequence, Measure.of(name), name
     gallery: Gallery = request.app.state.gallery
-    vectors = layer_vectors(gallery.load(direction), layers, from_layer)
-    key = (name, tuple((layer, vector.digest) for layer, vector in vectors.items()))
-    return manifest, site, sequence, Measure.of(name, vectors), key
+    # Reading a sparse autoencoder takes a while.
+    measure, key = await asyncio.to_thread(chosen_measure, gallery, manifest, site, asked)
+    return manifest, site, sequence, measure, key
 
 
 async def _measured(

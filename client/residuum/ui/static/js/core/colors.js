@@ -1,5 +1,5 @@
-// Colours of values. "norm" has one hue, on a logarithmic scale; signed measures have two hues around 0. In a dark page,
-// small values are dark, so that large ones stand out in both.
+// Colours of values. "norm" has one hue, on a logarithmic scale, and "feature" one from 0 on. Signed measures have two hues
+// around 0, and "probability" around 0.5. In a dark page, small values are dark, so that large ones stand out in both.
 
 const SEQUENTIAL = {
   light: [[247, 248, 252], [199, 211, 244], [125, 150, 226], [60, 88, 190], [25, 40, 110]],
@@ -11,7 +11,7 @@ const DIVERGING = {
 };
 
 export const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
-export const isSigned = (measure) => measure !== "norm";
+export const isSigned = (measure) => measure !== "norm" && measure !== "feature";
 
 // Return [r, g, b] for a value in a range [low, high]; null if it is not a number.
 export function color(value, [low, high], measure, dark = isDark()) {
@@ -50,7 +50,7 @@ function levelOf(value, low, high, measure) {
 }
 
 function shareOf(value, low, high, measure) {
-  if (isSigned(measure) || low <= 0) return (value - low) / (high - low);
+  if (measure !== "norm" || low <= 0) return (value - low) / (high - low);
   return Math.log(Math.max(value, low) / low) / Math.log(high / low);
 }
 
@@ -66,6 +66,8 @@ export const css = (rgb) => `rgb(${rgb.join(" ")})`;
 
 // The range of colours: that of all layers, or of each. Signed measures have 0 in the middle.
 export function rangesFor(ranges, measure, each) {
+  if (measure === "probability") return ranges.map(([low]) => (low === null ? [null, null] : [0, 1]));
+  if (measure === "feature") ranges = ranges.map(([low, high]) => [low === null ? null : Math.min(low, 0), high]);
   const known = ranges.filter(([low]) => low !== null);
   const whole = known.length ? [Math.min(...known.map(([low]) => low)), Math.max(...known.map(([, high]) => high))] : [null, null];
   const centred = ([low, high]) => (low === null || !isSigned(measure) ? [low, high] : [-Math.max(-low, high), Math.max(-low, high)]);

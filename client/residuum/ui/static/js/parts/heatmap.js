@@ -1,7 +1,7 @@
 // A layer × position heat map on a canvas. The top row is the last layer. It is one stop of the keyboard: the arrow keys
 // move the chosen cell.
 import { html, useEffect, useRef, useState } from "../core/lib.js";
-import { color, isSigned, paint } from "../core/colors.js";
+import { color, paint } from "../core/colors.js";
 import { number } from "../core/format.js";
 import { useDark, useWidth } from "../core/hooks.js";
 
@@ -15,7 +15,7 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
   const dark = useDark();
   const [hovered, setHovered] = useState(null);
   const { layers, first, last, columns } = grid;
-  const rowHeight = Math.max(5, Math.min(14, Math.floor(most / Math.max(layers.length, 1))));
+  const rowHeight = Math.max(5, Math.min(layers.length < 8 ? 28 : 14, Math.floor(most / Math.max(layers.length, 1))));
   const height = rowHeight * layers.length;
 
   useEffect(() => {
@@ -113,7 +113,7 @@ export function Legend({ range, measure, each }) {
     canvas.current.width = 100;
     canvas.current.height = 1;
     for (let at = 0; at < 100; at++) {
-      context.fillStyle = `rgb(${color(isSigned(measure) ? at / 99 : 2 ** (at / 99), isSigned(measure) ? [0, 1] : [1, 2], measure, dark).join(",")})`;
+      context.fillStyle = `rgb(${color(measure === "norm" ? 2 ** (at / 99) : at / 99, measure === "norm" ? [1, 2] : [0, 1], measure, dark).join(",")})`;
       context.fillRect(at, 0, 1, 1);
     }
   }, [measure, dark]);

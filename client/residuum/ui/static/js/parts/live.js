@@ -33,7 +33,7 @@ export function useLives(wanted) {
     const onEvent = (event, data) => {
       const key = asked[data.index];
       if (event === "problem") change(key, { error: new Failure(data.message, 0, data.kind) });
-      if (event === "start" && !known.current.has(key)) known.current.set(key, new Growing(data.layers));
+      if (event === "start" && !known.current.has(key)) known.current.set(key, new Growing(data.layers, JSON.parse(key).whole));
       if (event !== "tiles") return;
       for (const { layer, first, values } of data.tiles) known.current.get(key).put(layer, first, floats(values));
       changed.add(key);
@@ -53,8 +53,10 @@ export function useLives(wanted) {
 // The values of a capture that grows. The columns of its grid stand for 1, 2, 4, ... positions each, so that there are
 // never more than the page can show, however long the capture becomes.
 class Growing {
-  constructor(layers) {
+  // `whole`: the colours span all values, not the middle ones.
+  constructor(layers, whole = false) {
     this.layers = layers;
+    this.shares = whole ? [0, 1] : [0.02, 0.98];
     this.per = 1;
     this.positions = 0;
     this.columns = layers.map(() => new Float32Array(MOST_COLUMNS).fill(NaN));
@@ -90,7 +92,7 @@ class Growing {
     const columns = Math.ceil(positions / per);
     const values = new Float32Array(layers.length * columns);
     this.columns.forEach((row, index) => values.set(row.subarray(0, columns), index * columns));
-    const ranges = this.rows.map((row) => edges(row.subarray(0, positions)));
+    const ranges = this.rows.map((row) => edges(row.subarray(0, positions), this.shares));
     return { layers, first: 0, last: columns * per - 1, positions, columns, values, ranges, row: (layer) => this.rows[layers.indexOf(layer)]?.subarray(0, positions) ?? null };
   }
 }
@@ -108,10 +110,10 @@ function longer(row, length) {
 }
 
 // As the server computes it for a capture that has ended: without the first position. Of a long row, a sample is enough.
-function edges(row) {
+function edges(row, [low, high]) {
   const step = Math.ceil(row.length / SAMPLE);
   const some = step > 1 ? Float32Array.from({ length: Math.floor((row.length - 1) / step) }, (_, at) => row[1 + at * step]) : row.subarray(1);
   const rest = some.filter(Number.isFinite);
   const there = (rest.length ? rest : row.subarray(0, 1).filter(Number.isFinite)).sort();
-  return there.length ? [there[Math.floor(0.02 * there.length)], there[Math.ceil(0.98 * there.length) - 1]] : [null, null];
+  return there.length ? [there[Math.min(Math.floor(low * there.length), there.length - 1)], there[Math.ceil(high * there.length) - 1]] : [null, null];
 }

@@ -8,7 +8,7 @@ import { link } from "../core/route.js";
 import { Badge, Problem } from "./basics.js";
 import { HeatMap, Legend } from "./heatmap.js";
 import { Operations, sent } from "./operations.js";
-import { title } from "./pane.js";
+import { title } from "./choices.js";
 
 const controls = new Map(); // index -> what ends the running generation; it goes on while another view is shown
 const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, error: null, result: null };
@@ -132,10 +132,11 @@ export function mapOf({ state }, capture, measured) {
 
 function LiveMap({ live: { grid, error }, measured, name }) {
   const measure = measured ? "projection" : "norm";
+  const heading = title({ measure, direction: measured?.direction });
   const [chosen, setChosen] = useState(null);
   if (error) return html`<p class="soft small">No heat map: ${error.message}</p>`;
   if (!grid) return null;
   const ranges = rangesFor(grid.ranges, measure, true);
-  return html`<div class="head"><h3>${title(measure, measured?.direction)}</h3><${Legend} measure=${measure} each=${true} /></div>
-    <${HeatMap} grid=${grid} ranges=${ranges} measure=${measure} height=${260} chosen=${chosen} onChoose=${setChosen} label=${`${title(measure, measured?.direction)} of ${name} by layer and position`} />`;
+  return html`<div class="head"><h3>${heading}</h3><${Legend} measure=${measure} each=${true} /></div>
+    <${HeatMap} grid=${grid} ranges=${ranges} measure=${measure} height=${260} chosen=${chosen} onChoose=${setChosen} label=${`${heading} of ${name} by layer and position`} />`;
 }
