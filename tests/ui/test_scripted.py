@@ -479,6 +479,57 @@ def test_a_live_capture_of_32k_tokens_is_drawn_smoothly(scripted, address, visit
     assert min(busy) <= SMOOTH or not IS_TIMED
 
 
+def tab_to(page, wanted):
+    """Press Tab until an element has the focus."""
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        if wanted.evaluate("element => element === document.activeElement"):
+            return
+    raise AssertionError(f"Tab does not reach {wanted}")
+
+
+def test_the_page_is_used_with_the_keyboard_alone(scripted, address, visit):
+    write(scripted.store.endpoint, "kept", ["a", "b", "c"], width=8)
+    page = visit(address).open("captures")
+    expect(page.get_by_role("link", name="kept")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("main")).to_be_focused()
+    tab_to(page, page.get_by_role("link", name="kept"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("application")).to_be_visible()
+    tab_to(page, page.get_by_label("Measure"))
+    page.keyboard.press("ArrowDown")  # the next measure
+    expect(page.get_by_role("heading", name="Projection onto joy, layer × position")).to_be_visible()
+    tab_to(page, page.get_by_role("application"))
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowUp")
+    expect(page.get_by_role("heading", name="Row of layer 2, position 1")).to_be_visible()
+    tab_to(page, page.get_by_role("listbox"))
+    page.keyboard.press("End")
+    expect(page.get_by_role("heading", name="Row of layer 2, position 3")).to_be_visible()
+    tab_to(page, page.get_by_text("Python that does the same"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Python code")).to_be_visible()
+    page.reload()
+    tab_to(page, page.get_by_role("navigation").get_by_role("link", name="Generate"))
+    page.keyboard.press("Enter")
+    tab_to(page, page.get_by_label("Prompt", exact=True))
+    page.keyboard.press("Control+A")
+    page.keyboard.type("a bb")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".badge", has_text="done")).to_be_visible(timeout=MINUTE)
+    tab_to(page, page.get_by_role("link", name="Open capture"))
+    page.keyboard.press("Enter")
+    expect(page.locator("h1 + .badge")).to_have_text("complete", timeout=MINUTE)
+    tab_to(page, page.get_by_role("button", name="Delete this capture…"))
+    page.keyboard.press("Enter")
+    tab_to(page, page.get_by_role("button", name="Delete permanently"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Captures")).to_be_visible()
+
+
 def test_a_state_that_changes_often_leaves_the_url_in_time(scripted, address, visit):
     """Browsers refuse further changes of the URL after about a hundred in 30 seconds."""
     page = visit(address).open("generate")

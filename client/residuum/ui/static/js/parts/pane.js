@@ -72,7 +72,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
     </section>
     <section class="panel" aria-label=${`Text of ${name}`}>
       <div class="head"><h2>Text, coloured by layer ${layer}</h2>
-        ${range && range[0] !== null && html`<${Legend} range=${range} measure=${scale} />`}
+        <${Legend} range=${range} measure=${scale} />
         <span class="status" role="status">${shown === null ? `${texts.length} tokens; the prompt is underlined` : `position ${shown}, token ${ids[shown] ?? "?"} “${oneLine(texts[shown] ?? "")}”: ${number(values?.[shown])}`}</span>
         <div class="tools"><button disabled=${!values} onClick=${() => saveCsv(`${manifest.id}-layer-${layer}.csv`, tokenTable(ids, texts, values, asked.measure))}>CSV</button></div>
       </div>
