@@ -95,11 +95,13 @@ def take(browser: Any, address: str, endpoint: str, name: str, path: Path, width
     page.get_by_role("navigation", name="Views").wait_for()
     view, state = VIEWS[name]
     page.goto(f"{address.partition('?')[0]}#{view}?{urllib.parse.urlencode(state)}")
-    if name in PREPARATIONS:
-        PREPARATIONS[name](page, endpoint)
+    finish = PREPARATIONS[name](page, endpoint) if name in PREPARATIONS else None
+    page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
     page.wait_for_timeout(1500)  # drawing has no event to wait for
     path.parent.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=path, full_page=width > PHONE)
+    if finish:
+        finish()
     context.close()
     print(path)
     return path
@@ -124,21 +126,28 @@ def _search(page: Any, _: str) -> None:
     page.get_by_role("region", name="Search").get_by_role("row").nth(1).wait_for(timeout=60_000)
 
 
-def _work(page: Any, endpoint: str) -> None:
-    """Let the service work for a while, so that its health shows what it does."""
-    with residuum.Client(endpoint) as client, ThreadPoolExecutor(1) as pool:
-        work = pool.submit(client.generate_many, ["Once upon a time"] * 4, max_tokens=300, progress=False)
-        page.wait_for_timeout(13_000)
+def _work(page: Any, endpoint: str) -> Callable[[], None]:
+    """Let the service work, so that its health shows what it does. Return what waits until it has done the work."""
+    client, pool = residuum.Client(endpoint), ThreadPoolExecutor(1)
+    work = pool.submit(client.generate_many, ["Once upon a time"] * 4, max_tokens=600, progress=False)
+    page.wait_for_timeout(11_000)  # four measurements of the throughput
+
+    def finish() -> None:
         work.result()
+        pool.shutdown()
+        client.close()
+
+    return finish
 
 
-PREPARATIONS: dict[str, Callable[[Any, str], None]] = {
+PREPARATIONS: dict[str, Callable[[Any, str], Callable[[], None] | None]] = {
     "generate": _generate,
     "new-direction": _prompts,
     "directions": _search,
     "health": _work,
 }
-"""What is done in a view before its picture is taken, with the page and the service's endpoint."""
+"""What is done in a view before its picture is taken, with the page and the service's endpoint. It may return what
+is to be done afterwards."""
 
 
 def shrink(path: Path) -> None:

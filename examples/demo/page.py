@@ -62,10 +62,10 @@ def filled_services(model: str) -> Iterator[tuple[str, Path]]:
 
 def fill(client: residuum.Client, gallery: Path) -> None:
     """Capture a few replies, and save a direction and a probe."""
-    positive, negative = examples(client)
+    positive, negative = examples(client, "last_prompt")
     joy = residuum.directions.difference_of_means(positive, negative)
     Gallery(gallery).save("joy", joy, {"separation": separations(positive, negative, joy.layers)})
-    make_probe(joy, positive, negative).save(gallery / "is-joyful.safetensors")
+    make_probe(joy, *examples(client, "prompt")).save(gallery / "is-joyful.safetensors")
     what = residuum.Capture(labels={"set": "demo"})
     names = [f"demo-{number}" for number in range(len(PROMPTS))]
     client.generate_many(PROMPTS, max_tokens=NEW_TOKENS, capture=what, request_ids=names, progress=False)
@@ -81,9 +81,9 @@ def fill(client: residuum.Client, gallery: Path) -> None:
     client.generate(CHAT, max_tokens=NEW_TOKENS, capture=residuum.Capture(labels={"set": "chat"}), request_id="sea")
 
 
-def examples(client: residuum.Client) -> list[list[residuum.Activations]]:
-    """Return the last rows of happy and of sad prompts, whose captures are deleted."""
-    what = residuum.Capture(positions="last_prompt")
+def examples(client: residuum.Client, positions: str) -> list[list[residuum.Activations]]:
+    """Return rows of happy and of sad prompts, whose captures are deleted."""
+    what = residuum.Capture(positions=positions)
     sides = [client.generate_many(prompts, max_tokens=0, capture=what, progress=False) for prompts in (HAPPY, SAD)]
     found = [list(client.activations(replies)) for replies in sides]
     for replies in sides:
@@ -94,8 +94,11 @@ def examples(client: residuum.Client) -> list[list[residuum.Activations]]:
 def make_probe(
     joy: residuum.Directions, positive: Sequence[residuum.Activations], negative: Sequence[residuum.Activations]
 ) -> residuum.Probe:
-    """Return the probe that tells both sides apart by their projections, as a linear discriminant analysis does."""
-    high, low = (np.concatenate([joy.project(acts)[LAYER] for acts in side]) for side in (positive, negative))
+    """Return the probe that tells the tokens of both sides apart by their projections: a linear discriminant analysis.
+
+    The first token is left out: its row is the same in all prompts, and much longer than the others.
+    """
+    high, low = (np.concatenate([joy.project(acts)[LAYER][1:] for acts in side]) for side in (positive, negative))
     spread = np.concatenate([high - high.mean(), low - low.mean()]).std()
     slope = (high.mean() - low.mean()) / spread**2
     weights = joy[LAYER].values / joy[LAYER].norm * slope

@@ -206,7 +206,7 @@ function Search({ name, layer, state, change, about, folder }) {
     </form>
     <${Problem} error=${result.error} />
     ${result.value && html`<p class="soft small" role="status">${hits.length} tokens of ${result.value.summary}</p>
-      <div class="scroller"><table><thead><tr><th class="number" scope="col">Score</th><th scope="col">Text</th><th scope="col">Capture</th></tr></thead><tbody>
+      <div class="scroller hits" tabindex="0" role="region" aria-label="Tokens that were found"><table><thead><tr><th class="number" scope="col">Score</th><th scope="col">Text</th><th scope="col">Capture</th></tr></thead><tbody>
         ${hits.map((hit) => html`<tr key=${`${hit.id} ${hit.sequence} ${hit.position}`}><td class="number">${number(hit.score)}</td>
           <td class="hit">${oneLine(hit.before)}<mark>${hit.token === null ? `‹${hit.token_id ?? "?"}›` : oneLine(hit.token)}</mark>${oneLine(hit.after)}</td>
           <td><a href=${link("capture", { id: hit.id, sequence: hit.sequence || "", position: hit.position, layer, measure: result.value.measure, direction: name })}>${oneLine(hit.id)}, ${hit.position}</a></td></tr>`)}
