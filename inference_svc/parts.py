@@ -44,6 +44,7 @@ class Parts:
     settings: InferenceSettings
     limits_of: Callable[[str], Limits]
     """Returns the limits of a tenant."""
+    metrics: InferenceMetrics | None
 
     @classmethod
     def assemble(
@@ -87,4 +88,5 @@ class Parts:
             stores,
             settings,
             limits_of,
+            metrics,
         )

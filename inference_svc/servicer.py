@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from inference_svc.admission.gates import GATE_MEASURES
 from inference_svc.admission.steering import OPERATIONS
 from inference_svc.captures.stores import require_stores
+from inference_svc.load import service_load
 from inference_svc.resources.vector_cache import cache_capacity, digest_in, vector_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, inference_pb2_grpc, selection_pb2
@@ -65,7 +66,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self._parts is None:
             raise _not_serving()
         info = _model_info(self._parts)
-        rules, tenant = self._parts.admission.operator_rules, current_caller().own_tenant
+        caller = current_caller()
+        rules, tenant = self._parts.admission.operator_rules, caller.own_tenant
+        if caller.is_admin and self._parts.metrics is not None:
+            info.load.CopyFrom(service_load(self._parts.metrics.registry))
         info.operator_rules.extend(rules.names_for(tenant))
         if info.limits.max_probe_outputs:
             info.limits.max_probe_outputs -= rules.outputs_for(tenant)

@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from residuum.values.lens import Lens, LensMap
     from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
-    from residuum.values.model_info import ModelInfo
+    from residuum.values.model_info import ModelInfo, ServiceLoad
     from residuum.values.probe_layers import ProbeLayer
     from residuum.values.probes import Probe
     from residuum.values.replies import (
@@ -168,6 +168,7 @@ _MODULES = {
     "Health": "residuum.values.replies",
     "AttentionLayer": "residuum.values.attention",
     "ModelInfo": "residuum.values.model_info",
+    "ServiceLoad": "residuum.values.model_info",
     "Probe": "residuum.values.probes",
     "ProbeLayer": "residuum.values.probe_layers",
     "PutResult": "residuum.values.replies",
@@ -294,6 +295,7 @@ __all__ = [
     "Sequence",
     "SequenceOutcome",
     "ServerFault",
+    "ServiceLoad",
     "Set",
     "SilentStoreWarning",
     "SteeringChange",

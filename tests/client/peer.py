@@ -112,6 +112,7 @@ class Script:
     truncate: bool = False  # end the stream without the last event
     num_layers: int = LAYERS  # what the service says of its model
     outcome: int = capture_pb2.CAPTURE_STATE_COMPLETE
+    load: dict = field(default_factory=dict)  # what it says of its load
     lost_layers: tuple = ()  # layers whose rows are shed
     bad_order: bool = False  # a delta before `started`
     extra_rows: int = 0  # rows past the last token, as async scheduling makes them
@@ -183,6 +184,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             response.gate_measures.extend([steering_pb2.GATE_MEASURE_PROJECTION, steering_pb2.GATE_MEASURE_COSINE])
             response.probe_sites.extend([capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT])
             response.server_time.FromNanoseconds(int((time.time() + self.script.clock_skew) * 1e9))
+            response.load.CopyFrom(inference_pb2.ServiceLoad(**self.script.load))
             if request.check_store and self.store_endpoint:
                 response.store_check.CopyFrom(self._check_store())
         return response

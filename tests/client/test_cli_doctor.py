@@ -36,6 +36,7 @@ def test_doctor_reports_healthy_services(cli, store):
         "model": True,
         "versions": True,
         "inference service: clock": True,
+        "inference service: load": True,
         "inference service: store": True,
         "store: connection": True,
         f"store {store.endpoint}: health": True,
@@ -48,7 +49,7 @@ def test_doctor_reports_healthy_services(cli, store):
     }
     assert not [line for line in map(json.loads, out.splitlines()) if line["warning"]]
     out = cli("doctor")[1]
-    assert out.count("ok  ") == 15
+    assert out.count("ok  ") == 16
     assert f"store {store.endpoint}: shared memory: rows pass through " in out
     assert "it keeps captures until they are deleted" in out
     assert f"the store at {store.endpoint}, version " in out
@@ -117,12 +118,23 @@ def test_doctor_compares_clocks(cli, peer, seconds, words):
     assert f"warn  inference service: clock: is {words} this machine's clock" in out
 
 
+def test_doctor_shows_the_load_and_warns_of_lost_rows(cli, peer, store):
+    peer.script.load = {"running_requests": 3, "ring_used_bytes": 1 << 20}
+    assert "ok    inference service: load: 3 requests run; 1.0 MiB of 256.0 MiB" in cli("doctor")[1]
+    peer.script.load = {"running_requests": 1, "ring_losses": 2}
+    code, out, _ = cli("doctor")
+    assert code == 0
+    assert "warn  inference service: load: 1 request runs;" in out
+    assert "rows were lost 2 times" in out
+
+
 def test_doctor_works_with_older_services(cli, peer, store):
     peer.script.is_old = True
     code, out, _ = cli("doctor", "--json")
     assert code == 0
     found = findings(out)
     assert "inference service: clock" not in found
+    assert "inference service: load" not in found
     assert "inference service: store" not in found
     old = StoreStats.from_proto(
         StoreAddress("x:1", "x:1"), store_pb2.GetStatsResponse(server_version=residuum.__version__)

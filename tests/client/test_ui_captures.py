@@ -9,6 +9,7 @@ from peer import HIDDEN, LAYERS
 from ui_page import Page, array
 
 import residuum
+from residuum.ui.grids import _tiles
 from residuum.ui.measures import Grid
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&\u202e"
@@ -104,6 +105,90 @@ def test_grids_are_those_of_the_rows(page, capture, joy, sequence):
     np.testing.assert_allclose(one[:8], rows[0] @ units[3], rtol=1e-5)
 
 
+@pytest.mark.parametrize("activation", [None, "sigmoid"])
+def test_scores_of_a_probe_are_those_of_its_layer_or_of_all(page, capture, tmp_path, activation):
+    rng = np.random.default_rng(2)
+    weights, bias = rng.normal(size=(2, HIDDEN)), np.array([0.5, -1.0])
+    probe = residuum.Probe(weights, bias, layer=2, activation=activation)
+    (tmp_path / "gallery").mkdir(exist_ok=True)
+    probe.save(tmp_path / "gallery" / "mood.safetensors")
+    acts = capture.select(sequence=0)
+    asked = {"id": capture.manifest.capture_id, "measure": "probe", "probe": "mood", "output": 1}
+    for layers, source in (([2], ""), (range(LAYERS), "all")):
+        grid = page("grid", **asked, **{"from": source})
+        values = array(grid["values"], (LAYERS, -1))
+        for layer in range(LAYERS):
+            if layer not in layers:
+                assert np.isnan(values[layer]).all()
+                continue
+            wanted = acts[layer].astype(np.float64) @ weights[1] + bias[1]
+            wanted = 1 / (1 + np.exp(-wanted)) if activation else wanted
+            np.testing.assert_allclose(values[layer][: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
+    row = page("row", **asked, layer=2, position=1)
+    assert row["measure"] == pytest.approx(float(values[2][1]), rel=1e-5)
+    assert page("grid", **{**asked, "output": 2})[0] == 400
+    assert page("grid", **{**asked, "probe": "nobody"})[0] == 404
+    residuum.Probe(weights, layer=2, site="attn_out").save(tmp_path / "gallery" / "mood.safetensors")
+    assert "site attn_out" in page("grid", **asked)[1]["message"]
+    residuum.Probe(weights, layer=LAYERS + 1).save(tmp_path / "gallery" / "mood.safetensors")
+    assert "was not captured" in page("grid", **asked)[1]["message"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "extra"), [("relu", {}), ("jumprelu", {"threshold": 0.7}), ("topk", {"active": 2})]
+)
+def test_a_feature_is_computed_by_an_sae_from_rows_of_one_layer(page, capture, tmp_path, activation, extra):
+    rng = np.random.default_rng(3)
+    encoder, bias = rng.normal(size=(5, HIDDEN)), rng.normal(size=5)
+    sae = residuum.SAE(encoder, encoder, encoder_bias=bias, activation=activation, **extra)
+    (tmp_path / "gallery").mkdir(exist_ok=True)
+    residuum.sae.save(sae, tmp_path / "gallery" / "tiny.safetensors")
+    asked = {"id": capture.manifest.capture_id, "measure": "feature", "sae": "tiny", "from": 3}
+    rows = capture.select(sequence=0)[3].astype(np.float64)
+    outputs = np.maximum(rows @ encoder.astype(np.float32).T.astype(np.float64) + bias, 0)
+    if activation == "jumprelu":
+        outputs[outputs <= 0.7] = 0
+    if activation == "topk":
+        outputs[outputs < np.sort(outputs, axis=1)[:, -2:-1]] = 0
+    for feature in range(5):
+        values = array(page("grid", **asked, feature=feature)["values"], (LAYERS, -1))
+        np.testing.assert_allclose(values[3][: len(rows)], outputs[:, feature], rtol=1e-4, atol=1e-4)
+        assert np.isnan(np.delete(values, 3, axis=0)).all()
+    assert page("grid", **asked, feature=5)[0] == 400
+    code, error = page("grid", id=capture.manifest.capture_id, measure="feature", feature=1)
+    assert (code, "not as features" in error["message"]) == (400, True)
+
+
+def test_the_gallery_tells_directions_probes_and_saes_apart(page, joy, tmp_path):
+    folder = tmp_path / "gallery"
+    residuum.Probe(np.ones(HIDDEN), layer=1).save(folder / "mood.safetensors")
+    sae = residuum.SAE(np.ones((3, HIDDEN)), np.ones((3, HIDDEN)))
+    residuum.sae.save(sae, folder / "tiny.safetensors")
+    (folder / "saelens").mkdir()
+    (folder / "saelens" / "cfg.json").write_text("{}")
+    found = page("directions")
+    assert [item["name"] for item in found["directions"]] == ["joy"]
+    assert [(item["name"], item["layer"], item["outputs"]) for item in found["probes"]] == [("mood", 1, ["0"])]
+    assert [item["name"] for item in found["saes"]] == ["saelens", "tiny"]
+    content = (folder / "mood.safetensors").read_bytes()
+    status, _, _ = page.raw(
+        "POST", "/api/direction/upload?name=copy&file=x.safetensors", content, {"Cookie": page.cookie}
+    )
+    assert status == 200
+    assert residuum.Probe.load(folder / "copy.safetensors") == residuum.Probe(np.ones(HIDDEN), layer=1)
+
+
+def test_windows_may_be_longer_than_a_capture(page, capture):
+    """So that two captures side by side are aligned."""
+    name = capture.manifest.capture_id
+    own, wide = page("grid", id=name), page("grid", id=name, span=40, columns=20)
+    assert (wide["positions"], wide["last"], wide["columns"]) == (40, 39, 20)
+    values = array(wide["values"], (LAYERS, 20))
+    count = own["positions"]
+    assert np.isnan(values[:, (count + 1) // 2 :]).all()
+    assert (values[:, 0] == np.nanmax(array(own["values"], (LAYERS, -1))[:, :2], axis=1)).all()
+
+
 def test_a_row_has_statistics_and_predicted_tokens(page, capture):
     name = capture.manifest.capture_id
     found = page("row", id=name, layer=3, position=2)
@@ -171,13 +256,19 @@ def test_a_capture_is_followed_while_it_is_written(page, peer, endpoint):
         for event, data in found["events"]:
             for tile in data["tiles"] if event == "tiles" else ():
                 values |= {
-                    (tile["layer"], at): value
-                    for at, value in zip(tile["positions"], array(tile["values"]), strict=False)
+                    (tile["layer"], tile["first"] + index): value for index, value in enumerate(array(tile["values"]))
                 }
         acts = client.activations(name)
         for layer in acts:
             for at, row in zip(acts.positions, acts[layer], strict=False):
                 assert values[layer, at] == pytest.approx(np.linalg.norm(row.astype(np.float64)))
+
+
+def test_positions_with_gaps_are_followed_as_runs():
+    positions = np.array([0, 1, 5, 6, 7, 9])
+    tiles = list(_tiles(3, positions, positions.astype(np.float32)))
+    assert [(tile["layer"], tile["first"], array(tile["values"]).tolist()) for tile in tiles] == [
+        (3, 0, [0, 1]), (3, 5, [5, 6, 7]), (3, 9, [9])]  # fmt: skip
 
 
 def test_labels_are_changed_and_captures_deleted(page, endpoint):

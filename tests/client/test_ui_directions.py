@@ -1,6 +1,7 @@
 """The app of `residuum ui`: the gallery of directions, new ones, searches, and health."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,6 +170,16 @@ def test_separation_is_measured_on_examples_that_were_held_out():
     assert 0.2 < found["areas"][0] < 0.8
     assert found["areas"][1] > 0.95
     assert separations(examples(1, 1), examples(0, 5), (0, 1)) is None
+
+
+def test_health_has_the_load_and_the_clock_that_it_belongs_to(page, peer):
+    peer.script.load = {"running_requests": 2, "generated_tokens": 7, "acknowledged_bytes": 9}
+    load = page("health")["load"]
+    assert (load["running_requests"], load["generated_tokens"], load["acknowledged_bytes"]) == (2, 7, 9)
+    assert load["ring_bytes"] == 1 << 28
+    assert abs(load["at"] - time.time()) < 30
+    peer.script.is_old = True
+    assert page("health")["load"] is None
 
 
 def test_health_and_findings(page):

@@ -15,12 +15,15 @@ from structlog.contextvars import get_contextvars, merge_contextvars
 from structlog.testing import capture_logs
 
 from inference_svc.engine.streams import Delta
+from inference_svc.load import service_load
 from inference_svc.metrics import ShippingCollector
 from inference_svc.shipping.figures import figures_path
 from inference_svc.shipping.supervisor import ShipperStatus
 from residuum.rpc.errors import Reason
 from residuum.v1 import inference_pb2
 from svc_common.rpc.metrics import MetricsListener, make_registry
+from svc_common.security.access import set_caller
+from svc_common.security.tokens_file import Caller, Right
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,
@@ -186,6 +189,20 @@ async def test_names_follow_prometheus(service, scrape):
     }
 
 
+async def test_admins_see_the_load_with_the_model(service, store):
+    service.engine.script = stuck_after(Delta(text="t", token_ids=[1]))
+    call = service.stub.Generate(ask(spec("r", CAPTURE)))
+    assert [(await call.read()).WhichOneof("event") for _ in range(2)] == ["started", "delta"]
+    info = await service.stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+    assert info.load == inference_pb2.ServiceLoad(
+        running_requests=1, open_captures=1, prompt_tokens=3, generated_tokens=1
+    )
+    set_caller(Caller("lab", frozenset({Right.READ})))
+    info = await service.servicer.GetModelInfo(inference_pb2.GetModelInfoRequest(), None)
+    assert not info.HasField("load")  # it would tell about other tenants
+    await service.abort("r")
+
+
 def test_workers_and_shippers(tmp_path):
     """One worker has written figures and one has not; one shipper runs and one is being restarted."""
     controls = [str(tmp_path / f"rank{rank}.sock") for rank in (0, 2)]
@@ -207,6 +224,9 @@ def test_workers_and_shippers(tmp_path):
     )
     registry = make_registry()
     registry.register(ShippingCollector(controls, shippers))
+    assert service_load(registry) == inference_pb2.ServiceLoad(
+        ring_used_bytes=60, ring_wait_seconds=1.5, acknowledged_bytes=50
+    )
     listener = MetricsListener("127.0.0.1:0", registry)
     found = samples(listener.port)
     listener.close()

@@ -50,10 +50,10 @@ def browser(browser_path):
 
 @pytest.fixture(scope="session")
 def services(browser_path, smollm2):
-    """(store, inference): SmolLM2 in bfloat16, eager."""
+    """(store, inference): SmolLM2 in bfloat16, eager, with room for a sparse autoencoder."""
     with running_services(
         str(smollm2),
-        inference_arguments=["--enforce-eager", "--max-model-len", "1024", one_process.FLAG],
+        inference_arguments=["--enforce-eager", "--max-model-len", "1024", "--sae-mib", "16", one_process.FLAG],
         launch=warm_start.launch,
     ) as both:
         yield both
@@ -82,7 +82,35 @@ def gallery(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def address(services, gallery, joy):
+def probe(gallery, joy):
+    """A probe with two outputs, in the gallery."""
+    weights = np.stack([joy[12].values, -joy[12].values]) / joy[12].norm / 20
+    found = residuum.Probe(weights, bias=[-0.3, 0.3], layer=12, activation="softmax", output_names=["joy", "grief"])
+    found.save(gallery / "feeling.safetensors")
+    return found
+
+
+@pytest.fixture(scope="session")
+def sae(gallery, joy):
+    """A sparse autoencoder of random features, with joy as feature 7, in the gallery."""
+    encoder = np.random.default_rng(0).normal(size=(256, 576)).astype(np.float32) / 24
+    encoder[7] = joy[12].values / joy[12].norm
+    found = residuum.SAE(encoder, encoder, activation="jumprelu", threshold=1.0)
+    residuum.sae.save(found, gallery / "tiny.safetensors")
+    return found
+
+
+@pytest.fixture(scope="session")
+def features(client, sae):
+    """A capture whose rows are features."""
+    what = residuum.Capture(layers=[12], sae=sae)
+    prompt = "What a beautiful, joyful morning."
+    client.manifest(client.generate(prompt, max_tokens=8, capture=what, request_id="features"), wait=True)
+    return "features"
+
+
+@pytest.fixture(scope="session")
+def address(services, gallery, joy, probe, sae):
     """The address of the page for the real services."""
     joy.save(gallery / "joy.safetensors")
     with serving(services[1].endpoint, gallery) as found:

@@ -1,6 +1,8 @@
 """Each flow of the page, clicked through in Chromium, with SmolLM2."""
 
+import contextlib
 import csv
+import io
 import json
 import re
 import urllib.parse
@@ -60,7 +62,7 @@ def test_captures_are_searched_sorted_and_opened(address, visit, captured):
     expect(page.get_by_role("link", name="tale")).to_be_visible()
     page.get_by_label("Search in IDs and labels").fill("facts")
     expect(page.get_by_role("link", name="tale")).to_have_count(0)
-    assert state_of(page)["text"] == "facts"
+    expect(page).to_have_url(re.compile("text=facts"))
     page.get_by_label("Search in IDs and labels").fill("")
     page.get_by_label("Label filter").fill("kind = tale")
     page.get_by_label("Label filter").press("Enter")
@@ -89,7 +91,7 @@ def test_a_capture_shows_its_numbers(address, visit, client, joy, captured):
     token.hover()
     expect(page.get_by_role("status").filter(has_text="position 5")).to_contain_text(f"token {acts.token_ids[5]} ")
     token.click()
-    assert state_of(page)["position"] == "5"
+    expect(page).to_have_url(re.compile("position=5"))
     expect(page.get_by_role("heading", name="Row of layer 12, position 5")).to_be_visible()
     norm = page.locator("dt:text-is('Norm') + dd")
     assert float(norm.inner_text()) == pytest.approx(np.linalg.norm(acts[12][5]), abs=0.06)
@@ -117,8 +119,8 @@ def test_the_keyboard_moves_through_tokens_and_cells(address, visit, captured):
     page.get_by_role("application").focus()
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowRight")
-    assert (state_of(page)["layer"], state_of(page)["position"]) == ("13", "1")
     expect(page.get_by_role("heading", name="Row of layer 13, position 1")).to_be_visible()
+    expect(page).to_have_url(re.compile("layer=13&position=1"))  # it follows a moment later
 
 
 def test_a_link_reproduces_the_view(address, visit, captured):
@@ -127,6 +129,7 @@ def test_a_link_reproduces_the_view(address, visit, captured):
     page.get_by_label("Its vector").select_option("12")
     page.get_by_label("Layer of the text").select_option("20")
     page.get_by_label("Zoom in").click()
+    expect(page).to_have_url(re.compile("first="))
     link = page.url.partition("#")[2]
     other = visit(address).page
     other.goto(f"{other.url.partition('#')[0]}#{link}")
@@ -136,23 +139,130 @@ def test_a_link_reproduces_the_view(address, visit, captured):
     expect(other.get_by_text("position 0", exact=True)).to_have_count(1 if state_of(page).get("first") == "0" else 0)
 
 
-@pytest.mark.parametrize(("measure", "source"), [("norm", ""), ("projection", ""), ("cosine", "12")])
-def test_the_python_of_a_view_gives_the_numbers_of_the_view(address, visit, captured, measure, source):
-    page = visit(address).open("capture", id="tale", measure=measure, direction="joy", **{"from": source})
-    heat = page.get_by_role("region", name="Heat map of tale")
+def run_python(page, index=0):
+    """Run the lines that the page offers to copy, as a program of its own, and return its variables and its output."""
+    code = page.get_by_label("Python code").nth(index)
+    if not code.is_visible():
+        page.get_by_text("Python that does the same").nth(index).click()
+    code = code.inner_text()
+    namespace, printed = {}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "copied", "exec"), namespace)
+    namespace["client"].close()
+    return namespace, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "layers"),
+    [
+        ("tale", {"measure": "norm"}, range(30)),
+        ("tale", {"measure": "projection", "direction": "joy"}, range(30)),
+        ("tale", {"measure": "cosine", "direction": "joy", "from": 12}, range(30)),
+        ("tale", {"measure": "probe"}, [12]),
+        ("tale", {"measure": "probe", "probe": "feeling", "output": 1, "from": "all"}, range(30)),
+        ("tale", {"measure": "feature", "feature": 7, "sae": "tiny", "layer": 11}, [11]),
+        ("features", {"measure": "feature", "feature": 7}, [12]),
+    ],
+)
+def test_the_python_of_a_view_gives_the_numbers_of_the_view(address, visit, captured, features, name, state, layers):
+    page = visit(address).open("capture", id=name, **state)
+    heat = page.get_by_role("region", name=f"Heat map of {name}")
     expect(heat.get_by_role("application")).to_be_visible()
     rows = saved_csv(page, heat.get_by_role("button", name="CSV").click)
-    page.get_by_text("Python that does the same").click()
-    namespace = {}
-    exec(page.get_by_label("Python code").inner_text(), namespace)
-    assert len(rows) == 31
-    page.get_by_label("Heat map layers").fill("3, 10-12")
-    page.get_by_label("Heat map layers").press("Enter")
-    some = saved_csv(page, heat.get_by_role("button", name="CSV").click)
-    assert some == [rows[0], rows[4], *rows[11:14]]
+    grid = run_python(page)[0]["grid"]
+    assert [int(row[0]) for row in rows[1:]] == list(layers)
+    assert len(grid) == len(rows) - 1
     for layer, *values in rows[1:]:
         there = [float(value) for value in values[:-1]]  # the last token has no row
-        np.testing.assert_allclose(there, namespace["grid"][int(layer)], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(there, grid[int(layer)], rtol=1e-4, atol=1e-4)
+    if len(layers) == 30:
+        page.get_by_label("Heat map layers").fill("3, 10-12")
+        page.get_by_label("Heat map layers").press("Enter")
+        some = saved_csv(page, heat.get_by_role("button", name="CSV").click)
+        assert some == [rows[0], rows[4], *rows[11:14]]
+
+
+def test_the_python_of_every_other_view_runs(address, visit, captured, client, joy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = visit(address)
+    before = {item.capture_id for item in client.captures()}
+
+    page = seen.open("captures", where="kind = tale")
+    assert run_python(page)[1].startswith("tale complete ")
+
+    page = seen.open("compare", a="tale", b="facts", measure="projection", direction="joy")
+    expect(page.get_by_role("application")).to_have_count(2)
+    found = run_python(page)[0]  # that of the second capture is left
+    np.testing.assert_allclose(found["grid"][12], joy.project(client.activations("facts"))[12], rtol=1e-4, atol=1e-4)
+
+    operations = [
+        {"kind": "add", "direction": "joy", "layers": "12", "from": "", "scale": 3, "phase": "generated"},
+        {"kind": "ablate", "direction": "joy", "layers": "3-5", "from": "12", "scale": 1, "phase": "all"},
+        {"kind": "cap", "direction": "joy", "layers": "7", "from": "", "min": -1, "max": 2, "phase": "prompt"},
+        {"kind": "replace", "direction": "joy", "layers": "9", "from": "9", "value": 1.5, "phase": "all"},
+    ]
+    for mode in ("text", "chat"):
+        settings = {"mode": mode, "prompt": "Say hello.", "system": "Be brief.", "max_tokens": 6, "columns": [
+            {"name": "Unsteered", "canSteer": False, "operations": []},
+            {"name": "A", "canSteer": True, "operations": operations}]}  # fmt: skip
+        page = seen.open("generate", s=json.dumps(settings))
+        page.get_by_role("button", name="Generate", exact=True).click()
+        expect(page.locator(".badge", has_text="done")).to_have_count(2, timeout=MINUTE)
+        shown = [page.get_by_label(f"Text of {name}").inner_text() for name in ("Unsteered", "A")]
+        assert run_python(page)[1].split() == " ".join(shown).split()
+
+    page = seen.open("directions", new=1)
+    page.get_by_label(re.compile("More of this")).fill("\n".join(MORE))
+    page.get_by_label(re.compile("Less of this")).fill("\n".join(LESS))
+    page.get_by_role("form", name="New direction from prompts").get_by_label("Name").fill("mine")
+    run_python(page)
+    made = residuum.Directions.load(tmp_path / "mine.safetensors")
+    assert made[12].values @ joy[12].values > 0.99 * made[12].norm * joy[12].norm
+
+    page = seen.open("directions", name="joy", layer=12, where="kind = tale", by="cosine")
+    expect(page.get_by_role("region", name="Search")).to_be_visible()
+    wanted = client.search(joy[12].values, layer=12, k=100, where="kind = tale", positions="1:", measure="cosine")
+    assert wanted[0].capture_id in run_python(page)[1]
+
+    page = seen.open("directions", probe="feeling")
+    expect(page.get_by_role("region", name="Probe")).to_contain_text("joy, grief")
+    assert "{'probe': array([" in run_python(page)[1]
+
+    page = seen.open("health")
+    assert "SmolLM2" in run_python(page)[1]
+    client.delete([item.capture_id for item in client.captures() if item.capture_id not in before])
+
+
+def test_features_are_chosen_from_the_strongest_of_a_row(address, visit, client, features):
+    seen = visit(address)
+    seen.expects_failures = True  # a feature that does not exist
+    page = seen.open("capture", id=features, position=3)
+    strongest = page.locator("dt:text-is('Strongest features') + dd").get_by_role("button").first
+    row = client.activations(features)[12][3]
+    expect(strongest).to_have_text(str(np.argmax(row)))
+    strongest.click()
+    expect(page.get_by_role("heading", name=f"Feature {np.argmax(row)}, layer × position")).to_be_visible()
+    expect(page.locator("dt", has_text=f"Feature {np.argmax(row)}").locator("+ dd")).to_have_text(f"{row.max():.3f}")
+    page.get_by_label("Feature", exact=True).fill("999")
+    page.get_by_label("Feature", exact=True).press("Enter")
+    expect(page.get_by_role("alert").first).to_contain_text("the rows have the features 0 to 255")
+
+
+def test_a_probe_is_uploaded_and_scores_a_capture(address, visit, gallery, probe, captured, tmp_path):
+    probe.save(tmp_path / "second.safetensors")
+    page = visit(address).open("directions", new=1)
+    form = page.get_by_role("form", name="New direction from a file")
+    form.get_by_label("File").set_input_files(tmp_path / "second.safetensors")
+    form.get_by_role("button", name="Add to the gallery").click()
+    expect(page.get_by_role("region", name="Probe")).to_contain_text("softmax")
+    page = visit(address).open("capture", id="tale", layer=3)
+    page.get_by_label("Measure").select_option("probe")
+    page.get_by_role("combobox", name="Probe", exact=True).select_option("second")
+    page.get_by_role("combobox", name="Output", exact=True).select_option("grief")
+    expect(page.get_by_label("Layer of the text")).to_have_value("12")  # the probe's
+    expect(page.get_by_role("heading", name="Score of second, layer × position")).to_be_visible()
+    expect(page.locator(".legend").first).to_have_text("0.0001.000")
+    (gallery / "second.safetensors").unlink()
 
 
 def test_labels_are_changed(address, visit, client, captured):
@@ -308,9 +418,38 @@ def test_health_says_what_doctor_says(address, visit, services):
     expect(page.locator(".badge", has_text="serving")).to_have_count(2)
 
 
+def test_health_shows_what_runs(address, visit, client):
+    page = visit(address).open("health")
+    load = page.get_by_role("region", name="Load")
+    running = load.locator("dt:text-is('Requests running') + dd")
+    expect(running).to_have_text(re.compile(r"^0; the engine runs up to \d+ at once$"), timeout=MINUTE)
+    stream = client.stream("Once upon a time", max_tokens=900, capture=residuum.Capture(), request_id="running")
+    with stream:
+        next(iter(stream))
+        expect(running).to_have_text(re.compile("^1;"))
+        expect(load.locator("dt:text-is('Captures open') + dd")).to_have_text("1")
+        expect(load.locator("dt:text-is('Throughput') + dd")).to_have_text(re.compile(r"^[1-9]\d*\.\d generated"))
+        expect(load.locator("dt:text-is('Rows to the stores') + dd")).to_have_text(re.compile("[KM]iB/s$"))
+    expect(running).to_have_text(re.compile("^0;"), timeout=MINUTE)
+    expect(load.get_by_role("img", name=re.compile("Generated tokens per second"))).to_be_visible()
+
+
+def test_a_reply_goes_on_while_another_view_is_shown(address, visit):
+    settings = {"prompt": "Once upon a time", "max_tokens": 40, "columns": [column("A", 1)]}
+    page = visit(address).open("generate", s=json.dumps(settings))
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(page.locator(".badge", has_text="running")).to_be_visible()
+    views = page.get_by_role("navigation", name="Views")
+    views.get_by_role("link", name="Directions").click()
+    expect(page.get_by_role("heading", name="Directions")).to_be_visible()
+    views.get_by_role("link", name="Generate").click()
+    expect(page.locator(".badge", has_text="done")).to_be_visible(timeout=MINUTE)
+    expect(page.get_by_text(re.compile(r"^40 tokens in"))).to_be_visible()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_every_view_fits_and_follows_the_rules_of_axe(address, visit, captured, width, scheme):
+def test_every_view_fits_and_follows_the_rules_of_axe(address, visit, captured, features, width, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     seen = visit(address, width=width, scheme=scheme)
     views = {
@@ -319,7 +458,12 @@ def test_every_view_fits_and_follows_the_rules_of_axe(address, visit, captured, 
         "directions": {"name": "joy"}, "health": {},
     }  # fmt: skip
     found = {}
-    for view, state in [*views.items(), ("directions", {"new": 1}), ("compare", {})]:
+    more = [
+        ("directions", {"new": 1}), ("directions", {"probe": "feeling"}), ("compare", {}),
+        ("capture", {"id": "tale", "measure": "probe", "from": "all"}),
+        ("capture", {"id": features, "measure": "feature", "feature": 7, "position": 3}),
+    ]  # fmt: skip
+    for view, state in [*views.items(), *more]:
         page = seen.open(view, **state)
         page.wait_for_load_state("networkidle")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, view

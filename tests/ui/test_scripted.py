@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import threading
 import time
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -43,8 +45,11 @@ def texts_of(items):
     return capture_pb2.TokenTexts(text="".join(items), lengths=map(len, items))
 
 
-def write(endpoint, name, texts, *, layers=3, width=4, labels=None):
-    """Write a complete capture whose prompt has these token texts, straight to the store."""
+def write(endpoint, name, texts, *, layers=3, width=4, labels=None, before_seal=None):
+    """Write a complete capture whose prompt has these token texts, straight to the store.
+
+    `before_seal` is called while all rows are there and the capture is open.
+    """
     count = len(texts)
     with open_channel(endpoint) as channel:
         stub = store_pb2_grpc.StoreServiceStub(channel)
@@ -53,6 +58,8 @@ def write(endpoint, name, texts, *, layers=3, width=4, labels=None):
         stub.OpenCapture(store_pb2.OpenCaptureRequest(description=description), timeout=30)
         append = channel.stream_stream("/residuum.v1.StoreService/AppendChunks", request_serializer=bytes)
         list(append(_messages(name, count, layers, width), timeout=120))
+        if before_seal:
+            before_seal()
         outcome = capture_pb2.SequenceOutcome(
             generated_token_ids=[0], finish_reason="stop", token_texts=texts_of(["."])
         )
@@ -364,10 +371,7 @@ def longest_task(page, act, attempts=3):
     The machine may be busy with something else, so the result is the best of a few attempts: what the page itself
     needs, it needs every time.
     """
-    page.evaluate(
-        "() => { window.longest = 0; new PerformanceObserver((list) => list.getEntries().forEach("
-        "(entry) => { window.longest = Math.max(window.longest, entry.duration); })).observe({ type: 'longtask' }); }"
-    )
+    watch_tasks(page)
     found = []
     for _ in range(attempts):
         page.evaluate("window.longest = 0")
@@ -375,6 +379,14 @@ def longest_task(page, act, attempts=3):
         page.wait_for_timeout(300)  # the browser reports a task after its end
         found.append(page.evaluate("window.longest"))
     return min(found)
+
+
+def watch_tasks(page):
+    """Have the page note its longest task from now on."""
+    page.evaluate(
+        "() => { window.longest = 0; new PerformanceObserver((list) => list.getEntries().forEach("
+        "(entry) => { window.longest = Math.max(window.longest, entry.duration); })).observe({ type: 'longtask' }); }"
+    )
 
 
 def scroll(page, selector, steps=60):
@@ -434,3 +446,104 @@ def test_a_capture_of_32k_tokens_scrolls_smoothly(scripted, address, visit, reco
     page.get_by_label("Zoom in").click()
     expect(page.get_by_text("position 8192", exact=True)).to_be_visible()
     assert busy <= SMOOTH or not IS_TIMED
+
+
+def test_a_live_capture_of_32k_tokens_is_drawn_smoothly(scripted, address, visit, record_property):
+    """All rows come at once: the worst case, a long prompt whose capture is opened while the reply generates."""
+    positions, layers = 32_768, 24
+    seen = visit(address)
+    page = seen.open("captures")
+    watch_tasks(page)
+    busy, shown = [], []
+
+    def look():
+        opened = page.get_by_role("application")
+        for _ in range(3):
+            seen.open("captures")
+            page.evaluate("window.longest = 0")
+            page.evaluate("location.hash = 'capture?id=growing&layer=3'")
+            expect(page.locator(".heat .foot span:last-child")).to_have_text(str(positions - 1), timeout=MINUTE)
+            page.wait_for_timeout(300)  # the browser reports a task after its end
+            busy.append(page.evaluate("window.longest"))
+        opened.hover(position={"x": 100, "y": 5})
+        expect(page.locator(".heat .status")).to_contain_text("largest near position")
+        shown.append(page.locator(".heat .status").inner_text())
+
+    write(scripted.store.endpoint, "growing", [" w"] * positions, layers=layers, width=8, before_seal=look)
+    record_property("longest_task_ms", min(busy))
+    layer, first, value = re.fullmatch(r"layer (\d+), largest near position (\d+) .*: ([\d.]+)", shown[0]).groups()
+    with residuum.Client(store=scripted.store.endpoint) as client:
+        rows = client.activations("growing", layers=[int(layer)])[int(layer)][int(first) : int(first) + 32]
+    assert float(value) == pytest.approx(np.linalg.norm(rows.astype(np.float64), axis=1).max(), abs=6e-4)
+    expect(page.locator("h1 + .badge")).to_have_text("complete", timeout=MINUTE)
+    assert min(busy) <= SMOOTH or not IS_TIMED
+
+
+def tab_to(page, wanted):
+    """Press Tab until an element has the focus."""
+    for _ in range(80):
+        page.keyboard.press("Tab")
+        if wanted.evaluate("element => element === document.activeElement"):
+            return
+    raise AssertionError(f"Tab does not reach {wanted}")
+
+
+def test_the_page_is_used_with_the_keyboard_alone(scripted, address, visit):
+    write(scripted.store.endpoint, "kept", ["a", "b", "c"], width=8)
+    page = visit(address).open("captures")
+    expect(page.get_by_role("link", name="kept")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("main")).to_be_focused()
+    tab_to(page, page.get_by_role("link", name="kept"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("application")).to_be_visible()
+    tab_to(page, page.get_by_label("Measure"))
+    page.keyboard.press("ArrowDown")  # the next measure
+    expect(page.get_by_role("heading", name="Projection onto joy, layer × position")).to_be_visible()
+    tab_to(page, page.get_by_role("application"))
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowUp")
+    expect(page.get_by_role("heading", name="Row of layer 2, position 1")).to_be_visible()
+    tab_to(page, page.get_by_role("listbox"))
+    page.keyboard.press("End")
+    expect(page.get_by_role("heading", name="Row of layer 2, position 3")).to_be_visible()
+    tab_to(page, page.get_by_text("Python that does the same"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Python code")).to_be_visible()
+    page.reload()
+    tab_to(page, page.get_by_role("navigation").get_by_role("link", name="Generate"))
+    page.keyboard.press("Enter")
+    tab_to(page, page.get_by_label("Prompt", exact=True))
+    page.keyboard.press("Control+A")
+    page.keyboard.type("a bb")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".badge", has_text="done")).to_be_visible(timeout=MINUTE)
+    tab_to(page, page.get_by_role("link", name="Open capture"))
+    page.keyboard.press("Enter")
+    expect(page.locator("h1 + .badge")).to_have_text("complete", timeout=MINUTE)
+    tab_to(page, page.get_by_role("button", name="Delete this capture…"))
+    page.keyboard.press("Enter")
+    tab_to(page, page.get_by_role("button", name="Delete permanently"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Captures")).to_be_visible()
+
+
+def test_a_state_that_changes_often_leaves_the_url_in_time(scripted, address, visit):
+    """Browsers refuse further changes of the URL after about a hundred in 30 seconds."""
+    page = visit(address).open("generate")
+    page.evaluate(
+        "() => { window.changes = 0; const own = history.replaceState.bind(history);"
+        " history.replaceState = (...all) => { window.changes++; own(...all); }; }"
+    )
+    prompt = page.get_by_label("Prompt", exact=True)
+    prompt.fill("")
+    prompt.press_sequentially("word " * 40, delay=10)
+    expect(prompt).to_have_value("word " * 40)
+    page.wait_for_url(lambda url: "word+" * 39 in urllib.parse.unquote(url))
+    assert page.evaluate("window.changes") <= 2 + page.evaluate("performance.now()") / 400
+    prompt.press_sequentially("last")
+    page.get_by_role("navigation", name="Views").get_by_role("link", name="Health").click()  # at once
+    page.go_back()
+    expect(prompt).to_have_value("word " * 40 + "last")

@@ -90,6 +90,8 @@ def _examine_info(info: residuum.ModelInfo, started: float) -> Iterator[Finding]
     yield Finding("model", ok=True, detail=_model(info))
     yield _versions("versions", info.server_version, f", vLLM {info.vllm_version}{_tested(info.vllm_version)}")
     yield from _clock("inference service", info.server_time, started)
+    if info.load is not None:
+        yield _load(info.load, info.limits["ring_bytes"])
     if info.store_reachable is not None:
         advice = "" if info.store_reachable else " Check that the inference service's machine can reach that address."
         yield Finding("inference service: store", ok=info.store_reachable, detail=info.store_detail + advice)
@@ -153,6 +155,18 @@ def _examine_stats(stats: residuum.StoreStats, started: float) -> Iterator[Findi
     if stats.append_limit_bytes:  # older stores do not report space
         yield _room(name, stats)
         yield _disk(name, stats)
+
+
+def _load(load: residuum.ServiceLoad, ring_bytes: int) -> Finding:
+    """Return what the inference service does, and whether it has lost rows."""
+    requests = "1 request runs" if load.running_requests == 1 else f"{load.running_requests} requests run"
+    detail = f"{requests}; {size(load.ring_used_bytes)} of {size(ring_bytes)} of the rings are filled"
+    if load.ring_losses:
+        detail += (
+            f"; rows were lost {load.ring_losses} times since it started, so these captures are incomplete. Their "
+            "manifests say why (residuum ls --state incomplete)"
+        )
+    return Finding("inference service: load", ok=True, warning=load.ring_losses > 0, detail=detail)
 
 
 def _archive(name: str, stats: residuum.StoreStats) -> Finding:

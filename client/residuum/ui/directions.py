@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from residuum.ui.scratch import scratch_captures
 from residuum.ui.separation import separations
 from residuum.values.activations import Activations
 from residuum.values.capture import Capture
+from residuum.values.probes import Probe
 from residuum.values.vector import Vector
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ _METHODS = {"difference_of_means": difference_of_means, "pca": pca}
 
 
 async def list_all(request: Request) -> Response:
-    """Return all directions of the gallery, with a reason for each file that cannot be read."""
+    """Return what the gallery has, with a reason for each file that cannot be read."""
     gallery: Gallery = request.app.state.gallery
-    return JSONResponse({"folder": str(gallery.folder), "directions": await asyncio.to_thread(_entries, gallery)})
+    return JSONResponse({"folder": str(gallery.folder), **await asyncio.to_thread(_contents, gallery)})
 
 
 async def describe(request: Request) -> Response:
@@ -82,15 +83,15 @@ async def make(request: Request) -> Response:
 
 
 async def upload(request: Request) -> Response:
-    """Save the directions in an uploaded file."""
+    """Save the directions or the probe in an uploaded file."""
     asked = request.query_params
     layer = whole_number(request.query_params, "layer") if asked.get("layer") else None
     gallery: Gallery = request.app.state.gallery
     gallery.free_path(asked.get("name", ""))
     content = await bytes_of(request)
-    directions = await asyncio.to_thread(read_file, asked.get("file", ""), content, layer)
-    gallery.save(asked.get("name", ""), directions)
-    return JSONResponse({"name": asked.get("name")})
+    found = await asyncio.to_thread(read_file, asked.get("file", ""), content, layer)
+    gallery.save(asked.get("name", ""), found)
+    return JSONResponse({"name": asked.get("name"), "kind": "probe" if isinstance(found, Probe) else "direction"})
 
 
 async def rename(request: Request) -> Response:
@@ -168,14 +169,28 @@ def _count(value: Any) -> int:
     return value
 
 
-def _entries(gallery: Gallery) -> list[dict[str, Any]]:
-    entries = []
-    for name in gallery.names():
-        try:
-            entries.append(_entry(gallery, name))
-        except (ResiduumError, OSError) as error:
-            entries.append({"name": name, "problem": str(error), "layers": []})
-    return entries
+def _contents(gallery: Gallery) -> dict[str, Any]:
+    return {
+        "directions": [_readable(name, _entry, gallery) for name in gallery.names()],
+        "probes": [_readable(name, _probe, gallery) for name in gallery.probes()],
+        "saes": [{"name": name, "path": str(gallery.sae_path(name))} for name in gallery.saes()],
+    }
+
+
+def _readable(name: str, describe: Callable[[Gallery, str], dict[str, Any]], gallery: Gallery) -> dict[str, Any]:
+    try:
+        return describe(gallery, name)
+    except (ResiduumError, OSError) as error:
+        return {"name": name, "problem": str(error), "layers": []}
+
+
+def _probe(gallery: Gallery, name: str) -> dict[str, Any]:
+    probe = gallery.probe(name)
+    return {
+        "name": name, "layer": probe.layer, "site": probe.site, "width": probe.width, "activation": probe.activation,
+        "outputs": list(probe.output_names) or [str(index) for index in range(probe.num_outputs)],
+        "mlp": len(probe.mlp),
+    }  # fmt: skip
 
 
 def _entry(gallery: Gallery, name: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The gallery: a folder of directions, one safetensors file each, with what is known of them next to it."""
+"""The gallery: a folder of directions, one safetensors file each, with what is known of them next to it.
+
+Probes of `Probe.save` and sparse autoencoders that `residuum.sae.load` reads may be there, too.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,23 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from residuum.directions.files import saved_directions
 from residuum.directions.values import Directions, Origin
 from residuum.exceptions import InvalidRequest
+from residuum.sae import load as load_sae
+from residuum.sae.formats import GEMMA_SCOPE_FILE, SAELENS_CONFIG
+from residuum.sae.formats import OWN_FORMAT as SAE_FORMAT
 from residuum.ui.answers import invalid
+from residuum.values.probes import Probe
+from residuum.values.sae import SAE
 from residuum.values.vector import Vector, load_vectors
+from residuum.wire.probe_files import FORMAT as PROBE_FORMAT
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,79}", re.ASCII)
 _SUFFIX = ".safetensors"
@@ -31,10 +42,25 @@ class Gallery:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._latest: tuple[tuple[str, int], SAE] | None = None
 
     def names(self) -> list[str]:
-        """Return the names of all directions, sorted."""
-        return sorted(path.stem for path in self.folder.glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.stem))
+        """Return the names of all directions, sorted. Files that hold something else are among them."""
+        return self._of_kind(lambda form: form not in {PROBE_FORMAT, SAE_FORMAT})
+
+    def probes(self) -> list[str]:
+        """Return the names of all probes, sorted."""
+        return self._of_kind(lambda form: form == PROBE_FORMAT)
+
+    def saes(self) -> list[str]:
+        """Return the names of all sparse autoencoders, sorted: files of `residuum.sae.save`, .npz files, folders."""
+        own = self._of_kind(lambda form: form == SAE_FORMAT)
+        others = [path.stem if path.suffix == ".npz" else path.name for path in self.folder.glob("*") if _is_sae(path)]
+        return sorted({*own, *filter(_NAME.fullmatch, others)})
+
+    def _of_kind(self, fits: Callable[[str], bool]) -> list[str]:
+        names = (path.stem for path in self.folder.glob(f"*{_SUFFIX}") if _NAME.fullmatch(path.stem))
+        return sorted(name for name in names if fits(_format_of(self._path(name))))
 
     def load(self, name: str) -> Directions:
         """Return directions by their name.
@@ -48,6 +74,45 @@ class Gallery:
             raise FileNotFoundError(f"There is no direction {name!r} in {self.folder}. Choose another one.")
         return Directions.load(path)
 
+    def probe(self, name: str) -> Probe:
+        """Return a probe by its name.
+
+        Raises:
+            InvalidRequest: The name is none, or the file holds no probe.
+            FileNotFoundError: There is none with this name.
+        """
+        path = self._path(name)
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no probe {name!r} in {self.folder}. Choose another one.")
+        return Probe.load(path)
+
+    def sae(self, name: str) -> SAE:
+        """Return a sparse autoencoder by its name. The latest one is kept, because reading it takes a while.
+
+        Raises:
+            BadSAE: It cannot be read.
+            FileNotFoundError: There is none with this name.
+        """
+        wanted = (name, self.version(name))
+        if self._latest is None or self._latest[0] != wanted:
+            self._latest = (wanted, load_sae(self.sae_path(name)))
+        return self._latest[1]
+
+    def sae_path(self, name: str) -> Path:
+        """Return where a sparse autoencoder is: a file or a folder; the errors are those of `sae`."""
+        own = self._path(name)
+        for path in (own, self.folder / name, self.folder / f"{name}.npz"):
+            if path.exists():
+                return path
+        raise FileNotFoundError(f"There is no sparse autoencoder {name!r} in {self.folder}. Choose another one.")
+
+    def version(self, name: str) -> int:
+        """Return a number that changes with the file or folder of this name; 0 if there is none."""
+        try:
+            return self.sae_path(name).stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def notes(self, name: str) -> dict[str, Any]:
         """Return what was noted when the directions were made, such as how well they separate the examples."""
         try:
@@ -56,8 +121,8 @@ class Gallery:
             return {}
         return notes if isinstance(notes, dict) else {}
 
-    def save(self, name: str, directions: Directions, notes: Mapping[str, Any] | None = None) -> None:
-        """Save directions under a new name.
+    def save(self, name: str, content: Directions | Probe, notes: Mapping[str, Any] | None = None) -> None:
+        """Save directions or a probe under a new name.
 
         Raises:
             InvalidRequest: The name cannot be used.
@@ -65,7 +130,7 @@ class Gallery:
         """
         path = self.free_path(name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        directions.save(path)
+        content.save(path)
         if notes:
             self._notes(name).write_text(json.dumps(notes))
 
@@ -82,20 +147,28 @@ class Gallery:
         return path
 
     def rename(self, name: str, to: str) -> None:
-        """Give directions another name; the errors are those of `load` and `free_path`."""
-        self.load(name)
+        """Give a file another name; the errors are those of `delete` and `free_path`."""
+        self._existing(name)
         target = self.free_path(to)
         self._path(name).rename(target)
         if self._notes(name).exists():
             self._notes(name).rename(self._notes(to))
 
     def delete(self, name: str) -> None:
-        """Delete directions; the errors are those of `load`."""
+        """Delete a file.
+
+        Raises:
+            InvalidRequest: The name is none.
+            FileNotFoundError: There is none with this name.
+        """
+        self._existing(name).unlink()
+        self._notes(name).unlink(missing_ok=True)
+
+    def _existing(self, name: str) -> Path:
         path = self._path(name)
         if not path.is_file():
-            raise FileNotFoundError(f"There is no direction {name!r} in {self.folder}.")
-        path.unlink()
-        self._notes(name).unlink(missing_ok=True)
+            raise FileNotFoundError(f"There is no {name!r} in {self.folder}.")
+        return path
 
     def _notes(self, name: str) -> Path:
         """Return the path of the notes. A plain .json beside the directions may be the user's own file."""
@@ -110,8 +183,23 @@ class Gallery:
         return self.folder / f"{name}{_SUFFIX}"
 
 
-def read_file(filename: str, content: bytes, layer: int | None) -> Directions:
-    """Return the directions in an uploaded file: of `Directions.save`, GGUF, .npy or safetensors with one vector.
+def _format_of(path: Path) -> str:
+    """Return the "format" in a file's metadata; empty if it cannot be read. The arrays are not read."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return str((file.metadata() or {}).get("format", ""))
+    except (SafetensorError, OSError):
+        return ""
+
+
+def _is_sae(path: Path) -> bool:
+    if path.is_dir():
+        return (path / SAELENS_CONFIG).exists() or (path / GEMMA_SCOPE_FILE).exists()
+    return path.suffix == ".npz"
+
+
+def read_file(filename: str, content: bytes, layer: int | None) -> Directions | Probe:
+    """Return the content of an uploaded file: of `Directions.save` or `Probe.save`, GGUF, or with one vector.
 
     Args:
         filename: The file's name; its suffix says what it is.
@@ -119,12 +207,12 @@ def read_file(filename: str, content: bytes, layer: int | None) -> Directions:
         layer: The layer of a single vector.
 
     Raises:
-        InvalidRequest: The file holds no directions, or the layer is missing.
+        InvalidRequest: The file holds neither directions nor a probe, or the layer is missing.
         ImportError: GGUF needs the extra `gguf`.
     """
     suffix = Path(filename).suffix.lower()
     if suffix not in {".safetensors", ".gguf", ".npy"}:
-        raise invalid(f"{filename!r} is no file of directions. Choose a .safetensors, .gguf or .npy file.")
+        raise invalid(f"{filename!r} holds neither directions nor a probe. Choose a .safetensors, .gguf or .npy file.")
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"upload{suffix}"
         path.write_bytes(content)
@@ -134,7 +222,9 @@ def read_file(filename: str, content: bytes, layer: int | None) -> Directions:
             raise invalid(str(error).replace(str(path), filename)) from None
 
 
-def _read(path: Path, filename: str, layer: int | None) -> Directions:
+def _read(path: Path, filename: str, layer: int | None) -> Directions | Probe:
+    if path.suffix == ".safetensors" and _format_of(path) == PROBE_FORMAT:
+        return Probe.load(path)
     if path.suffix == ".gguf":
         return Directions.from_gguf(path)
     found = saved_directions(path) if path.suffix == ".safetensors" else None

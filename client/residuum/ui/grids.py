@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -26,8 +28,8 @@ from residuum.ui.answers import (
     number,
     whole_number,
 )
-from residuum.ui.gallery import layer_vectors
-from residuum.ui.measures import Grid, Measure, statistics
+from residuum.ui.measure_choice import chosen_measure
+from residuum.ui.measures import FloatArray, Grid, Measure, statistics
 from residuum.values.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -38,9 +40,16 @@ _CACHE_BYTES = 256 << 20
 """Bytes of grids that are kept, so that other layers and zooms need no further read."""
 
 _MOST_COLUMNS = 4096
+_MOST_POSITIONS = 1 << 22
 _MOST_LIVE = 8
 _EVENT_SECONDS = 0.1
 """How often a live stream sends what has come."""
+
+_EVENT_VALUES = 1 << 14
+"""After how many values it sends before that: the page stays smooth while it reads a long prompt."""
+
+Piece = tuple[int, npt.NDArray[np.int64], FloatArray]
+"""A layer, positions, and their values."""
 
 _STREAM_SITES = {"resid_post", "resid_pre", "resid_mid"}
 """The sites whose rows the model's unembedding can be applied to."""
@@ -69,7 +78,7 @@ class GridCache:
         async with lock:  # two views of one capture share one read, and no other capture waits for it
             grid = self._grids.get(name)
             if grid is None:
-                grid = Grid(manifest.layers_at(site), _positions(manifest, sequence))
+                grid = Grid(manifest.layers_at(site), _positions(manifest, sequence), measure.quantiles)
                 async for layer, positions, values in _measured(self._client, manifest, site, sequence, measure):
                     grid.put(layer, positions, values)
                 self._grids[name] = grid
@@ -80,16 +89,17 @@ class GridCache:
 
 
 async def grid(request: Request) -> Response:
-    """Return a window of a grid, in as many columns as the page can show."""
+    """Return a window of a grid, in as many columns as the page can show, and of at least `span` positions."""
     found = await _grid(request)
-    end = max(found.values.shape[1] - 1, 0)
+    span = min(whole_number(request.query_params, "span", 0), _MOST_POSITIONS)
+    end = max(found.values.shape[1], span, 1) - 1
     first = min(whole_number(request.query_params, "first", 0), end)
     last = max(first, min(whole_number(request.query_params, "last", end), end))
     columns = min(max(whole_number(request.query_params, "columns", 1024), 1), _MOST_COLUMNS)
     part = found.window(first, last, columns)
     return JSONResponse(
         {
-            "layers": found.layers, "positions": found.values.shape[1], "first": first, "last": last,
+            "layers": found.layers, "positions": end + 1, "first": first, "last": last,
             "columns": part.shape[1], "values": floats(part), "ranges": found.ranges(),
         }
     )  # fmt: skip
@@ -119,18 +129,47 @@ async def _growing(request: Request, index: int, asked: Mapping[str, Any]) -> As
         manifest, site, sequence, measure, _ = await _wanted(request, asked)
         layers = list(manifest.layers_at(site))
         yield "start", {"index": index, "layers": layers, "prompt_tokens": len(manifest.prompt_token_ids)}
-        tiles: list[dict[str, Any]] = []
-        sent = 0.0
-        async for layer, positions, values in _measured(client, manifest, site, sequence, measure):
-            tiles.append({"layer": layer, "positions": positions.tolist(), "values": floats(values)})
-            if time.monotonic() - sent >= _EVENT_SECONDS:
-                yield "tiles", {"index": index, "tiles": tiles}
-                tiles, sent = [], time.monotonic()
-        if tiles:
+        async for tiles in _batches(_measured(client, manifest, site, sequence, measure)):
             yield "tiles", {"index": index, "tiles": tiles}
         yield "end", {"index": index}
     except FAILURES as error:
         yield "problem", {"index": index, **describe(error)}
+
+
+async def _batches(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[list[dict[str, Any]], None]:
+    """Yield the tiles of pieces together, and the last ones also while no further piece comes."""
+    tiles: list[dict[str, Any]] = []
+    sent, count = 0.0, 0
+    waiting = asyncio.ensure_future(anext(pieces))
+    try:
+        while True:
+            rest = max(sent + _EVENT_SECONDS - time.monotonic(), 0.0) if tiles else None
+            done, _ = await asyncio.wait([waiting], timeout=rest)
+            if done:
+                try:
+                    layer, positions, values = waiting.result()
+                except StopAsyncIteration:
+                    break
+                tiles.extend(_tiles(layer, positions, values))
+                count += len(values)
+                waiting = asyncio.ensure_future(anext(pieces))
+            if tiles and (count >= _EVENT_VALUES or time.monotonic() - sent >= _EVENT_SECONDS):
+                yield tiles
+                tiles, sent, count = [], time.monotonic(), 0
+        if tiles:
+            yield tiles
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await pieces.aclose()
+
+
+def _tiles(layer: int, positions: npt.NDArray[np.int64], values: FloatArray) -> Iterator[dict[str, Any]]:
+    """Yield the values of a layer as runs of positions that follow each other."""
+    cuts = np.flatnonzero(np.diff(positions) != 1) + 1
+    for places, part in zip(np.split(positions, cuts), np.split(values, cuts), strict=True):
+        if len(places):
+            yield {"layer": layer, "first": int(places[0]), "values": floats(part)}
 
 
 async def row(request: Request) -> Response:
@@ -177,23 +216,18 @@ async def _wanted(request: Request, asked: Mapping[str, Any]) -> tuple[Manifest,
     client: AsyncClient = request.app.state.client
     manifest = await client.manifest(str(asked.get("id", "")))
     site = str(asked.get("site") or manifest.sites[0])
-    layers = manifest.layers_at(site)
     sequence = whole_number(asked, "sequence", 0)
     if sequence >= max(manifest.proto.description.num_sequences, 1):
         raise invalid(f"{manifest.capture_id} has no sequence {sequence}.")
-    name, direction, from_layer = (str(asked.get(part) or "") for part in ("measure", "direction", "from"))
-    name = name or "norm"
-    if name == "norm" or not direction:
-        return manifest, site, sequence, Measure.of(name), name
     gallery: Gallery = request.app.state.gallery
-    vectors = layer_vectors(gallery.load(direction), layers, from_layer)
-    key = (name, tuple((layer, vector.digest) for layer, vector in vectors.items()))
-    return manifest, site, sequence, Measure.of(name, vectors), key
+    # Reading a sparse autoencoder takes a while.
+    measure, key = await asyncio.to_thread(chosen_measure, gallery, manifest, site, asked)
+    return manifest, site, sequence, measure, key
 
 
 async def _measured(
     client: AsyncClient, manifest: Manifest, site: str, sequence: int, measure: Measure
-) -> AsyncIterator[tuple[int, Any, Any]]:
+) -> AsyncGenerator[Piece, None]:
     """Yield (layer, positions, values) of a capture as its rows arrive, until it has ended."""
     pieces = client.follow(manifest.capture_id, sites=[site], sequence=sequence, allow_partial=True)
     async for _, layer, positions, rows in pieces:

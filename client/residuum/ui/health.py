@@ -43,8 +43,12 @@ async def model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Return whether the services are serving, and what the stores hold. A service that is away is no failure."""
     client: AsyncClient = request.app.state.client
-    answer: dict[str, Any] = {"inference": "", "stores": {}, "stats": [], "problems": []}
-    status, stats = await asyncio.gather(_soon(client.health()), _soon(client.stats(allow_partial=True)))
+    answer: dict[str, Any] = {"inference": "", "stores": {}, "stats": [], "problems": [], "load": None}
+    status, stats, info = await asyncio.gather(
+        _soon(client.health()), _soon(client.stats(allow_partial=True)), _soon(_info(client))
+    )
+    if info is not None and not isinstance(info, ResiduumError):  # the status says why there is none
+        answer["load"] = _load(info)
     if status is not None:
         answer |= {"inference": status.inference or "", "stores": dict(status.stores)}
     if isinstance(stats, ResiduumError):
@@ -57,6 +61,18 @@ async def health(request: Request) -> Response:
             f"A service does not answer within {_WAIT_SECONDS:g} seconds: {named}, or a store that it names."
         )
     return JSONResponse(answer)
+
+
+async def _info(client: AsyncClient) -> ModelInfo | None:
+    return await client.info() if client.endpoint else None
+
+
+def _load(info: ModelInfo) -> dict[str, Any] | None:
+    """Return what the service does, and its clock, so that the page can tell how fast the counts grow."""
+    if info.load is None or info.server_time is None:
+        return None
+    limits = {"ring_bytes": info.limits["ring_bytes"], "max_running_requests": info.limits["max_running_requests"]}
+    return {**dataclasses.asdict(info.load), **limits, "at": info.server_time.timestamp()}
 
 
 async def _soon(call: Awaitable[Any]) -> Any:

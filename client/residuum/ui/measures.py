@@ -3,95 +3,180 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import BadVector
 from residuum.ui.answers import invalid
+from residuum.values.probes import Probe
+from residuum.values.sae import SAE
 from residuum.values.vector import Vector
 
-MEASURES = ("norm", "projection", "cosine")
-
 FloatArray = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(Protocol):
     """What is computed from each row.
 
     Attributes:
-        name: "norm": the row's Euclidean norm. "projection": its dot product with the unit vector of a direction.
-            "cosine": the cosine of the angle between them.
-        units: For projection and cosine: the unit vector of each layer, float64 [hidden].
+        quantiles: The shares of values below the lowest and the highest colour.
     """
 
-    name: str
-    units: Mapping[int, npt.NDArray[np.float64]] = field(default_factory=dict, hash=False)
-
-    @classmethod
-    def of(cls, name: str, vectors: Mapping[int, Vector] | None = None) -> Measure:
-        """Return a measure by its name, with the direction that it needs.
-
-        Raises:
-            InvalidRequest: There is no such measure, or it needs a direction.
-            BadVector: A vector is zero.
-        """
-        if name not in MEASURES:
-            raise invalid(f"There is no measure {name!r}. Choose among {', '.join(MEASURES)}.")
-        if name == "norm":
-            return cls(name)
-        if not vectors:
-            raise invalid(f"The measure {name!r} needs a direction. Choose one.")
-        units = {}
-        for layer, vector in vectors.items():
-            if not vector.norm:
-                raise BadVector(f"The direction of layer {layer} is zero, so nothing projects onto it.")
-            units[layer] = vector.values.astype(np.float64) / vector.norm
-        return cls(name, units)
+    quantiles: tuple[float, float]
 
     def values(self, layer: int, rows: npt.NDArray[Any]) -> FloatArray:
-        """Return one number for each row of a layer; NaN where the direction has no vector for the layer.
+        """Return one number for each row of a layer; NaN at layers that the measure cannot read.
 
         Args:
             layer: The layer.
             rows: [positions, width].
 
         Raises:
-            BadVector: The rows have another width than the direction.
+            BadVector: The rows have another width than the measure reads.
         """
+
+
+_MIDDLE = (0.02, 0.98)
+"""The whole range would show only the outliers."""
+
+
+class Norm:
+    """The Euclidean norm of a row."""
+
+    quantiles = _MIDDLE
+
+    def values(self, layer: int, rows: npt.NDArray[Any]) -> FloatArray:
+        """Return the norms."""
+        del layer
         # In float64: a norm of the first token's row can be a thousand times that of the others.
+        return _norms(np.asarray(rows, dtype=np.float64)).astype(np.float32)
+
+
+class Projection:
+    """The dot product with the unit vector of a direction, or the cosine of the angle between them."""
+
+    quantiles = _MIDDLE
+
+    def __init__(self, vectors: Mapping[int, Vector], *, is_cosine: bool = False) -> None:
+        """Project onto the vector of each layer.
+
+        Raises:
+            BadVector: A vector is zero.
+        """
+        self._is_cosine = is_cosine
+        self._units: dict[int, Float64Array] = {}
+        for layer, vector in vectors.items():
+            if not vector.norm:
+                raise BadVector(f"The direction of layer {layer} is zero, so nothing projects onto it.")
+            self._units[layer] = vector.values.astype(np.float64) / vector.norm
+
+    def values(self, layer: int, rows: npt.NDArray[Any]) -> FloatArray:
+        """Return the projections or cosines; see `Measure`."""
         wide = np.asarray(rows, dtype=np.float64)
-        if self.name == "norm":
-            return _norms(wide).astype(np.float32)
-        unit = self.units.get(layer)
+        unit = self._units.get(layer)
         if unit is None:
-            return np.full(len(wide), np.nan, np.float32)
-        if wide.shape[1] != len(unit):
-            raise BadVector(
-                f"The rows have {wide.shape[1]} elements, but the direction has {len(unit)}. Choose another direction "
-                "or site."
-            )
+            return _nothing(len(wide))
+        _check_width(wide, len(unit), "direction")
         projection = wide @ unit
-        if self.name == "projection":
+        if not self._is_cosine:
             return projection.astype(np.float32)
         norms = _norms(wide)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(norms > 0, projection / norms, np.nan).astype(np.float32)
 
 
-def _norms(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    norms: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", rows, rows))
+class ProbeScore:
+    """One output of a probe, without smoothing."""
+
+    quantiles = _MIDDLE
+
+    def __init__(self, probe: Probe, output: int, *, at_all_layers: bool = False) -> None:
+        """Score the rows of the probe's layer, or of all layers.
+
+        Raises:
+            InvalidRequest: The probe has no such output.
+        """
+        if output >= probe.num_outputs:
+            raise invalid(f"The probe has no output {output}. Choose among 0 to {probe.num_outputs - 1}.")
+        self._probe = probe
+        self._output = output
+        self._at_all_layers = at_all_layers
+
+    def values(self, layer: int, rows: npt.NDArray[Any]) -> FloatArray:
+        """Return the scores; see `Measure`."""
+        if not self._at_all_layers and layer != self._probe.layer:
+            return _nothing(len(rows))
+        _check_width(rows, self._probe.width, "probe")
+        scores: FloatArray = self._probe.score(rows).reshape(len(rows), -1)[:, self._output]
+        return scores
+
+
+class Feature:
+    """A feature of a sparse autoencoder: in rows that consist of features, or computed from rows of one layer."""
+
+    quantiles = (0.0, 1.0)  # most features are 0 nearly everywhere
+
+    def __init__(self, feature: int, sae: SAE | None = None, layer: int | None = None) -> None:
+        """Read a feature of the rows of all layers; with `sae`, compute it from the rows of one layer.
+
+        Raises:
+            BadSAE: There is no such feature.
+        """
+        self._feature = feature
+        self._layer = layer
+        self._sae = sae
+        if sae is not None:
+            sae.check_feature(feature)
+            self._sae = sae if sae.activation == "topk" else _only(sae, feature)
+            self._feature = feature if sae.activation == "topk" else 0
+
+    def values(self, layer: int, rows: npt.NDArray[Any]) -> FloatArray:
+        """Return the feature; see `Measure`."""
+        if self._sae is None:
+            return np.asarray(rows[:, self._feature], dtype=np.float32)
+        if layer != self._layer:
+            return _nothing(len(rows))
+        _check_width(rows, self._sae.width, "sparse autoencoder")
+        return np.asarray(self._sae.encode(rows)[:, self._feature], dtype=np.float32)
+
+
+def _only(sae: SAE, feature: int) -> SAE:
+    """Return an autoencoder with one feature. Only with "topk" does a feature depend on the others."""
+    one = slice(feature, feature + 1)
+    return SAE(
+        sae.encoder[one], sae.decoder[one], encoder_bias=sae.encoder_bias[one], decoder_bias=sae.decoder_bias,
+        activation="relu" if sae.threshold is None else "jumprelu",
+        threshold=None if sae.threshold is None else sae.threshold[one], layer_norm=sae.layer_norm,
+    )  # fmt: skip
+
+
+def _check_width(rows: npt.NDArray[Any], width: int, what: str) -> None:
+    if rows.shape[1] != width:
+        raise BadVector(
+            f"The rows have {rows.shape[1]} elements, but the {what} has {width}. Choose another {what} or site."
+        )
+
+
+def _nothing(count: int) -> FloatArray:
+    return np.full(count, np.nan, np.float32)
+
+
+def _norms(rows: Float64Array) -> Float64Array:
+    norms: Float64Array = np.sqrt(np.einsum("ij,ij->i", rows, rows))
     return norms
 
 
 class Grid:
     """The values of a measure at each layer and position: float32 [layers, positions], NaN where there is no row."""
 
-    def __init__(self, layers: tuple[int, ...], positions: int) -> None:
+    def __init__(
+        self, layers: tuple[int, ...], positions: int, quantiles: tuple[float, float] = Norm.quantiles
+    ) -> None:
         self.layers = layers
+        self._quantiles = quantiles
         self.values: FloatArray = np.full((len(layers), positions), np.nan, np.float32)
         self._row = {layer: index for index, layer in enumerate(layers)}
 
@@ -112,17 +197,16 @@ class Grid:
         return row
 
     def ranges(self) -> list[list[float | None]]:
-        """Return the values below which 2% and 98% of a layer's values are: [low, high] for each layer.
+        """Return the range of a layer's values that the colours span: [low, high] for each layer.
 
-        Colours span this range, because the whole range would show only the outliers. The first position is left out if
-        there are others: many models attend to it when there is nothing else to attend to, and its norm is a hundred
-        times that of the others.
+        The first position is left out if there are others: many models attend to it when there is nothing else to
+        attend to, and its norm is a hundred times that of the others.
         """
         found: list[list[float | None]] = []
         for row in self.values:
             there = row[1:][np.isfinite(row[1:])]
             there = there if len(there) else row[np.isfinite(row)]
-            found.append([float(edge) for edge in np.quantile(there, (0.02, 0.98))] if len(there) else [None, None])
+            found.append([float(edge) for edge in np.quantile(there, self._quantiles)] if len(there) else [None, None])
         return found
 
     def window(self, first: int, last: int, bins: int) -> FloatArray:
@@ -132,10 +216,11 @@ class Grid:
 
         Args:
             first: The first position.
-            last: The last position, inclusive.
+            last: The last position, inclusive. Columns past the end have no values.
             bins: The most columns.
         """
         part = self.values[:, first : last + 1]
+        part = np.pad(part, ((0, 0), (0, last + 1 - first - part.shape[1])), constant_values=np.nan)
         count = part.shape[1]
         if count <= bins:
             return part

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from residuum.ui.answers import Event, body_of, event_stream, invalid, number
 from residuum.ui.gallery import layer_vectors
 from residuum.ui.generations import prompt_of, sampling_of
-from residuum.ui.measures import Measure
+from residuum.ui.measures import Measure, Projection
 from residuum.ui.operations import operations_of
 from residuum.ui.scratch import scratch_captures
 from residuum.values.capture import Capture
@@ -37,7 +37,7 @@ async def sweep(request: Request) -> Response:
         raise invalid(f"layer must be a number, not {layer!r}.")
     gallery = request.app.state.gallery
     directions = gallery.load(str(operation.get("direction", "")))
-    measure = Measure.of("projection", layer_vectors(directions, [layer], str(operation.get("from", ""))))
+    measure = Projection(layer_vectors(directions, [layer], str(operation.get("from", ""))))
     steer = [operations_of([{**operation, "scale": scale}], gallery) if scale else None for scale in scales]
     prompt, sampling = prompt_of(body), sampling_of(body.get("sampling", {}))
 

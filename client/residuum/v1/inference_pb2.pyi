@@ -85,6 +85,7 @@ class GetModelInfoResponse(_message.Message):
     GATE_MEASURES_FIELD_NUMBER: _builtins.int
     PROBE_SITES_FIELD_NUMBER: _builtins.int
     OPERATOR_RULES_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model's name, which clients may check with `model` in a spec."""
     num_layers: _builtins.int
@@ -187,6 +188,10 @@ class GetModelInfoResponse(_message.Message):
     def operator_rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the operator's rules that apply to the caller's requests, as RuleEvent has them."""
 
+    @_builtins.property
+    def load(self) -> Global___ServiceLoad:
+        """What the server does at the moment. Unset: the caller is no admin, or the server is older than this field."""
+
     def __init__(
         self,
         *,
@@ -217,14 +222,65 @@ class GetModelInfoResponse(_message.Message):
         gate_measures: _abc.Iterable[_steering_pb2.GateMeasure.ValueType] | None = ...,
         probe_sites: _abc.Iterable[_site_pb2.Site.ValueType] | None = ...,
         operator_rules: _abc.Iterable[_builtins.str] | None = ...,
+        load: Global___ServiceLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "limits", b"limits", "load", b"load", "server_time", b"server_time", "store_check", b"store_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "model", b"model", "num_layers", b"num_layers", "operator_rules", b"operator_rules", "probe_sites", b"probe_sites", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "default_encoding", b"default_encoding", "dtype", b"dtype", "eager", b"eager", "encodings", b"encodings", "gate_measures", b"gate_measures", "hidden_size", b"hidden_size", "layout", b"layout", "limits", b"limits", "load", b"load", "model", b"model", "num_layers", b"num_layers", "operator_rules", b"operator_rules", "probe_sites", b"probe_sites", "reductions", b"reductions", "server_time", b"server_time", "server_version", b"server_version", "site_layers", b"site_layers", "site_widths", b"site_widths", "sites", b"sites", "steering_operations", b"steering_operations", "steering_sites", b"steering_sites", "store_check", b"store_check", "store_checks", b"store_checks", "store_endpoints", b"store_endpoints", "stores", b"stores", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class ServiceLoad(_message.Message):
+    """What a server does at the moment, and what it has done since it started. At most about a second old."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    OPEN_CAPTURES_FIELD_NUMBER: _builtins.int
+    RING_USED_BYTES_FIELD_NUMBER: _builtins.int
+    RING_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    RING_LOSSES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_BYTES_FIELD_NUMBER: _builtins.int
+    running_requests: _builtins.int
+    """Requests that generate, or wait to generate."""
+    open_captures: _builtins.int
+    """Captures that are open: the store has not sealed them."""
+    ring_used_bytes: _builtins.int
+    """Bytes of the rings that are filled, or being filled. Limits.ring_bytes is the size of the rings."""
+    ring_wait_seconds: _builtins.float
+    """Seconds that the workers waited for room in a ring, since the start."""
+    ring_losses: _builtins.int
+    """Losses since the start: rows that a full ring shed, or that failed."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens of requests that started, since the start."""
+    generated_tokens: _builtins.int
+    """Tokens generated and sent to clients, since the start."""
+    acknowledged_bytes: _builtins.int
+    """Bytes that the stores have acknowledged, since the start."""
+    def __init__(
+        self,
+        *,
+        running_requests: _builtins.int = ...,
+        open_captures: _builtins.int = ...,
+        ring_used_bytes: _builtins.int = ...,
+        ring_wait_seconds: _builtins.float = ...,
+        ring_losses: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        acknowledged_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_bytes", b"acknowledged_bytes", "generated_tokens", b"generated_tokens", "open_captures", b"open_captures", "prompt_tokens", b"prompt_tokens", "ring_losses", b"ring_losses", "ring_used_bytes", b"ring_used_bytes", "ring_wait_seconds", b"ring_wait_seconds", "running_requests", b"running_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServiceLoad: _TypeAlias = ServiceLoad  # noqa: Y015
 
 @_typing.final
 class AttentionLayer(_message.Message):

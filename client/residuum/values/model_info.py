@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import operator
 from collections.abc import Iterable
@@ -18,6 +19,36 @@ from residuum.values.manifest import site_name, to_datetime
 from residuum.values.vector import Vector
 from residuum.wire.dtypes import dtype_name
 from residuum.wire.encodings import ENCODING_NAMES, RAW
+
+
+@dataclass(frozen=True)
+class ServiceLoad:
+    """What a server does at the moment, and what it has done since it started. At most about a second old.
+
+    Attributes:
+        running_requests: Requests that generate, or wait to generate.
+        open_captures: Captures that are open: the store has not sealed them.
+        ring_used_bytes: Bytes of the rings that are filled; `ModelInfo.limits["ring_bytes"]` is the size of the rings.
+        ring_wait_seconds: Seconds that the engine's workers waited for room in a ring, since the start.
+        ring_losses: Losses since the start: rows that a full ring shed, or that failed.
+        prompt_tokens: Prompt tokens of requests that started, since the start.
+        generated_tokens: Tokens generated and sent to clients, since the start.
+        acknowledged_bytes: Bytes of rows that the stores have acknowledged, since the start.
+    """
+
+    running_requests: int
+    open_captures: int
+    ring_used_bytes: int
+    ring_wait_seconds: float
+    ring_losses: int
+    prompt_tokens: int
+    generated_tokens: int
+    acknowledged_bytes: int
+
+    @classmethod
+    def from_proto(cls, proto: inference_pb2.ServiceLoad) -> ServiceLoad:
+        """Return the value of a message."""
+        return cls(**{item.name: getattr(proto, item.name) for item in proto.DESCRIPTOR.fields if item.name in _LOAD})
 
 
 @dataclass(frozen=True)
@@ -56,6 +87,7 @@ class ModelInfo:
             probes of a request may have. Empty: the server is older than this field, and has no probes.
         operator_rules: The names of the operator's rules that apply to your requests.
         attention: What determines the attention weights of each layer; empty if the server does not say.
+        load: What the server does at the moment; None if you are no admin, or the server is older than this field.
         store_reachable: Whether all stores answer the inference service; None without stores, or without a check
             (`check_store`).
         store_detail: Where the inference service looked for its stores, and what they answered.
@@ -88,6 +120,7 @@ class ModelInfo:
     probe_sites: tuple[str, ...] = ()
     operator_rules: tuple[str, ...] = ()
     attention: tuple[AttentionLayer, ...] = ()
+    load: ServiceLoad | None = None
     store_reachable: bool | None = None
     store_detail: str = ""
 
@@ -135,6 +168,7 @@ class ModelInfo:
             default_encoding=ENCODING_NAMES.get(proto.default_encoding or RAW, "unknown"),
             reductions=tuple(name for name, number in REDUCTIONS.items() if number in proto.reductions) or ("none",),
             adapters=tuple(proto.adapters),
+            load=ServiceLoad.from_proto(proto.load) if proto.HasField("load") else None,
             store_reachable=not any(check.HasField("error") for check in checks) if checks else None,
             store_detail="; ".join(map(_store_detail, checks)),
         )
@@ -188,3 +222,7 @@ def _store_detail(check: inference_pb2.StoreCheck) -> str:
         return check.error.message
     name = f"at {check.endpoint}" if check.store in {"", check.endpoint} else f"{check.store} ({check.endpoint})"
     return f"the store {name}, version {check.server_version}, answers it"
+
+
+_LOAD = {item.name for item in dataclasses.fields(ServiceLoad)}
+"""The fields that this version knows."""

@@ -43,14 +43,20 @@ export function usePoll(task, seconds, keys) {
 }
 
 const kept = new Map();
+const users = new Map(); // name -> functions that draw the views with this state again
 
-// State that outlives its view, until the page is loaded again: drafts and results are there after a look at another view.
+// State that outlives its view, until the page is loaded again: drafts and replies go on while another view is shown.
 export function useKept(name, initial) {
   const [, setTurn] = useState(0);
+  useEffect(() => {
+    const own = users.get(name) ?? users.set(name, new Set()).get(name);
+    own.add(setTurn);
+    return () => own.delete(setTurn);
+  }, [name]);
   const set = useCallback((change) => {
     const before = kept.get(name) ?? initial;
     kept.set(name, typeof change === "function" ? change(before) : change);
-    setTurn((turn) => turn + 1);
+    for (const draw of users.get(name) ?? []) draw((turn) => turn + 1);
   }, [name]);
   return [kept.get(name) ?? initial, set];
 }

@@ -16,27 +16,34 @@ export function connect({ endpoint, store }) {
 
 export const loadDirection = (name, gallery) => `residuum.Directions.load(${literal(`${gallery}/${name}.safetensors`)})`;
 
-export function measureCode({ about, gallery, id, site, sequence, measure, direction, from }) {
-  const select = [site !== "resid_post" && `site=${literal(site)}`, sequence && `sequence=${sequence}`].filter(Boolean).join(", ");
-  const lines = [
-    "import numpy as np",
-    connect(about).trimEnd(),
-    `acts = client.activations(${literal(id)}, allow_partial=True)${select && `.select(${select})`}`,
-  ];
-  if (measure === "norm") {
-    lines.push("grid = np.linalg.norm(acts.stack(), axis=2)  # [layers, positions]");
-  } else {
-    const vector = from ? `directions[${from}]` : "directions[layer]";
-    const layers = from ? "acts" : "[layer for layer in acts if layer in directions]";
-    const divided = measure === "cosine" ? " / np.linalg.norm(acts[layer], axis=1)" : "";
-    lines.push(
-      `directions = ${loadDirection(direction, gallery)}`,
-      "grid = {}  # layer -> [positions]",
-      `for layer in ${layers}:`,
-      `    grid[layer] = acts[layer] @ ${vector}.values / ${vector}.norm${divided}`,
-    );
+// The values that a view shows, of one capture or of several with the same choices.
+export function measureCode({ chosen, ids, about, gallery }) {
+  const { site, sequence, asked } = chosen;
+  const select = [site.name !== "resid_post" && `site=${literal(site.name)}`, sequence && `sequence=${sequence}`].filter(Boolean).join(", ");
+  const { setup, value, layers } = valueCode(chosen, gallery);
+  const grid = asked.measure === "norm"
+    ? "grid = np.linalg.norm(acts.stack(), axis=2)  # [layers, positions]"
+    : `grid = {layer: ${value} for layer in ${layers}}  # layer -> [positions]`;
+  const parts = ids.map((id) => `acts = client.activations(${literal(id)}, allow_partial=True)${select && `.select(${select})`}\n${grid}`);
+  return ["import numpy as np", connect(about).trimEnd(), ...setup, ...parts].join("\n");
+}
+
+function valueCode({ asked, item }, { folder, saes }) {
+  if (asked.measure === "norm") return { setup: [] };
+  if (asked.measure === "probe") {
+    const output = item.outputs.length > 1 ? `[:, ${asked.output}]` : "";
+    const setup = [`probe = residuum.Probe.load(${literal(`${folder}/${asked.probe}.safetensors`)})`];
+    return { setup, value: `probe.score(acts[layer])${output}`, layers: asked.from ? "acts" : "[probe.layer]" };
   }
-  return lines.join("\n");
+  if (asked.measure === "feature") {
+    if (!asked.sae) return { setup: [], value: `acts[layer][:, ${asked.feature}]`, layers: "acts" };
+    const setup = [`sae = residuum.sae.load(${literal(saes.find(({ name }) => name === asked.sae).path)})`];
+    return { setup, value: `sae.encode(acts[layer])[:, ${asked.feature}]`, layers: `[${asked.from}]` };
+  }
+  const vector = asked.from ? `directions[${asked.from}]` : "directions[layer]";
+  const divided = asked.measure === "cosine" ? " / np.linalg.norm(acts[layer], axis=1)" : "";
+  const setup = [`directions = ${loadDirection(asked.direction, folder)}`];
+  return { setup, value: `acts[layer] @ ${vector}.values / ${vector}.norm${divided}`, layers: asked.from ? "acts" : "[layer for layer in acts if layer in directions]" };
 }
 
 export function operationCode(operation) {

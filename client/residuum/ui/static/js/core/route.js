@@ -1,6 +1,11 @@
 // The state of a view is in the URL, after the #: #view?name=value. So every view has a link.
 import { useEffect, useState } from "./lib.js";
 
+const PAUSE = 400; // milliseconds between two changes of the URL. Browsers allow about 100 in 30 seconds.
+let waiting = null; // the hash that is to be written
+let timer = 0;
+let written = -Infinity;
+
 export function parse(hash) {
   const [view, query = ""] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
   return { view: view || "captures", state: Object.fromEntries(new URLSearchParams(query)) };
@@ -16,14 +21,40 @@ export function link(view, state = {}) {
 export function useRoute() {
   const [route, setRoute] = useState(() => parse(location.hash));
   useEffect(() => {
-    const listen = () => setRoute(parse(location.hash));
+    const listen = () => {
+      forget();
+      setRoute(parse(location.hash));
+    };
     addEventListener("hashchange", listen);
-    return () => removeEventListener("hashchange", listen);
+    addEventListener("click", write, true); // before a link leads away
+    addEventListener("pagehide", write);
+    return () => {
+      removeEventListener("hashchange", listen);
+      removeEventListener("click", write, true);
+      removeEventListener("pagehide", write);
+    };
   }, []);
   const change = (changes) => {
-    const now = parse(location.hash);
-    history.replaceState(null, "", link(now.view, { ...now.state, ...changes }));
-    setRoute(parse(location.hash));
+    const now = parse(waiting ?? location.hash);
+    waiting = link(now.view, { ...now.state, ...changes });
+    setRoute(parse(waiting));
+    const rest = written + PAUSE - performance.now();
+    if (rest <= 0) write();
+    else if (!timer) timer = setTimeout(write, rest);
   };
   return { ...route, change };
+}
+
+// Write the waiting state into the URL.
+function write() {
+  if (waiting === null) return;
+  history.replaceState(null, "", waiting);
+  written = performance.now();
+  forget();
+}
+
+function forget() {
+  clearTimeout(timer);
+  timer = 0;
+  waiting = null;
 }

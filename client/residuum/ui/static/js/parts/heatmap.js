@@ -1,7 +1,7 @@
 // A layer × position heat map on a canvas. The top row is the last layer. It is one stop of the keyboard: the arrow keys
 // move the chosen cell.
 import { html, useEffect, useRef, useState } from "../core/lib.js";
-import { color, isSigned } from "../core/colors.js";
+import { color, paint } from "../core/colors.js";
 import { number } from "../core/format.js";
 import { useDark, useWidth } from "../core/hooks.js";
 
@@ -15,7 +15,7 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
   const dark = useDark();
   const [hovered, setHovered] = useState(null);
   const { layers, first, last, columns } = grid;
-  const rowHeight = Math.max(5, Math.min(14, Math.floor(most / Math.max(layers.length, 1))));
+  const rowHeight = Math.max(5, Math.min(layers.length < 8 ? 28 : 14, Math.floor(most / Math.max(layers.length, 1))));
   const height = rowHeight * layers.length;
 
   useEffect(() => {
@@ -44,7 +44,7 @@ export function HeatMap({ grid, ranges, measure, chosen, onChoose, describe = ()
     <canvas ref=${canvas} role="application" aria-roledescription="heat map" tabindex="0" aria-label=${label}
       onMouseMove=${(event) => setHovered(cellAt(event))} onMouseLeave=${() => setHovered(null)}
       onClick=${(event) => { const cell = cellAt(event); if (cell) onChoose?.(cell); }} onKeyDown=${move}></canvas>
-    <div class="foot"><span>position ${first}</span><span>${last}</span></div>
+    <div class="foot"><span>position ${first}</span><span>${Math.min(last, (grid.positions ?? last + 1) - 1)}</span></div>
     <div class="foot status" aria-live="polite">${shown ? cellText(grid, shown, describe) : "Point at a cell, or move with the arrow keys."}</div>
   </div>`;
 }
@@ -83,13 +83,10 @@ function draw(canvas, { height, grid, ranges, measure, dark, chosen }) {
   canvas.height = Math.max(1, Math.round(height * scale));
   if (!layers.length || !columns) return;
   const image = new ImageData(columns, layers.length);
+  const pixels = new Uint32Array(image.data.buffer);
   for (let row = 0; row < layers.length; row++) {
-    const source = (layers.length - 1 - row) * columns;
-    const range = ranges[layers.length - 1 - row];
-    for (let column = 0; column < columns; column++) {
-      const rgb = color(values[source + column], range, measure, dark);
-      if (rgb) image.data.set([...rgb, 255], 4 * (row * columns + column));
-    }
+    const source = layers.length - 1 - row;
+    paint(pixels.subarray(row * columns, (row + 1) * columns), values.subarray(source * columns, (source + 1) * columns), ranges[source], measure, dark);
   }
   const small = new OffscreenCanvas(columns, layers.length);
   small.getContext("2d").putImageData(image, 0, 0);
@@ -116,7 +113,7 @@ export function Legend({ range, measure, each }) {
     canvas.current.width = 100;
     canvas.current.height = 1;
     for (let at = 0; at < 100; at++) {
-      context.fillStyle = `rgb(${color(isSigned(measure) ? at / 99 : 2 ** (at / 99), isSigned(measure) ? [0, 1] : [1, 2], measure, dark).join(",")})`;
+      context.fillStyle = `rgb(${color(measure === "norm" ? 2 ** (at / 99) : at / 99, measure === "norm" ? [1, 2] : [0, 1], measure, dark).join(",")})`;
       context.fillRect(at, 0, 1, 1);
     }
   }, [measure, dark]);

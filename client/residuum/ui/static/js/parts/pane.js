@@ -1,68 +1,31 @@
-// One capture: its heat map and its tokens, with the choice of site, sequence, measure and layer.
+// One capture: its heat map and its tokens.
 import { html, useEffect, useMemo, useRef, useState } from "../core/lib.js";
-import { Failure, floats, get, stream } from "../core/api.js";
+import { floats, get } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { saveCsv, savePng } from "../core/download.js";
-import { number, numbersOf, oneLine, wholeNumber } from "../core/format.js";
+import { number, oneLine, wholeNumber } from "../core/format.js";
 import { useLoaded } from "../core/hooks.js";
-import { Field, Problem, Select } from "./basics.js";
+import { Problem } from "./basics.js";
 import { HeatMap, Legend, startOf } from "./heatmap.js";
+import { useLive } from "./live.js";
+import { title } from "./choices.js";
 import { Tokens } from "./tokens.js";
 
-const MEASURES = [["norm", "Norm"], ["projection", "Projection onto a direction"], ["cosine", "Cosine with a direction"]];
 const COLUMNS = 1024;
-
-// The choices that a capture and the directions allow, from the state of the URL.
-export function choices(manifest, state, directions) {
-  const site = manifest.sites.find((item) => item.name === state.site) ?? manifest.sites[0];
-  const sequence = Math.min(wholeNumber(state.sequence) ?? 0, manifest.sequences.length - 1);
-  const layer = state.layer ? site.layers.find((item) => item === Number(state.layer)) : site.layers[Math.floor(site.layers.length / 2)];
-  const measure = state.measure || "norm";
-  const isNorm = measure === "norm";
-  const direction = isNorm ? undefined : directions.find((item) => !item.problem && (!state.direction || item.name === state.direction));
-  const from = isNorm ? "" : state.from ?? "";
-  const missing = [
-    state.site && site.name !== state.site && `The capture has no site ${oneLine(state.site)}.`,
-    layer === undefined && `The capture has no layer ${oneLine(state.layer ?? "")} at this site.`,
-    !MEASURES.some(([name]) => name === measure) && `There is no measure ${oneLine(measure)}.`,
-    !isNorm && !direction && (state.direction ? `There is no direction ${oneLine(state.direction)}.` : "There are no directions yet."),
-    direction && from && !direction.layers.includes(Number(from)) && `The direction ${direction.name} has no layer ${oneLine(from)}.`,
-  ].filter(Boolean);
-  return { site, sequence, layer, measure, direction: direction?.name ?? "", from, each: state.each === "1", rows: numbersOf(state.layers), missing };
-}
-
-// Says what a link names and the capture or the gallery does not have. Another choice in its place would mislead.
-export const Missing = ({ chosen }) => html`<p class="notice" role="alert">${chosen.missing.join(" ")} Choose another one above.</p>`;
-
-export function Controls({ manifest, chosen, directions, state, change }) {
-  const usable = directions.filter((item) => !item.problem);
-  const direction = usable.find((item) => item.name === chosen.direction);
-  return html`<div class="row panel">
-    ${manifest.sites.length > 1 && html`<${Select} label="Site" value=${chosen.site.name} options=${manifest.sites.map(({ name }) => [name, name])} onChange=${(site) => change({ site, layer: "" })} />`}
-    ${manifest.sequences.length > 1 && html`<${Select} label="Sequence" value=${String(chosen.sequence)} options=${manifest.sequences.map((_, index) => [String(index), String(index)])} onChange=${(sequence) => change({ sequence })} />`}
-    <${Select} label="Measure" value=${chosen.measure} options=${usable.length ? MEASURES : [["norm", "Norm (no directions yet)"]]} onChange=${(measure) => change({ measure })} />
-    ${chosen.measure !== "norm" && html`
-      <${Select} label="Direction" value=${chosen.direction} options=${usable.map(({ name }) => [name, name])} onChange=${(name) => change({ direction: name, from: "" })} />
-      <${Select} label="Its vector" value=${chosen.from} options=${[["", "each layer's own"], ...(direction?.layers ?? []).map((layer) => [String(layer), `of layer ${layer}`])]} onChange=${(from) => change({ from })} />`}
-    <${Field} label="Heat map layers" kind="narrow"><input placeholder="all" value=${state.layers ?? ""} onChange=${(event) => change({ layers: event.target.value })} /><//>
-    <${Select} label="Layer of the text" value=${String(chosen.layer)} options=${chosen.site.layers.map((layer) => [String(layer), String(layer)])} onChange=${(layer) => change({ layer })} />
-    <${Select} label="Colours" value=${chosen.each ? "1" : ""} options=${[["", "one scale for all layers"], ["1", "a scale for each layer"]]} onChange=${(each) => change({ each })} />
-  </div>`;
-}
 
 // `state` has the window (first, last) and the chosen position; `change` changes them. `span`: positions to show at least.
 // `shared` and `onRanges`: two panes have the same colours; each says its own ranges, and gets those of both.
 export function Pane({ manifest, chosen, state, change, name, span = 0, shared, onRanges }) {
-  const { site, sequence, layer, measure, direction, from, each, rows } = chosen;
-  const wanted = { id: manifest.id, site: site.name, sequence, measure, direction, from };
+  const { site, sequence, layer, asked, scale, each, rows } = chosen;
+  const wanted = { id: manifest.id, site: site.name, sequence, ...asked };
   const isOpen = manifest.state === "open";
-  const keys = [manifest.id, manifest.state, site.name, sequence, measure, direction, from];
+  const keys = [wanted, manifest.state];
   const tokens = useLoaded((signal) => get("tokens", { id: manifest.id, sequence }, signal), [manifest.id, manifest.state, sequence]);
-  const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, columns: COLUMNS }, signal))), keys, [state.first, state.last]);
+  const ended = useLoaded(async (signal) => (isOpen ? null : gridOf(await get("grid", { ...wanted, first: state.first, last: state.last, span, columns: COLUMNS }, signal))), keys, [state.first, state.last, span]);
   const scores = useLoaded(async (signal) => (isOpen ? null : floats((await get("scores", { ...wanted, layer }, signal)).values)), [...keys, layer]);
-  const live = useLive(isOpen ? wanted : null);
+  const live = useLive(isOpen ? { ...wanted, whole: asked.measure === "feature" } : null);
   const grid = useMemo(() => padded(isOpen ? live.grid : ended.value, span), [isOpen, live.grid, ended.value, span]);
-  const values = isOpen ? rowOf(live.grid, layer) : scores.value;
+  const values = isOpen ? live.grid?.row(layer) ?? null : scores.value;
   const canvas = useRef(null);
   const [hovered, setHovered] = useState(null);
   const ids = tokens.value?.ids ?? [];
@@ -70,8 +33,8 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
   useEffect(() => { if (grid) onRanges?.(grid.ranges); }, [grid]);
   const own = shared?.length === grid?.ranges.length ? shared : grid?.ranges;
   const shownGrid = useMemo(() => grid && only(grid, own, rows), [grid, own, state.layers]);
-  const ranges = useMemo(() => shownGrid && rangesFor(shownGrid.ranges, measure, each), [shownGrid, measure, each]);
-  const range = own ? rangesFor([own[site.layers.indexOf(layer)]], measure, true)[0] : null;
+  const ranges = useMemo(() => shownGrid && rangesFor(shownGrid.ranges, scale, each), [shownGrid, scale, each]);
+  const range = own ? rangesFor([own[grid.layers.indexOf(layer)] ?? [null, null]], scale, true)[0] : null;
   const position = wholeNumber(state.position);
   const shown = hovered ?? position;
   const zoom = (factor) => {
@@ -80,38 +43,45 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
     const first = Math.max(0, Math.min(middle - Math.floor(span / 2), grid.positions - span));
     change(span >= grid.positions ? { first: "", last: "" } : { first, last: first + span - 1 });
   };
+  const isPart = grid && grid.last - grid.first + 1 < grid.positions;
+  const pan = (step) => {
+    const span = grid.last - grid.first + 1;
+    const first = Math.min(Math.max(grid.first + Math.round((step * span) / 2), 0), grid.positions - span);
+    change({ first, last: first + span - 1 });
+  };
   const describe = (at) => (texts[at] === undefined ? "" : ` “${oneLine(texts[at])}”`);
   return html`
     <section class="panel" aria-label=${`Heat map of ${name}`}>
-      <div class="head"><h2>${title(measure, direction)}, layer × position</h2>
-        ${ranges && html`<${Legend} range=${ranges[0]} measure=${measure} each=${each} />`}
+      <div class="head"><h2>${title(asked)}, layer × position</h2>
+        ${ranges && html`<${Legend} range=${ranges[0]} measure=${scale} each=${each} />`}
         ${isOpen && html`<span class="soft small" role="status">Growing while the request generates</span>`}
         ${(ended.isLoading && !isOpen) && html`<span class="soft small" role="status">Computing…</span>`}
         <div class="tools">
+          ${isPart && !isOpen && html`<button disabled=${grid.first === 0} onClick=${() => pan(-1)} aria-label="Earlier positions">←</button>
+          <button disabled=${grid.last >= grid.positions - 1} onClick=${() => pan(1)} aria-label="Later positions">→</button>`}
           <button disabled=${!grid || isOpen} onClick=${() => zoom(0.5)} aria-label="Zoom in">+</button>
-          <button disabled=${!grid || isOpen || grid.columns === grid.positions} onClick=${() => zoom(2)} aria-label="Zoom out">−</button>
-          <button disabled=${!grid} onClick=${() => savePng(`${manifest.id}-${measure}.png`, canvas.current)}>PNG</button>
-          <button disabled=${!grid} onClick=${() => saveCsv(`${manifest.id}-${measure}.csv`, gridTable(shownGrid))}>CSV</button>
+          <button disabled=${!isPart || isOpen} onClick=${() => zoom(2)} aria-label="Zoom out">−</button>
+          <button disabled=${!grid} onClick=${() => savePng(`${manifest.id}-${asked.measure}.png`, canvas.current)}>PNG</button>
+          <button disabled=${!grid} onClick=${() => saveCsv(`${manifest.id}-${asked.measure}.csv`, gridTable(shownGrid))}>CSV</button>
         </div>
       </div>
       <${Problem} error=${isOpen ? live.error : ended.error} />
-      ${grid && html`<${HeatMap} grid=${shownGrid} ranges=${ranges} measure=${measure} canvasRef=${canvas} describe=${describe}
-        chosen=${position === null ? null : { layer, position }} label=${`${title(measure, direction)} by layer and position. The arrow keys move the chosen cell.`}
+      ${grid && html`<${HeatMap} grid=${shownGrid} ranges=${ranges} measure=${scale} canvasRef=${canvas} describe=${describe}
+        chosen=${position === null ? null : { layer, position }} label=${`${title(asked)} by layer and position. The arrow keys move the chosen cell.`}
         onChoose=${(cell) => change({ layer: cell.layer, position: cell.position })} />`}
     </section>
     <section class="panel" aria-label=${`Text of ${name}`}>
       <div class="head"><h2>Text, coloured by layer ${layer}</h2>
+        <${Legend} range=${range} measure=${scale} />
         <span class="status" role="status">${shown === null ? `${texts.length} tokens; the prompt is underlined` : `position ${shown}, token ${ids[shown] ?? "?"} “${oneLine(texts[shown] ?? "")}”: ${number(values?.[shown])}`}</span>
-        <div class="tools"><button disabled=${!values} onClick=${() => saveCsv(`${manifest.id}-layer-${layer}.csv`, tokenTable(ids, texts, values, measure))}>CSV</button></div>
+        <div class="tools"><button disabled=${!values} onClick=${() => saveCsv(`${manifest.id}-layer-${layer}.csv`, tokenTable(ids, texts, values, asked.measure))}>CSV</button></div>
       </div>
       <${Problem} error=${tokens.error ?? (isOpen ? null : scores.error)} />
       ${tokens.value?.why && html`<p class="soft small">${tokens.value.why}</p>`}
-      ${tokens.value && html`<${Tokens} texts=${texts} ids=${ids} values=${values} range=${range} measure=${measure} promptTokens=${manifest.prompt_tokens}
+      ${tokens.value && html`<${Tokens} texts=${texts} ids=${ids} values=${values} range=${range} measure=${scale} promptTokens=${manifest.prompt_tokens}
         chosen=${position} label=${`Tokens of ${name}`} onHover=${setHovered} onChoose=${(at) => change({ layer, position: at })} />`}
     </section>`;
 }
-
-export const title = (measure, direction) => (measure === "norm" ? "Norm" : `${measure === "cosine" ? "Cosine with" : "Projection onto"} ${direction}`);
 
 // A grid with some of its layers; with all if none is named. `ranges` are those of the grid's layers.
 function only(grid, ranges, rows) {
@@ -132,78 +102,6 @@ function padded(grid, span) {
 }
 
 const gridOf = (answer) => ({ ...answer, values: floats(answer.values) });
-
-function rowOf(grid, layer) {
-  const index = grid ? grid.layers.indexOf(layer) : -1;
-  return index < 0 ? null : grid.values.subarray(index * grid.columns, (index + 1) * grid.columns);
-}
-
-// The grid of an open capture, which grows. Without `wanted` there is none.
-export const useLive = (wanted) => useLives([wanted])[0];
-
-// The grids of several open captures. They share one stream: a browser opens at most six connections to a host, and each
-// reply of Generate takes one, too. What has come of a capture stays when the others change.
-export function useLives(wanted) {
-  const keys = wanted.map((item) => (item ? JSON.stringify(item) : ""));
-  const known = useRef(new Map());
-  const [states, setStates] = useState(new Map());
-  useEffect(() => {
-    const asked = [...new Set(keys.filter(Boolean))];
-    for (const key of known.current.keys()) if (!asked.includes(key)) known.current.delete(key);
-    setStates((before) => new Map(asked.map((key) => [key, { grid: before.get(key)?.grid ?? null, error: null }])));
-    if (!asked.length) return undefined;
-    const stop = new AbortController();
-    const changed = new Set();
-    let frame = 0;
-    const change = (key, changes) => setStates((before) => new Map(before).set(key, { ...(before.get(key) ?? NOTHING), ...changes }));
-    const paint = () => {
-      frame = 0;
-      for (const key of changed) change(key, { grid: gridOfRows(known.current.get(key)) });
-      changed.clear();
-    };
-    const onEvent = (event, data) => {
-      const key = asked[data.index];
-      if (event === "problem") change(key, { error: new Failure(data.message, 0, data.kind) });
-      if (event === "start") known.current.set(key, { rows: new Map(), positions: 0, ...known.current.get(key), layers: data.layers });
-      if (event !== "tiles") return;
-      const found = known.current.get(key);
-      for (const tile of data.tiles) {
-        const row = found.rows.get(tile.layer) ?? found.rows.set(tile.layer, []).get(tile.layer);
-        floats(tile.values).forEach((value, index) => { row[tile.positions[index]] = value; });
-        found.positions = Math.max(found.positions, tile.positions.at(-1) + 1);
-      }
-      changed.add(key);
-      if (!frame) frame = requestAnimationFrame(paint);
-    };
-    stream("live", { body: { captures: asked.map((key) => JSON.parse(key)) }, onEvent, signal: stop.signal }).catch((error) => {
-      if (!stop.signal.aborted) for (const key of asked) change(key, { error });
-    });
-    return () => {
-      stop.abort();
-      cancelAnimationFrame(frame);
-    };
-  }, [keys.join(" ")]);
-  return keys.map((key) => states.get(key) ?? NOTHING);
-}
-
-const NOTHING = { grid: null, error: null };
-
-function gridOfRows({ rows, positions, layers }) {
-  const values = new Float32Array(layers.length * positions).fill(NaN);
-  const ranges = layers.map((layer, index) => {
-    const row = rows.get(layer) ?? [];
-    row.forEach((value, at) => { values[index * positions + at] = value; });
-    return edges(row);
-  });
-  return { layers, first: 0, last: positions - 1, positions, columns: positions, values, ranges };
-}
-
-// As the server computes it for a capture that has ended: without the first position.
-function edges(row) {
-  const rest = row.slice(1).filter(Number.isFinite);
-  const there = (rest.length ? rest : row.filter(Number.isFinite)).sort((left, right) => left - right);
-  return there.length ? [there[Math.floor(0.02 * there.length)], there[Math.ceil(0.98 * there.length) - 1]] : [null, null];
-}
 
 function gridTable({ layers, first, last, columns, values }) {
   const at = Array.from({ length: columns }, (_, column) => startOf({ first, last, columns }, column));

@@ -5,7 +5,7 @@ import { useWidth } from "../core/hooks.js";
 
 const HEIGHT = 220;
 const WIDEST = 640;
-const EDGE = { left: 52, right: 12, top: 12, bottom: 34 };
+const EDGE = { left: 52, right: 12, top: 26, bottom: 34 };
 
 // `curves`: [{ name, points: [[x, y], ...] }]. `line`: a y with a dashed line. `bounds`: [low, high] of y.
 export function Plot({ title, xLabel, yLabel, curves, line, bounds, chosen, onChoose }) {
@@ -17,7 +17,7 @@ export function Plot({ title, xLabel, yLabel, curves, line, bounds, chosen, onCh
   const ys = points.map(([, y]) => y);
   const [left, right] = [Math.min(...xs), Math.max(...xs)];
   let [low, high] = bounds ?? [Math.min(...ys), Math.max(...ys)];
-  if (low === high) [low, high] = [low - 1, high + 1];
+  if (low === high) [low, high] = [low < 0 ? low - 1 : Math.max(low - 1, 0), high + 1];
   const placeX = (x) => EDGE.left + ((x - left) / (right - left || 1)) * (width - EDGE.left - EDGE.right);
   const placeY = (y) => HEIGHT - EDGE.bottom - ((y - low) / (high - low)) * (HEIGHT - EDGE.top - EDGE.bottom);
   const ticks = [low, (low + high) / 2, high];
@@ -29,7 +29,7 @@ export function Plot({ title, xLabel, yLabel, curves, line, bounds, chosen, onCh
       <text x=${EDGE.left - 6} y=${placeY(y) + 4} text-anchor="end">${short(y)}</text></g>`)}
     ${steps.map((x) => html`<text key=${`x${x}`} x=${placeX(x)} y=${HEIGHT - EDGE.bottom + 16} text-anchor="middle">${short(x)}</text>`)}
     <text x=${(EDGE.left + width) / 2} y=${HEIGHT - 4} text-anchor="middle">${xLabel}</text>
-    <text x="12" y=${HEIGHT / 2 - 10} text-anchor="middle" transform=${`rotate(-90 12 ${HEIGHT / 2 - 10})`}>${yLabel}</text>
+    <text x="4" y="12">${yLabel}</text>
     ${line !== undefined && html`<line class="chance" x1=${EDGE.left} x2=${width - EDGE.right} y1=${placeY(line)} y2=${placeY(line)} />`}
     ${curves.map((curve, index) => html`<g key=${curve.name}>
       <polyline class=${`curve${index ? " second" : ""}`} points=${curve.points.map(([x, y]) => `${placeX(x)},${placeY(y)}`).join(" ")} />

@@ -1,5 +1,5 @@
 // One column of Generate: its operations, its text as it comes, and the heat map of its rows.
-import { html, useEffect, useRef, useState } from "../core/lib.js";
+import { html, useRef, useState } from "../core/lib.js";
 import { post, stream } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
 import { number, visible } from "../core/format.js";
@@ -8,25 +8,20 @@ import { link } from "../core/route.js";
 import { Badge, Problem } from "./basics.js";
 import { HeatMap, Legend } from "./heatmap.js";
 import { Operations, sent } from "./operations.js";
-import { title } from "./pane.js";
+import { title } from "./choices.js";
 
+const controls = new Map(); // index -> what ends the running generation; it goes on while another view is shown
 const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, error: null, result: null };
 
 // A generation: its state, and functions that start it, stop it and change its steering.
 export function useGeneration(index) {
   const [state, setState] = useKept(`reply ${index}`, IDLE);
-  const running = useRef(null);
-  useEffect(() => () => {
-    if (!running.current) return;
-    running.current.abort();
-    setState((before) => (before.status === "running" ? { ...before, status: "stopped" } : before));
-  }, []);
 
   const start = async (body) => {
-    running.current?.abort();
+    controls.get(index)?.abort();
     const control = new AbortController();
-    running.current = control;
-    const isCurrent = () => running.current === control;
+    controls.set(index, control);
+    const isCurrent = () => controls.get(index) === control;
     const update = (change) => isCurrent() && setState(change);
     setState({ ...IDLE, status: "running" });
     const arrived = [];
@@ -53,7 +48,10 @@ export function useGeneration(index) {
   const stop = async () => {
     try {
       if (state.id) await post("stop", { id: state.id });
-      else running.current?.abort();
+      else {
+        controls.get(index)?.abort();
+        setState((before) => ({ ...before, status: "stopped" }));
+      }
     } catch (error) {
       setState((before) => ({ ...before, error }));
     }
@@ -82,12 +80,12 @@ export function Column({ column, directions, onChange, generation, capture, meas
   return html`<section class="panel" aria-label=${column.name}>
     <div class="head"><h2>${column.name}</h2>${state.status !== "idle" && html`<${Badge} kind=${STATUS[state.status]}>${state.status}<//>`}
       <div class="tools">${state.status === "running" && html`<button onClick=${generation.stop}>Stop</button>`}
-      ${state.id && capture && state.status !== "running" && html`<a class="button" href=${link("capture", { id: state.id })}>Open capture</a>`}</div></div>
-    ${column.canSteer && html`<${Operations} operations=${column.operations} directions=${directions} onChange=${change} />`}
-    <div class="text" aria-label=${`Text of ${column.name}`} aria-live="off" role="group">${texts(state)}</div>
-    <${Problem} error=${state.error} />
-    ${state.result && html`<p class="soft small">${state.result.tokens} tokens in ${state.result.seconds.toFixed(1)} s; ended by ${REASONS[state.result.reason] ?? state.result.reason}</p>`}
-    ${capture && state.id && html`<${LiveMap} live=${live} measured=${measured} name=${column.name} />`}
+      ${state.id && capture && html`<a class="button" href=${link("capture", { id: state.id })}>Open capture</a>`}</div></div>
+    <div>${column.canSteer && html`<${Operations} operations=${column.operations} directions=${directions} onChange=${change} />`}</div>
+    <div><div class="text" aria-label=${`Text of ${column.name}`} aria-live="off" role="group">${texts(state)}</div>
+      <${Problem} error=${state.error} />
+      ${state.result && html`<p class="soft small">${state.result.tokens} tokens in ${state.result.seconds.toFixed(1)} s; ended by ${REASONS[state.result.reason] ?? state.result.reason}</p>`}</div>
+    <div>${capture && state.id && html`<${LiveMap} live=${live} measured=${measured} name=${column.name} />`}</div>
   </section>`;
 }
 
@@ -134,10 +132,11 @@ export function mapOf({ state }, capture, measured) {
 
 function LiveMap({ live: { grid, error }, measured, name }) {
   const measure = measured ? "projection" : "norm";
+  const heading = title({ measure, direction: measured?.direction });
   const [chosen, setChosen] = useState(null);
   if (error) return html`<p class="soft small">No heat map: ${error.message}</p>`;
   if (!grid) return null;
   const ranges = rangesFor(grid.ranges, measure, true);
-  return html`<div class="head"><h3>${title(measure, measured?.direction)}</h3><${Legend} measure=${measure} each=${true} /></div>
-    <${HeatMap} grid=${grid} ranges=${ranges} measure=${measure} height=${260} chosen=${chosen} onChoose=${setChosen} label=${`${title(measure, measured?.direction)} of ${name} by layer and position`} />`;
+  return html`<div class="head"><h3>${heading}</h3><${Legend} measure=${measure} each=${true} /></div>
+    <${HeatMap} grid=${grid} ranges=${ranges} measure=${measure} height=${260} chosen=${chosen} onChoose=${setChosen} label=${`${heading} of ${name} by layer and position`} />`;
 }

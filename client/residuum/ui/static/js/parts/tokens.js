@@ -63,20 +63,24 @@ export function Tokens({ texts, ids, values, range, measure, promptTokens, chose
 
 function Block({ index, isNear, guess, texts, ids, values, range, measure, promptTokens, dark, chosen, label }) {
   const first = index * BLOCK;
-  const own = texts.slice(first, first + BLOCK);
-  if (!isNear) {
-    const lines = Math.ceil(own.join("").length / 80) + own.filter((text) => text.includes("\n")).length;
-    return html`<div class="block" data-block=${index} role="presentation" style=${{ height: `${guess ?? Math.max(1, lines) * LINE}px` }}></div>`;
+  const own = useMemo(() => texts.slice(first, first + BLOCK), [texts, first]);
+  const lines = useMemo(() => Math.ceil(own.join("").length / 80) + own.filter((text) => text.includes("\n")).length, [own]);
+  const shownValues = isNear && values ? values.subarray(first, first + BLOCK).join() : "";
+  // The same element as before costs nothing, and a long capture has hundreds of blocks.
+  return useMemo(() => (isNear ? tokensOf() : html`<div class="block" data-block=${index} role="presentation" style=${{ height: `${guess ?? Math.max(1, lines) * LINE}px` }}></div>`),
+    [isNear, own, ids, isNear ? "" : guess, shownValues, isNear ? String(range) : "", measure, dark, chosen, label, promptTokens]);
+
+  function tokensOf() {
+    return html`<div class="block" data-block=${index} role="presentation">
+      <span class="at" aria-hidden="true">${first}</span>
+      ${own.map((text, offset) => {
+        const at = first + offset;
+        const rgb = values && range ? color(values[at], range, measure, dark) : null;
+        const kind = `token${at < promptTokens ? " prompt" : ""}${at === chosen ? " chosen" : ""}`;
+        return html`<span key=${at} id=${`token-${label}-${at}`.replace(/\W+/g, "-")} class=${kind} role="option" data-at=${at}
+          aria-selected=${at === chosen} aria-label=${`position ${at}, ${oneLine(text)}, token ${ids[at]}${values ? `, ${number(values[at])}` : ""}`}
+          style=${rgb ? { backgroundColor: css(rgb), color: ink(rgb) } : null}>${visible(text) || "·"}</span>`;
+      })}
+    </div>`;
   }
-  return html`<div class="block" data-block=${index} role="presentation">
-    <span class="at" aria-hidden="true">${first}</span>
-    ${own.map((text, offset) => {
-      const at = first + offset;
-      const rgb = values && range ? color(values[at], range, measure, dark) : null;
-      const kind = `token${at < promptTokens ? " prompt" : ""}${at === chosen ? " chosen" : ""}`;
-      return html`<span key=${at} id=${`token-${label}-${at}`.replace(/\W+/g, "-")} class=${kind} role="option" data-at=${at}
-        aria-selected=${at === chosen} aria-label=${`position ${at}, ${oneLine(text)}, token ${ids[at]}${values ? `, ${number(values[at])}` : ""}`}
-        style=${rgb ? { backgroundColor: css(rgb), color: ink(rgb) } : null}>${visible(text) || "·"}</span>`;
-    })}
-  </div>`;
 }

@@ -6,7 +6,8 @@ import { useLoaded, usePoll } from "../core/hooks.js";
 import { measureCode } from "../core/python.js";
 import { link } from "../core/route.js";
 import { Badge, Facts, Problem, Python } from "../parts/basics.js";
-import { choices, Controls, Missing, Pane, title } from "../parts/pane.js";
+import { choices, Controls, Missing, title } from "../parts/choices.js";
+import { Pane } from "../parts/pane.js";
 
 export function useCapture(id) {
   const loaded = useLoaded((signal) => get("capture", { id }, signal), [id]);
@@ -23,20 +24,20 @@ export function Capture({ state, change, about }) {
     return html`<h1>Capture ${oneLine(state.id ?? "")}</h1><${Problem} error=${manifest.error ?? directions.error} />${!manifest.error && html`<p class="empty">Loading…</p>`}`;
   }
   const found = manifest.value;
-  const chosen = choices(found, state, directions.value.directions);
+  const chosen = choices(found, state, directions.value);
   const isThere = !chosen.missing.length;
-  const code = isThere && measureCode({ ...chosen, site: chosen.site.name, id: found.id, about, gallery: directions.value.folder });
+  const code = isThere && measureCode({ chosen, ids: [found.id], about, gallery: directions.value });
   return html`
     <div class="head"><h1>${oneLine(found.id)}</h1><${Badge} kind=${found.state}>${found.state}<//>
-      <div class="tools"><a class="button" href=${link("compare", { a: found.id, measure: chosen.measure, direction: chosen.direction })}>Compare with another</a></div>
+      <div class="tools"><a class="button" href=${link("compare", { ...chosen.asked, a: found.id, from: state.from })}>Compare with another</a></div>
     </div>
     <${Problem} error=${manifest.error} />
     ${["incomplete", "aborted"].includes(found.state) && html`<p class="notice">${found.detail || `This capture is ${found.state}.`} ${found.missing}</p>`}
-    <${Controls} manifest=${found} chosen=${chosen} directions=${directions.value.directions} state=${state} change=${change} />
+    <${Controls} manifest=${found} chosen=${chosen} gallery=${directions.value} state=${state} change=${change} />
     <div class="columns">
       <div>${isThere ? html`<${Pane} manifest=${found} chosen=${chosen} state=${state} change=${change} name=${found.id} />` : html`<${Missing} chosen=${chosen} />`}</div>
       <aside aria-label="Details">
-        ${isThere && html`<${Row} manifest=${found} chosen=${chosen} position=${state.position} />`}
+        ${isThere && html`<${Row} manifest=${found} chosen=${chosen} position=${state.position} change=${change} />`}
         <section class="panel" aria-label="About this capture"><h2>About this capture</h2><${About} manifest=${found} /></section>
         <${Labels} manifest=${found} onChanged=${manifest.reload} />
         <${Delete} id=${found.id} />
@@ -45,11 +46,11 @@ export function Capture({ state, change, about }) {
     ${isThere && html`<${Python} code=${code} />`}`;
 }
 
-function Row({ manifest, chosen, position }) {
-  const { site, sequence, layer, measure, direction, from } = chosen;
+function Row({ manifest, chosen, position, change }) {
+  const { site, sequence, layer, asked } = chosen;
   const isChosen = position !== undefined && position !== "";
-  const row = useLoaded(async (signal) => (isChosen ? get("row", { id: manifest.id, site: site.name, sequence, layer, position, measure, direction, from }, signal) : null),
-    [manifest.id, manifest.state, site.name, sequence, layer, position, measure, direction, from]);
+  const row = useLoaded(async (signal) => (isChosen ? get("row", { id: manifest.id, site: site.name, sequence, layer, position, ...asked }, signal) : null),
+    [manifest.id, manifest.state, site.name, sequence, layer, position, asked]);
   if (!isChosen) return html`<section class="panel" aria-label="Row"><h2>Row</h2><p class="soft">Choose a cell or a token to see its row.</p></section>`;
   const found = row.value;
   return html`<section class="panel" aria-label="Row"><h2>Row of layer ${layer}, position ${position}</h2>
@@ -57,16 +58,18 @@ function Row({ manifest, chosen, position }) {
     ${found?.missing && html`<p class="soft">${found.missing} The last token of a reply never has one.</p>`}
     ${found && !found.missing && !row.error && html`
       <${Facts} facts=${[
-        measure !== "norm" && [title(measure, direction), number(found.measure)],
+        asked.measure !== "norm" && [title(asked), number(found.measure)],
         ["Norm", number(found.norm)], ["Mean", number(found.mean)], ["Standard deviation", number(found.std)],
         ["Minimum, maximum", `${number(found.min)}, ${number(found.max)}`], ["Elements", count(found.width)],
-        ["Largest elements", found.largest.slice(0, 5).map(([index, value]) => `${index}: ${number(value)}`).join("; ")],
+        manifest.encoding === "sae" ? ["Strongest features", strongest(found.largest, change)] : ["Largest elements", found.largest.slice(0, 5).map(([index, value]) => `${index}: ${number(value)}`).join("; ")],
       ].filter(Boolean)} />
       ${found.lens && html`<h3>Tokens that it predicts (logit lens)</h3>
         <table><tbody>${found.lens.map(([id, text, value]) => html`<tr key=${id}><td class="mono">“${oneLine(text)}”</td><td class="number">${(100 * Math.exp(value)).toFixed(1)}%</td></tr>`)}</tbody></table>`}
       ${found.lens_error && html`<p class="soft small">No logit lens: ${found.lens_error}</p>`}`}
   </section>`;
 }
+
+const strongest = (largest, change) => largest.filter(([, value]) => value > 0).map(([index, value]) => html`<div key=${index}><button class="plain" onClick=${() => change({ measure: "feature", feature: index })}>${index}</button>${number(value)}</div>`);
 
 function About({ manifest }) {
   const operations = (list) => list.map((item) => `${item.operation} at layers ${runs(item.layers)}${item.scale === undefined ? "" : `, scale ${number(item.scale)}`}`).join("; ");

@@ -6,7 +6,8 @@ import { useLoaded } from "../core/hooks.js";
 import { measureCode } from "../core/python.js";
 import { link } from "../core/route.js";
 import { Badge, Field, Problem, Python } from "../parts/basics.js";
-import { choices, Controls, Missing, Pane } from "../parts/pane.js";
+import { choices, Controls, Missing } from "../parts/choices.js";
+import { Pane } from "../parts/pane.js";
 import { useCapture, useDirections } from "./capture.js";
 
 export function Compare({ state, change, about }) {
@@ -23,12 +24,12 @@ function Both({ state, change, about, gallery }) {
   const shared = useMemo(() => (ranges[0]?.length === ranges[1]?.length ? ranges[0]?.map((own, layer) => joined(own, ranges[1][layer])) : undefined), [ranges]);
   const [left, right] = sides.map((side) => side.value);
   if (!left || !right) return html`<${Problem} error=${sides[0].error ?? sides[1].error} /><p class="empty">Loading…</p>`;
-  const chosen = choices(left, state, gallery.directions);
-  const views = [left, right].map((manifest) => choices(manifest, { ...state, layer: state.layer || String(chosen.layer) }, gallery.directions));
+  const chosen = choices(left, state, gallery);
+  const views = [left, right].map((manifest) => choices(manifest, { ...state, layer: state.layer || String(chosen.layer) }, gallery));
   const isThere = !chosen.missing.length;
   const span = Math.max(...[left, right].map((side) => side.sequences[Math.min(chosen.sequence, side.sequences.length - 1)].tokens));
-  const code = isThere && [state.a, state.b].map((id) => measureCode({ ...chosen, site: chosen.site.name, id, about, gallery: gallery.folder })).join("\n\n");
-  return html`<${Controls} manifest=${left} chosen=${chosen} directions=${gallery.directions} state=${state} change=${change} />
+  const code = isThere && measureCode({ chosen, ids: [state.a, state.b], about, gallery });
+  return html`<${Controls} manifest=${left} chosen=${chosen} gallery=${gallery} state=${state} change=${change} />
     <div class="pair">${[left, right].map((manifest, index) => html`<div key=${index}>
       <div class="head"><h2><a href=${link("capture", { ...state, a: "", b: "", id: manifest.id })}>${oneLine(manifest.id)}</a></h2><${Badge} kind=${manifest.state}>${manifest.state}<//></div>
       ${views[index].missing.length ? html`<${Missing} chosen=${views[index]} />` : html`<${Pane} manifest=${manifest} chosen=${views[index]} state=${state} change=${change} name=${manifest.id} span=${span}

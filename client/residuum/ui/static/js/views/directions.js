@@ -14,23 +14,29 @@ export function Directions({ state, change, about }) {
   const list = useDirections();
   const directions = list.value?.directions ?? [];
   const chosen = directions.find(({ name }) => name === state.name);
-  const made = (name) => {
+  const probe = (list.value?.probes ?? []).find(({ name }) => name === state.probe);
+  const show = (changes) => {
     list.reload();
-    change({ name, new: "", layer: "" });
+    change({ new: "", layer: "", ...changes });
   };
-  const isNew = state.new === "1" || (list.value && !directions.length);
+  const made = (name, kind) => show(kind === "probe" ? { probe: name } : { name });
+  const isNew = state.new === "1" || (list.value && !directions.length && !probe);
   return html`<div class="head"><h1>Directions</h1><span class="soft small">${list.value?.folder ?? ""}</span></div>
     <${Problem} error=${list.error} />
     <div class="split">
       <nav class="panel" aria-label="Gallery"><ul class="list">
         ${directions.map(({ name, layers, problem }) => html`<li key=${name}><a href=${link("directions", { name })} aria-current=${!isNew && name === state.name ? "true" : undefined}>
           ${name}<br /><span class="small soft">${problem ? "cannot be read" : `${layers.length} ${layers.length === 1 ? "layer" : "layers"}`}</span></a></li>`)}
+        ${(list.value?.probes ?? []).map(({ name, layer, problem }) => html`<li key=${`probe ${name}`}><a href=${link("directions", { probe: name })} aria-current=${!isNew && name === state.probe ? "true" : undefined}>
+          ${name}<br /><span class="small soft">${problem ? "probe, cannot be read" : `probe of layer ${layer}`}</span></a></li>`)}
+        ${(list.value?.saes ?? []).map(({ name }) => html`<li key=${`sae ${name}`} class="entry">${name}<br /><span class="small soft">sparse autoencoder</span></li>`)}
         <li><a href=${link("directions", { new: "1" })} aria-current=${isNew ? "true" : undefined}>New direction…</a></li>
       </ul></nav>
       <div>${isNew
         ? html`<${Make} onMade=${made} about=${about} /><${Upload} onMade=${made} />`
         : chosen ? html`<${Direction} key=${chosen.name} entry=${chosen} state=${state} change=${change} about=${about} folder=${list.value.folder} onChanged=${made} />`
-        : list.value && html`<p class="empty">${state.name ? `There is no direction ${oneLine(state.name)}.` : "Choose a direction, or make a new one."}</p>`}</div>
+        : probe ? html`<${Probe} key=${probe.name} probe=${probe} about=${about} folder=${list.value.folder} onChanged=${(name) => show({ probe: name })} />`
+        : list.value && html`<p class="empty">${state.name ? `There is no direction ${oneLine(state.name)}.` : "Choose a direction or a probe, or make a direction."}</p>`}</div>
     </div>`;
 }
 
@@ -92,8 +98,8 @@ function Upload({ onMade }) {
   const send = async (event) => {
     event.preventDefault();
     try {
-      const { name } = await upload("direction/upload", { name: form.name, layer: form.layer, file: form.file.name }, form.file);
-      onMade(name);
+      const { name, kind } = await upload("direction/upload", { name: form.name, layer: form.layer, file: form.file.name }, form.file);
+      onMade(name, kind);
     } catch (failure) {
       setError(failure);
     }
@@ -103,7 +109,7 @@ function Upload({ onMade }) {
     setForm({ ...form, file, name: form.name || (file?.name.replace(/\.\w+$/, "") ?? "") });
   };
   return html`<form class="panel" onSubmit=${send} aria-label="New direction from a file"><h2>From a file</h2>
-    <p class="soft small">A file of Directions.save, a GGUF control vector, or one vector as .npy or .safetensors.</p>
+    <p class="soft small">A file of Directions.save or Probe.save, a GGUF control vector, or one vector as .npy or .safetensors. For a sparse autoencoder, put its file or folder into the folder above.</p>
     <div class="row">
       <${Field} label="File"><input type="file" required accept=".safetensors,.gguf,.npy" onChange=${choose} /><//>
       <${Field} label="Name" kind="grow"><input required maxlength="80" value=${form.name} onInput=${(event) => setForm({ ...form, name: event.target.value })} /><//>
@@ -145,6 +151,17 @@ function Direction({ entry, state, change, about, folder, onChanged }) {
       <${Promoted} name=${name} layer=${layer} layers=${facts.layers} onChoose=${choose} />
       <${Search} name=${name} layer=${layer} state=${state} change=${change} about=${about} folder=${folder} />`}
     <${Manage} name=${name} onChanged=${onChanged} />`;
+}
+
+function Probe({ probe, about, folder, onChanged }) {
+  const { name, problem } = probe;
+  const code = `${connect(about)}probe = residuum.Probe.load(${literal(`${folder}/${name}.safetensors`)})\nfor delta in client.stream("Once upon a time", probes=[probe], max_tokens=8):\n    print(delta.text, delta.scores)`;
+  return html`<section class="panel" aria-label="Probe"><div class="head"><h2>${name}</h2></div>
+      <${Problem} error=${problem && new Error(problem)} />
+      ${!problem && html`<${Facts} facts=${[["Kind", probe.mlp ? `probe, an MLP of ${probe.mlp + 1} layers` : "linear probe"], ["Layer", probe.layer], ["Site", probe.site], ["Elements", probe.width],
+        ["Outputs", probe.outputs.length > 1 ? probe.outputs.map(oneLine).join(", ") : "1"], ["Activation", probe.activation ?? "none"]]} />
+      <p class="soft small">Open a capture and choose the measure <em>Score of a probe</em> to see what it reads.</p>`}
+    </section>${!problem && html`<${Python} code=${code} />`}<${Manage} name=${name} onChanged=${onChanged} />`;
 }
 
 function bestLayer({ layers, areas }) {
@@ -189,7 +206,7 @@ function Search({ name, layer, state, change, about, folder }) {
     </form>
     <${Problem} error=${result.error} />
     ${result.value && html`<p class="soft small" role="status">${hits.length} tokens of ${result.value.summary}</p>
-      <div class="scroller"><table><thead><tr><th class="number" scope="col">Score</th><th scope="col">Text</th><th scope="col">Capture</th></tr></thead><tbody>
+      <div class="scroller hits" tabindex="0" role="region" aria-label="Tokens that were found"><table><thead><tr><th class="number" scope="col">Score</th><th scope="col">Text</th><th scope="col">Capture</th></tr></thead><tbody>
         ${hits.map((hit) => html`<tr key=${`${hit.id} ${hit.sequence} ${hit.position}`}><td class="number">${number(hit.score)}</td>
           <td class="hit">${oneLine(hit.before)}<mark>${hit.token === null ? `‹${hit.token_id ?? "?"}›` : oneLine(hit.token)}</mark>${oneLine(hit.after)}</td>
           <td><a href=${link("capture", { id: hit.id, sequence: hit.sequence || "", position: hit.position, layer, measure: result.value.measure, direction: name })}>${oneLine(hit.id)}, ${hit.position}</a></td></tr>`)}

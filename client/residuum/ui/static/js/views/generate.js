@@ -4,7 +4,7 @@ import { useKept } from "../core/hooks.js";
 import { connect, literal, loadDirection, operationCode } from "../core/python.js";
 import { Field, Problem, Python, Select } from "../parts/basics.js";
 import { checked, newOperation, sent } from "../parts/operations.js";
-import { useLives } from "../parts/pane.js";
+import { useLives } from "../parts/live.js";
 import { Column, mapOf, useGeneration } from "../parts/reply.js";
 import { Sweep } from "../parts/sweep.js";
 import { useDirections } from "./capture.js";

@@ -6,16 +6,20 @@ import { useLoaded, usePoll } from "../core/hooks.js";
 import { connect } from "../core/python.js";
 import { link } from "../core/route.js";
 import { Badge, Facts, Problem, Python } from "../parts/basics.js";
+import { Plot } from "../parts/plot.js";
+
+const MOST_SPEEDS = 60; // polls, 3 seconds apart
 
 export function Health({ about }) {
-  const [health, setHealth] = useState({ value: null, error: null });
+  const [health, setHealth] = useState({ value: null, error: null, speeds: [] });
   const model = useLoaded((signal) => get("model", {}, signal), []);
   const doctor = useLoaded((signal) => get("doctor", {}, signal), []);
   usePoll(async () => {
     try {
-      setHealth({ value: await get("health"), error: null });
+      const value = await get("health");
+      setHealth((before) => ({ value, error: null, speeds: withSpeed(before, value.load) }));
     } catch (error) {
-      setHealth({ value: null, error });
+      setHealth((before) => ({ ...before, value: null, error }));
     }
   }, 3, []);
   const found = health.value;
@@ -27,6 +31,7 @@ export function Health({ about }) {
         <${Facts} facts=${[["Address", about.endpoint || "none: stores alone"], ...(model.value ? [["Model", model.value.model], ["Layers", model.value.layers], ["Hidden size", model.value.hidden_size],
           ["Sites", model.value.sites.join(", ")], ["Longest request", `${count(model.value.max_model_len)} tokens`], ["Versions", `residuum ${model.value.version}, vLLM ${model.value.vllm}`]] : [])]} />
       </section>
+      ${found?.load && html`<${Load} load=${found.load} speeds=${health.speeds} />`}
       ${(found?.stats ?? []).map((item) => html`<${Store} key=${item.endpoint} item=${item} status=${found.stores[item.endpoint]} />`)}
     </div>
     ${found?.problems.map((text) => html`<p class="problem" key=${text}>${text}</p>`)}
@@ -37,6 +42,31 @@ export function Health({ about }) {
         <span><${Badge} kind=${item.ok ? (item.warning ? "warn" : "good") : "bad"}>${item.ok ? (item.warning ? "warning" : "ok") : "failed"}<//></span><span>${item.check}</span><span class="soft">${item.detail}</span></div>`)}
     </section>
     <${Python} code=${`${connect(about)}print(client.health())\nprint(client.info())\nfor store in client.stats():\n    print(store)`} />`;
+}
+
+// How fast the counts of the service grew since the poll before, in a list of the last few minutes.
+function withSpeed({ value, speeds }, load) {
+  const before = value?.load;
+  if (!before || !load || load.at <= before.at || load.generated_tokens < before.generated_tokens) return speeds; // the first poll, or the service started again
+  const per = (name) => (load[name] - before[name]) / (load.at - before.at);
+  return [...speeds, { at: load.at, prompt: per("prompt_tokens"), generated: per("generated_tokens"), bytes: per("acknowledged_bytes") }].slice(-MOST_SPEEDS);
+}
+
+function Load({ load, speeds }) {
+  const now = speeds.at(-1);
+  const curve = (name) => [{ name, points: speeds.map((speed) => [Math.round(speed.at - now.at), speed[name]]) }];
+  return html`<section class="panel" aria-label="Load"><div class="head"><h2>Load</h2></div>
+    <${Facts} facts=${[
+      ["Requests running", `${count(load.running_requests)}; the engine runs up to ${count(load.max_running_requests)} at once`],
+      ["Captures open", count(load.open_captures)],
+      ["Ring", html`<progress max=${load.ring_bytes} value=${load.ring_used_bytes} aria-label="Filled part of the ring"></progress> ${bytes(load.ring_used_bytes)} of ${bytes(load.ring_bytes)}`],
+      ["Waits for the ring", load.ring_wait_seconds ? `${load.ring_wait_seconds.toFixed(1)} s since the start` : "none"],
+      ["Losses", load.ring_losses ? html`<span class="lost">${count(load.ring_losses)} since the start</span>` : "none"],
+      ["Throughput", now ? `${now.generated.toFixed(1)} generated and ${now.prompt.toFixed(1)} prompt tokens/s` : "measuring…"],
+      ["Rows to the stores", now ? `${bytes(Math.round(now.bytes))}/s` : "measuring…"],
+    ]} />
+    ${speeds.length > 1 && html`<${Plot} title="Generated tokens per second" xLabel="seconds" yLabel="generated tokens/s" bounds=${[0, Math.max(1, ...speeds.map(({ generated }) => generated))]} curves=${curve("generated")} />`}
+  </section>`;
 }
 
 const Status = ({ status }) => html`<${Badge} kind=${status === "SERVING" ? "good" : "bad"}>${status === "SERVING" ? "serving" : status.toLowerCase().replaceAll("_", " ")}<//>`;
