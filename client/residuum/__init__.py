@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.model_info import ModelInfo
-    from residuum.values.probe_layers import ProbeLayer
+    from residuum.values.probe_layers import ProbeAttention, ProbeLayer
     from residuum.values.probes import Probe
     from residuum.values.replies import (
         CapturePage,
@@ -166,6 +166,7 @@ _MODULES = {
     "AttentionLayer": "residuum.values.attention",
     "ModelInfo": "residuum.values.model_info",
     "Probe": "residuum.values.probes",
+    "ProbeAttention": "residuum.values.probe_layers",
     "ProbeLayer": "residuum.values.probe_layers",
     "PutResult": "residuum.values.replies",
     "PutSAEResult": "residuum.values.replies",
@@ -265,6 +266,7 @@ __all__ = [
     "Piece",
     "Positions",
     "Probe",
+    "ProbeAttention",
     "ProbeLayer",
     "PromptTooLong",
     "PutResult",

@@ -271,6 +271,10 @@ def _probe_of(file: ProbeFile) -> probe_pb2.Probe:
             weights=layer.weights.astype("<f4").tobytes(),
             biases=layer.bias.tolist(),
         )
+    if file.heads:
+        message.attention.heads = file.heads
+        if file.position_weights is not None:
+            message.attention.position_weights.extend(file.position_weights.ravel().tolist())
     if file.smooth:
         message.smoothing.CopyFrom(from_text(file.smooth))
     return message

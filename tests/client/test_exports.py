@@ -31,8 +31,8 @@ NAMES = """
     ExtractSummary Extracted Gate GateRecord Health IncompleteCapture InvalidRequest LayerRows LeftOutWarning
     LimitReached LogitLens Logprobs Manifest MessageSpan MissingSAE MissingVectors ModelInfo Multiply NoMessageSpans
     NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PatchSweep PermissionDenied
-    Piece Positions Probe ProbeLayer PromptTooLong PutResult PutSAEResult QuotaExceeded Registration Replace Reply
-    RequestAborted RequestExists ResiduumError ResourceExhausted RollingMax RollingMean RowSet Rows Rule RuleEvent
+    Piece Positions Probe ProbeAttention ProbeLayer PromptTooLong PutResult PutSAEResult QuotaExceeded Registration
+    Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RollingMax RollingMean RowSet Rows Rule RuleEvent
     SAE Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange
     SteeringRecord StoreFull StoreFullCapture StoreStats StoreUnreachable StoredRow Stream TLS TokenDelta
     Unauthenticated Unavailable Unembedding UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest
