@@ -156,8 +156,7 @@ class RequestRunner:
         rules: list[SequenceRules] = []
         if running.spec.probes is not None and running.spec.probes.rules:
             text_of = partial(self._engine.replies.text, token_ids)
-            own = running.spec.own_probes
-            num_shown = len(own.probes) if own is not None else 0
+            num_shown = len(running.spec.shown_probes)
             rules = [
                 SequenceRules(
                     index,
