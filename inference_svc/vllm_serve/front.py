@@ -33,7 +33,7 @@ from inference_svc.resources.score_board import ScoreBoard
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
 from inference_svc.session.kept_scores import kept_scores_of
-from inference_svc.session.rules import SequenceRules
+from inference_svc.session.rules import sequence_rules
 from inference_svc.session.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
 from inference_svc.taps.scores import open_board
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from inference_svc.model_facts import ModelFacts
     from inference_svc.requests.registry import Running
     from inference_svc.session.existing_capture import KeptSequence
+    from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.tap_settings import TapSettings
     from residuum.v1 import capture_pb2
@@ -366,23 +367,16 @@ class FrontEnd:
         self, running: Running, admitted: _Admitted, changes: SteeringChanges | None, replies: ReplyReader
     ) -> list[SequenceRules]:
         """Return the rules of each sequence; an empty list without rules."""
-        probes = running.spec.probes
-        if probes is None or not probes.rules:
-            return []
         sampling = admitted.sampling
         text_of = partial(replies.text, admitted.token_ids, skip_special_tokens=sampling.skip_special_tokens)
-        return [
-            SequenceRules(
-                index,
-                probes,
-                changes,
-                text_of if sampling.detokenize else _no_text,
-                self._metrics,
-                len(running.spec.shown_probes),
-                has_stop_texts=bool(sampling.stop),
-            )
-            for index in range(sampling.n)
-        ]
+        return sequence_rules(
+            running.spec,
+            sampling.n,
+            changes,
+            text_of if sampling.detokenize else _no_text,
+            self._metrics,
+            has_stop_texts=bool(sampling.stop),
+        )
 
     def _stream(
         self,
