@@ -102,8 +102,8 @@ class OperatorRules:
         """Return a tenant's spec with the rules that apply to it, and make sure that their vectors are in the cache.
 
         Raises:
-            Failure: The request opts out of a rule that it may not opt out of, has too many probes for the rules, or
-                there is no room for their vectors.
+            Failure: The request opts out of a rule that it may not opt out of, has too many probes for the rules, may
+                change its steering although a rule steers, or there is no room for their vectors.
         """
         applying = self._applying(tenant)
         if opts_out:
@@ -119,6 +119,7 @@ class OperatorRules:
             return spec
         if not applying:
             return spec
+        _check_updatable(spec, [item.rule for item in applying])
         merged = probe_pb2.ProbeSpec()
         if spec.probes is not None:
             merged.CopyFrom(spec.probes)
@@ -144,6 +145,22 @@ class OperatorRules:
 
     def _applying(self, tenant: str) -> list[_OperatorRule]:
         return [item for item in self._rules if item.tenants is None or tenant in item.tenants]
+
+
+def _check_updatable(spec: ResolvedSpec, rules: Sequence[rule_pb2.Rule]) -> None:
+    """Check that the caller cannot undo the steering of the operator's rules. UpdateSteering replaces all operations.
+
+    Raises:
+        Failure: The request is updatable, and a rule steers.
+    """
+    steering = [rule.name for rule in rules if rule.action == STEER]
+    if steering and spec.steering is not None and spec.steering.updatable:
+        raise Failure(
+            Reason.ERROR_REASON_INVALID_FIELD,
+            f"The operator's rules {', '.join(steering)} may steer this request, so you cannot change its steering "
+            "while it runs. Leave updatable unset, or ask the operator.",
+            field="steering.updatable",
+        )
 
 
 class _Strict(BaseModel):

@@ -86,6 +86,19 @@ async def test_a_rule_that_steers_changes_every_request(store, write, tmp_path):
     assert change.steering.operations[0].add.digest == joy
 
 
+async def test_callers_cannot_undo_the_steering_of_a_rule(write, tmp_path):
+    np.save(tmp_path / "joy.npy", np.ones(HIDDEN))
+    async with serving() as service:
+        admission = service.parts.admission
+        admission.operator_rules = load_rules(write(STEERING + "[[rule]]\n" + BASIC.replace("toxic", "flag")), PROBING)
+        asked = inference_pb2.RequestSpec(steering=steering_pb2.SteeringSpec(updatable=True))
+        with pytest.raises(Failure, match="operator:toxic may steer this request") as caught:
+            admission.resolve(asked)
+        assert caught.value.metadata["field"] == "steering.updatable"
+        admission.operator_rules = load_rules(write(BASIC), PROBING)
+        assert admission.resolve(asked).steering.updatable
+
+
 def test_a_file_of_rules(write, tmp_path):
     smooth = residuum.Probe(
         np.ones((2, HIDDEN)), layer=0, activation="softmax", smooth=residuum.EMA(0.5), output_names=["a", "b"]
