@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -101,9 +100,6 @@ class InferenceSettings(SecureSettings, TapSettings):
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object. It must not set model, worker_cls,
     additional_config or speculative_config: the taps depend on them."""
 
-    rules_file: Path | None = None
-    """A TOML file of rules that apply to all requests, or to those of some tenants: they flag or end replies by the
-    scores of probes. docs/howto/watch.md describes it."""
     sae_mib: int = Field(default=0, ge=0)
     """Device memory for the encoders of sparse autoencoders and the matrices of lenses, in MiB. An encoder takes 4 or 2
     bytes * features * width of a row; a matrix 4 or 2 bytes * width * width. The KV cache leaves this room free, and

@@ -108,6 +108,10 @@ class TapSettings(ServiceSettings):
     """Shared memory for the scores of probes, in MiB: 4 bytes for each output and token of all running requests. 0: no
     probes."""
 
+    rules_file: Path | None = None
+    """A TOML file of rules that apply to all requests, or to those of some tenants: they flag, end or steer replies by
+    the scores of probes. docs/howto/watch.md describes it."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is logged."""
 

@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from residuum.values.logprobs import Logprobs
     from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.model_info import ModelInfo, ServiceLoad
-    from residuum.values.probe_layers import ProbeLayer
+    from residuum.values.probe_layers import ProbeAttention, ProbeLayer
     from residuum.values.probes import Probe
     from residuum.values.replies import (
         CapturePage,
@@ -170,6 +170,7 @@ _MODULES = {
     "ModelInfo": "residuum.values.model_info",
     "ServiceLoad": "residuum.values.model_info",
     "Probe": "residuum.values.probes",
+    "ProbeAttention": "residuum.values.probe_layers",
     "ProbeLayer": "residuum.values.probe_layers",
     "PutResult": "residuum.values.replies",
     "PutSAEResult": "residuum.values.replies",
@@ -271,6 +272,7 @@ __all__ = [
     "Piece",
     "Positions",
     "Probe",
+    "ProbeAttention",
     "ProbeLayer",
     "PromptTooLong",
     "PutResult",

@@ -29,6 +29,7 @@ def vllm_xargs(
     probes: Probe | Iterable[Probe] | None = None,
     score_prompt: bool = False,
     rules: Rule | Iterable[Rule] | None = None,
+    without_operator_rules: bool = False,
 ) -> dict[str, str | list[str]]:
     """Return the `vllm_xargs` of a request to a `vllm serve` with the taps; see docs/vllm-serve.md.
 
@@ -43,6 +44,7 @@ def vllm_xargs(
         probes: Probes. Each choice of the answer, and of its stream, has their scores in a field `residuum`.
         score_prompt: Also score every position of the prompt.
         rules: Rules. Their events are in the same field.
+        without_operator_rules: Do without the operator's rules. The server refuses that, unless its operator allows it.
 
     Raises:
         InvalidRequest: Neither `capture` nor `steer` nor `probes` nor `rules` is given, or an argument is invalid.
@@ -61,6 +63,7 @@ def vllm_xargs(
     plan = plan_spec(
         capture, operations, request_id, None,
         if_exists=if_exists, probes=probes, score_prompt=score_prompt, rules=rules,
+        without_operator_rules=without_operator_rules,
     )  # fmt: skip
     if not (plan.spec.HasField("capture") or plan.spec.HasField("steering") or plan.spec.HasField("probes")):
         raise InvalidRequest("Give at least one of capture=, steer=, probes= and rules=.", reason="INVALID_FIELD")

@@ -103,10 +103,10 @@ class Admission:
         check_rules(spec, parameters)
         if spec.capture is not None and spec.sae_digest:
             self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
-        steering = with_rules(spec.steering, steering_of_rules(spec.probes).operations)
-        projected = spec.capture.encoding_options.vectors if spec.capture else ()
-        # The operator's probes were checked when their file was read, and a tenant's lack of room is not theirs.
+        # The operator's rules were checked when their file was read, and a tenant's lack of room is not theirs.
         own = spec.own_probes
+        steering = with_rules(spec.steering, steering_of_rules(own).operations)
+        projected = spec.capture.encoding_options.vectors if spec.capture else ()
         widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(own))]
         self._check_vectors(tenant, [*widths, *widths_of(steering, self._facts)], directions_of(steering))
 

@@ -6,9 +6,13 @@
     above = 0.9                      # or below
     for_tokens = 3                   # default: 1
     output = 0                       # the output of the probe, or its name; default: 0
-    then = "abort"                   # or "flag", the default
+    then = "abort"                   # or "steer", with operations; or "flag", the default
     tenants = ["alice", "bob"]       # default: all, also those without authentication
     may_opt_out = ["bob"]            # tenants whose requests may opt out of it; true: all; default: none
+
+    [[rule.steer]]                   # the operations of then = "steer": see operator_steering.py
+    add = { vector = "calm.npy", scale = 2.0 }
+    layers = [12]
 
 Callers see the events of these rules, under the name operator:toxic, but neither the probes nor their scores.
 """
@@ -19,13 +23,14 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from inference_svc.admission.operator_steering import check_vectors, load_steering
 from inference_svc.admission.probes import resolve_probes
-from inference_svc.admission.rules import ABORT, FLAG, check_steering_rules, resolve_rules
+from inference_svc.admission.rules import ABORT, FLAG, STEER, check_steering_rules, resolve_rules
 from inference_svc.admission.steering import check_demand, demand_of_steering
 from inference_svc.resources.vector_cache import OPERATOR, vector_name
 from residuum.rpc.errors import Failure, Reason
@@ -97,8 +102,8 @@ class OperatorRules:
         """Return a tenant's spec with the rules that apply to it, and make sure that their vectors are in the cache.
 
         Raises:
-            Failure: The request opts out of a rule that it may not opt out of, has too many probes for the rules, or
-                there is no room for their vectors.
+            Failure: The request opts out of a rule that it may not opt out of, has too many probes for the rules, may
+                change its steering although a rule steers, or there is no room for their vectors.
         """
         applying = self._applying(tenant)
         if opts_out:
@@ -114,6 +119,7 @@ class OperatorRules:
             return spec
         if not applying:
             return spec
+        _check_updatable(spec, [item.rule for item in applying])
         merged = probe_pb2.ProbeSpec()
         if spec.probes is not None:
             merged.CopyFrom(spec.probes)
@@ -141,6 +147,22 @@ class OperatorRules:
         return [item for item in self._rules if item.tenants is None or tenant in item.tenants]
 
 
+def _check_updatable(spec: ResolvedSpec, rules: Sequence[rule_pb2.Rule]) -> None:
+    """Check that the caller cannot undo the steering of the operator's rules. UpdateSteering replaces all operations.
+
+    Raises:
+        Failure: The request is updatable, and a rule steers.
+    """
+    steering = [rule.name for rule in rules if rule.action == STEER]
+    if steering and spec.steering is not None and spec.steering.updatable:
+        raise Failure(
+            Reason.ERROR_REASON_INVALID_FIELD,
+            f"The operator's rules {', '.join(steering)} may steer this request, so you cannot change its steering "
+            "while it runs. Leave updatable unset, or ask the operator.",
+            field="steering.updatable",
+        )
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -152,7 +174,8 @@ class _Rule(_Strict):
     below: float | None = None
     for_tokens: int = Field(default=1, ge=1, lt=1 << 32)
     output: Annotated[int, Field(ge=0, lt=1 << 32)] | str = 0
-    then: Literal["flag", "abort"] = "flag"
+    then: Literal["flag", "abort", "steer"] = "flag"
+    steer: tuple[dict[str, Any], ...] = ()
     tenants: frozenset[str] | None = None
     may_opt_out: frozenset[str] | bool = False
 
@@ -181,7 +204,7 @@ def load_rules(path: Path, facts: ModelFacts) -> OperatorRules:
         problem = f"several rules are named {twice[0]}" if twice else f"there are {len(file.rule)} rules"
         raise RulesFileError(f"rules: {path}: {problem}. At most {MAX_OPERATOR_RULES} rules, each of another name.")
     try:
-        rules = [_loaded(rule, path.parent / rule.probe, facts) for rule in file.rule]
+        rules = [_loaded(rule, path.parent, facts) for rule in file.rule]
     except Failure as failure:
         raise RulesFileError(f"rules: {path}: {failure.message}") from None
     except ValueError as error:
@@ -196,7 +219,7 @@ def load_rules(path: Path, facts: ModelFacts) -> OperatorRules:
     return OperatorRules(rules)
 
 
-def _loaded(given: _Rule, path: Path, facts: ModelFacts) -> _OperatorRule:
+def _loaded(given: _Rule, folder: Path, facts: ModelFacts) -> _OperatorRule:
     """Return a rule with its probe.
 
     Raises:
@@ -207,13 +230,18 @@ def _loaded(given: _Rule, path: Path, facts: ModelFacts) -> _OperatorRule:
         raise ValueError(f"a rule's name has 1 to 64 of the characters a-z A-Z 0-9 . _ -, not {given.name!r}")
     if (given.above is None) == (given.below is None):
         raise ValueError(f"the rule {given.name} needs either above or below")
+    path = folder / given.probe
     probe, vectors = _load_probe(path)
     probe.name = given.name  # each rule has a probe of its own
     if isinstance(given.output, str) and given.output not in probe.output_names:
         raise ValueError(f"{path}: the probe has no output {given.output!r}; it has {list(probe.output_names)}")
     output = given.output if isinstance(given.output, int) else list(probe.output_names).index(given.output)
     rule = rule_pb2.Rule(name=given.name, probe=given.name, output=output, for_tokens=given.for_tokens)
-    rule.action = ABORT if given.then == "abort" else FLAG
+    rule.action = {"flag": FLAG, "abort": ABORT, "steer": STEER}[given.then]
+    if (rule.action == STEER) != bool(given.steer):
+        raise ValueError(f"the rule {given.name} needs [[rule.steer]] if then is 'steer', and must have none otherwise")
+    steering, steering_vectors = load_steering(given.steer, folder)
+    rule.steering.CopyFrom(steering)
     if given.above is not None:
         rule.above = given.above
     if given.below is not None:
@@ -223,8 +251,10 @@ def _loaded(given: _Rule, path: Path, facts: ModelFacts) -> _OperatorRule:
     width = facts.width(resolved.probes[0].site)
     if len(vectors[0].values) != 4 * width:  # float32
         raise ValueError(f"{path}: the probe reads rows of {len(vectors[0].values) // 4} elements, not {width}")
+    check_vectors(resolved.rules[0].steering, steering_vectors, facts)
     resolved.probes[0].name = resolved.rules[0].name = resolved.rules[0].probe = PREFIX + given.name
-    return _OperatorRule(resolved.rules[0], resolved.probes[0], vectors, given.tenants, given.may_opt_out)
+    all_vectors = (*vectors, *steering_vectors.values())
+    return _OperatorRule(resolved.rules[0], resolved.probes[0], all_vectors, given.tenants, given.may_opt_out)
 
 
 def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, ...]]:
@@ -271,6 +301,10 @@ def _probe_of(file: ProbeFile) -> probe_pb2.Probe:
             weights=layer.weights.astype("<f4").tobytes(),
             biases=layer.bias.tolist(),
         )
+    if file.heads:
+        message.attention.heads = file.heads
+        if file.position_weights is not None:
+            message.attention.position_weights.extend(file.position_weights.ravel().tolist())
     if file.smooth:
         message.smoothing.CopyFrom(from_text(file.smooth))
     return message

@@ -12,7 +12,13 @@ from inference_svc.taps.steps.demand import point_name
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
 from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_OUTPUTS, MAX_PROBES_BYTES
-from residuum.wire.probes import is_valid_probe_name, num_outputs, problem_of_mlp, problem_of_names
+from residuum.wire.probes import (
+    is_valid_probe_name,
+    num_outputs,
+    problem_of_attention,
+    problem_of_mlp,
+    problem_of_names,
+)
 from residuum.wire.smoothing import problem_of
 
 if TYPE_CHECKING:
@@ -87,6 +93,8 @@ def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
     layers = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[probe.layer]))
     layer_list(f"{field}.layer", layers, facts, probe.site)
     _check_outputs(field, probe)
+    if problem := problem_of_attention(probe):
+        raise invalid(f"{field}.attention", f"The attention of the probe {probe.name} is invalid: {problem}.")
     for name, problem in (
         ("mlp", problem_of_mlp(probe)),
         ("output_names", problem_of_names(probe)),

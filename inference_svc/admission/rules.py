@@ -122,7 +122,7 @@ def check_rules(spec: ResolvedSpec, sampling: inference_pb2.SamplingParameters) 
     Raises:
         Failure: A rule can never fire, or the steering of all rules would not fit the manifest.
     """
-    rules: Sequence[rule_pb2.Rule] = spec.own_probes.rules if spec.own_probes else ()
+    rules: Sequence[rule_pb2.Rule] = spec.own_probes.rules if spec.own_probes else ()  # the operator's may be longer
     new = max_new_tokens(sampling)
     for index, rule in enumerate(rules):
         if rule.for_tokens > new:
@@ -135,7 +135,7 @@ def check_rules(spec: ResolvedSpec, sampling: inference_pb2.SamplingParameters) 
     if not changes:
         return
     combined = with_rules(spec.steering, steering_of_rules(spec.probes).operations)
-    longest = max(len(rule.name) for rule in rules)
+    longest = max(len(rule.name) for rule in spec.probes.rules) if spec.probes else 0
     change = steering_pb2.SteeringChange(steering=combined, first_positions=[NEVER] * sequences, rule="x" * longest)
     if changes > MAX_STEERING_CHANGES or changes * change.ByteSize() > MAX_STEERING_CHANGES_BYTES:
         raise invalid(

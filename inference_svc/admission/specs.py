@@ -19,6 +19,8 @@ from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import MAX_ID_LENGTH
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from inference_svc.model_facts import ModelFacts
     from residuum.v1 import inference_pb2, probe_pb2, selection_pb2, steering_pb2
 
@@ -51,6 +53,11 @@ class ResolvedSpec:
     def may_change_steering(self) -> bool:
         """Whether the steering may change while the request generates."""
         return bool(self.steering and self.steering.updatable) or has_action(self.probes, STEER)
+
+    @property
+    def shown_probes(self) -> Sequence[probe_pb2.Probe]:
+        """The probes whose scores the caller gets: its own."""
+        return self.own_probes.probes if self.own_probes is not None else ()
 
     @property
     def digests(self) -> list[bytes]:

@@ -31,7 +31,7 @@ def cache_capacity(max_vectors: int, max_mib: int, hidden_size: int) -> int:
 
 
 OPERATOR = "operator:"
-"""The owner of the vectors of the operator's probes. No tenant can have this name."""
+"""The owner of the vectors of the operator's rules. No tenant can have this name."""
 
 
 def vector_name(tenant: str, digest: bytes) -> bytes:

@@ -14,7 +14,7 @@ from inference_svc.requests.replies import NO_CHAT
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences, replay
 from inference_svc.session.generation import Generation
-from inference_svc.session.rules import SequenceRules
+from inference_svc.session.rules import sequence_rules
 from inference_svc.session.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
 from residuum.rpc import tracing
@@ -153,23 +153,14 @@ class RequestRunner:
         if session.existing is not None:
             return await self._replayed(session.existing, sampling, handle)
         sequences = session.sequences
-        rules: list[SequenceRules] = []
-        if running.spec.probes is not None and running.spec.probes.rules:
-            text_of = partial(self._engine.replies.text, token_ids)
-            own = running.spec.own_probes
-            num_shown = len(own.probes) if own is not None else 0
-            rules = [
-                SequenceRules(
-                    index,
-                    running.spec.probes,
-                    changes,
-                    text_of,
-                    self._metrics,
-                    num_shown,
-                    has_stop_texts=bool(sampling.stop),
-                )
-                for index in range(len(sequences))
-            ]
+        rules = sequence_rules(
+            running.spec,
+            len(sequences),
+            changes,
+            partial(self._engine.replies.text, token_ids),
+            self._metrics,
+            has_stop_texts=bool(sampling.stop),
+        )
         return Generation(
             self._engine,
             running,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from inference_svc.admission.specs import ResolvedSpec
     from inference_svc.engine.streams import Delta
     from inference_svc.metrics import InferenceMetrics
     from inference_svc.session.steering_changes import SteeringChanges
@@ -39,6 +40,26 @@ class _Watched(NamedTuple):
     def scores(self, delta: Delta) -> npt.NDArray[np.float32]:
         """Return the scores that the rule watches, float32 [tokens]."""
         return delta.scores[self.probe][:, self.rule.output]
+
+
+def sequence_rules(
+    spec: ResolvedSpec,
+    num_sequences: int,
+    changes: SteeringChanges | None,
+    text_of: TextOf,
+    metrics: InferenceMetrics,
+    *,
+    has_stop_texts: bool,
+) -> list[SequenceRules]:
+    """Return the rules of each sequence of a request; an empty list without rules. See `SequenceRules`."""
+    probes = spec.probes
+    if probes is None or not probes.rules:
+        return []
+    num_shown = len(spec.shown_probes)
+    return [
+        SequenceRules(index, probes, changes, text_of, metrics, num_shown, has_stop_texts=has_stop_texts)
+        for index in range(num_sequences)
+    ]
 
 
 class SequenceRules:

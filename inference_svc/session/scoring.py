@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from inference_svc.admission.probes import in_columns
 from inference_svc.admission.sampling import max_new_tokens, num_sequences
+from residuum.wire.pooling import AttentionPool
 from residuum.wire.probes import evaluate, num_outputs
 from residuum.wire.smoothing import Smoother
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     import numpy.typing as npt
 
@@ -28,6 +29,28 @@ _QUICK_SCORES = 1 << 14
 """Products whose scores take less than about 10 ms."""
 _PIECE_SCORES = 1 << 18
 """Products that a thread computes at once. It bounds the memory for float64, and what is left to do after an abort."""
+
+
+class _Phase(NamedTuple):
+    """What the scores of the prompt, or those of the reply, keep of the positions before. By the index of the probe."""
+
+    pools: dict[int, AttentionPool]
+    """Of each probe with attention."""
+    smoothers: dict[int, Smoother]
+    """Of each probe with smoothing."""
+
+    @classmethod
+    def begin(cls, spec: probe_pb2.ProbeSpec) -> _Phase:
+        """Return the state before the first position."""
+        probes = list(enumerate(spec.probes))
+        return cls(
+            {index: AttentionPool(probe) for index, probe in probes if probe.HasField("attention")},
+            {
+                index: Smoother(probe.smoothing, num_outputs(probe))
+                for index, probe in probes
+                if probe.HasField("smoothing")
+            },
+        )
 
 
 class SequenceScores:
@@ -52,15 +75,18 @@ class SequenceScores:
         self._spec = spec
         self._next = prompt_tokens - 1
         self._prompt_tokens = prompt_tokens if prompt else 0
-        self._smoothers = _smoothers(spec)
+        self._reply = _Phase.begin(spec)
+        self._has_pooled_prompt = not self._reply.pools
 
     async def add_to(self, delta: Delta) -> Delta:
         """Return a delta with the scores of its tokens, and those of the prompt if it is the first."""
         count, first = len(delta.token_ids), self._next
         self._next += count
+        if count and not self._has_pooled_prompt:
+            await self._pool_prompt(first)
         if count:
             products = await self._board.read(self.region, first, count)
-            delta = delta._replace(scores=self._of_probes(products, self._smoothers))
+            delta = delta._replace(scores=self._of_probes(products, self._reply))
         if self._prompt_tokens:
             prompt = await self._board.read(self.region, 0, self._prompt_tokens)
             self._prompt_tokens = 0
@@ -69,32 +95,47 @@ class SequenceScores:
 
     async def _of_prompt(self, products: npt.NDArray[np.float32]) -> Scored:
         """Return the scores of the prompt. Those of a long one take a thread, so that no other request waits."""
-        smoothers, rows = _smoothers(self._spec), max(_PIECE_SCORES // products.shape[1], 1)
+        phase = _Phase.begin(self._spec)
         if products.size <= _QUICK_SCORES:
-            return self._of_probes(products, smoothers)
-        parts = [
-            await asyncio.to_thread(self._of_probes, products[first : first + rows], smoothers)
-            for first in range(0, len(products), rows)
-        ]
+            return self._of_probes(products, phase)
+        parts = [await asyncio.to_thread(self._of_probes, piece, phase) for piece in _pieces(products)]
         return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
-    def _of_probes(self, products: npt.NDArray[np.float32], smoothers: Mapping[int, Smoother]) -> Scored:
+    async def _pool_prompt(self, count: int) -> None:
+        """Add the prompt's positions before the last one, which is the reply's first, to the reply's pools."""
+        self._has_pooled_prompt = True
+        products = await self._board.read(self.region, 0, count)
+        if products.size <= _QUICK_SCORES:
+            self._pool(products)
+            return
+        for piece in _pieces(products):
+            await asyncio.to_thread(self._pool, piece)
+
+    def _pool(self, products: npt.NDArray[np.float32]) -> None:
+        for index, probe, column in in_columns(self._spec):
+            if index in self._reply.pools:
+                self._reply.pools[index].add(_outputs(probe, products, column))
+
+    def _of_probes(self, products: npt.NDArray[np.float32], phase: _Phase) -> Scored:
         """Return the scores of each probe, given the inner products, float32 [positions, columns]."""
         found: dict[int, npt.NDArray[np.float32]] = {}
         for index, probe, column in in_columns(self._spec):
-            bias = np.array([output.bias for output in probe.outputs], dtype=np.float32)
-            scores = evaluate(probe, products[:, column : column + len(bias)] + bias)
-            found[index] = smoothers[index].add(scores) if index in smoothers else scores
+            outputs = _outputs(probe, products, column)
+            scores = evaluate(probe, phase.pools[index].add(outputs) if index in phase.pools else outputs)
+            found[index] = phase.smoothers[index].add(scores) if index in phase.smoothers else scores
         return tuple(found[index] for index in range(len(found)))
 
 
-def _smoothers(spec: probe_pb2.ProbeSpec) -> dict[int, Smoother]:
-    """Return what smooths the scores of a phase, by the index of the probe; nothing for a probe without smoothing."""
-    return {
-        index: Smoother(probe.smoothing, num_outputs(probe))
-        for index, probe in enumerate(spec.probes)
-        if probe.HasField("smoothing")
-    }
+def _outputs(probe: probe_pb2.Probe, products: npt.NDArray[np.float32], column: int) -> npt.NDArray[np.float32]:
+    """Return the outputs of a probe's first layer, float32 [positions, outputs], given the products of all probes."""
+    bias = np.array([output.bias for output in probe.outputs], dtype=np.float32)
+    return products[:, column : column + len(bias)] + bias
+
+
+def _pieces(products: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+    """Divide the products of a prompt, float32 [positions, columns], into what a thread computes at once."""
+    rows = max(_PIECE_SCORES // products.shape[1], 1)
+    return [products[first : first + rows] for first in range(0, len(products), rows)]
 
 
 @asynccontextmanager
@@ -114,11 +155,12 @@ async def scoring(
         return
     new = max(max_new_tokens(sampling), 1)
     columns = sum(len(probe.outputs) for probe in spec.probes)
+    reads_prompt = any(probe.HasField("attention") for probe in spec.probes)
     held: list[SequenceScores] = []
     try:
         for index in range(num_sequences(sampling)):
             shows_prompt = spec.score_prompt and index == 0
-            first = 0 if shows_prompt else prompt_tokens - 1
+            first = 0 if shows_prompt or reads_prompt else prompt_tokens - 1
             region = board.take(first, prompt_tokens - 1 - first + new, columns)
             held.append(SequenceScores(board, region, spec, prompt_tokens, prompt=shows_prompt))
         yield held

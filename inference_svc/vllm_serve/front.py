@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.admission.fields import invalid
+from inference_svc.admission.operator_rules import OperatorRules, RulesFileError, load_rules
 from inference_svc.admission.probes import probe_sites
 from inference_svc.engine.engine import Engine, tokenizer_of
 from inference_svc.engine.facts import facts_of
@@ -32,7 +33,7 @@ from inference_svc.resources.score_board import ScoreBoard
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
 from inference_svc.session.kept_scores import kept_scores_of
-from inference_svc.session.rules import SequenceRules
+from inference_svc.session.rules import sequence_rules
 from inference_svc.session.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
 from inference_svc.taps.scores import open_board
@@ -54,19 +55,24 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
 from residuum.wire.ids import is_valid_id, make_id
 from residuum.wire.limits import MAX_ID_LENGTH, MAX_SEQUENCES
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from inference_svc.admission.specs import ResolvedSpec
+    from inference_svc.model_facts import ModelFacts
     from inference_svc.requests.registry import Running
     from inference_svc.session.existing_capture import KeptSequence
+    from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.tap_settings import TapSettings
     from residuum.v1 import capture_pb2
 
     Generate = Callable[..., AsyncGenerator[Any]]
 
+
+_log = get_logger(__name__)
 
 _FIRST_PROMPT = re.compile("(cmpl-.+)-0", re.DOTALL)
 """The ID that vLLM gives the first prompt of a completion: the answer's `id`, and the prompt's number."""
@@ -128,6 +134,7 @@ class FrontEnd:
         self._replies: ReplyReader | None = None
         self._share = Share(index, count)
         self._shared: SharedVectors | None = None
+        self._has_rules = settings.rules_file is not None
         self._metrics = InferenceMetrics()  # which vLLM's server does not show
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
         self._described: _Serving | None = None
@@ -147,19 +154,20 @@ class FrontEnd:
         extra_args = sampling_params.extra_args
         with as_http_errors():
             check_argument_names(extra_args)
-        if not has_residuum_arguments(extra_args):
+        if not has_residuum_arguments(extra_args) and not self._has_rules:
             return self._generate(prompt, sampling_params, request_id, **options)
         sampling = sampling_params.clone()
         sampling.extra_args = without_residuum_arguments(extra_args)
         with as_http_errors():
-            asked = read_residuum_arguments(extra_args)
-            if asked is None:
+            asked = read_residuum_arguments(extra_args or {})
+            if asked is None and not self._has_rules:
                 return self._generate(prompt, sampling, request_id, **options)
+            asked = asked or ResiduumArguments(inference_pb2.RequestSpec(), ())
             self._startup.check()
             adapter = getattr(options.get("lora_request"), "lora_name", "")
             answer = current_answer()
             if answer is not None:
-                answer.has_scores |= bool(asked.spec.probes.probes)
+                answer.has_scores |= self._has_rules or bool(asked.spec.probes.probes)
             admit = partial(self._admit, asked, prompt, sampling, request_id, adapter, answer)
             if self._described is None:
                 return self._run_later(admit, options)
@@ -187,13 +195,31 @@ class FrontEnd:
             facts = replace(facts, probe_sites=probe_sites(facts.sites))
         engine = Engine(UntappedLLM(self._llm, self._generate), None, facts, scores=board)
         how_to_send = "Send them in vllm_xargs.residuum_vectors."
-        parts = RequestParts.assemble(engine, self._registry, self._settings, how_to_send, self._share)
+        rules = self._operator_rules(facts)
+        parts = RequestParts.assemble(engine, self._registry, self._settings, how_to_send, self._share, rules)
         if self._share.count > 1:
             folder = folder_of(ranks) / "vectors"
             limits = self._settings.max_vectors, self._settings.max_vector_mib << 20
             self._shared = SharedVectors(folder, *limits)
         self._described = _Serving(engine, parts)
         return engine
+
+    def _operator_rules(self, facts: ModelFacts) -> OperatorRules:
+        """Return the rules of the operator's file.
+
+        Raises:
+            Failure: The file cannot be used. Every request then fails, because none would be watched.
+        """
+        if self._settings.rules_file is None:
+            return OperatorRules()
+        try:
+            return load_rules(self._settings.rules_file, facts)
+        except RulesFileError as error:
+            _log.error("the operator's rules cannot be used", error=str(error))
+            raise Failure(
+                Reason.ERROR_REASON_INTERNAL,
+                "The server's rules (RESIDUUM_RULES_FILE) cannot be used; its log says why. Tell its operator.",
+            ) from None
 
     @property
     def _serving(self) -> _Serving:
@@ -217,7 +243,8 @@ class FrontEnd:
             Failure: The request is invalid, or the server cannot capture or steer.
         """
         spec = self._serving.parts.admission.resolve(_checked_model(asked.spec, adapter))
-        if spec.capture is None and spec.steering is None and spec.probes is None:
+        # With rules of the operator, a request may have nothing of its own.
+        if spec.capture is None and spec.steering is None and spec.probes is None and not self._has_rules:
             raise invalid(
                 "vllm_xargs.residuum", "The spec has no capture, steering or probes. Set one, or leave it out."
             )
@@ -340,22 +367,16 @@ class FrontEnd:
         self, running: Running, admitted: _Admitted, changes: SteeringChanges | None, replies: ReplyReader
     ) -> list[SequenceRules]:
         """Return the rules of each sequence; an empty list without rules."""
-        probes = running.spec.probes
-        if probes is None or not probes.rules:
-            return []
         sampling = admitted.sampling
         text_of = partial(replies.text, admitted.token_ids, skip_special_tokens=sampling.skip_special_tokens)
-        return [
-            SequenceRules(
-                index,
-                probes,
-                changes,
-                text_of if sampling.detokenize else _no_text,
-                self._metrics,
-                has_stop_texts=bool(sampling.stop),
-            )
-            for index in range(sampling.n)
-        ]
+        return sequence_rules(
+            running.spec,
+            sampling.n,
+            changes,
+            text_of if sampling.detokenize else _no_text,
+            self._metrics,
+            has_stop_texts=bool(sampling.stop),
+        )
 
     def _stream(
         self,
@@ -436,7 +457,7 @@ def _record(session: CaptureSession, admitted: _Admitted, index: int, delta: Del
     if session.scores is not None:
         session.scores.add(index, delta)
     if admitted.answer is not None and admitted.spec.probes is not None:
-        names = [probe.name for probe in admitted.spec.probes.probes]
+        names = [probe.name for probe in admitted.spec.shown_probes]
         admitted.answer.add(_choice(admitted, index), names, delta)
 
 
@@ -444,7 +465,7 @@ def _record_kept(manifest: capture_pb2.CaptureManifest, admitted: _Admitted, seq
     """Add the scores and events of a capture that exists already to the answer."""
     if admitted.answer is None or admitted.spec.probes is None:
         return
-    probes = admitted.spec.probes.probes
+    probes = admitted.spec.shown_probes
     for index, item in enumerate(sequences):
         prompt = kept_scores_of(probes, manifest.prompt_scores.probes) if index == 0 else ()
         scores = kept_scores_of(probes, item.scores)

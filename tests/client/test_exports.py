@@ -31,13 +31,13 @@ NAMES = """
     ExtractSummary Extracted Gate GateRecord Health IncompleteCapture InvalidRequest LayerRows LeftOutWarning
     Lens LensMap LimitReached LogitLens Logprobs Manifest MessageSpan MissingSAE MissingVectors ModelInfo Multiply
     NoMessageSpans NoStore NoTokenTexts NotFound NotServing NotUpdatable OpenCapture OutageWarning PatchSweep
-    PermissionDenied Piece Positions Probe ProbeLayer PromptTooLong PutResult PutSAEResult QuotaExceeded
-    Registration Replace Reply
-    RequestAborted RequestExists ResiduumError ResourceExhausted RollingMax RollingMean RowSet Rows Rule RuleEvent
-    SAE Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault Set SilentStoreWarning SteeringChange
-    SteeringRecord StoreFull StoreFullCapture StoreStats StoreUnreachable StoredRow Stream TLS TokenDelta
-    Unauthenticated Unavailable Unembedding UnknownCapture UnknownLayer UnknownModel UnknownOperation UnknownRequest
-    UnknownSite Unreachable Usage Vector __version__ attention_weights directions load_vectors sae serve vllm_xargs
+    PermissionDenied Piece Positions Probe ProbeAttention ProbeLayer PromptTooLong PutResult PutSAEResult
+    QuotaExceeded Registration Replace Reply RequestAborted RequestExists ResiduumError ResourceExhausted RollingMax
+    RollingMean RowSet Rows Rule RuleEvent SAE Sampling SearchHit SearchResult Sequence SequenceOutcome ServerFault
+    ServiceLoad Set SilentStoreWarning SteeringChange SteeringRecord StoreFull StoreFullCapture StoreStats
+    StoreUnreachable StoredRow Stream TLS TokenDelta Unauthenticated Unavailable Unembedding UnknownCapture
+    UnknownLayer UnknownModel UnknownOperation UnknownRequest UnknownSite Unreachable Usage Vector __version__
+    attention_weights directions load_vectors sae serve vllm_xargs
 """.split()  # noqa: SIM905 - one name a line would fill the screen
 
 

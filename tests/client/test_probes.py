@@ -573,6 +573,12 @@ class TestOtherServers:
             await client.generate("a", max_tokens=1, probes=ONE)
         assert peer.calls.count("GetModelInfo") == 3, "it is asked once"
 
+    async def test_a_server_that_would_ignore_attention_is_not_asked(self, client, peer):
+        pooled = residuum.Probe.from_attention(np.ones(HIDDEN), np.ones(HIDDEN), layer=1)
+        with pytest.raises(INVALID, match="would ignore the attention"):
+            await client.generate("a", probes=pooled)
+        assert not {"PutVectors", "Generate"} & {*peer.calls}
+
     async def test_the_first_prompt_of_many_tells(self, client, peer):
         peer.script.is_old = True
         with pytest.raises(INVALID, match="would ignore the probes"):

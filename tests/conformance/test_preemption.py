@@ -30,8 +30,10 @@ def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direct
         (residuum.Capture(sites=SITES, positions=residuum.Positions(every=5)), lambda _, rows: range(0, rows, 5)),
         (None, everything),
     ]
+    width = engine.client.info().hidden_size
+    probe = residuum.Probe.from_attention(rng.normal(size=(2, width)) / 9, rng.normal(size=(2, width)), layer=2)
     asked = []
-    with engine.held(direction):
+    with engine.held(direction, *probe.vectors):
         for index in range(14):
             capture, wanted = kinds[index % len(kinds)]
             prompt = make_prompt(rng, int(rng.integers(20, 100)))
@@ -43,6 +45,7 @@ def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direct
                 temperature=float(index % 2 and capture is not None),
                 seed=index,
                 capture=capture,
+                probes=probe,
                 steer=steered.steer if steered else (),
             )
             asked.append((stream, wanted, steered.changes if steered else {}))
@@ -61,3 +64,12 @@ def test_rows_of_preempted_requests(engine: Engine, reference: Reference, direct
             check_capture(engine, reference, reply, wanted=wanted, changes=changes)
         else:
             assert reference.shortfall(reply.prompt_token_ids, reply.token_ids, changes) < MAX_SHORTFALL
+        rows = reference.rows([*reply.prompt_token_ids, *reply.token_ids[:-1]], changes)["resid_post"][2]
+        expected = pooled(rows.astype(np.float64), probe)[len(reply.prompt_token_ids) - 1 :]
+        np.testing.assert_allclose(reply.scores["probe"], expected, rtol=0, atol=2e-3 * max(np.abs(expected).max(), 1))
+
+
+def pooled(rows: np.ndarray, probe: residuum.Probe) -> np.ndarray:
+    """Return the scores of an attention probe with two heads, without overflow for these rows."""
+    weights = np.exp(rows @ probe.weights[:2].T)
+    return (np.cumsum(weights * (rows @ probe.weights[2:].T), axis=0) / np.cumsum(weights, axis=0)).sum(axis=1)

@@ -168,6 +168,34 @@ def test_several_sequences_have_their_own_scores(engine: Engine, reference: Refe
         check_scores(scores_of(events, 0, sequence), rows[len(prompt) - 1 :] @ vector.values)
 
 
+def test_attention_probes_pool_all_positions(engine: Engine, reference: Reference) -> None:
+    """Prompts in one chunk and in several, in the cache or not, with several sequences, against torch's softmax."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(12)
+    query, value, other = (make_vector(engine, seed) for seed in (60, 61, 62))
+    engine.client.put_vectors([query, value, other])
+    outputs = [output(vector) for vector in (query, other)] + [output(value, 0.5), output(query)]
+    slopes = [0.0, 0.25]
+    probe = probe_pb2.Probe(name="p", layer=2, outputs=outputs)
+    probe.attention.heads = 2
+    probe.attention.position_weights.extend(slopes)
+    prompts = [make_prompt(rng, size) for size in (1, 40, 150)]
+    for _ in range(2):
+        answers = generate(engine, prompts, [probe], max_tokens=6, sequences=2, temperature=1.5, seed=3)
+        for prompt, events in zip(prompts, answers, strict=True):
+            for sequence in range(2):
+                rows = reference.rows([*prompt, *tokens_of(events, sequence)[:-1]])["resid_post"][2]
+                exact = torch.tensor(
+                    np.stack([rows @ item.values for item in (query, other, value, query)], -1)
+                ).double()
+                logits = exact[:, :2] + torch.arange(len(rows))[:, None] * torch.tensor(slopes)
+                values = exact[:, 2:] + torch.tensor([0.5, 0.0])
+                expected = [
+                    float((logits[:end].softmax(0) * values[:end]).sum()) for end in range(len(prompt), len(rows) + 1)
+                ]
+                check_scores(scores_of(events, 0, sequence), np.array(expected))
+
+
 def test_a_probe_goes_on_when_the_steering_changes(engine: Engine, reference: Reference) -> None:
     """A change of steering replaces the operations of a request, but not its probes."""
     prompt = make_prompt(np.random.default_rng(11), 20)

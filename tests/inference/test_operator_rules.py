@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import residuum
 from inference_svc.admission.operator_rules import OperatorRules, RulesFileError, load_rules
+from inference_svc.admission.steering import resolve_steering
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.resources.vector_cache import OPERATOR, vector_name
 from inference_svc.server import _operator_rules
@@ -35,6 +37,66 @@ def write(tmp_path):
 
 
 BASIC = 'name = "toxic"\nprobe = "one.safetensors"\nabove = 0.7\n'
+
+
+STEERING = BASIC + 'then = "steer"\n[[rule.steer]]\nadd = { vector = "joy.npy", scale = 2 }\nlayers = [1]\n'
+
+
+def test_a_rule_that_steers(write, tmp_path):
+    residuum.Probe(np.ones((1, HIDDEN)), layer=1).save(tmp_path / "one.safetensors")
+    np.save(tmp_path / "joy.npy", np.arange(1, HIDDEN + 1))
+    export = {"calm": np.ones(HIDDEN, np.float32)}
+    save_file(export, tmp_path / "v.safetensors")
+    more = '[[rule.steer]]\nablate = { vector = "v.safetensors:calm", scale = 1 }\nlayers = [0]\nsite = "resid_post"\n'
+    rules = load_rules(write(STEERING + more + 'gate = { vector = "joy.npy", threshold = 0.5 }'), PROBING)
+    (item,) = rules._rules
+    joy, calm = residuum.Vector(np.arange(1, HIDDEN + 1)), residuum.Vector(export["calm"])
+    own = [residuum.Add(joy, layer=1, scale=2), residuum.Ablate(calm, layer=0, gate=residuum.Gate(joy, threshold=0.5))]
+    asked = residuum.Rule("p", above=1, then=own).to_proto().steering
+    for expected in asked.operations:
+        expected.ClearField("site")
+    expected = resolve_steering(asked, PROBING)
+    assert item.rule.action == rule_pb2.RULE_ACTION_STEER
+    assert item.rule.steering == expected, "as if a request asked for the same"
+    assert {vector.digest for vector in item.vectors} == {joy.digest, calm.digest, *digests_of_probe(item)}
+
+
+def digests_of_probe(item):
+    return [output.digest for output in item.probe.outputs]
+
+
+async def test_a_rule_that_steers_changes_every_request(store, write, tmp_path):
+    np.save(tmp_path / "joy.npy", np.arange(1, HIDDEN + 1))
+    joy = residuum.Vector(np.arange(1, HIDDEN + 1)).digest
+    async with serving(store, [0.1], [0.9], [2.0], [0.1]) as service:
+        service.parts.admission.operator_rules = load_rules(write(STEERING), PROBING)
+        plain = service.parts.admission.resolve(inference_pb2.RequestSpec())
+        assert plain.may_change_steering
+        assert plain.cache_salt(3) != plain.cache_salt(3), "no KV is shared"
+        assert joy in plain.operator_digests
+        own = spec(request_id="r", capture=CAPTURE)
+        own.ClearField("probes")
+        events = await service.events(ask(own, max_tokens=9))
+        token_ids, _, seen = told(events)
+        assert ("operator:toxic", 1, rule_pb2.RULE_ACTION_STEER) in seen
+        assert len(token_ids) == 4
+        await store.until(lambda: store.seals)
+    (change,) = store.seals[0].steering_changes
+    assert change.rule == "operator:toxic"
+    assert change.steering.operations[0].add.digest == joy
+
+
+async def test_callers_cannot_undo_the_steering_of_a_rule(write, tmp_path):
+    np.save(tmp_path / "joy.npy", np.ones(HIDDEN))
+    async with serving() as service:
+        admission = service.parts.admission
+        admission.operator_rules = load_rules(write(STEERING + "[[rule]]\n" + BASIC.replace("toxic", "flag")), PROBING)
+        asked = inference_pb2.RequestSpec(steering=steering_pb2.SteeringSpec(updatable=True))
+        with pytest.raises(Failure, match="operator:toxic may steer this request") as caught:
+            admission.resolve(asked)
+        assert caught.value.metadata["field"] == "steering.updatable"
+        admission.operator_rules = load_rules(write(BASIC), PROBING)
+        assert admission.resolve(asked).steering.updatable
 
 
 def test_a_file_of_rules(write, tmp_path):
@@ -86,7 +148,14 @@ def test_a_rule_may_watch_an_mlp(write, tmp_path):
         ([BASIC + "output = 1"], "output 1 does not exist"),
         ([BASIC + 'output = "x"'], "the probe has no output 'x'"),
         ([BASIC + "for_tokens = 0"], "rule.0.for_tokens"),
-        ([BASIC + 'then = "steer"'], "rule.0.then"),
+        ([BASIC + 'then = "steer"'], "toxic needs .*rule.steer"),
+        ([STEERING.replace('"steer"', '"flag"')], "must have none otherwise"),
+        ([STEERING.replace("add", "push")], "no SteeringOperation.*push"),
+        ([STEERING.replace("add", "ablate").replace("joy", "zero").replace(", scale = 2", "")], "has the norm 0"),
+        ([STEERING.replace("joy", "wide")], "has 9 elements, but the rows that it steers have 4"),
+        ([STEERING.replace("joy", "none")], "none.npy holds no vector"),
+        ([STEERING.replace("vector", "digest")], "name the file"),
+        ([STEERING.replace("[1]", "[9]")], "There is no layer 9"),
         (["name = "], "is not TOML"),
         ([BASIC.replace("one", "deep")], "There is no layer 7"),
         ([BASIC.replace("one", "wide")], "reads rows of 9 elements, not 4"),
@@ -95,6 +164,8 @@ def test_a_rule_may_watch_an_mlp(write, tmp_path):
 def test_a_file_that_cannot_be_used_is_refused(write, tmp_path, rules, told):
     residuum.Probe(np.ones(HIDDEN), layer=7).save(tmp_path / "deep.safetensors")
     residuum.Probe(np.ones(9), layer=1).save(tmp_path / "wide.safetensors")
+    for name, values in (("joy", np.ones(HIDDEN)), ("zero", np.zeros(HIDDEN)), ("wide", np.ones(9))):
+        np.save(tmp_path / f"{name}.npy", values)
     with pytest.raises(RulesFileError, match=told):
         load_rules(write(*rules), PROBING)
 

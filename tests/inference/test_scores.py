@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from dataclasses import replace
 
@@ -251,6 +252,61 @@ def test_deltas_that_are_merged_keep_their_scores():
     assert [part.tolist() for part in both.scores] == [[[1.0], [4.0]], [[2.0, 3.0], [5.0, 6.0]]]
     assert one.followed_by(Delta("", [], "stop")).scores == one.scores
     assert Delta("", [1]).followed_by(Delta("", [2])).scores == ()
+
+
+def attending(**fields):
+    """A probe with one head: the products of A are its logits, and those of B its values."""
+    attention = probe_pb2.AttentionPooling(heads=1)
+    return probe("t", outputs=((A, 0.0), (B, 0.5)), attention=attention, **fields)
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("steps", [[5], [1, 1, 1, 1, 1], [2, 3]])
+async def test_an_attention_probe_reads_the_whole_sequence(monkeypatch, prompt, quick, steps):
+    """In whatever parts the tokens come, and whether or not the prompt's scores are asked for."""
+    if not quick:
+        monkeypatch.setattr(scoring, "_QUICK_SCORES", 0)
+        monkeypatch.setattr(scoring, "_PIECE_SCORES", 2 * 3)
+    prompt_tokens, products = 20, np.random.default_rng(0).normal(size=(24, 2)).astype(np.float32) * 3
+    weights = np.exp(products[:, 0].astype(np.float64))
+    expected = np.cumsum(weights * (products[:, 1] + 0.5)) / np.cumsum(weights)
+
+    class Board:
+        async def read(self, region, first, count):
+            return products[first : first + count]
+
+    sequence = SequenceScores(Board(), None, spec(attending()), prompt_tokens, prompt=prompt)
+    deltas = [await sequence.add_to(Delta("", [0] * count)) for count in steps]
+    found = np.concatenate([delta.scores[0][:, 0] for delta in deltas])
+    np.testing.assert_allclose(found, expected[prompt_tokens - 1 :], rtol=1e-5)
+    if prompt:
+        np.testing.assert_allclose(deltas[0].prompt_scores[0][:, 0], expected[:prompt_tokens], rtol=1e-5)
+
+
+async def test_every_sequence_of_an_attention_probe_has_its_prompts_rows():
+    board = ScoreBoard(ScoreMemory(1 << 14))
+    sampling = inference_pb2.SamplingParameters(max_tokens=4, num_sequences=2)
+    for item, first in ((attending(), 0), (probe(outputs=((A, 0.0), (B, 0.0))), 9)):
+        async with scoring.scoring(board, spec(item), 10, sampling) as held:
+            assert [(one.region.first_position, one.region.positions) for one in held] == [(first, 13 - first)] * 2
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        ({"heads": 0}, "0 heads; from 1 to 16"),
+        ({"heads": 17}, "17 heads"),
+        ({"heads": 2}, "2 outputs; 2 heads need"),
+        ({"heads": 1, "position_weights": [math.nan]}, "not all finite"),
+        ({"heads": 1, "position_weights": [1, 2]}, "2 position weights for 1 heads"),
+    ],
+)
+def test_invalid_attention_is_refused(attention, words):
+    bad = probe(outputs=((A, 0.0), (B, 0.0)), attention=probe_pb2.AttentionPooling(**attention))
+    with pytest.raises(Failure, match=words) as caught:
+        resolve_spec(inference_pb2.RequestSpec(probes=spec(bad)), FACTS)
+    assert caught.value.metadata["field"] == "probes.probes[0].attention"
 
 
 async def test_the_scores_of_a_long_prompt_do_not_hold_up_other_requests(monkeypatch):

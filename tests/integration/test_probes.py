@@ -108,6 +108,45 @@ def test_each_token_comes_with_its_scores(client: residuum.Client) -> None:
     np.testing.assert_array_equal(joined, stream.reply.scores["classes"])
 
 
+@pytest.mark.parametrize("score_prompt", [False, True])
+def test_an_attention_probe_reads_all_positions(client: residuum.Client, score_prompt: bool) -> None:
+    """The prompt is in the prefix cache after the first request, and its rows are read all the same."""
+    queries, values = RNG.normal(size=(4, WIDTH)) / 50, RNG.normal(size=(4, 2, WIDTH)) / 50
+    slopes = [0.0, 0.1, -0.1, 0.5]
+    probe = residuum.Probe.from_attention(
+        queries, values, [1, -1], layer=12, position_weights=slopes, activation="sigmoid", name="pooled"
+    )
+    prompt = "The capital of France is Paris, and the capital of Italy is Rome. The capital of Spain is"
+    for _ in range(2):
+        reply = client.generate(prompt, max_tokens=8, n=2, probes=[probe], score_prompt=score_prompt, capture=CAPTURE)
+        acts, start = client.activations(reply), len(reply.prompt_token_ids) - 1
+        for index, sequence in enumerate(reply.sequences):
+            rows = acts.select(sequence=index)[12].astype(np.float64)
+            logits = rows @ queries.T + np.arange(len(rows))[:, None] * slopes
+            weights = np.exp(logits - logits.max(axis=0))
+            tops = np.cumsum(weights[..., None] * np.einsum("tw,how->tho", rows, values), axis=0)
+            outputs = (tops / np.cumsum(weights, axis=0)[..., None]).sum(axis=1) + np.array([1, -1])
+            expected = 0.5 * (1 + np.tanh(outputs / 2))
+            assert sequence.scores is not None
+            # Captured rows are rounded to bfloat16, each element by up to 2**-9 of it.
+            np.testing.assert_allclose(sequence.scores["pooled"], expected[start:], rtol=0, atol=0.02)
+            assert np.ptp(expected) > 0.1, "the bound above would notice"
+            if score_prompt and index == 0:
+                assert reply.prompt_scores is not None
+                np.testing.assert_allclose(reply.prompt_scores["pooled"], expected[: start + 1], rtol=0, atol=0.02)
+        client.delete(reply)
+    plain = client.generate(prompt, max_tokens=8, probes=[probe])  # without a capture, only the probe needs the prompt
+    assert plain.scores is not None
+    np.testing.assert_allclose(plain.scores["pooled"], reply.scores["pooled"], rtol=0, atol=0.02)
+
+
+def test_a_rule_acts_on_an_attention_probe(client: residuum.Client) -> None:
+    probe = residuum.Probe.from_attention(np.zeros(WIDTH), np.zeros(WIDTH), 0.5, layer=12, name="half")
+    rule = residuum.Rule(probe, above=0.4, for_tokens=3, then="abort", name="stop")
+    reply = client.generate(PROMPT, max_tokens=8, rules=[rule])
+    assert (reply.finish_reason, reply.stop_reason, len(reply.token_ids)) == ("rule", "stop", 3)
+
+
 def test_probes_do_not_change_the_reply(client: residuum.Client) -> None:
     plain = client.generate(PROMPT, max_tokens=12)
     assert client.generate(PROMPT, max_tokens=12, probes=PROBES).token_ids == plain.token_ids

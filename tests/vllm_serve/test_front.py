@@ -153,6 +153,17 @@ async def test_requests_without_residuum_arguments_are_served(control):
     assert outputs[0].outputs[0].text == "a"
 
 
+async def test_rules_that_cannot_be_used_stop_all_requests(control, tmp_path):
+    """Also those without residuum's arguments, which the rules were to watch."""
+    llm = Silent(LAYERS, control)
+    settings = TapSettings(rules_file=tmp_path / "none.toml")
+    front = FrontEnd(settings, llm, llm.generate, index=0, count=1)
+    await asyncio.wait({front._startup._task})
+    with pytest.raises(GracefulHTTPError, match="RESIDUUM_RULES_FILE") as refused:
+        front.generate(PROMPT, SamplingParams(), "r", {})
+    assert refused.value.http_status == HTTPStatus.INTERNAL_SERVER_ERROR
+
+
 @pytest.mark.parametrize(
     ("vllm_id", "name"),
     [

@@ -872,11 +872,18 @@ class AsyncClient(AsyncSearchClient):
         """
         has_site = any(operation.site for operation in steering.operations)
         has_gate = any(operation.HasField("gate") for operation in steering.operations)
-        needed = {name for name, is_used in (("sites", has_site), ("gates", has_gate), ("probes", probes)) if is_used}
+        pools = any(probe.attention for probe in probes)
+        uses = {"sites": has_site, "gates": has_gate, "probes": probes, "attention": pools}
+        needed = {name for name, is_used in uses.items() if is_used}
         if needed <= self._server_reads:
             return
         info = await self.info()
-        lists = {"sites": info.steering_sites, "gates": info.gate_measures, "probes": info.probe_sites}
+        lists: dict[str, object] = {
+            "sites": info.steering_sites,
+            "gates": info.gate_measures,
+            "probes": info.probe_sites,
+            "attention": info.limits["max_probe_heads"],
+        }
         self._server_reads = frozenset(name for name, known in lists.items() if known)
         if has_site and "sites" not in self._server_reads:
             raise exc.UnknownSite(
@@ -891,6 +898,13 @@ class AsyncClient(AsyncSearchClient):
         if probes and "probes" not in self._server_reads:
             raise exc.InvalidRequest(
                 "This server is older than the client, and would ignore the probes. Update it, or leave out probes=.",
+                reason="INVALID_FIELD",
+                metadata={"field": "probes"},
+            )
+        if pools and "attention" not in self._server_reads:
+            raise exc.InvalidRequest(
+                "This server is older than the client, and would ignore the attention of a probe. Update it, or leave "
+                "out the attention probes.",
                 reason="INVALID_FIELD",
                 metadata={"field": "probes"},
             )

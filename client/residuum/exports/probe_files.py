@@ -6,7 +6,7 @@ import os
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
-from residuum.values.probe_layers import ProbeLayer
+from residuum.values.probe_layers import ProbeAttention, ProbeLayer
 from residuum.values.probes import Probe
 from residuum.values.smoothing import parse_smoothing
 from residuum.wire.probe_files import FORMAT, NO_ACTIVATION, parse
@@ -29,6 +29,10 @@ def save(probe: Probe, path: str | os.PathLike[str]) -> None:
     for number, layer in enumerate(probe.mlp, 2):
         tensors |= {f"weight_{number}": layer.weights, f"bias_{number}": layer.bias}
         metadata[f"activation_{number}"] = layer.activation or NO_ACTIVATION
+    if probe.attention is not None:
+        metadata["heads"] = str(probe.attention.heads)
+        if probe.attention.position_weights is not None:
+            tensors["position_weight"] = probe.attention.position_weights
     write_safetensors(path, tensors, metadata)
 
 
@@ -50,6 +54,7 @@ def load(path: str | os.PathLike[str]) -> Probe:
             smooth=parse_smoothing(file.smooth) if file.smooth else None,
             mlp=[ProbeLayer(*layer) for layer in file.mlp],
             output_names=file.output_names,
+            attention=ProbeAttention(file.heads, file.position_weights) if file.heads else None,
         )
     except InvalidRequest as error:
         raise type(error)(f"{os.fspath(path)}: {error}", reason=error.reason) from None

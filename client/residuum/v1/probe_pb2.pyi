@@ -125,7 +125,8 @@ class Probe(_message.Message):
     computed in float32, where v_i is the output's vector. Steering comes first: a probe reads the steered row, in float32,
     before it is rounded to the model's dtype.
 
-    With `mlp`, these outputs are those of the MLP's first layer, and the probe's outputs are those of its last layer.
+    With `mlp`, these outputs are those of the MLP's first layer, and the probe's outputs are those of its last layer. With
+    `attention`, these outputs are pooled over positions before anything else reads them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -138,6 +139,7 @@ class Probe(_message.Message):
     SMOOTHING_FIELD_NUMBER: _builtins.int
     MLP_FIELD_NUMBER: _builtins.int
     OUTPUT_NAMES_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name, 1 to 64 of the characters a-z A-Z 0-9 . _ -."""
     layer: _builtins.int
@@ -162,6 +164,12 @@ class Probe(_message.Message):
     def output_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names of the outputs, each different and named as a probe is. They are only recorded. Empty: they have none."""
 
+    @_builtins.property
+    def attention(self) -> Global___AttentionPooling:
+        """Pool over the positions of the sequence, from its first to the row's. Unset: a score depends on one row only. Such a
+        request computes its whole prompt. A server that is older than this field ignores it; its Limits.max_probe_heads is 0.
+        """
+
     def __init__(
         self,
         *,
@@ -173,14 +181,51 @@ class Probe(_message.Message):
         smoothing: Global___Smoothing | None = ...,
         mlp: _abc.Iterable[Global___ProbeLayer] | None = ...,
         output_names: _abc.Iterable[_builtins.str] | None = ...,
+        attention: Global___AttentionPooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["smoothing", b"smoothing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "smoothing", b"smoothing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "layer", b"layer", "mlp", b"mlp", "name", b"name", "output_names", b"output_names", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "attention", b"attention", "layer", b"layer", "mlp", b"mlp", "name", b"name", "output_names", b"output_names", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class AttentionPooling(_message.Message):
+    """Makes an attention probe. Of the probe's `outputs`, the first `heads` are the logits a_h of a row, and the others its
+    values b_h,k: those of the first head, k = 0, 1, ..., then those of the next. At position t, pooled output k is
+
+      the sum over heads h of (the sum over i <= t of w_h,i b_h,k,i) / (the sum over i <= t of w_h,i),
+
+    where w_h,i = exp(a_h,i + position_weights_h * i), and positions i count from 0 at the prompt's first token. `mlp`,
+    `activation` and `smoothing` read the pooled outputs. A position with an output that is not finite has scores that are
+    NaN, and later positions leave it out. The arithmetic is float64.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADS_FIELD_NUMBER: _builtins.int
+    POSITION_WEIGHTS_FIELD_NUMBER: _builtins.int
+    heads: _builtins.int
+    """The number of heads, 1 to Limits.max_probe_heads. `outputs` has heads * (1 + k) items for k pooled outputs."""
+    @_builtins.property
+    def position_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What is added to each head's logit per position. Must be finite. Empty: nothing."""
+
+    def __init__(
+        self,
+        *,
+        heads: _builtins.int = ...,
+        position_weights: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "position_weights", b"position_weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttentionPooling: _TypeAlias = AttentionPooling  # noqa: Y015
 
 @_typing.final
 class ProbeLayer(_message.Message):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
+from residuum.values.vector import as_float32
 from residuum.wire.probes import is_valid_probe_name
 
 _OF_PROBABILITIES = {"LogisticRegression", "LinearDiscriminantAnalysis"}
@@ -126,6 +128,68 @@ def of_torch(module: Any) -> list[tuple[str | None, Any, Any]]:
     if not layers or hidden is not None:
         raise TypeError("Probe.from_torch: the last module must be a Linear. Give what follows it as activation=.")
     return layers
+
+
+_OF_ATTENTION = {"q.weight", "v.weight"}
+"""Parameters of an attention probe. Others may have `q.bias`, `v.bias`, `position_weight`, `o.weight` and `o.bias`."""
+
+
+class AttentionModel(NamedTuple):
+    """What EleutherAI's `AttentionProbe` computes."""
+
+    weights: npt.NDArray[np.float32]
+    """The rows of the logits, and then those of the values: [heads * (1 + outputs), width]."""
+    bias: npt.NDArray[np.float32]
+    heads: int
+    position_weights: npt.NDArray[np.float32] | None
+    last: tuple[Any, Any] | None
+    """Weight and bias of the layer after the attention, which a ReLU comes before; None: there is none."""
+
+
+def is_attention_of_torch(module: Any) -> bool:
+    """Tell whether an object is an attention probe of torch, or the state dict of one."""
+    return isinstance(module, Mapping) or all(hasattr(getattr(module, name, None), "weight") for name in ("q", "v"))
+
+
+def attention_of_torch(module: Any) -> AttentionModel:
+    """Return the weights of an `AttentionProbe`, or of its state dict.
+
+    Raises:
+        TypeError: The state dict is that of something else.
+        InvalidRequest: The probe has another function than softmax, or its shapes do not fit together.
+    """
+    problem = "Probe.from_torch: the attention probe "
+    if getattr(module, "use_tanh", False):
+        raise InvalidRequest(problem + "has use_tanh=True. Only softmax can be computed.", reason="INVALID_FIELD")
+    state = module if isinstance(module, Mapping) else module.state_dict()
+    allowed = {*_OF_ATTENTION, "q.bias", "v.bias", "position_weight", "o.weight", "o.bias"}
+    wrong = [str(name)[:64] for name in state if name not in allowed] or sorted(_OF_ATTENTION - {*state})
+    if wrong:
+        raise TypeError(
+            f"Probe.from_torch: a state dict must be that of an attention probe, with {', '.join(sorted(allowed))}; of "
+            f"these only q.weight and v.weight are required. {wrong[0]!r} is "
+            f"{'not one' if wrong[0] in state else 'missing'}."
+        )
+    queries, values = as_float32(state["q.weight"]), as_float32(state["v.weight"])
+    if queries.ndim != 2 or values.ndim != 2 or queries.shape[1:] != values.shape[1:]:  # noqa: PLR2004
+        raise InvalidRequest(
+            f"{problem}has a q.weight and a v.weight of the shapes {list(queries.shape)} and {list(values.shape)}; "
+            "they must be [heads, width] and [heads * outputs, width].",
+            reason="INVALID_FIELD",
+        )
+    biases = [
+        as_float32(state[name]) if name in state else np.zeros(len(rows), np.float32)
+        for name, rows in (("q.bias", queries), ("v.bias", values))
+    ]
+    position = state.get("position_weight")
+    last = (state["o.weight"], state.get("o.bias", 0.0)) if "o.weight" in state else None
+    return AttentionModel(
+        np.concatenate([queries, values]),
+        np.concatenate(biases),
+        len(queries),
+        None if position is None else as_float32(position),
+        last,
+    )
 
 
 def _refused(problem: str) -> InvalidRequest:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import probe_pb2
 from residuum.values.vector import as_float32
+from residuum.wire.limits import MAX_PROBE_HEADS
 
 HIDDEN: dict[str | None, probe_pb2.HiddenActivation.ValueType] = {
     None: probe_pb2.HIDDEN_ACTIVATION_UNSPECIFIED,
@@ -79,6 +80,81 @@ class ProbeLayer:
 
     def __hash__(self) -> int:
         return hash(self.to_proto().SerializeToString(deterministic=True))
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeAttention:
+    """Makes a probe pool its outputs over the positions of the sequence, up to each token's.
+
+    The weights of such a probe are those of the heads' logits, [heads, width], and then those of the heads' values,
+    [heads · outputs, width], one head after the other. `Probe.from_attention` puts them together. For each head, the
+    values of all positions are averaged with the softmax of the logits as weights; the averages of the heads are added.
+
+    Attributes:
+        heads: How many heads there are, 1 to 16.
+        position_weights: [heads]: added to the logits, times the position, which counts from 0 at the prompt's first
+            token; None: nothing is added. The attribute is float32 [heads], read-only, or None.
+
+    Raises:
+        InvalidRequest: The heads or the position weights are invalid.
+        BadVector: The position weights are no array of numbers.
+        TypeError: `heads` is not an integer.
+    """
+
+    heads: int
+    position_weights: npt.NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.heads, bool) or not hasattr(self.heads, "__index__"):
+            raise TypeError(f"ProbeAttention: heads must be a whole number, not {self.heads!r}.")
+        heads = self.heads.__index__()
+        if not 1 <= heads <= MAX_PROBE_HEADS:
+            raise InvalidRequest(
+                f"ProbeAttention: heads must be from 1 to {MAX_PROBE_HEADS}, not {heads}.", reason="INVALID_FIELD"
+            )
+        object.__setattr__(self, "heads", heads)
+        if self.position_weights is None:
+            return
+        weights = as_float32(self.position_weights).copy()
+        if weights.shape != (heads,) or not np.isfinite(weights).all():
+            raise InvalidRequest(
+                f"ProbeAttention: position_weights must be {heads} finite numbers, one for each head, and this array "
+                f"has the shape {list(weights.shape)}.",
+                reason="INVALID_FIELD",
+            )
+        weights.setflags(write=False)
+        object.__setattr__(self, "position_weights", weights)
+
+    def to_proto(self) -> probe_pb2.AttentionPooling:
+        """Return the message."""
+        weights = () if self.position_weights is None else self.position_weights.tolist()
+        return probe_pb2.AttentionPooling(heads=self.heads, position_weights=weights)
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_proto() == other.to_proto() if isinstance(other, ProbeAttention) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.to_proto().SerializeToString(deterministic=True))
+
+
+def attention_of(given: Any, outputs: int) -> ProbeAttention | None:
+    """Return the value of `attention=` of a probe whose first layer has this many outputs.
+
+    Raises:
+        TypeError: It is no ProbeAttention.
+        InvalidRequest: The outputs are not those of its heads.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, ProbeAttention):
+        raise TypeError(f"Probe: attention must be a residuum.ProbeAttention, not {given!r}.")
+    if outputs % given.heads or outputs == given.heads:
+        raise InvalidRequest(
+            f"Probe: with {given.heads} heads, weights must have {given.heads} rows for the logits and as many again "
+            f"for each output, not {outputs} rows. Probe.from_attention puts them together.",
+            reason="INVALID_FIELD",
+        )
+    return given
 
 
 def layer_tuple(given: Any) -> tuple[ProbeLayer, ...]:

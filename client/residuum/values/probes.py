@@ -1,4 +1,4 @@
-"""Probes: linear classifiers whose scores the server sends with each token."""
+"""Probes: classifiers whose scores the server sends with each token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import probe_pb2
-from residuum.values.linear_models import of_sklearn, of_torch
+from residuum.values.linear_models import attention_of_torch, is_attention_of_torch, of_sklearn, of_torch
 from residuum.values.points import site_numbers
-from residuum.values.probe_layers import ProbeLayer, layer_tuple
+from residuum.values.probe_layers import ProbeAttention, ProbeLayer, attention_of, layer_tuple
 from residuum.values.selections import layer_list
 from residuum.values.smoothing import Smoothing, smoothing_of
 from residuum.values.vector import Vector, as_float32
+from residuum.wire.pooling import AttentionPool
 from residuum.wire.probes import evaluate, is_valid_probe_name, problem_of_mlp, problem_of_names
 
 FloatArray = npt.NDArray[np.float32]
@@ -34,11 +35,14 @@ ACTIVATIONS: dict[str | None, probe_pb2.ProbeActivation.ValueType] = {
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Probe:
-    """A linear probe, or a small MLP: it gives scores to the rows at a site of a layer.
+    """A linear probe, a small MLP, or an attention probe: it gives scores to the rows at a site of a layer.
 
     A row's outputs are its inner products with the weights, plus the bias; with `mlp`, these are the outputs of the
     first layer, and further layers follow. Its scores are the outputs after the activation. With `smooth`, the server
     then smooths the scores of consecutive tokens.
+
+    With `attention`, the outputs are pooled over all positions up to the token's, from the prompt's first one, before
+    `mlp`, the activation and `smooth` read them. Such a request computes its whole prompt.
 
     With `probes=[...]`, the server computes the scores on the device while the model generates, and sends them with the
     tokens: see `TokenDelta.scores` and `Reply.scores`. If the request is steered, the probe reads the steered row.
@@ -57,6 +61,8 @@ class Probe:
         mlp: The further layers of an MLP, at most 2. Then `weights` and `bias` are those of its first layer, whose
             width counts among the outputs of a request's probes.
         output_names: The names of the outputs, so that rules can use them; empty: they have none.
+        attention: How the outputs are pooled over positions; None: not. `from_attention` is the simple way to make such
+            a probe. All its logits and values count among the outputs of a request's probes.
 
     Raises:
         BadVector: The weights are not of this shape, or not finite.
@@ -79,6 +85,7 @@ class Probe:
     smooth: Smoothing | None
     mlp: tuple[ProbeLayer, ...]
     output_names: tuple[str, ...]
+    attention: ProbeAttention | None
 
     def __init__(
         self,
@@ -92,15 +99,18 @@ class Probe:
         smooth: Smoothing | None = None,
         mlp: Iterable[ProbeLayer] = (),
         output_names: Iterable[str] = (),
+        attention: ProbeAttention | None = None,
     ) -> None:
         checked, layers = _weights(weights), layer_tuple(mlp)
+        pooling = attention_of(attention, len(checked))
         fields = {
             "weights": checked,
             "bias": _bias(bias, len(checked)),
             "layer": _layer(layer),
             "site": _site(site),
             "mlp": layers,
-            "activation": _activation(activation, len(layers[-1].bias) if layers else len(checked)),
+            "attention": pooling,
+            "activation": _activation(activation, _num_outputs(checked, pooling, layers)),
             "name": _name(name),
             "smooth": smoothing_of(smooth),
             "output_names": _output_names(output_names),
@@ -140,25 +150,84 @@ class Probe:
         return cls(weights, bias, layer=layer, site=site, activation=activation, name=name, output_names=classes)
 
     @classmethod
+    def from_attention(
+        cls,
+        queries: npt.ArrayLike,
+        values: npt.ArrayLike,
+        bias: npt.ArrayLike = 0.0,
+        *,
+        layer: int,
+        position_weights: npt.ArrayLike | None = None,
+        **options: Any,
+    ) -> Probe:
+        """Return an attention probe.
+
+        Its output at position t is Σ_h Σ_{i≤t} softmax_i(q_h · x_i + p_h i) (v_h · x_i) + bias, over heads h and the
+        rows x_i of all positions i up to t.
+
+        Args:
+            queries: q, [heads, width], 1 to 16 heads; or [width] for one head.
+            values: v, [heads, outputs, width]; or in the shape of `queries` for one output.
+            bias: One number for all outputs, or [outputs].
+            layer: As for `Probe`; so are `options`: site, activation, name, smooth, mlp and output_names.
+            position_weights: p, [heads]; None: 0.
+            options: Further arguments of `Probe`.
+
+        Raises:
+            BadVector: The shapes do not fit together, or a number is not finite.
+            InvalidRequest: There are too many heads, or another argument is invalid.
+
+        Example:
+            >>> probe = residuum.Probe.from_attention(queries, values, layer=12, activation="sigmoid", name="lie")
+        """
+        keys = np.atleast_2d(_float32("queries", queries))
+        rows = _float32("values", values)
+        if rows.ndim <= 2:  # noqa: PLR2004 - one output
+            rows = np.atleast_2d(rows)[:, None]
+        if keys.ndim != 2 or rows.ndim != 3 or rows.shape[::2] != keys.shape or not rows.size:  # noqa: PLR2004
+            raise BadVector(
+                "Probe: queries must be [heads, width] and values [heads, outputs, width], not "
+                f"{list(np.shape(queries))} and {list(np.shape(values))}.",
+                reason="WRONG_LENGTH",
+            )
+        attention, outputs = ProbeAttention(len(keys), position_weights), rows.shape[1]  # type: ignore[arg-type]
+        biases = np.zeros((1 + outputs) * len(keys), np.float32)
+        biases[len(keys) :][:outputs] = _bias(bias, outputs)  # each head's weights add up to 1, so one head has it
+        weights = np.concatenate([keys, rows.reshape(-1, keys.shape[1])])
+        return cls(weights, biases, layer=layer, attention=attention, **options)
+
+    @classmethod
     def from_torch(
         cls, module: Any, *, layer: int, site: str = "resid_post", activation: str | None = None, name: str = "probe"
     ) -> Probe:
-        """Return the probe of a `torch.nn.Linear`, or of an MLP.
+        """Return the probe of a `torch.nn.Linear`, of an MLP, or of an attention probe.
 
         Args:
             module: The module, of any dtype and on any device: a Linear, or a Sequential of up to three Linear with
-                ReLU, Tanh, Sigmoid, GELU or nothing between them. Dropout and Identity are left out.
+                ReLU, Tanh, Sigmoid, GELU or nothing between them. Dropout and Identity are left out. Or an
+                `AttentionProbe` of EleutherAI's attention-probes, or its state dict: `q.weight`, `v.weight`, and where
+                it has them `q.bias`, `v.bias`, `position_weight`, `o.weight` and `o.bias`. Its position 0 must be the
+                prompt's first token.
             layer: As for `Probe`; so are the others.
             site: The site.
             activation: The activation. The module itself has none.
             name: The name.
 
         Raises:
-            TypeError: The module is none.
+            TypeError: The module is none of these.
+            InvalidRequest: The attention probe cannot be computed: it has `use_tanh`, or shapes that do not fit.
 
         Example:
             >>> probe = residuum.Probe.from_torch(linear, layer=12, activation="softmax")
         """
+        if is_attention_of_torch(module):
+            found = attention_of_torch(module)
+            mlp = [ProbeLayer(*found.last, "relu")] if found.last else []
+            attention = ProbeAttention(found.heads, found.position_weights)
+            return cls(
+                found.weights, found.bias, layer=layer, site=site, activation=activation, name=name, mlp=mlp,
+                attention=attention,
+            )  # fmt: skip
         (_, weights, bias), *further = of_torch(module)
         mlp = [ProbeLayer(weight, offset, hidden) for hidden, weight, offset in further]
         return cls(weights, bias, layer=layer, site=site, activation=activation, name=name, mlp=mlp)
@@ -182,7 +251,9 @@ class Probe:
         `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax"), `name`; and
         where the probe has them `smooth` (such as "ema:0.9", "max:8" or "mean") and `output_names`, joined by commas.
         An MLP also has the tensors `weight_2` and `bias_2` of its second layer, with `activation_2` in the metadata
-        ("none", "relu", "tanh", "sigmoid" or "gelu"), and so on.
+        ("none", "relu", "tanh", "sigmoid" or "gelu"), and so on. An attention probe also has `heads` in the metadata,
+        and may have the tensor `position_weight`, float32 [heads]. `weight` then has the rows of all logits, and after
+        them the rows of all values, one head after the other.
 
         Raises:
             OSError: The file cannot be written.
@@ -195,13 +266,14 @@ class Probe:
         """Return the scores of rows, computed here: float32 [rows] of a probe with one output, else [rows, outputs].
 
         These are the shapes of a reply's scores. The rows need not be consecutive, so their scores are not smoothed:
-        `probe.smooth.apply(scores)` does that.
+        `probe.smooth.apply(scores)` does that. With `attention`, they must be consecutive from the sequence's first
+        position on, as in a capture of all positions.
 
         Args:
             rows: [rows, width], such as `acts[12]`; or one row, [width], which gives one number, or [outputs].
 
         Raises:
-            BadVector: The rows are not of the probe's width.
+            BadVector: The rows are not of the probe's width, or those of an attention probe are no sequence.
 
         Example:
             >>> probe.score(client.activations(reply)[12])
@@ -214,8 +286,16 @@ class Probe:
                 f"{list(values.shape)}.",
                 reason="WRONG_LENGTH",
             )
+        if self.attention is not None and values.ndim > 2:  # noqa: PLR2004 - one sequence
+            raise BadVector(
+                f"The probe {self.name!r} pools the rows of one sequence, [rows, {self.width}], but this array has the "
+                f"shape {list(values.shape)}. Score each sequence by itself.",
+                reason="WRONG_LENGTH",
+            )
+        message = self.to_proto()
         with np.errstate(over="ignore", invalid="ignore"):  # huge rows give infinite outputs, as on a device
-            scores = evaluate(self.to_proto(), np.atleast_2d(values @ self.weights.T + self.bias))
+            outputs = np.atleast_2d(values @ self.weights.T + self.bias)
+            scores = evaluate(message, AttentionPool(message).add(outputs) if self.attention else outputs)
         scores = scores.reshape(*values.shape[:-1], self.num_outputs)
         return scores if self.num_outputs > 1 else scores[..., 0]
 
@@ -227,7 +307,7 @@ class Probe:
     @property
     def num_outputs(self) -> int:
         """Scores of each row."""
-        return len(self.mlp[-1].bias) if self.mlp else len(self.weights)
+        return _num_outputs(self.weights, self.attention, self.mlp)
 
     @functools.cached_property
     def vectors(self) -> tuple[Vector, ...]:
@@ -243,6 +323,8 @@ class Probe:
             message.outputs.add(digest=vector.digest, bias=float(bias))
         message.mlp.extend(layer.to_proto() for layer in self.mlp)
         message.output_names.extend(self.output_names)
+        if self.attention is not None:
+            message.attention.CopyFrom(self.attention.to_proto())
         if self.smooth is not None:
             message.smoothing.CopyFrom(self.smooth.to_proto())
         return message
@@ -262,6 +344,7 @@ class Probe:
         return (
             f"Probe({self.name!r}, {self.site}.{self.layer}, {outputs} of {self.width} elements, "
             f"{f'an MLP of {len(self.mlp) + 1} layers, ' if self.mlp else ''}"
+            f"{f'attention with {self.attention.heads} heads, ' if self.attention else ''}"
             f"activation {self.activation}{f', smooth {self.smooth}' if self.smooth else ''})"
         )
 
@@ -291,6 +374,12 @@ def probe_list(probes: Probe | Iterable[Probe] | None) -> tuple[Probe, ...]:
 
 def _kind(item: object) -> str:
     return f"a {type(item).__name__}" if isinstance(item, (Mapping, Iterable)) else repr(item)
+
+
+def _num_outputs(weights: FloatArray, attention: ProbeAttention | None, mlp: tuple[ProbeLayer, ...]) -> int:
+    if mlp:
+        return len(mlp[-1].bias)
+    return len(weights) // attention.heads - 1 if attention else len(weights)
 
 
 def _weights(given: npt.ArrayLike) -> FloatArray:

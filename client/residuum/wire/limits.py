@@ -38,6 +38,9 @@ MAX_PROBE_OUTPUTS = 64
 MAX_PROBE_LAYERS = 2
 """Layers of a probe that is an MLP, after its first one. Each has at most MAX_PROBE_OUTPUTS outputs."""
 
+MAX_PROBE_HEADS = 16
+"""Heads of an attention probe."""
+
 MAX_PROBES_BYTES = 256 << 10
 """Bytes of all probes and rules of one request, as a serialised message, which is part of its capture's description."""
 

@@ -41,6 +41,9 @@ class ProbeFile(NamedTuple):
     """Empty: the scores are not smoothed."""
     mlp: tuple[FileLayer, ...]
     output_names: tuple[str, ...]
+    heads: int = 0
+    """The heads of an attention probe; 0: it is none."""
+    position_weights: FloatArray | None = None
 
 
 def parse(arrays: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, str]) -> ProbeFile:
@@ -56,6 +59,8 @@ def parse(arrays: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, 
         raise ValueError(f"it has no {min(missing)}")
     if not re.fullmatch(r"\d{1,9}", metadata["layer"], re.ASCII):
         raise ValueError(f"its layer is {metadata['layer']!r}")
+    if not re.fullmatch(r"\d{1,4}", metadata.get("heads", "1"), re.ASCII) or metadata.get("heads") == "0":
+        raise ValueError(f"its heads are {metadata['heads']!r}")
     wrong = {name for name in arrays if arrays[name].dtype != np.float32}
     if wrong:
         raise ValueError(f"its {min(wrong)} is not float32")
@@ -70,6 +75,8 @@ def parse(arrays: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, 
         smooth=metadata.get("smooth", ""),
         mlp=tuple(_further_layers(numbers, metadata)),
         output_names=tuple(metadata["output_names"].split(",")) if "output_names" in metadata else (),
+        heads=int(metadata.get("heads", "0")),
+        position_weights=numbers.get("position_weight"),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from residuum.v1 import probe_pb2
-from residuum.wire.limits import MAX_PROBE_LAYERS, MAX_PROBE_OUTPUTS
+from residuum.wire.limits import MAX_PROBE_HEADS, MAX_PROBE_LAYERS, MAX_PROBE_OUTPUTS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,7 +28,30 @@ def is_valid_probe_name(name: str) -> bool:
 
 def num_outputs(probe: probe_pb2.Probe) -> int:
     """Return how many scores a probe gives to each row."""
-    return len(probe.mlp[-1].biases) if probe.mlp else len(probe.outputs)
+    return len(probe.mlp[-1].biases) if probe.mlp else _num_pooled(probe)
+
+
+def _num_pooled(probe: probe_pb2.Probe) -> int:
+    """Return the outputs of a probe before its further layers: those of its rows, or pooled over positions."""
+    heads = probe.attention.heads
+    return len(probe.outputs) // heads - 1 if heads else len(probe.outputs)
+
+
+def problem_of_attention(probe: probe_pb2.Probe) -> str:
+    """Return what is wrong with the attention of a probe, in words; empty if nothing is."""
+    if not probe.HasField("attention"):
+        return ""
+    heads, weights = probe.attention.heads, probe.attention.position_weights
+    if not 1 <= heads <= MAX_PROBE_HEADS:
+        return f"it has {heads} heads; from 1 to {MAX_PROBE_HEADS}"
+    if len(probe.outputs) % heads or len(probe.outputs) == heads:
+        return (
+            f"the first layer has {len(probe.outputs)} outputs; {heads} heads need {heads} for their logits, and as "
+            "many again for each pooled output"
+        )
+    if weights and len(weights) != heads:
+        return f"there are {len(weights)} position weights for {heads} heads"
+    return "" if np.isfinite(weights).all() else "its position weights are not all finite"
 
 
 def problem_of_names(probe: probe_pb2.Probe) -> str:
@@ -48,7 +71,7 @@ def problem_of_mlp(probe: probe_pb2.Probe) -> str:
     """Return what is wrong with the further layers of a probe, in words; empty if nothing is."""
     if len(probe.mlp) > MAX_PROBE_LAYERS:
         return f"it has {len(probe.mlp)} layers after the first; at most {MAX_PROBE_LAYERS}"
-    inputs = len(probe.outputs)
+    inputs = _num_pooled(probe)
     for number, layer in enumerate(probe.mlp, 2):
         outputs = len(layer.biases)
         if not 1 <= outputs <= MAX_PROBE_OUTPUTS:
@@ -71,7 +94,8 @@ def evaluate(probe: probe_pb2.Probe, outputs: FloatArray) -> FloatArray:
 
     Args:
         probe: A valid probe; see `problem_of_mlp`. The values of its vectors are not needed.
-        outputs: float32 [rows, outputs of its first layer]: the inner products with the vectors, plus the biases.
+        outputs: float32 [rows, outputs of its first layer]: the inner products with the vectors, plus the biases. Of a
+            probe with attention, the pooled outputs; see `residuum.wire.pooling`.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         for layer in probe.mlp:
