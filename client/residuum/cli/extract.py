@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import residuum
-from residuum.cli import sampling, steering
+from residuum.cli import extract_ray, sampling, steering
 from residuum.cli.connection import CALL_SECONDS, credentials_of, outages
 from residuum.cli.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, size
@@ -27,7 +27,8 @@ INPUT --output FOLDER
 residuum extract train.jsonl --output rows --capture 12 --positions last_prompt --keep label
 residuum extract docs.parquet --output rows --capture 8,16,24 --column content --limit 10000 --shuffle 0
 residuum extract chats.jsonl --output rows --capture all --column messages --max-tokens 64
-residuum extract train.jsonl --output rows --spec job.toml --endpoint a:50051 --endpoint b:50051"""
+residuum extract train.jsonl --output rows --spec job.toml --endpoint a:50051 --endpoint b:50051
+residuum extract train.parquet --output s3://bucket/rows --capture 12 --ray auto --endpoint a:50051"""
 
 _NOT_IN_A_SPEC = {"spec", "json", "help"}
 
@@ -147,6 +148,15 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help="write nothing: run a random sample of the prompts, and estimate the job's bytes and time (default: run)",
     )
     group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="send the prompts with Ray, and write Parquet files to the folder or URL --output: local for this "
+        "machine, or a cluster's address, or auto on one of its nodes; such a job does not continue (default: without Ray)",
+    )
+    group.add_argument(
+        "--actors", type=positive_count, default=1, metavar="N", help="with --ray: how many send prompts (default: 1)"
+    )
+    group.add_argument(
         "--keep-captures", action="store_true", help="keep the captures in the stores (default: delete them)"
     )
 
@@ -164,6 +174,9 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         **{name: getattr(options, name) for name in _SPEC_FLAGS},
         "separator": None if options.separator == "none" else options.separator,
     }
+    if options.ray:
+        extract_ray.check(options)
+        return extract_ray.extract_with_ray(options, spec, _Connection(options), output)
     job, clients = job_of(
         _Connection(options), str(source), options.output, spec, options.endpoint or (), on_error=options.on_error,
         keep_captures=options.keep_captures, timeout=options.timeout, max_concurrency=options.max_concurrency,
