@@ -135,10 +135,13 @@ def test_a_service_that_is_killed_loses_no_prompt(cluster, services, client, tmp
             while not list(other.captures(prefix="ray-")) and time.monotonic() < until:
                 time.sleep(0.01)
         os.killpg(services["pids"][1], signal.SIGKILL)
+        killed.append(time.monotonic())
 
+    killed = []
     killer = threading.Thread(target=kill)
     killer.start()
     rows.write_parquet(str(tmp_path / "rows"))
+    assert killed, "the job was over before the service was killed"
     killer.join()
     table = parquet.read_table(tmp_path / "rows")
     assert table["error"].null_count == len(table)

@@ -151,7 +151,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--ray",
         metavar="ADDRESS",
         help="send the prompts with Ray, and write Parquet files to the folder or URL --output: local for this "
-        "machine, or a cluster's address, or auto on one of its nodes; such a job does not continue (default: without Ray)",
+        "machine, or a cluster's address, or auto on one of its nodes; such a job does not continue (default: without "
+        "Ray)",
     )
     group.add_argument(
         "--actors", type=positive_count, default=1, metavar="N", help="with --ray: how many send prompts (default: 1)"
