@@ -18,9 +18,9 @@ from residuum.cli.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
+from residuum.extraction.exporting import FORMATS
 from residuum.extraction.job import job_of, run_in_thread
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, DEFAULT_SHARD_BYTES
-from residuum.extraction.tables_out import FORMATS
 
 EXAMPLES = """\
 INPUT --output FOLDER
@@ -140,7 +140,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         type=_export,
         metavar="FORMAT:FOLDER",
         help="when the job is complete, also write its rows as datasets:FOLDER (a Hugging Face dataset in the layout "
-        "of SAELens' cached activations) or parquet:FOLDER (default: none)",
+        "of SAELens' cached activations), parquet:FOLDER, zarr:FOLDER or tar:FOLDER (WebDataset) (default: none)",
     )
     group.add_argument(
         "--dry-run",

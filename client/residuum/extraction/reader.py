@@ -279,7 +279,7 @@ class Extracted:
     def export(
         self,
         folder: str | os.PathLike[str],
-        format: Literal["datasets", "parquet"] = "datasets",  # noqa: A002
+        format: Literal["datasets", "parquet", "zarr", "tar"] = "datasets",  # noqa: A002
         *,
         allow_partial: bool = False,
     ) -> Path:
@@ -291,8 +291,9 @@ class Extracted:
 
         Args:
             folder: The folder to write; it must not exist.
-            format: "datasets" for `datasets.load_from_disk`, "parquet" for Parquet files. Both need the extra
-                `parquet`.
+            format: "datasets" for `datasets.load_from_disk`, or "parquet" for Parquet files; both need the extra
+                `parquet`. "zarr" for a Zarr group with an array [rows, width] for each point; it needs the extra
+                `zarr`. "tar" for tar files in the layout of WebDataset, with a sample of .npy files for each prompt.
             allow_partial: Export the rows so far of a job that is not complete.
 
         Returns:
@@ -306,9 +307,9 @@ class Extracted:
         Example:
             >>> datasets.load_from_disk(rows.export("cached"))[0]["blocks.12.hook_resid_post"]
         """
-        from residuum.extraction.tables_out import export_table
+        from residuum.extraction.exporting import export_rows
 
-        return export_table(self, folder, format, allow_partial=allow_partial)
+        return export_rows(self, folder, format, allow_partial=allow_partial)
 
     def labels(self, name: str) -> list[Any]:
         """Return a kept column's value for each row.

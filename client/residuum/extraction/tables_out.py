@@ -7,26 +7,20 @@ If the job was packed, the table has one row for each window, in the layout of S
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.parts import portable
-from residuum.exports.target import workplace
-from residuum.rpc.extras import install_extra
 from residuum.values.points import transformer_lens_name
 
 if TYPE_CHECKING:
     from residuum.extraction.reader import Extracted
-
-TableFormat = Literal["datasets", "parquet"]
-FORMATS: tuple[TableFormat, ...] = ("datasets", "parquet")
 
 _PIECE_BYTES = 32 << 20
 """The approximate rows that are in memory at once."""
@@ -38,28 +32,21 @@ _NUMBERS = {"token_ids": "int32", "positions": "int32", "documents": "int64"}
 """The columns that say which row it is, and their types."""
 
 
-def export_table(rows: Extracted, folder: str | os.PathLike[str], format_name: str, *, allow_partial: bool) -> Path:
-    """Write a folder; see `Extracted.export`."""
-    if format_name not in FORMATS:
-        raise InvalidRequest(f"format={format_name!r} does not exist. Choose among {', '.join(FORMATS)}.")
-    try:
-        import pyarrow as pa  # noqa: F401 - to say early that it is missing
-    except ImportError:
-        raise ImportError(f"Exports to {format_name} need the package pyarrow: {install_extra('parquet')}.") from None
-    target = Path(folder)
-    if os.path.lexists(target):
-        raise FileExistsError(f"{target} exists already. Delete it, or choose another folder.")
-    rows.check_complete(allow_partial=allow_partial)
-    if not len(rows):
-        raise InvalidRequest(f"{rows.folder} has no rows to export.", reason="INVALID_FIELD")
+def write_datasets(rows: Extracted, folder: Path) -> None:
+    """Write what `datasets.load_from_disk` reads."""
+    folder.mkdir()
     table = Table(rows)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with workplace(target, overwrite=False) as place:
-        place.result.mkdir()
-        files = _write_files(table, place.result, format_name)
-        if format_name == "datasets":
-            _write_state(table, place.result, files)
-    return target
+    _write_state(table, folder, _write_files(table, folder, "arrow"))
+
+
+def write_parquet(rows: Extracted, folder: Path) -> None:
+    """Write Parquet files.
+
+    Raises:
+        InvalidRequest: A kept column has the name of another column.
+    """
+    folder.mkdir()
+    _write_files(Table(rows), folder, "parquet")
 
 
 @dataclass(frozen=True)
@@ -191,12 +178,11 @@ class Table:
         return values if self.context is None else pa.FixedSizeListArray.from_arrays(values, self.context)
 
 
-def _write_files(table: Table, folder: Path, format_name: str) -> list[str]:
+def _write_files(table: Table, folder: Path, suffix: str) -> list[str]:
     """Write the files of a table, and return their names."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    suffix = "arrow" if format_name == "datasets" else "parquet"
     names: list[str] = []
     writer, size = None, 0
     schema = table.schema()
