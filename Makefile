@@ -15,7 +15,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm --rounds 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-client model demo demo-ui serve bench bench-gpu test test-fast test-ui test-languages test-trainers test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup setup-client model demo demo-ui serve bench bench-gpu test test-fast test-ui test-languages test-trainers test-ray test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,11 +79,11 @@ bench-gpu: ## The same on a GPU, with Qwen2.5-3B's shape: GPU_PYTHON=... (bench/
 
 test: setup model .venv-s3/stamp ## Test everything that needs no GPU; ARGS go to pytest (quick: ARGS='-m "not engine"')
 	RESIDUUM_TEST_S3=required $(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder \
-		--ignore tests/languages --ignore tests/trainers $(ARGS)
+		--ignore tests/languages --ignore tests/ray --ignore tests/trainers $(ARGS)
 
 test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; skips tests that need torch if it is not installed
 	$(BIN)/python -m pytest --numprocesses 6 --dist loadscope --no-loadscope-reorder --light -m "not engine and not slow" \
-		$(addprefix --ignore tests/,bench faults fuzz hostile languages trainers) $(ARGS)
+		$(addprefix --ignore tests/,bench faults fuzz hostile languages ray trainers) $(ARGS)
 
 test-ui: setup model ## Click through the page in Debian's Chromium (apt install chromium), with SmolLM2
 	RESIDUUM_TEST_TIMES=required $(BIN)/python -m pytest tests/ui $(ARGS)
@@ -103,6 +103,16 @@ build/trainers/stamp: requirements/trainers.txt requirements/torch.lock | .venv/
 test-trainers: build/trainers/stamp ## Train SAEs with SAELens, dictionary_learning and sparsify on extractions, in build/trainers
 	PYTHONPATH=client build/trainers/bin/python -m pytest -c /dev/null --rootdir . --confcutdir tests/trainers \
 		-p no:cacheprovider tests/trainers $(ARGS)
+
+# Ray and what it requires. The tests start the services from .venv.
+build/ray/stamp: requirements/ray.lock pyproject.toml | .venv/bin/python $(UV)
+	@$(UV) venv --quiet --allow-existing --python $(BIN)/python build/ray
+	@$(UV) pip install --quiet --no-deps --python build/ray/bin/python --requirement requirements/ray.lock .
+	@touch $@
+
+test-ray: setup model build/ray/stamp ## Test residuum.ray with Ray on this machine and two real services, in build/ray
+	PYTHONPATH=client build/ray/bin/python -m pytest -c /dev/null --rootdir . --confcutdir tests/ray \
+		-p no:cacheprovider tests/ray $(ARGS)
 
 test-compose: setup-client ## Test compose.yaml on a container engine: build, use, kill a store, remove; ARGS='--only plain'
 	@$(BIN)/python -m tests.compose $(ARGS)
@@ -159,7 +169,8 @@ lock: | $(UV) ## Resolve both pyproject.toml into requirements/*.lock (ARGS=--up
 	printf '%s\n' '-e .[gguf,otel,parquet,ui,zarr]' '-e ./server[archive,store]' | $(COMPILE) --universal --group dev \
 		-c requirements/cpu.lock - -o requirements/dev.lock $(ARGS); \
 	printf '%s\n' '-e ./server[archive,store]' '-e .' | $(COMPILE) --universal -c requirements/cpu.lock - -o requirements/store.lock $(ARGS); \
-	$(COMPILE) --universal --group s3 -o requirements/s3.lock $(ARGS)
+	$(COMPILE) --universal --group s3 -o requirements/s3.lock $(ARGS); \
+	printf '%s\n' '-e .[archive,ray]' 'pytest>=9.0' | $(COMPILE) --universal - -o requirements/ray.lock $(ARGS)
 
 # Each delivered part has its own environment, without the tools of the tests.
 PARTS := client store inference

@@ -58,6 +58,7 @@ repository_url = os.environ.get("DOCS_SOURCE_URL", "")
 smartquotes = False  # quotes are code
 default_role = "py:obj"  # `name` in a docstring is a link if there is something of that name, and code otherwise
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["ray"]  # it has an environment of its own
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_preserve_defaults = True

@@ -11,10 +11,10 @@ import grpc
 from grpc_health.v1 import health
 
 from residuum.rpc.channels import SERVER_OPTIONS
+from residuum.rpc.objects import ArchiveRefusedError, Objects
 from residuum.rpc.tracing import TracingError, is_on, start_tracing
 from residuum.v1 import capture_pb2
 from store_svc.archive.archive import Archive
-from store_svc.archive.objects import ArchiveRefusedError, Objects
 from store_svc.archive.records import check_restored
 from store_svc.calls import SHORT_CALLS, Calls
 from store_svc.captures.catalog import CatalogLimits

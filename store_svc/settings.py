@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat, ValidationInfo
 
-from store_svc.archive.objects import SCHEMES
+from residuum.rpc.objects import SCHEMES
 from store_svc.database.db import bytes_for_appends
 from store_svc.memory_bound import memory_bound
 from svc_common.security.tls import SecureSettings

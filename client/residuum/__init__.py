@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     __version__: str
     from residuum import directions, sae
     from residuum.aio import AsyncClient, AsyncStream, BatchCancelled
+    from residuum.captures.archive import Archive
     from residuum.client import Client, Stream
     from residuum.directions.values import Directions
     from residuum.exceptions import (
@@ -146,6 +147,7 @@ _MODULES = {
     "RuleEvent": "residuum.values.rules",
     "SearchHit": "residuum.values.search",
     "SearchResult": "residuum.values.search",
+    "Archive": "residuum.captures.archive",
     "AsyncClient": "residuum.aio",
     "AsyncStream": "residuum.aio",
     "BatchCancelled": "residuum.aio",
@@ -210,6 +212,7 @@ __all__ = [
     "Activations",
     "Add",
     "AlreadyExists",
+    "Archive",
     "ArchiveUnreachable",
     "AsyncClient",
     "AsyncStream",

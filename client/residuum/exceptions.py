@@ -41,7 +41,7 @@
     │   ├── Unreachable (ConnectionError)   nothing answers at the endpoint; .endpoint
     │   ├── StoreUnreachable            the inference service cannot reach its store
     │   ├── NotServing                  loading or stopping
-    │   ├── ArchiveUnreachable          the rows are only in the store's archive, which does not answer
+    │   ├── ArchiveUnreachable          the rows are only in an archive, which does not answer
     │   └── EngineDead
     ├── DeadlineExceeded (TimeoutError)
     ├── RequestAborted                  a client called abort
@@ -303,7 +303,7 @@ class StoreUnreachable(Unavailable):
 
 
 class ArchiveUnreachable(Unavailable):
-    """The rows are only in the store's archive, which does not answer, or refuses the store."""
+    """The archive that has the rows does not answer, or refuses the store, or the program that reads it directly."""
 
 
 class NotServing(Unavailable):

@@ -22,6 +22,7 @@ try:
 except ImportError:
     raise ImportError("residuum.torch needs torch. Install the build for your machine: pip install torch.") from None
 
+from residuum.captures.archive import Archive, is_archive
 from residuum.captures.row_stream import (
     RowChoice,
     StreamedRows,
@@ -118,7 +119,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             different captures.
         world_size: The number of processes that train together.
         concurrent_reads: Captures that a worker reads at once, so that the buffer mixes rows of several captures.
-        store: The store's address; this and the next four arguments are as for `Client`.
+        store: The store's address, or the URL of its archive, such as "s3://bucket/prefix"; see `Archive`. This and the
+            next four arguments are as for `Client`.
         timeout: Seconds that a call may take.
         token: The bearer token.
         tls: TLS settings.
@@ -180,6 +182,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         self._connection: dict[str, Any] = {
             "endpoint": endpoint, "store": stores, "timeout": timeout, "token": token, "tls": tls, "insecure": insecure,
         }  # fmt: skip
+        self._archive = Archive(stores) if isinstance(stores, str) and is_archive(stores) else None
         self._choice = RowChoice(
             layers=layers,
             sites=sites,
@@ -249,12 +252,15 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         order = self._share(number, workers)
         stream = stream_aligned if self._aligned else stream_rows
         to_skip, self._to_skip, self._yielded = self._to_skip, 0, 0
-        with Client(**self._connection) as client:
+        with self._open() as client:
             rows = stream(client, self.captures, order, self._choice, self._concurrent_reads, self._check_alike)
             for batch in self._batches(rows, np.random.default_rng([self._seed, epoch, part])):
                 self._yielded += 1
                 if self._yielded > to_skip:
                     yield batch
+
+    def _open(self) -> Client | Archive:
+        return self._archive or Client(**self._connection)
 
     def _share(self, worker: int, workers: int) -> list[int]:
         """Return the captures that a worker reads in this epoch, as indices, in order."""
@@ -293,7 +299,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     ) -> dict[str, float]:
         """Look up and check all captures. Return the value of a label of each that has one."""
         values: dict[str, float] = {}
-        with Client(**self._connection) as client:
+        with self._open() as client:
             if captures is None:
                 found = client._selected(prefix, where, Deadline(self._connection["timeout"]))  # noqa: SLF001 - retries
                 for summary in found:

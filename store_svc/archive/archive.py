@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, Objects
 from residuum.v1 import store_pb2
+from residuum.wire.archive import capture_path, chunks_folder, number_of
 from store_svc.archive import owner, records
 from store_svc.archive.copying import COPIERS, DamagedCaptureError, GoneError, capture_object, chunk_objects
 from store_svc.archive.fetching import Fetcher
-from store_svc.archive.layout import capture_path, chunks_folder, number_of
 from store_svc.archive.link import Link, StoppedError
-from store_svc.archive.objects import ArchiveError, ArchiveRefusedError, Objects
 from store_svc.archive.workers import Workers
 from store_svc.captures.catalog import Catalog
 from store_svc.database.db import Database, Table, Txn

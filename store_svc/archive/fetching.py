@@ -8,9 +8,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.objects import ArchiveError, MissingObjectError, Objects
+from residuum.wire.archive import chunks_path
 from residuum.wire.frames import checksum
-from store_svc.archive.layout import chunks_path
-from store_svc.archive.objects import ArchiveError, MissingObjectError, Objects
 from store_svc.archive.records import Place
 from store_svc.archive.workers import Workers
 from svc_common.logs import get_logger

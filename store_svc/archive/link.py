@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from store_svc.archive.objects import ArchiveError, ArchiveRefusedError, MissingObjectError
+from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, MissingObjectError
 from svc_common.backoff import Backoff
 from svc_common.logs import get_logger
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 
+from residuum.rpc.objects import ArchiveRefusedError, MissingObjectError, Objects
 from residuum.v1 import archive_pb2
-from store_svc.archive.layout import CAPTURES, OWNER, PROBE, LayoutError, pack, unpack_owner
-from store_svc.archive.objects import ArchiveRefusedError, MissingObjectError, Objects
+from residuum.wire.archive import CAPTURES, OWNER, PROBE, LayoutError, pack, unpack_owner
 
 
 def read_owner(objects: Objects) -> bytes | None:

@@ -11,11 +11,11 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
+from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, MissingObjectError, Objects
 from residuum.v1 import archive_pb2, capture_pb2
+from residuum.wire.archive import CAPTURES, CHUNKS, LayoutError, age_of, capture_path, number_of, unpack_capture
 from store_svc.archive import records
-from store_svc.archive.layout import CAPTURES, CHUNKS, LayoutError, capture_path, number_of, unpack_capture
 from store_svc.archive.link import Link
-from store_svc.archive.objects import ArchiveError, ArchiveRefusedError, MissingObjectError, Objects
 from store_svc.archive.owner import read_owner
 from store_svc.captures.capture_names import CaptureName, name_of
 from store_svc.captures.labels import write_labels
@@ -62,7 +62,7 @@ class _Known(NamedTuple):
     number: int
     """Its number in this database."""
     age: tuple[int, int]
-    """What `_age_of` returns."""
+    """What `age_of` returns."""
 
 
 class Restore:
@@ -127,7 +127,7 @@ class Restore:
                 if record is None:
                     continue
                 keys.add(record.key)
-                self._latest[name_of(manifest.description)] = _Known(number, _age_of(record.key, manifest))
+                self._latest[name_of(manifest.description)] = _Known(number, age_of(record.key, manifest))
         return keys
 
     def _read(self, key: str) -> tuple[str, archive_pb2.ArchivedCapture] | None:
@@ -143,7 +143,7 @@ class Restore:
     def _write(self, txn: Txn, found: list[tuple[str, archive_pb2.ArchivedCapture]]) -> None:
         for key, capture in found:
             name = name_of(capture.manifest.description)
-            known, age = self._latest.get(name), _age_of(key, capture.manifest)
+            known, age = self._latest.get(name), age_of(key, capture.manifest)
             if known is not None and known.age > age:
                 records.note_objects_to_delete(txn, key)  # it was replaced, and its objects were not deleted yet
                 continue
@@ -159,11 +159,6 @@ class Restore:
         txn.delete(Table.ENDED, pack_number(number))
         txn.delete(Table.SEALS, pack_number(number))
         txn.put(Table.DOOMED, pack_number(number), b"")
-
-
-def _age_of(key: str, manifest: capture_pb2.CaptureManifest) -> tuple[int, int]:
-    """Return what is greater for the newer of two captures with one name."""
-    return number_of(key), manifest.open_time.ToNanoseconds()
 
 
 def _skip_numbers(txn: Txn, keys: list[str]) -> None:

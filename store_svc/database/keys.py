@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import NamedTuple
+
+from residuum.wire.frame_keys import FRAME_KEY_BYTES
 
 _NUMBER = struct.Struct(">Q")
-_FRAME = struct.Struct(">QIBHHII")
 _LOSS = struct.Struct(">QI")
 
 MAX_LAYERS = 1 << 16
@@ -20,42 +20,9 @@ GROUP_BYTES = 17
 """Length of the prefix that the keys of one group of layers share."""
 
 
-class FrameKey(NamedTuple):
-    """The key of a stored frame.
-
-    Keys are unique: the cells (layer, position) of stored frames are disjoint, so no two frames share both their first
-    layer and their first position. The key holds the last layer and position so that a scan can skip a frame without
-    touching its page.
-    """
-
-    number: int
-    """The capture's internal number."""
-    sequence: int
-    """The sequence."""
-    site: int
-    """The site."""
-    first_layer: int
-    """The first layer in the frame."""
-    last_layer: int
-    """The last layer in the frame."""
-    first_position: int
-    """The first position in the frame."""
-    last_position: int
-    """The last position in the frame."""
-
-    def pack(self) -> bytes:
-        """Return the key's bytes."""
-        return _FRAME.pack(*self)
-
-
-def unpack_frame(key: bytes) -> FrameKey:
-    """Return the FrameKey that these bytes pack."""
-    return FrameKey(*_FRAME.unpack(key))
-
-
 def after_group(key: bytes) -> bytes:
     """Return a key that sorts after every frame of the same capture, sequence, site and group of layers."""
-    return key[:GROUP_BYTES] + b"\xff" * (_FRAME.size - GROUP_BYTES + 1)
+    return key[:GROUP_BYTES] + b"\xff" * (FRAME_KEY_BYTES - GROUP_BYTES + 1)
 
 
 def pack_number(number: int) -> bytes:

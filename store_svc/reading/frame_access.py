@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from residuum.wire.frame_keys import unpack_frame
 from residuum.wire.frames import FrameError
 from store_svc.archive import records
 from store_svc.archive.fetching import Away, Fetcher
 from store_svc.captures.capture_names import unknown_capture
 from store_svc.database.db import Database, Table, Txn
 from store_svc.database.frames import StoredFrame
-from store_svc.database.keys import after_group, pack_number, unpack_frame
+from store_svc.database.keys import after_group, pack_number
 from store_svc.reading.query import Query
 from store_svc.reading.stored_chunks import damaged
 

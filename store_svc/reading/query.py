@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
+from residuum.wire.frame_keys import FrameKey
 from residuum.wire.selection import (
     captured_positions,
     check_positions,
@@ -21,7 +22,6 @@ from residuum.wire.selection import (
 )
 from store_svc.captures.positions import Positions
 from store_svc.checks import invalid
-from store_svc.database.keys import FrameKey
 
 _LONGEST_SPAN = 1 << 16
 """The longest span of a frame's positions for which the key alone decides. Writers make far shorter frames."""

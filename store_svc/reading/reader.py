@@ -10,6 +10,7 @@ from itertools import chain, islice
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
+from residuum.wire.frame_keys import unpack_frame
 from residuum.wire.frames import length_prefix
 from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.archive.fetching import Fetcher
@@ -19,7 +20,7 @@ from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import read_labels
 from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
-from store_svc.database.keys import pack_number, unpack_frame
+from store_svc.database.keys import pack_number
 from store_svc.reading.frame_access import Frame, FrameAccess
 from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined

@@ -15,6 +15,7 @@ import numpy as np
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.encodings import PROJECT, RANDOM_PROJECTIONS, SAE, EncodingError, RowFormat
+from residuum.wire.frame_keys import FrameKey, unpack_frame
 from residuum.wire.frames import FrameError
 from store_svc.archive.fetching import Away, Fetcher
 from store_svc.archive.records import Record, frames_table, place_of, read_record
@@ -22,7 +23,7 @@ from store_svc.captures.capture_names import name_of
 from store_svc.captures.catalog import Catalog
 from store_svc.database.db import Database, Table, Txn
 from store_svc.database.frames import StoredFrame
-from store_svc.database.keys import FrameKey, after_group, pack_number, unpack_frame
+from store_svc.database.keys import after_group, pack_number
 from store_svc.reading.frame_access import located
 from store_svc.reading.query import Query
 from store_svc.searching.blocks import LayerRows, RowBlock, rows_of_chunk, rows_of_full_frame

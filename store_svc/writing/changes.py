@@ -10,10 +10,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.archive import capture_key
+from residuum.wire.frame_keys import FrameKey
 from residuum.wire.frames import ChunkView
 from residuum.wire.labels import LabelError, changed
 from store_svc.archive import records
-from store_svc.archive.layout import capture_key
 from store_svc.captures.capture_names import CaptureName, name_of, unknown_capture
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.labels import parse_labels, read_labels, write_labels
@@ -23,7 +24,7 @@ from store_svc.captures.numbers import take_number
 from store_svc.checks import check_chunk, check_loss, check_seal, invalid
 from store_svc.database.db import Table, Txn
 from store_svc.database.frames import PlacedFrame, frame_bytes
-from store_svc.database.keys import FrameKey, pack_loss, pack_number
+from store_svc.database.keys import pack_loss, pack_number
 from store_svc.reading.slicing import cells_of, slice_chunk
 from store_svc.writing.existing import is_replaced
 from store_svc.writing.placed import checksum_mismatch

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from residuum.rpc.objects import MissingObjectError, Objects
 from residuum.v1 import capture_pb2, store_pb2
-from store_svc.archive.layout import CAPTURES, CHUNKS, unpack_capture
-from store_svc.archive.objects import MissingObjectError, Objects
+from residuum.wire.archive import CAPTURES, CHUNKS, unpack_capture
 from tests.store.support import Cell, Client, describe, grid, make_chunk
 
 PENDING, COPIED = capture_pb2.ARCHIVE_STATE_PENDING, capture_pb2.ARCHIVE_STATE_COPIED

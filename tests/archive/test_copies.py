@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from residuum.rpc.objects import Objects
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
-from store_svc.archive.layout import CAPTURES, unpack_capture
-from store_svc.archive.objects import Objects
+from residuum.wire.archive import CAPTURES, unpack_capture
 from store_svc.database.db import Table
 from store_svc.writing.changes import Batch
 from tests.archive.support import (

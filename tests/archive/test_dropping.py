@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from residuum.rpc.objects import ArchiveError, Objects
 from residuum.v1 import capture_pb2, store_pb2
-from store_svc.archive.objects import ArchiveError, Objects
 from store_svc.captures.capture_names import CaptureName
 from store_svc.database.db import Table
 from store_svc.database.keys import pack_number

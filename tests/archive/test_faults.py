@@ -14,8 +14,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from residuum.rpc.objects import Objects
 from residuum.v1 import errors_pb2, store_pb2
-from store_svc.archive.objects import Objects
 from store_svc.archive.restore import main as restore_main
 from tests.archive.s3 import BUCKET, Call, Proxy
 from tests.archive.support import (

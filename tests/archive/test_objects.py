@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from residuum.rpc.objects import ArchiveRefusedError, MissingObjectError, Objects
+from residuum.wire.archive import chunks_path
 from store_svc.archive import owner
 from store_svc.archive.fetching import Away, Fetcher
-from store_svc.archive.layout import chunks_path
-from store_svc.archive.objects import ArchiveRefusedError, MissingObjectError, Objects
 from store_svc.archive.records import Place
 from store_svc.archive.workers import Workers
 from store_svc.settings import StoreSettings

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, Objects
 from residuum.v1 import archive_pb2, capture_pb2, errors_pb2, store_pb2
-from store_svc.archive.layout import CAPTURES, pack, unpack_capture
-from store_svc.archive.objects import ArchiveError, ArchiveRefusedError, Objects
+from residuum.wire.archive import CAPTURES, pack, unpack_capture
 from store_svc.archive.restore import Restore
 from store_svc.archive.restore import main as restore_main
 from store_svc.captures.capture_names import CaptureName

@@ -24,8 +24,8 @@ from residuum.v1 import capture_pb2, errors_pb2
 ROOT = Path(__file__).parents[2]
 
 NAMES = """
-    Ablate AbortedCapture Activations Add AlreadyExists ArchiveUnreachable AsyncClient AsyncStream AttentionLayer
-    BadCredentials BadSAE BadVector BatchCancelled BatchFailed BatchInterrupted CallerStalled Cap Capture
+    Ablate AbortedCapture Activations Add AlreadyExists Archive ArchiveUnreachable AsyncClient AsyncStream
+    AttentionLayer BadCredentials BadSAE BadVector BatchCancelled BatchFailed BatchInterrupted CallerStalled Cap Capture
     CaptureEnded CaptureExists CaptureNotComplete CapturePage CaptureSummary ClampFeature Client ClientClosed
     DamagedCapture DeadlineExceeded Directions EMA EmptyCaptureWarning EmptyPrompt EngineDead Export ExtractStopped
     ExtractSummary Extracted Gate GateRecord Health IncompleteCapture InvalidRequest LayerRows LeftOutWarning

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
+
 import datasets
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,7 +15,7 @@ from peer import HIDDEN
 from test_extract import WHAT, stopped
 
 import residuum
-from residuum.extraction import tables_out
+from residuum.extraction import tables_out, tensors_out
 
 SOURCE = [{"text": [2 + (number + at) % 7 for at in range(1 + number % 5)], "y": number} for number in range(20)]
 
@@ -157,3 +161,48 @@ async def test_labels_of_every_kind(client, tmp_path):
     assert (data.features["yes"].dtype, data.features["share"].dtype) == ("bool", "float64")
     assert list(data["yes"]) == [False, True, False, True]
     assert list(data["share"]) == [0, 0.5, 1, 1.5]
+
+
+async def test_zarr_has_an_array_for_each_point(client, tmp_path):
+    import zarr
+
+    source = [{"text": row["text"] * 40, "y": row["y"]} for row in SOURCE]
+    rows = await client.extract(source, tmp_path / "rows", capture=WHAT, keep="y", shard_bytes=20_000, progress=False)
+    assert rows.num_shards > 2
+    group = zarr.open_group(str(rows.export(tmp_path / "out", "zarr")), mode="r")
+    assert sorted(group.array_keys()) == sorted([*rows.points, "positions", "prompt", "sequences", "token_ids"])
+    for point in rows.points:
+        assert np.array_equal(group[point][:], np.asarray(rows.at(point), np.float32))
+    for name in ("token_ids", "positions", "sequences", "prompt"):
+        assert group[name][:].tolist() == getattr(rows, name).tolist()
+    assert group.attrs["spec"] == rows.spec
+    lines = [json.loads(line) for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines()]
+    assert [lines[number]["labels"]["y"] for number in group["prompt"][:]] == rows.labels("y")
+
+
+async def test_tar_files_have_a_sample_for_each_prompt_with_rows(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors_out, "_TAR_BYTES", 100_000)
+    source = [*SOURCE, {"text": "not tokens" * 1000, "y": -1}]
+    rows = await client.extract(
+        source, tmp_path / "rows", capture=WHAT, keep="y", shard_bytes=2_000, context_length=8, on_long="skip",
+        on_error="skip", progress=False,
+    )  # fmt: skip
+    files = sorted(rows.export(tmp_path / "out", "tar").iterdir())
+    assert len(files) > 1
+    samples = {}
+    for path in files:
+        with tarfile.open(path) as archive:
+            for (
+                entry
+            ) in archive:  # WebDataset: the key is what is before the first dot, and a sample's files are together
+                key, _, name = entry.name.partition(".")
+                assert key in {*samples, f"{int(key):09}"}
+                samples.setdefault(key, {})[name] = archive.extractfile(entry).read()
+    assert sorted(map(int, samples)) == sorted(set(rows.prompt.tolist()))
+    for key, sample in samples.items():
+        line, chosen = json.loads(sample["json"]), rows.prompt == int(key)
+        assert line["labels"] == {"y": source[int(key)]["y"]}
+        for point in rows.points:
+            values = np.load(io.BytesIO(sample[f"{point}.npy"]))
+            assert np.array_equal(values, np.asarray(rows.at(point)[chosen], np.float32))
+        assert np.load(io.BytesIO(sample["token_ids.npy"])).tolist() == rows.token_ids[chosen].tolist()

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
-INSTALLED = [lock for lock in LOCKS if lock.name != "s3.lock"]  # which has an environment of its own
+INSTALLED = [lock for lock in LOCKS if lock.name not in {"ray.lock", "s3.lock"}]  # which have their own environments
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store_svc.database.keys import FrameKey, after_group, pack_number, unpack_frame, unpack_number
+from residuum.wire.frame_keys import FrameKey, unpack_frame
+from store_svc.database.keys import after_group, pack_number, unpack_number
 
 u32 = st.integers(0, 2**32 - 1)
 u16 = st.integers(0, 2**16 - 1)

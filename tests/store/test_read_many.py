@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
+from residuum.wire.frame_keys import unpack_frame
 from store_svc.database.db import Table
-from store_svc.database.keys import unpack_frame
 from tests.store.support import COMPLETE, ONE_AND_SEVERAL, OPEN, Rows, describe, failing_with, grid, make_chunk, serving
 
 UNKNOWN = errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE

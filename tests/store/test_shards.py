@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from residuum.v1 import store_pb2
+from residuum.wire.frame_keys import FrameKey
 from residuum.wire.frames import parse_chunk
 from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.catalog_loading import load_catalog
 from store_svc.captures.numbers import next_number
 from store_svc.database.db import DamagedError, Database, StoreFullError, Table, Txn
-from store_svc.database.keys import FrameKey
 from store_svc.database.shards import Placement, Shards
 from store_svc.settings import StoreSettings
 from store_svc.writing.changes import Batch, purge_some

@@ -1,1 +1,1 @@
-"""Reads many captures at once."""
+"""Reads many captures at once, and captures in an archive."""

@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, OpenCapture
-from residuum.protocol.reading import Reading, ReadPlan, chosen_layers, not_complete, plan_read
+from residuum.protocol.reading import Piece, Reading, ReadPlan, chosen_layers, not_complete, plan_read
 from residuum.v1 import selection_pb2
 from residuum.values.activations import Activations
 from residuum.values.manifest import Manifest
@@ -23,13 +23,24 @@ from residuum.values.selections import LayersLike, PositionsLike
 from residuum.wire.encodings import RowFormat
 from residuum.wire.selection import wanted_positions
 
-if TYPE_CHECKING:
-    from residuum._sync.captures import CaptureClient
-
 _Item = TypeVar("_Item")
 
 _LOOK_UPS = 16
 """The number of manifests to fetch at the same time."""
+
+
+class Source(Protocol):
+    """Where captures are read from: a `Client`, or an `Archive`."""
+
+    def manifest(self, request_id: str, /) -> Manifest:
+        """Return the manifest of a capture."""
+        ...
+
+    def _follow(self, reading: Reading, /) -> Iterator[Piece]: ...
+
+    def _read_many(
+        self, plan: ReadPlan, capture_ids: Sequence[str], timeout: float | None, /
+    ) -> Iterator[Activations]: ...
 
 
 class StreamedRows(NamedTuple):
@@ -83,7 +94,7 @@ def share(count: int, number: int, of: int, *, shuffle: bool, seed: int, epoch: 
 
 
 def stream_rows(
-    client: CaptureClient,
+    client: Source,
     captures: Sequence[str],
     order: Iterable[int],
     choice: RowChoice,
@@ -106,7 +117,7 @@ def stream_rows(
 
 
 def stream_aligned(
-    client: CaptureClient,
+    client: Source,
     captures: Sequence[str],
     order: Sequence[int],
     choice: RowChoice,
@@ -148,7 +159,7 @@ def count_rows(manifest: Manifest, choice: RowChoice, *, aligned: bool) -> int:
     )
 
 
-def look_up(client: CaptureClient, captures: Sequence[str]) -> Iterator[Manifest]:
+def look_up(client: Source, captures: Sequence[str]) -> Iterator[Manifest]:
     """Yield the manifests of captures in order. Several are fetched at a time, and only these are kept.
 
     Raises:
@@ -230,7 +241,7 @@ def in_turn(makers: Iterable[Callable[[], Iterator[_Item]]], width: int) -> Iter
 
 
 def _rows_of(
-    client: CaptureClient, capture_id: str, number: int, choice: RowChoice, check: Callable[[Manifest], None]
+    client: Source, capture_id: str, number: int, choice: RowChoice, check: Callable[[Manifest], None]
 ) -> Iterator[StreamedRows]:
     manifest = client.manifest(capture_id)
     check_readable(manifest, choice)
@@ -247,7 +258,7 @@ def _rows_of(
 
 
 def _aligned_of(
-    client: CaptureClient, numbers: Mapping[str, int], choice: RowChoice, check: Callable[[Manifest], None]
+    client: Source, numbers: Mapping[str, int], choice: RowChoice, check: Callable[[Manifest], None]
 ) -> Iterator[StreamedRows]:
     names = list(numbers)
     plan = replace(choice.plan(names[0]), warns_if_empty=False)

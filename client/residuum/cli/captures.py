@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import residuum
-from residuum.cli.connection import advice_if_cut_off, open_client, silent_stores
+from residuum.cli.connection import advice_if_cut_off, open_captures, open_client, silent_stores
 from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import positive_count
@@ -64,12 +64,15 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
     """List captures. If a store does not answer, list those of the others and return 1."""
     opened = "age" if output.is_terminal else "open_time"
     columns = ["capture_id", "state", "num_rows", "num_bytes", "model", "labels", opened]
-    with open_client(options) as client, silent_stores(output) as silent:
-        if len(client.store_endpoints()) > 1:
-            columns.append("store")
-        if client.credentials.has_token and options.tenant is None:  # admins see the captures of all tenants
-            columns.append("tenant")
-        summaries = client.captures(**_filter_of(options), allow_partial=True)
+    with open_captures(options) as client, silent_stores(output) as silent:
+        if isinstance(client, residuum.Client):
+            if len(client.store_endpoints()) > 1:
+                columns.append("store")
+            if client.credentials.has_token and options.tenant is None:  # admins see the captures of all tenants
+                columns.append("tenant")
+            summaries = client.captures(**_filter_of(options), allow_partial=True)
+        else:
+            summaries = client.captures(**_filter_of(options))
         if options.by is not None:
             columns = ["value", "captures", "rows", "bytes"]
             output.rows(columns, _totals_by(options.by, itertools.islice(summaries, options.limit), output))
@@ -144,11 +147,11 @@ def pull(options: argparse.Namespace, output: Output) -> int:
     if options.id:
         kind = _file_format(options)
         advice = f"Nothing was written. Again: residuum pull {options.id}"
-        with open_client(options) as client, advice_if_cut_off(advice):
+        with open_captures(options) as client, advice_if_cut_off(advice):
             _pull_one(client, options.id, options.out or f"{options.id}.{kind}", kind, options, output)
         return 0
     folder, kind = Path(options.out or "."), options.format or "safetensors"
-    with open_client(options) as client, advice_if_cut_off("The captures that were printed are written."):
+    with open_captures(options) as client, advice_if_cut_off("The captures that were printed are written."):
         found = list(client.captures(**chosen))
         if not found:
             output.note("no captures match")
@@ -164,7 +167,12 @@ def pull(options: argparse.Namespace, output: Output) -> int:
 
 
 def _pull_one(
-    client: residuum.Client, name: str, path: str, kind: str, options: argparse.Namespace, output: Output
+    client: residuum.Client | residuum.Archive,
+    name: str,
+    path: str,
+    kind: str,
+    options: argparse.Namespace,
+    output: Output,
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", residuum.EmptyCaptureWarning)
@@ -245,11 +253,14 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
 
 def manifest(options: argparse.Namespace, output: Output) -> int:
     """Print a capture's manifest as one JSON document."""
-    with open_client(options) as client, advice_if_cut_off(f"The capture {options.id} is still open."):
+    with open_captures(options) as client, advice_if_cut_off(f"The capture {options.id} is still open."):
         wait = (options.timeout or True) if options.wait or options.archived else False
-        found = client.manifest(options.id, wait=wait, archived=options.archived)
+        if isinstance(client, residuum.Archive):
+            found = client.manifest(options.id)
+        else:
+            found = client.manifest(options.id, wait=wait, archived=options.archived)
     print(found.to_json(indent=None if output.as_json else 2))
-    if options.archived and (why := _why_not_archived(options.id, found)):
+    if options.archived and isinstance(client, residuum.Client) and (why := _why_not_archived(options.id, found)):
         output.error(why)
         return 1
     return 0

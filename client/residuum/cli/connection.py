@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import residuum
+from residuum.captures.archive import is_archive
 from residuum.cli.output import Output
 
 CALL_SECONDS = 30.0
@@ -25,6 +26,14 @@ def open_client(options: argparse.Namespace) -> residuum.Client:
         tenant=options.tenant,
         **credentials_of(options),
     )
+
+
+def open_captures(options: argparse.Namespace) -> residuum.Client | residuum.Archive:
+    """Return what the captures are read from: a client, or an archive if --store is the URL of one."""
+    store: list[str] = options.store or []
+    if len(store) == 1 and is_archive(store[0]):
+        return residuum.Archive(store[0], tenant=options.tenant or "")
+    return open_client(options)
 
 
 def credentials_of(options: argparse.Namespace) -> dict[str, Any]:

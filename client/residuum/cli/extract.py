@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import residuum
-from residuum.cli import sampling, steering
+from residuum.cli import extract_ray, sampling, steering
 from residuum.cli.connection import CALL_SECONDS, credentials_of, outages
 from residuum.cli.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
+from residuum.extraction.exporting import FORMATS
 from residuum.extraction.job import job_of, run_in_thread
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, DEFAULT_SHARD_BYTES
-from residuum.extraction.tables_out import FORMATS
 
 EXAMPLES = """\
 INPUT --output FOLDER
 residuum extract train.jsonl --output rows --capture 12 --positions last_prompt --keep label
 residuum extract docs.parquet --output rows --capture 8,16,24 --column content --limit 10000 --shuffle 0
 residuum extract chats.jsonl --output rows --capture all --column messages --max-tokens 64
-residuum extract train.jsonl --output rows --spec job.toml --endpoint a:50051 --endpoint b:50051"""
+residuum extract train.jsonl --output rows --spec job.toml --endpoint a:50051 --endpoint b:50051
+residuum extract train.parquet --output s3://bucket/rows --capture 12 --ray auto --endpoint a:50051"""
 
 _NOT_IN_A_SPEC = {"spec", "json", "help"}
 
@@ -139,12 +140,22 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         type=_export,
         metavar="FORMAT:FOLDER",
         help="when the job is complete, also write its rows as datasets:FOLDER (a Hugging Face dataset in the layout "
-        "of SAELens' cached activations) or parquet:FOLDER (default: none)",
+        "of SAELens' cached activations), parquet:FOLDER, zarr:FOLDER or tar:FOLDER (WebDataset) (default: none)",
     )
     group.add_argument(
         "--dry-run",
         action="store_true",
         help="write nothing: run a random sample of the prompts, and estimate the job's bytes and time (default: run)",
+    )
+    group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="send the prompts with Ray, and write Parquet files to the folder or URL --output: local for this "
+        "machine, or a cluster's address, or auto on one of its nodes; such a job does not continue (default: without "
+        "Ray)",
+    )
+    group.add_argument(
+        "--actors", type=positive_count, default=1, metavar="N", help="with --ray: how many send prompts (default: 1)"
     )
     group.add_argument(
         "--keep-captures", action="store_true", help="keep the captures in the stores (default: delete them)"
@@ -164,6 +175,9 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         **{name: getattr(options, name) for name in _SPEC_FLAGS},
         "separator": None if options.separator == "none" else options.separator,
     }
+    if options.ray:
+        extract_ray.check(options)
+        return extract_ray.extract_with_ray(options, spec, _Connection(options), output)
     job, clients = job_of(
         _Connection(options), str(source), options.output, spec, options.endpoint or (), on_error=options.on_error,
         keep_captures=options.keep_captures, timeout=options.timeout, max_concurrency=options.max_concurrency,

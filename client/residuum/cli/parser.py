@@ -94,7 +94,8 @@ def add_command(
         action="append",
         metavar="[NAME=]HOST:PORT",
         help="the store's address, if the advertised one does not work from here; repeat it or use commas for several "
-        "stores, with the names that the inference service uses (default: as the inference service advertises)",
+        "stores, with the names that the inference service uses; ls, pull and manifest also take the URL of an "
+        "archive, such as s3://bucket/prefix (default: as the inference service advertises)",
     )
     _add_credentials(parser)
 

@@ -150,7 +150,7 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
             await services.begin()
-            job = replace(job, spec=await _with_stored_rows(job.spec, services))
+            job = replace(job, spec=await with_stored_rows(job.spec, services))
             folder.begin(job.document(items, services.info.model), _facts(services))
             await _with_pauses(_check_prompts(folder, items))
             summary = await _run(job, items, folder, services)
@@ -184,7 +184,7 @@ def run_in_thread(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         loop.close()
 
 
-async def _with_stored_rows(spec: JobSpec, services: Services) -> JobSpec:
+async def with_stored_rows(spec: JobSpec, services: Services) -> JobSpec:
     """Return the job with vectors in place of the stored rows that its steering names.
 
     Raises:

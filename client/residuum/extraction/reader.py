@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -172,6 +173,23 @@ class Extracted:
         self._tensors = {name: kind for shard in self._shards for name, kind in shard.tensors.items()}
 
     @property
+    def num_shards(self) -> int:
+        """The number of shards that `shard` returns."""
+        return len(self._shards)
+
+    def shard(self, number: int) -> Extracted:
+        """Return the rows of one shard. `prompt` still counts over the whole job.
+
+        A job may be larger than memory, and so may be the token IDs, labels and positions of all its rows. Those of a
+        shard are small.
+        """
+        part = copy.copy(self)
+        for name in _CACHED:
+            part.__dict__.pop(name, None)
+        part.__dict__ |= {"_shards": [self._shards[number]], "_arrays": [self._arrays[number]]}
+        return part
+
+    @property
     def points(self) -> tuple[str, ...]:
         """The points, such as "resid_post.12": a site and a layer for each tensor of rows."""
         return tuple(sorted(self._tensors, key=lambda name: (name.split(".")[0], int(name.split(".")[1]))))
@@ -261,7 +279,7 @@ class Extracted:
     def export(
         self,
         folder: str | os.PathLike[str],
-        format: Literal["datasets", "parquet"] = "datasets",  # noqa: A002
+        format: Literal["datasets", "parquet", "zarr", "tar"] = "datasets",  # noqa: A002
         *,
         allow_partial: bool = False,
     ) -> Path:
@@ -273,8 +291,9 @@ class Extracted:
 
         Args:
             folder: The folder to write; it must not exist.
-            format: "datasets" for `datasets.load_from_disk`, "parquet" for Parquet files. Both need the extra
-                `parquet`.
+            format: "datasets" for `datasets.load_from_disk`, or "parquet" for Parquet files; both need the extra
+                `parquet`. "zarr" for a Zarr group with an array [rows, width] for each point; it needs the extra
+                `zarr`. "tar" for tar files in the layout of WebDataset, with a sample of .npy files for each prompt.
             allow_partial: Export the rows so far of a job that is not complete.
 
         Returns:
@@ -288,9 +307,9 @@ class Extracted:
         Example:
             >>> datasets.load_from_disk(rows.export("cached"))[0]["blocks.12.hook_resid_post"]
         """
-        from residuum.extraction.tables_out import export_table
+        from residuum.extraction.exporting import export_rows
 
-        return export_table(self, folder, format, allow_partial=allow_partial)
+        return export_rows(self, folder, format, allow_partial=allow_partial)
 
     def labels(self, name: str) -> list[Any]:
         """Return a kept column's value for each row.
@@ -302,11 +321,19 @@ class Extracted:
             >>> values = np.asarray(rows.layer(12), np.float32)
             >>> probe = LogisticRegression().fit(values, rows.labels("y"))
         """
+        found = self.document_labels(name)
+        return [found[index] for index in self._document_numbers.tolist()]
+
+    def document_labels(self, name: str) -> list[Any]:
+        """Return a kept column's value for each prompt, or with `pack` for each document of each window.
+
+        Raises:
+            KeyError: As for `labels`.
+        """
         if name not in self.spec["keep"]:
             kept = ", ".join(self.spec["keep"]) or "none: name columns with keep= when you extract"
             raise KeyError(f"the job did not keep the column {name!r}; it kept {kept}")
-        found = [document["labels"].get(name) for documents in self._documents for document in documents]
-        return [found[index] for index in self._document_numbers.tolist()]
+        return [document["labels"].get(name) for documents in self._documents for document in documents]
 
     @property
     def documents(self) -> npt.NDArray[np.int64]:
@@ -329,7 +356,8 @@ class Extracted:
         at = np.array([item["position"] for documents in self._documents for item in documents], np.int64)
         # So that one number orders documents by prompt and position. A document may begin after the last row.
         span = int(max(self.positions.max(initial=0), at.max(initial=0))) + 1
-        return np.searchsorted(prompts * span + at, self.prompt * span + self.positions, side="right") - 1
+        prompt = self.prompt - (self._shards[0].first_prompt if self._shards else 0)
+        return np.searchsorted(prompts * span + at, prompt * span + self.positions, side="right") - 1
 
     def __len__(self) -> int:
         return sum(shard.rows for shard in self._shards)
@@ -341,3 +369,6 @@ class Extracted:
     def _column(self, name: str) -> npt.NDArray[np.int64]:
         parts = [arrays[name] for arrays in self._arrays]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+_CACHED = tuple(name for name, value in vars(Extracted).items() if isinstance(value, cached_property))

@@ -9,16 +9,15 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from residuum.exceptions import ExtractStopped, IncompleteCapture, OutageWarning, ResiduumError, UnknownCapture
-from residuum.extraction.folder import JobFolder
 from residuum.extraction.inputs import Items
 from residuum.extraction.packing import PackedItems
 from residuum.extraction.progress import Report, Totals
 from residuum.extraction.prompt import Answered, Failed, PromptSender, with_advice
 from residuum.extraction.services import Service, goes_away
-from residuum.extraction.shards import SHARD_PROMPTS, Shard
+from residuum.extraction.shards import SHARD_PROMPTS, Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError
 from residuum.protocol.reading import not_complete, plan_read
 from residuum.values.activations import Activations
@@ -39,6 +38,24 @@ _CANCEL_SECONDS = 0.5
 Outcome = Answered | Failed
 
 
+class ShardOutput(Protocol):
+    """Where the shards go: the folder of a job, or a block of Ray Data."""
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """The shards of earlier runs."""
+        ...
+
+    @property
+    def done(self) -> int:
+        """The number of prompts in these shards."""
+        ...
+
+    def commit(self, shard: Shard, total: int) -> object:
+        """Take a shard of a job of `total` prompts. It runs in a thread. When it returns, the captures are deleted."""
+        ...
+
+
 class Runner:
     """The rest of a job, from the first prompt that is in no shard."""
 
@@ -46,7 +63,7 @@ class Runner:
         self,
         spec: JobSpec,
         items: Items | PackedItems,
-        folder: JobFolder,
+        output: ShardOutput,
         sender: PromptSender,
         report: Report,
         *,
@@ -56,7 +73,7 @@ class Runner:
     ) -> None:
         self._spec = spec
         self._items = items
-        self._folder = folder
+        self._output = output
         self._sender = sender
         self._report = report
         self._on_error = on_error
@@ -93,7 +110,7 @@ class Runner:
 
     async def _feed(self) -> None:
         """Start the prompts in order, as there is room."""
-        for index in range(self._folder.done, len(self._items)):
+        for index in range(self._output.done, len(self._items)):
             await self._room.acquire()
             item = self._items.item(index)
             self._waiting.append(asyncio.ensure_future(self._sender.send(item)))
@@ -219,13 +236,13 @@ class Runner:
             raise TypeError(f"{outcome.item.where} has no rows")
         is_skipped = self._spec.on_long == "skip" and outcome.reason == "PROMPT_TOO_LONG"
         if self._on_error == "stop" and not is_skipped:
-            raise ExtractStopped(outcome.item.where, outcome.error, self._folder.done, len(self._items))
+            raise ExtractStopped(outcome.item.where, outcome.error, self._output.done, len(self._items))
         self.totals.failed += 1
         shard.add_failure(outcome.item, outcome.reason, str(outcome.error))
 
     def _new_shard(self, after: Shard | None = None) -> Shard:
-        number = len(self._folder.shards) if after is None else after.number + 1
-        first = self._folder.done if after is None else after.first_prompt + after.prompts
+        number = len(self._output.shards) if after is None else after.number + 1
+        first = self._output.done if after is None else after.first_prompt + after.prompts
         return Shard(number, first, as_float32=self._spec.dtype == "float32")
 
     async def _finish(self, shard: Shard, total: int) -> Shard:
@@ -237,7 +254,7 @@ class Runner:
         return self._new_shard(after=shard)
 
     async def _write(self, shard: Shard, total: int, used: list[tuple[Service, str]]) -> None:
-        await asyncio.to_thread(self._folder.commit, shard, total)
+        await asyncio.to_thread(self._output.commit, shard, total)
         if not self._keep:
             task = asyncio.ensure_future(_delete(used))
             self._deleting.add(task)

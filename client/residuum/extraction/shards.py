@@ -81,6 +81,19 @@ class Shard:
         """The number of prompts."""
         return len(self._lines)
 
+    @property
+    def lines(self) -> Sequence[Mapping[str, Any]]:
+        """What the prompts file has of each prompt."""
+        return self._lines
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays of the file of rows, by name."""
+        arrays: dict[str, Array] = {}
+        for name in (*_INDEX_ARRAYS, *sorted(self._rows)):
+            dtype, shape, parts = self._tensor(name)
+            arrays[name] = np.concatenate(parts, dtype=dtype) if parts else np.empty(shape, dtype)
+        return arrays
+
     def add(self, item: Item, acts: Activations, reply: Reply) -> None:
         """Add the rows of a prompt.
 

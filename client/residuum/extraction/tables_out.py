@@ -7,83 +7,93 @@ If the job was packed, the table has one row for each window, in the layout of S
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.parts import portable
-from residuum.exports.target import workplace
-from residuum.rpc.extras import install_extra
 from residuum.values.points import transformer_lens_name
 
 if TYPE_CHECKING:
     from residuum.extraction.reader import Extracted
 
-TableFormat = Literal["datasets", "parquet"]
-FORMATS: tuple[TableFormat, ...] = ("datasets", "parquet")
-
 _PIECE_BYTES = 32 << 20
 """The approximate rows that are in memory at once."""
 _FILE_BYTES = 1 << 30
 """The approximate size of a file."""
+_JSON = "utf8"
+"""The type of a text that is JSON, by another name than that of a plain text."""
+_NUMBERS = {"token_ids": "int32", "positions": "int32", "documents": "int64"}
+"""The columns that say which row it is, and their types."""
 
 
-def export_table(rows: Extracted, folder: str | os.PathLike[str], format_name: str, *, allow_partial: bool) -> Path:
-    """Write a folder; see `Extracted.export`."""
-    if format_name not in FORMATS:
-        raise InvalidRequest(f"format={format_name!r} does not exist. Choose among {', '.join(FORMATS)}.")
-    try:
-        import pyarrow as pa  # noqa: F401 - to say early that it is missing
-    except ImportError:
-        raise ImportError(f"Exports to {format_name} need the package pyarrow: {install_extra('parquet')}.") from None
-    target = Path(folder)
-    if os.path.lexists(target):
-        raise FileExistsError(f"{target} exists already. Delete it, or choose another folder.")
-    rows.check_complete(allow_partial=allow_partial)
-    if not len(rows):
-        raise InvalidRequest(f"{rows.folder} has no rows to export.", reason="INVALID_FIELD")
-    table = _Table(rows)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with workplace(target, overwrite=False) as place:
-        place.result.mkdir()
-        files = _write_files(table, place.result, format_name)
-        if format_name == "datasets":
-            _write_state(table, place.result, files)
-    return target
+def write_datasets(rows: Extracted, folder: Path) -> None:
+    """Write what `datasets.load_from_disk` reads."""
+    folder.mkdir()
+    table = Table(rows)
+    _write_state(table, folder, _write_files(table, folder, "arrow"))
 
 
-class _Table:
+def write_parquet(rows: Extracted, folder: Path) -> None:
+    """Write Parquet files.
+
+    Raises:
+        InvalidRequest: A kept column has the name of another column.
+    """
+    folder.mkdir()
+    _write_files(Table(rows), folder, "parquet")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides the columns of a table. All its parts have the same."""
+
+    context: int | None
+    """The rows of each window; None if the table has a row for each token."""
+    label_types: Mapping[str, str]
+    """The type of each kept column."""
+
+    @classmethod
+    def of(cls, rows: Extracted) -> Layout:
+        """Return the layout of an extraction."""
+        counts = {line["rows"] for line in rows.prompts if line["rows"]}
+        has_one_sequence = not any(rows.shard(number).sequences.any() for number in range(rows.num_shards))
+        is_even = len(counts) == 1 and has_one_sequence  # replies have many lengths
+        types = {name: _label_type(rows.document_labels(name)) for name in rows.spec["keep"]}
+        return cls(counts.pop() if rows.spec.get("pack") and is_even else None, types)
+
+
+class Table:
     """The columns of an extraction, a piece at a time."""
 
-    def __init__(self, rows: Extracted) -> None:
+    def __init__(self, rows: Extracted, layout: Layout | None = None) -> None:
         self.rows = rows
-        self.points = {transformer_lens_name(point): rows.at(point) for point in rows.points}
-        counts = np.bincount(rows.prompt, minlength=1)
-        counts = counts[counts > 0]
-        is_even = len(set(counts.tolist())) == 1 and not rows.sequences.any()  # replies have many lengths
-        self.context = int(counts[0]) if rows.spec.get("pack") and is_even else None
-        """The rows of each window; None if the table has a row for each token."""
+        self.layout = layout or Layout.of(rows)
+        self.context = self.layout.context
+        self.points = {transformer_lens_name(point): point for point in rows.points}
         self.features: dict[str, Any] = {}
         self.fields: list[Any] = []
-        self._numbers = {
-            "token_ids": (rows.token_ids, "int32"), "positions": (rows.positions, "int32"),
-            "documents": (rows.documents, "int64"),
-        }  # fmt: skip
-        self._labels = {name: _label_values(rows.labels(name)) for name in rows.spec["keep"]}
         self._describe()
 
     def __len__(self) -> int:
         return len(self.rows) // (self.context or 1)
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of the activations of a row of the table."""
+        kinds = [self.rows.at(point) for point in self.points.values()]
+        return (self.context or 1) * sum(kind.shape[1] * portable(kind.dtype).itemsize for kind in kinds)
+
     def _describe(self) -> None:
         import pyarrow as pa
 
-        for name, values in self.points.items():
+        for name, point in self.points.items():
+            values = self.rows.at(point)
             dtype = portable(values.dtype).name
             kind = pa.from_numpy_dtype(dtype)
             if self.context is None:
@@ -96,11 +106,11 @@ class _Table:
             }
             feature = {"shape": shape, "dtype": dtype, "_type": "Array2D"}
             self._add(name, pa.list_(pa.list_(kind)), feature, of_datasets)
-        for name, (_, dtype) in self._numbers.items():
+        for name, dtype in _NUMBERS.items():
             self._add_by_token(name, dtype, pa.from_numpy_dtype(dtype))
         self._add("prompt", pa.int64(), {"dtype": "int64", "_type": "Value"})
-        for name, (dtype, _) in self._labels.items():
-            self._add_by_token(name, dtype, pa.type_for_alias(dtype))
+        for name, dtype in self.layout.label_types.items():
+            self._add_by_token(name, "string" if dtype == _JSON else dtype, pa.type_for_alias(dtype))
 
     def _add_by_token(self, name: str, dtype: str, kind: Any) -> None:
         import pyarrow as pa
@@ -127,27 +137,29 @@ class _Table:
 
         return pa.schema(self.fields, metadata={"huggingface": json.dumps({"info": {"features": self.features}})})
 
-    def batches(self) -> Iterator[Any]:
-        """Yield the table in pieces."""
-        width = sum(values.shape[1] * portable(values.dtype).itemsize for values in self.points.values())
-        step = max(1, _PIECE_BYTES // (width * (self.context or 1)))
-        for first in range(0, len(self), step):
-            yield self._batch(first, min(first + step, len(self)))
+    def batches(self, shards: Iterable[int] | None = None) -> Iterator[Any]:
+        """Yield the table, or the part of some shards, in pieces. Windows are never in two shards."""
+        step = max(1, _PIECE_BYTES // self.row_bytes)
+        for number in range(self.rows.num_shards) if shards is None else shards:
+            part = self.rows.shard(number)
+            labels = {name: _with_type(part.labels(name), dtype) for name, dtype in self.layout.label_types.items()}
+            for first in range(0, len(part) // (self.context or 1), step):
+                yield self._batch(part, labels, first, first + step)
 
-    def _batch(self, first: int, last: int) -> Any:
+    def _batch(self, rows: Extracted, labels: Mapping[str, list[Any]], first: int, last: int) -> Any:
         import pyarrow as pa
 
         context = self.context or 1
         part = slice(first * context, last * context)
         columns: list[Any] = []
-        for values in self.points.values():
-            found = np.ascontiguousarray(values[part], portable(values.dtype))
-            columns.append(self._nested(found))
-        for array, dtype in self._numbers.values():
-            columns.append(self._by_token(pa.array(array[part].astype(dtype))))
-        columns.append(pa.array(self.rows.prompt[part][::context]))
-        for dtype, found_labels in self._labels.values():
-            columns.append(self._by_token(pa.array(found_labels[part], pa.type_for_alias(dtype))))
+        for point in self.points.values():
+            values = rows.at(point)
+            columns.append(self._nested(np.ascontiguousarray(values[part], portable(values.dtype))))
+        for name, dtype in _NUMBERS.items():
+            columns.append(self._by_token(pa.array(getattr(rows, name)[part].astype(dtype))))
+        columns.append(pa.array(rows.prompt[part][::context]))
+        for name, dtype in self.layout.label_types.items():
+            columns.append(self._by_token(pa.array(labels[name][part], pa.type_for_alias(dtype))))
         return pa.record_batch(columns, schema=self.schema())
 
     def _nested(self, values: npt.NDArray[Any]) -> Any:
@@ -166,12 +178,11 @@ class _Table:
         return values if self.context is None else pa.FixedSizeListArray.from_arrays(values, self.context)
 
 
-def _write_files(table: _Table, folder: Path, format_name: str) -> list[str]:
+def _write_files(table: Table, folder: Path, suffix: str) -> list[str]:
     """Write the files of a table, and return their names."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    suffix = "arrow" if format_name == "datasets" else "parquet"
     names: list[str] = []
     writer, size = None, 0
     schema = table.schema()
@@ -189,7 +200,7 @@ def _write_files(table: _Table, folder: Path, format_name: str) -> list[str]:
     return names
 
 
-def _write_state(table: _Table, folder: Path, files: list[str]) -> None:
+def _write_state(table: Table, folder: Path, files: list[str]) -> None:
     """Write the two documents by which `datasets.load_from_disk` finds the files."""
     info = {"features": table.features, "description": "", "citation": "", "homepage": "", "license": ""}
     (folder / "dataset_info.json").write_text(json.dumps(info, indent=1))
@@ -206,10 +217,16 @@ def _sequence(dtype: str, length: int) -> dict[str, Any]:
     return {"feature": {"dtype": dtype, "_type": "Value"}, "length": length, "_type": "Sequence"}
 
 
-def _label_values(values: list[Any]) -> tuple[str, list[Any]]:
-    """Return the type of a label and its values. Values of different kinds, and nested ones, become JSON."""
+def _label_type(values: Iterable[Any]) -> str:
+    """Return the type of a label. Values of different kinds, and nested ones, become JSON."""
     kinds = {type(value) for value in values if value is not None}
     for kind, dtype in ((bool, "bool"), (int, "int64"), (float, "float64"), (str, "string")):
         if kinds <= {kind} or (kind is float and kinds <= {int, float}):
-            return dtype, values
-    return "string", [value if value is None else json.dumps(value) for value in values]
+            return dtype
+    return _JSON
+
+
+def _with_type(values: list[Any], dtype: str) -> list[Any]:
+    if dtype != _JSON:
+        return values
+    return [value if value is None else json.dumps(value) for value in values]

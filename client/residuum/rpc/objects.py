@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from residuum.wire.frames import Buffer
+from residuum.rpc.extras import install_extra
+from residuum.wire.frames import Buffer
 
 SCHEMES = ("s3://", "gs://", "az://", "file:///")
 """How the URL of an archive may begin."""
@@ -54,14 +54,18 @@ class MissingObjectError(ArchiveError):
 class Objects:
     """The objects under one URL. Any thread may use them. Each method raises ArchiveError if the operation fails."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, create: bool = True) -> None:
         """Prepare to use a URL. Credentials come from the environment, as the client of each cloud takes them.
+
+        Args:
+            url: The URL.
+            create: Whether the folder of a `file://` URL is created if it does not exist.
 
         Raises:
             ArchiveRefusedError: The URL cannot be used, or obstore is not installed.
         """
         if importlib.util.find_spec("obstore") is None:
-            raise ArchiveRefusedError("obstore is not installed: pip install 'residuum-server[archive]'")
+            raise ArchiveRefusedError(f"archives need the package obstore: {install_extra('archive')}")
         import obstore
         from obstore import store
 
@@ -72,7 +76,7 @@ class Objects:
         try:
             if url.startswith("file://"):
                 # Without cleanup, the empty folders of deleted captures would stay.
-                self._store: Any = from_url(url, mkdir=True, automatic_cleanup=True)
+                self._store: Any = from_url(url, mkdir=create, automatic_cleanup=create)
             else:
                 # With a checksum, S3 refuses an upload that was damaged on its way.
                 options: dict[str, Any] = {"checksum_algorithm": "sha256"} if url.startswith("s3://") else {}

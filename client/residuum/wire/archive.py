@@ -58,6 +58,16 @@ def number_of(key: str) -> int:
     return int(key.partition("-")[0], 16)
 
 
+def age_of(key: str, manifest: capture_pb2.CaptureManifest) -> tuple[int, int]:
+    """Return what is greater for the newer of two captures with one name. The older one was replaced.
+
+    Args:
+        key: The capture's name in the archive.
+        manifest: Its manifest.
+    """
+    return number_of(key), manifest.open_time.ToNanoseconds()
+
+
 def capture_path(key: str) -> str:
     """Return the path of a capture's own object."""
     return f"{CAPTURES}/{key}"

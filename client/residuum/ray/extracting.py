@@ -1,0 +1,252 @@
+"""`extract` on a Ray cluster: actors send the prompts of a dataset, and their rows are a dataset."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import uuid
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ray.data import ActorPoolStrategy, Dataset
+
+from residuum._async.client import AsyncClient
+from residuum.exceptions import ExtractStopped, InvalidRequest
+from residuum.extraction.inputs import Items
+from residuum.extraction.job import names_of, with_stored_rows
+from residuum.extraction.prompt import PromptSender
+from residuum.extraction.runner import Runner, clean_up
+from residuum.extraction.services import Services
+from residuum.extraction.shards import Shard, ShardInfo
+from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError, OnLong
+from residuum.extraction.tables import TableRows
+from residuum.ray.extracted_rows import ShardTables
+from residuum.values.capture import Capture
+from residuum.values.steering import Operation, operation_list
+
+if TYPE_CHECKING:
+    from residuum.rpc.credentials import TLS
+    from residuum.transport.connection_settings import Token
+
+_Result = TypeVar("_Result")
+
+_BATCH_PROMPTS = 256
+_BATCHES_AT_ONCE = 2
+"""Batches of one actor. While the last prompts of one run, those of the other keep the services busy."""
+
+_SHARD_BYTES = 32 << 20
+"""The approximate size of a block."""
+
+
+def extract(
+    prompts: Dataset,
+    endpoints: str | Iterable[str],
+    *,
+    capture: Capture,
+    column: str = "text",
+    keep: str | Iterable[str] = (),
+    chat: bool = False,
+    steer: Sequence[Operation] = (),
+    model: str | None = None,
+    context_length: int | None = None,
+    on_long: OnLong = "fail",
+    on_error: OnError = "skip",
+    max_concurrency: int = DEFAULT_CONCURRENCY,
+    batch_size: int = _BATCH_PROMPTS,
+    actors: int | tuple[int, int] = 1,
+    num_cpus: float = 1.0,
+    store: str | Iterable[str] | None = None,
+    timeout: float | None = None,
+    tenant: str | None = None,
+    token: Token = None,
+    tls: TLS | bool | None = None,
+    insecure: bool | None = None,
+    **sampling: Any,
+) -> Dataset:
+    """Return the rows of all prompts as a dataset: `Client.extract` with Ray's nodes, readers and writers.
+
+    Actors send the prompts, each actor to all services: a prompt goes to the service that has the fewest, one that does
+    not answer is left out until it does, and its prompts are sent to another one. The captures are deleted from the
+    stores once their rows are in a block. Nothing runs before the dataset is used, for example by `write_parquet`.
+
+    The dataset has one row for each token, with these columns: one for each point, such as `blocks.12.hook_resid_post`,
+    a list of the captured dtype or of float32; `token_ids`, `positions` and `sequences`; `prompt_sha256`, a digest of
+    the prompt and its kept columns; the kept columns; and `error`. A prompt that failed has one row with only its
+    digest, its kept columns and `error`: a reason and a message. To leave these out, use
+    `rows.filter(expr=col("error").is_null())`, with `col` from `ray.data.expressions`.
+
+    Ray runs the batches of a node that was lost again. A job that was stopped does not continue: use `Client.extract`
+    for that, which writes a folder. To pack texts into windows, pack them before, as lists of token IDs.
+
+    Args:
+        prompts: The prompts, a row for each. Any reader of `ray.data` makes them.
+        endpoints: The inference services, host:port. All serve one model. The actors must reach them and their stores.
+        capture: What to capture.
+        column: The column with the prompt: a text, token IDs, or a conversation.
+        keep: Further columns, which the rows keep, as a list or separated by commas.
+        chat: Treat a text as a user's message.
+        steer: As for `Client.generate`.
+        model: A LoRA adapter, or the model that you expect.
+        context_length: The most tokens of a prompt.
+        on_long: What to do with a longer one: "fail", "skip" or "truncate".
+        on_error: "skip" turns a prompt that fails into a row with `error`; "stop" raises.
+        max_concurrency: How many prompts each actor has running at once, on all services together.
+        batch_size: How many prompts an actor takes at once. The rows of about that many may be waiting in the stores.
+        actors: How many actors send prompts, or the fewest and the most. One keeps several services busy.
+        num_cpus: The CPUs that each actor reserves.
+        store: As for `Client`; so are the next five arguments. Every actor uses the same credentials.
+        timeout: Seconds that a prompt may take, and that all services may be away; None for 5 minutes.
+        tenant: The tenant.
+        token: The bearer token.
+        tls: TLS settings. Their files must exist on all nodes.
+        insecure: Whether a token may be sent in plain text.
+        sampling: As for `Client.generate`; by default max_tokens is 0.
+
+    Raises:
+        InvalidRequest: An argument is invalid, or `column` or a kept column is not in the dataset.
+
+    Example:
+        >>> rows = residuum.ray.extract(ray.data.read_json("prompts.jsonl"), "gpu-1:50051", capture=capture, keep="y")
+        >>> rows.write_parquet("s3://bucket/rows")
+    """
+    names = [endpoints] if isinstance(endpoints, str) else list(dict.fromkeys(endpoints))
+    if not names:
+        raise InvalidRequest("endpoints= has no service. Give at least one host:port.", reason="INVALID_FIELD")
+    kept = names_of(keep)
+    spec = JobSpec(
+        capture=capture, column=column, keep=kept, chat=chat, steer=operation_list(steer), model=model,
+        context_length=context_length, on_long=on_long, shard_bytes=_SHARD_BYTES, sampling=sampling,
+    )  # fmt: skip
+    spec.check()
+    if on_error not in {"stop", "skip"}:
+        raise InvalidRequest(f"on_error={on_error!r} does not exist. Choose 'stop' or 'skip'.")
+    present = prompts.schema().names
+    missing = [name for name in (column, *kept) if name not in present]
+    if missing:
+        raise InvalidRequest(
+            f"The dataset has no column {missing[0]!r}. It has {', '.join(map(repr, present))}. Name the column with "
+            "the prompt with column=, and those to keep with keep=.",
+            reason="INVALID_FIELD",
+        )
+    settings: dict[str, Any] = {
+        "store": store if store is None or isinstance(store, str) else tuple(store), "timeout": timeout or 30.0,
+        "tenant": tenant, "token": token, "tls": tls, "insecure": insecure,
+    }  # fmt: skip
+    plan = _Plan(spec, tuple(names), settings, on_error, max_concurrency, timeout, f"ray-{uuid.uuid4().hex[:12]}")
+    size = {"size": actors} if isinstance(actors, int) else {"min_size": actors[0], "max_size": actors[1]}
+    return prompts.select_columns([column, *(name for name in kept if name != column)]).map_batches(
+        Extractor, fn_constructor_args=(plan,), batch_size=batch_size, batch_format="pyarrow", num_cpus=num_cpus,
+        compute=ActorPoolStrategy(
+            **size, max_concurrent_calls_per_actor=_BATCHES_AT_ONCE, max_tasks_in_flight_per_actor=2 * _BATCHES_AT_ONCE,
+            enable_true_multi_threading=True,
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What every actor needs to know."""
+
+    spec: JobSpec
+    endpoints: tuple[str, ...]
+    settings: Mapping[str, Any]
+    on_error: OnError
+    max_concurrency: int
+    timeout: float | None
+    name: str
+    """The start of the names of all captures."""
+
+
+class Extractor:
+    """An actor: it has an event loop with clients of all services, and runs batches of prompts in it."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="residuum-extract", daemon=True).start()
+        self._services, spec = self._wait(self._begin())
+        self._spec = spec
+        self._tables = ShardTables(spec)
+
+    def __call__(self, batch: Any) -> Iterator[Any]:
+        """Run a batch of prompts, and yield their rows in blocks, as they are there."""
+        output = _Output()
+        done = asyncio.run_coroutine_threadsafe(self._run(batch, output), self._loop)
+        done.add_done_callback(lambda _: output.close())
+        try:
+            for shard in output:
+                yield self._tables.of(shard, batch, lambda: self._wait(self._tables.probe(self._services)))
+            done.result()
+        except ExtractStopped as stopped:
+            raise _stopped(stopped) from None
+        finally:  # also if Ray does not want the rest
+            output.abandon()
+            done.cancel()
+
+    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _begin(self) -> tuple[Services, JobSpec]:
+        plan = self._plan
+        clients = [AsyncClient(name, **plan.settings) for name in plan.endpoints]
+        services = Services(clients, plan.max_concurrency, plan.timeout)
+        try:
+            await services.begin()
+            return services, await with_stored_rows(plan.spec, services)
+        except BaseException:
+            await services.close()
+            raise
+
+    async def _run(self, batch: Any, output: _Output) -> None:
+        spec, name = self._spec, f"{self._plan.name}-{uuid.uuid4().hex[:8]}"
+        rows = TableRows(batch, "a batch of the dataset")
+        runner = Runner(
+            spec, Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat), output,
+            PromptSender(spec, self._services, name, self._plan.timeout), lambda _: None,
+            max_concurrency=self._plan.max_concurrency, on_error=self._plan.on_error, keep_captures=False,
+        )  # fmt: skip
+        try:
+            await runner.run()
+        finally:
+            await clean_up(self._services.all, name, keep_captures=False)
+
+
+class _Output:
+    """The shards of a batch: the runner adds them, and waits until the one before was taken, so few are in memory."""
+
+    def __init__(self) -> None:
+        self.shards: list[ShardInfo] = []
+        self.done = 0
+        self._queue: queue.Queue[Shard | None] = queue.Queue(maxsize=1)
+        self._is_abandoned = threading.Event()
+        self._number = 0
+
+    def commit(self, shard: Shard, total: int) -> None:  # noqa: ARG002 - as `JobFolder.commit`
+        """Pass on a shard. It runs in a thread."""
+        while not self._is_abandoned.is_set():
+            try:
+                self._queue.put(shard, timeout=0.5)
+            except queue.Full:
+                continue
+            return
+
+    def close(self) -> None:
+        """Note that there are no more shards."""
+        threading.Thread(target=self.commit, args=(None, 0), daemon=True).start()
+
+    def abandon(self) -> None:
+        """Let the runner end, although nobody takes its shards."""
+        self._is_abandoned.set()
+
+    def __iter__(self) -> Iterator[Shard]:
+        while (shard := self._queue.get()) is not None:
+            yield shard
+
+
+def _stopped(failure: ExtractStopped) -> ExtractStopped:
+    """Return the failure without what it says of a folder."""
+    text = str(failure).partition(" The job has stopped")[0]
+    failure.args = (f"{text} The job has stopped. Correct the cause, or use on_error='skip'.",)
+    return failure

@@ -1,0 +1,64 @@
+"""deploy/kubernetes/ray agrees with the command that it runs, with the services, and with the version of Ray."""
+
+import re
+import shlex
+from pathlib import Path
+
+import kubernetes_validate
+import yaml
+
+from residuum.cli.extract_ray import check
+from residuum.cli.main import make_parser
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+JOB = yaml.safe_load((DEPLOY / "kubernetes" / "ray" / "job.yaml").read_text())
+CLUSTER = JOB["spec"]["rayClusterSpec"]
+GROUPS = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
+
+
+def test_its_command_is_one_of_ours():
+    program, *arguments = shlex.split(JOB["spec"]["entrypoint"])
+    assert program == "residuum"
+    options = make_parser().parse_args(arguments)
+    check(options)
+    assert (options.ray, options.endpoint) == ("auto", ["inference.residuum.svc:50051"])
+    assert options.actors <= sum(group["replicas"] for group in CLUSTER["workerGroupSpecs"])
+
+
+def test_the_service_that_it_names_is_there():
+    (service,) = (
+        item
+        for item in yaml.safe_load_all((DEPLOY / "kubernetes" / "base" / "inference.yaml").read_text())
+        if item["kind"] == "Service"
+    )
+    assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == ("inference", 50051)
+
+
+def test_its_pods_match_the_kubernetes_schemas():
+    for group in GROUPS:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_its_pods_are_clients_with_a_token():
+    policies = yaml.safe_load_all((DEPLOY / "kubernetes" / "base" / "network.yaml").read_text())
+    (policy,) = (item for item in policies if item["metadata"]["name"] == "inference")
+    allowed = policy["spec"]["ingress"][0]["from"][1]
+    for group in GROUPS:
+        template = group["template"]
+        assert allowed["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        (container,) = template["spec"]["containers"]
+        environment = {item["name"]: item["value"] for item in container["env"]}
+        (mount,) = container["volumeMounts"]
+        assert environment["RESIDUUM_TOKEN_FILE"].startswith(f"{mount['mountPath']}/")
+        assert [volume["name"] for volume in template["spec"]["volumes"]] == [mount["name"]]
+        assert group["template"]["spec"]["containers"][0]["image"] == "residuum-ray"
+
+
+def test_ray_has_one_version():
+    (pinned,) = re.findall(r"^ray==(\S+)$", (DEPLOY.parent / "requirements" / "ray.lock").read_text(), re.MULTILINE)
+    assert CLUSTER["rayVersion"] == pinned
+    (image,) = re.findall(
+        r"^ARG BASE=rayproject/ray:(\S+)-py311$", (DEPLOY / "ray.Dockerfile").read_text(), re.MULTILINE
+    )
+    assert image == pinned
