@@ -24,7 +24,7 @@ from bench.conformance.reference import ALL_SITES
 from bench.conformance.results import Outcome, Verdict, sites_refused
 from bench.conformance.setup import Setup
 from bench.machine import describe as describe_origin
-from bench.options import add_engine_args, add_output, named, words
+from bench.options import add_engine_args, add_output, named, positive, words
 from bench.output import write_result
 from bench.processes import measuring, running_store
 
@@ -179,6 +179,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "the batch; with VLLM_BATCH_INVARIANT=1 in the environment, one is enough for WRONG",
     )  # fmt: skip
     parser.add_argument(
+        "--head-size", type=positive, help="the elements of each attention head, for architectures whose configuration "
+        "has `head_dim` (default: the architecture's, mostly 32)",
+    )  # fmt: skip
+    parser.add_argument(
         "--changes", action="store_true", help="also change the steering of a request while it generates"
     )
     parser.add_argument("--repeat", type=int, default=1, help="runs of each architecture")
@@ -191,7 +195,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if (options.alone or options.changes) and options.quantization != [""]:
         parser.error("--alone and --changes are not for --quantization: there each request runs alone, unsteered")
+    if options.head_size:
+        options.architectures = [with_head_size(each, options.head_size) for each in options.architectures]
     return options
+
+
+def with_head_size(architecture: Architecture, size: int) -> Architecture:
+    """Return an architecture whose attention heads have this size."""
+    return replace(architecture, values={**architecture.values, "head_dim": size})
 
 
 def setup_of(options: argparse.Namespace) -> Setup:
@@ -205,6 +216,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
         garbage=options.garbage,
         max_error=options.max_error or 0.0,
         alone=options.alone,
+        head_size=options.head_size or 0,
         changes=options.changes,
         batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") not in {"", "0"},
     )

@@ -15,6 +15,9 @@ _NOT_COMPARED = ""
 _BY_VLLM = "by vLLM"
 """How the reason begins if vLLM refuses an architecture, and not the service."""
 
+_HEAD_SIZE = 32
+"""That of most architectures; results have another one only if it was chosen."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -117,13 +120,14 @@ def _alone(results: Sequence[Result]) -> list[str]:
                     _served(result, compared[0]).label,
                     short_revision(result),
                     "yes" if result["setup"]["batch_invariant"] else "no",
+                    f"{result['setup'].get('head_size') or _HEAD_SIZE}",
                     ", ".join(dict.fromkeys(f"`{outcome['name']}`" for outcome in compared)),
                     _listed({site for outcome in compared for site in outcome["sites"]}),
                     f"{sum(outcome['rows_alone'] for outcome in compared):,}",
                     f"{sum(outcome['other_bits'] for outcome in compared):,}",
                 )
             )
-    heads = ("served in", "at", "batch-invariant", "models", "sites", "rows", "of these with other bits")
+    heads = ("served in", "at", "batch-invariant", "head size", "models", "sites", "rows", "of these with other bits")
     intro = "Rows of each request alone and in a batch, compared bit by bit, with and without `VLLM_BATCH_INVARIANT=1`:"
     return [intro, markdown_table(heads, rows)] if rows else []
 

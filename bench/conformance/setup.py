@@ -39,6 +39,8 @@ class Setup:
     """The largest allowed error of a row; 0 for the default of the dtype."""
     alone: bool = False
     """Whether each request also runs alone, and its rows are compared bit by bit with those in the batch."""
+    head_size: int = 0
+    """The elements of each attention head; 0: those of the architecture's configuration."""
     changes: bool = False
     """Whether the steering of one more request changes while it generates."""
     batch_invariant: bool = False

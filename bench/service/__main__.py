@@ -15,6 +15,9 @@ from bench.options import add_engine_args, add_model, add_output, model_of, posi
 from bench.parts import Part, run_parts
 from bench.service.compare import ServiceJob, bars, measure, show
 
+_SAE_MIB = 512
+"""Enough for an encoder of 65,536 features of 2560 elements in 16 bits."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the result. Each model runner is a part."""
@@ -41,6 +44,7 @@ def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
         *("--model", model, "--max-model-len", str(max(length, 64)), "--max-num-seqs", str(max(options.streams))),
         *("--engine-args", json.dumps(engine_args), "--max-num-batched-tokens", str(options.max_num_batched_tokens)),
         *(["--enforce-eager"] if options.eager else []),
+        *(["--sae-mib", str(_SAE_MIB)] if options.features else []),
     ]
     quick = {"requests_per_stream": 2, "rounds": 3} if options.quick else {}
     return ServiceJob(
@@ -51,6 +55,7 @@ def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
         shared_prefix=options.shared_prefix,
         captures=options.captures,
         probes=options.probes,
+        features=options.features,
         runner=runner,
         shown={"model": Path(model).name, "eager": options.eager, "engine_args": engine_args},
         **{**quick, **({"rounds": options.rounds} if options.rounds else {})},
@@ -68,11 +73,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--shared-prefix", type=int, default=0, help="tokens that all prompts begin with; switches the prefix cache on"
     )
     parser.add_argument(
-        "--captures", action="store_true", help="capture each prompt's last token and the reply, at all layers"
-    )
+        "--captures", action="store_true",
+        help="also measure requests that capture the prompt's last token and the reply, at all layers",
+    )  # fmt: skip
     parser.add_argument(
         "--probes", type=int, default=0, help="also measure requests with this number of linear probes (default: none)"
     )
+    parser.add_argument(
+        "--features", type=int, default=0, help="also measure requests that capture the strongest of this number of "
+        "features of a sparse autoencoder, at one layer (default: none)",
+    )  # fmt: skip
     parser.add_argument(
         "--store-folder", type=Path, help="folder of the store's data (default: the folder of temporary files)"
     )

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import residuum
@@ -21,8 +22,8 @@ from bench.service.load import Load, Measured, Start, run_load
 
 WAYS = ("AsyncLLM", "residuum")
 """The two ways: vLLM's engine, called within its process, and `residuum.AsyncClient` in another process."""
-PROBED = "residuum with probes"
-"""The third way, if the job has probes."""
+MORE = ("captures", "probes", "features")
+"""What requests of further ways have, if the job has it. Each is compared with `residuum` without it."""
 
 _ADDED = ("first_token_ms", "token_ms", "request_ms", "request_cpu_ms", "token_cpu_us")
 """The figures whose difference is reported. The last two are the CPU time of the service's process for a request of one
@@ -32,8 +33,8 @@ _BAR_STREAMS = 32
 _LEAST_RATE, _MOST_TOKEN_MS, _MOST_FIRST_MS = 0.95, 0.2, 5.0
 """The bars: the least share of vLLM's tokens per second, and the most added time in ms, for each token and to the first
 one."""
-_MOST_PROBED_RATIO = 1.01
-"""The bar for probes: the time of each token, over that without probes."""
+_MOST_TOKEN_RATIO = {"probes": 1.01, "features": 1.05}
+"""The bars for probes and features: the time of each token, over that without them."""
 _MOST_FIRST_RATIO = 1.05
 """The bar if prompts share their start: the time to the first token, over vLLM's. The cache makes it short."""
 
@@ -52,9 +53,12 @@ class ServiceJob:
     shared_prefix: int = 0
     """Tokens that all prompts begin with, read from the prefix cache."""
     captures: bool = False
-    """Whether `residuum` captures the last token of each prompt and the reply, at all layers."""
+    """Whether to measure requests that capture the last token of each prompt and the reply, at all layers."""
     probes: int = 0
-    """How many probes each request has in the third way; 0: there are only two ways."""
+    """How many linear probes the requests of another way have; 0: there is no such way."""
+    features: int = 0
+    """The features of an autoencoder at a layer, of which another way captures the strongest 32 of each token; 0: there
+    is no such way."""
     runner: Runner = Runner.DEFAULT
     shown: dict[str, Any] = field(default_factory=dict)
     """Further fields of the workload for the result."""
@@ -64,13 +68,13 @@ async def measure(job: ServiceJob, folder: Path, data: Path) -> dict[str, Any]:
     """Measure, and return the part of the result. The store's data is in `data`."""
     with ExitStack() as stack:
         flags = list(job.flags)
-        if job.captures:
+        if job.captures or job.features:
             flags += ["--store", stack.enter_context(running_store(data)).endpoint]
         host = Helper("bench.service.host", flags, folder / "service.log", environment_of(folder, job.runner))
         stack.callback(host.stop)
         async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
-            probes = make_probes(await client.info(), job.probes)
-            levels = [await _level(job, streams, host, client, probes) for streams in job.streams]
+            ways = {WAYS[1]: _through(client), **_more_ways(job, client, await client.info())}
+            levels = [await _level(job, streams, host, ways) for streams in job.streams]
     return {
         "parameters": {**{name: value for name, value in asdict(job).items() if name not in _UNSHOWN}, **job.shown},
         "model_runner": host.first["model_runner"],
@@ -80,6 +84,21 @@ async def measure(job: ServiceJob, folder: Path, data: Path) -> dict[str, Any]:
 
 _UNSHOWN = {"flags", "shown", "runner"}
 _CAPTURE = residuum.Capture(layers="all", positions=[(-1, None)])
+_STRONGEST = 32
+
+
+def _more_ways(job: ServiceJob, client: residuum.AsyncClient, info: residuum.ModelInfo) -> dict[str, Start]:
+    """Return the further ways of a job, by the names in MORE."""
+    ways = {}
+    if job.captures:
+        ways["captures"] = _through(client, capture=_CAPTURE)
+    if job.probes:
+        ways["probes"] = _through(client, probes=make_probes(info, job.probes))
+    if job.features:
+        sae, layer = make_sae(info, job.features), info.num_layers // 2
+        capture = residuum.Capture(layers=[layer], positions=_CAPTURE.positions, sae=sae, dimensions=_STRONGEST)
+        ways["features"] = _through(client, capture=capture)
+    return ways
 
 
 def make_probes(info: residuum.ModelInfo, number: int) -> list[residuum.Probe]:
@@ -93,27 +112,34 @@ def make_probes(info: residuum.ModelInfo, number: int) -> list[residuum.Probe]:
     ]
 
 
-async def _level(
-    job: ServiceJob, streams: int, host: Helper, client: residuum.AsyncClient, probes: Sequence[residuum.Probe]
-) -> dict[str, Any]:
-    ways = (*WAYS, PROBED) if probes else WAYS
-    summaries: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+def make_sae(info: residuum.ModelInfo, features: int) -> residuum.SAE:
+    """Return a ReLU autoencoder of random weights in 16 bits, as published ones have."""
+    source = np.random.default_rng(6)
+    weights = source.standard_normal((features, info.hidden_size), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    return residuum.SAE(weights, weights)
+
+
+async def _level(job: ServiceJob, streams: int, host: Helper, ways: Mapping[str, Start]) -> dict[str, Any]:
+    names = (WAYS[0], *ways)
+    summaries: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(-1, job.rounds):  # round -1 is a warm-up: threads start, buffers are allocated
-        for way in ways if number % 2 == 0 else ways[::-1]:
+        for name in names if number % 2 == 0 else names[::-1]:
             requests = job.requests_per_stream * streams if number >= 0 else streams
             load = Load(
-                f"{ways.index(way)}-{streams}-{number}", streams, requests, job.prefill, job.decode,
+                f"{names.index(name)}-{streams}-{number}", streams, requests, job.prefill, job.decode,
                 host.first["vocab_size"], job.shared_prefix,
             )  # fmt: skip
-            start = None
-            if way != WAYS[0]:
-                start = _through(client, _CAPTURE if job.captures else None, probes if way == PROBED else ())
-            measured, cpu_seconds = await _run(load, host, start)
-            _, short_cpu_seconds = await _run(load.shortened(), host, start)
+            measured, cpu_seconds = await _run(load, host, ways.get(name))
+            _, short_cpu_seconds = await _run(load.shortened(), host, ways.get(name))
             if number >= 0:
-                summaries[way].append({**measured.summary(), **cpu_of(load, cpu_seconds, short_cpu_seconds)})
-    level = {"streams": streams, **summaries, "difference": difference(summaries)}
-    return {**level, "probes": difference(summaries, WAYS[1], PROBED)} if probes else level
+                summaries[name].append({**measured.summary(), **cpu_of(load, cpu_seconds, short_cpu_seconds)})
+    return {
+        "streams": streams,
+        **summaries,
+        "difference": difference(summaries, *WAYS),
+        "over_vllm": {name: difference(summaries, WAYS[0], name) for name in ways if name in MORE},
+        "over_residuum": {name: difference(summaries, WAYS[1], name) for name in ways if name in MORE},
+    }
 
 
 async def _run(load: Load, host: Helper, start: Start | None) -> tuple[Measured, float]:
@@ -149,7 +175,9 @@ def cpu_of(load: Load, seconds: float, short_seconds: float) -> dict[str, float]
     }
 
 
-def _through(client: residuum.AsyncClient, capture: residuum.Capture | None, probes: Sequence[residuum.Probe]) -> Start:
+def _through(
+    client: residuum.AsyncClient, capture: residuum.Capture | None = None, probes: Sequence[residuum.Probe] = ()
+) -> Start:
     async def start(name: str, prompt: Sequence[int], decode: int) -> AsyncGenerator[int, None]:
         stream = client.stream(
             list(prompt), request_id=name, max_tokens=decode, temperature=0.0, ignore_eos=True, capture=capture,
@@ -164,9 +192,7 @@ def _through(client: residuum.AsyncClient, capture: residuum.Capture | None, pro
     return start
 
 
-def difference(
-    summaries: Mapping[str, Sequence[Mapping[str, float]]], base: str = WAYS[0], other: str = WAYS[1]
-) -> dict[str, float]:
+def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]], base: str, other: str) -> dict[str, float]:
     """Return the overhead of a way over another: medians over the rounds of the difference between them."""
     pairs = list(zip(summaries[base], summaries[other], strict=True))
 
@@ -185,41 +211,43 @@ def difference(
 
 def bars(part: Mapping[str, Any]) -> list[Bar]:
     """Return the bars for 32 streams; none if 32 streams were not measured."""
-    found = []
-    for level in part["levels"]:
-        if level["streams"] == _BAR_STREAMS:
-            more, streams = level["difference"], f"{_BAR_STREAMS} streams"
-            rate = more["tokens_per_second_ratio"]
-            found.append(Bar(f"tokens/s of {streams}, over AsyncLLM's", rate, _LEAST_RATE, at_most=False))
-            found.append(Bar(f"ms more a token, of {streams}", more["added_token_ms"], _MOST_TOKEN_MS))
-            if part["parameters"]["shared_prefix"]:
-                ratio = more["first_token_ratio"]
-                found.append(Bar(f"to the first token, of {streams}, over AsyncLLM's", ratio, _MOST_FIRST_RATIO))
-            else:
-                found.append(
-                    Bar(f"ms more to the first token, of {streams}", more["added_first_token_ms"], _MOST_FIRST_MS)
-                )
-            if "probes" in level:
-                ratio, number = level["probes"]["token_ratio"], part["parameters"]["probes"]
-                found.append(
-                    Bar(f"each token with {number} probes, over without, {streams}", ratio, _MOST_PROBED_RATIO)
-                )
+    level = next((level for level in part["levels"] if level["streams"] == _BAR_STREAMS), None)
+    if level is None:
+        return []
+    streams, more = f"{_BAR_STREAMS} streams", level["difference"]
+    rate, added = more["tokens_per_second_ratio"], more["added_token_ms"]
+    found = [
+        Bar(f"tokens/s of {streams}, over AsyncLLM's", rate, _LEAST_RATE, at_most=False),
+        Bar(f"ms more a token, of {streams}", added, _MOST_TOKEN_MS),
+    ]
+    if not part["parameters"]["shared_prefix"]:
+        found.append(Bar(f"ms more to the first token, of {streams}", more["added_first_token_ms"], _MOST_FIRST_MS))
+    elif part["parameters"]["captures"]:
+        for base, differences in (("AsyncLLM's", level["over_vllm"]), ("without captures", level["over_residuum"])):
+            ratio = differences["captures"]["first_token_ratio"]
+            found.append(Bar(f"to the first token with captures, over {base}, {streams}", ratio, _MOST_FIRST_RATIO))
+    for name, limit in _MOST_TOKEN_RATIO.items():
+        if name in level["over_residuum"]:
+            ratio, number = level["over_residuum"][name]["token_ratio"], part["parameters"][name]
+            found.append(Bar(f"each token with {number} {name}, over without, {streams}", ratio, limit))
     return found
 
 
 def show(part: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table."""
+    """Yield the table. Further ways have a row of their own, and one with what they add to `residuum`."""
     head = [
         *("streams", "way", "tokens/s", "requests/s", "first token, ms", "each token, ms", "request, ms"),
         *("CPU of a request, ms", "of a token, us"),
     ]
     rows = []
     for level in part["levels"]:
-        for way in (way for way in (*WAYS, PROBED) if way in level):
+        for way, summaries in ((way, level[way]) for way in (*WAYS, *MORE) if way in level):
             columns = ("tokens_per_second", "requests_per_second", *_ADDED)
-            medians = [statistics.median(summary[name] for summary in level[way]) for name in columns]
-            rows.append([str(level["streams"]), way, *(f"{value:.4g}" for value in medians)])
-        rows += [_difference_row(name, level[name]) for name in ("difference", "probes") if name in level]
+            medians = [statistics.median(summary[name] for summary in summaries) for name in columns]
+            name = f"residuum, {way}" if way in MORE else way
+            rows.append([str(level["streams"]), name, *(f"{value:.4g}" for value in medians)])
+        rows.append(_difference_row("residuum - AsyncLLM", level["difference"]))
+        rows += [_difference_row(f"{way} - residuum", more) for way, more in level["over_residuum"].items()]
     yield table(head, rows)
 
 

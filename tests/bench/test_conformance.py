@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from bench.conformance.__main__ import cases_of, parse, rest_of, setup_of
 from bench.conformance.architectures import ARCHITECTURES
 from bench.conformance.check import _told_when_ready, to_json
 from bench.conformance.compare import _Answer
+from bench.conformance.models import make_model
 from bench.conformance.page import tables
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of, sites_refused
 from bench.conformance.workload import make_changed_request
@@ -288,7 +290,7 @@ def test_rows_alone_and_in_a_batch_have_a_table_of_their_own() -> None:
     results = [
         {
             **origin,
-            "setup": {**setup, "batch_invariant": invariant},
+            "setup": {**setup, "batch_invariant": invariant, "head_size": 128 if invariant else 0},
             "architectures": [
                 outcome("llama", rows_alone=1000, other_bits=bits, sites=["resid_post"]),
                 outcome("gemma2", rows_alone=500, other_bits=0, sites=["resid_post"]),
@@ -299,9 +301,17 @@ def test_rows_alone_and_in_a_batch_have_a_table_of_their_own() -> None:
     ]
     text = tables(results)
     label = "CPU, vLLM 0.32.0, bfloat16, runner V2 | 0123456"
-    assert f"| {label} | no | `llama`, `gemma2` | `resid_post` | 1,500 | 7 |" in text
-    assert f"| {label} | yes | `llama`, `gemma2` | `resid_post` | 1,500 | 0 |" in text
+    assert f"| {label} | no | 32 | `llama`, `gemma2` | `resid_post` | 1,500 | 7 |" in text
+    assert f"| {label} | yes | 128 | `llama`, `gemma2` | `resid_post` | 1,500 | 0 |" in text
     assert "| `llama` |" not in text, "the run is no column of the matrix"
+
+
+def test_the_head_size_is_that_of_the_models_that_are_made(tmp_path: Path) -> None:
+    options = parse(["--architectures", "llama", "--head-size", "128", "--output", str(tmp_path / "x.json")])
+    (case,) = cases_of(options, setup_of(options))
+    assert case.setup.head_size == 128
+    config = json.loads((make_model(case.architecture, tmp_path) / "config.json").read_text())
+    assert config["head_dim"] == 128
 
 
 def test_a_change_of_steering_after_the_last_row_is_a_fault() -> None:
