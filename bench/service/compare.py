@@ -74,7 +74,10 @@ async def measure(job: ServiceJob, folder: Path, data: Path) -> dict[str, Any]:
         stack.callback(host.stop)
         async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
             ways = {WAYS[1]: _through(client), **_more_ways(job, client, await client.info())}
-            levels = [await _level(job, streams, host, ways) for streams in job.streams]
+            levels = []
+            for streams in job.streams:
+                levels.append(await _level(job, streams, host, ways))
+                print(*show({"levels": levels[-1:]}), sep="\n", flush=True)  # a run that is stopped shows these
     return {
         "parameters": {**{name: value for name, value in asdict(job).items() if name not in _UNSHOWN}, **job.shown},
         "model_runner": host.first["model_runner"],
