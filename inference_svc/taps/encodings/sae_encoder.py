@@ -130,7 +130,7 @@ class SAEEncoder:
             # Tensor cores: products of 16-bit numbers are exact in float32, and so are the sums but for their order.
             torch.mm(rows, self.weights.T, out_dtype=torch.float32, out=outputs)
             outputs.add_(self.biases)
-        elif _rounds_factors(rows):
+        elif rounds_factors(rows):
             self._write_by_kernel(rows, outputs)
         elif self.weights.dtype == torch.float32:
             torch.addmm(self.biases, rows.float(), self.weights.T, out=outputs)
@@ -151,7 +151,7 @@ class SAEEncoder:
         outputs.add_(self.biases)
 
 
-def _rounds_factors(rows: Tensor) -> bool:
+def rounds_factors(rows: Tensor) -> bool:
     """Return whether torch may round float32 factors to TF32 on this device (VLLM_FLOAT32_MATMUL_PRECISION).
 
     That is a setting of the process for the model. To change it for a moment would change the model's own arithmetic.
