@@ -241,6 +241,28 @@ async def test_a_header_alone_drops_no_encoder():
         assert kept(service).keys() == {header_of(numbered(seed)).digest for seed in (2, 3, 4)}
 
 
+async def test_an_upload_in_tiny_messages_is_ended_and_its_room_is_free(monkeypatch):
+    """Each message arrives in time, but all together would take for ever."""
+    monkeypatch.setattr(sae_upload, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(sae_upload, "SLOWEST_BYTES_PER_SECOND", SIZE / 0.2)
+    sent = []
+
+    async def slow():
+        yield inference_pb2.PutSAERequest(header=header_of(numbered(1)))
+        while True:
+            sent.append(1)
+            yield inference_pb2.PutSAERequest(data=b"x")
+            await asyncio.sleep(0.02)
+
+    async with running_service(engine=engine(SIZE)) as service:
+        failure = await asyncio.wait_for(failure_of(service.stub.PutSAE(slow())), 10)
+        assert failure.reason_name == "CALLER_STALLED"
+        assert "slower than" in str(failure)
+        assert len(sent) >= 5
+        assert service.parts.saes.free_bytes == SIZE
+        assert not (await service.stub.PutSAE(messages(numbered(2)))).existed
+
+
 @pytest.mark.parametrize("num_sent", [1, 2], ids=["after the header", "after some bytes"])
 async def test_an_upload_that_stalls_is_ended_and_its_room_is_free(monkeypatch, num_sent):
     monkeypatch.setattr(sae_upload, "IDLE_SECONDS", 0.3)
