@@ -164,17 +164,20 @@ def rounds_factors(rows: Tensor) -> bool:
         return True
 
 
-def load_encoder(path: Path, shape: EncoderShape, memory: Tensor) -> SAEEncoder:
+def load_encoder(path: Path, shape: EncoderShape, digest: bytes, memory: Tensor) -> SAEEncoder:
     """Copy an encoder's bytes from a file to a device's memory, in pieces.
 
     Args:
         path: The file, as sae.proto orders it.
         shape: The encoder's shape.
+        digest: The encoder's digest.
         memory: uint8 [shape.nbytes].
 
     Raises:
-        OSError: The file cannot be read, or is too short.
+        OSError: The file cannot be read, is too short, or holds other bytes. After the end of an upload, its path may
+            be that of another one.
     """
+    sha = shape.begin_digest()
     buffer = np.empty(min(_PIECE_BYTES, shape.nbytes), dtype=np.uint8)
     numbers = shape.nbytes - shape.weight_bytes
     with path.open("rb", buffering=0) as file:
@@ -184,7 +187,10 @@ def load_encoder(path: Path, shape: EncoderShape, memory: Tensor) -> SAEEncoder:
                 file.seek(start + first)
                 if file.readinto(piece.data) != len(piece):
                     raise OSError(f"{path} ends before byte {start + first + len(piece)}")
+                sha.update(piece.data)
                 memory[target + first : target + first + len(piece)].copy_(torch.from_numpy(piece))
+    if sha.digest() != digest:
+        raise OSError(f"{path} does not hold the encoder {digest.hex()}")
     return _encoder_in(memory, shape)
 
 
