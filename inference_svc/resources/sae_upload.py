@@ -6,7 +6,7 @@ import asyncio
 import os
 import tempfile
 import time
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.wire.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from residuum.v1 import inference_pb2, sae_pb2
     from residuum.wire.sae import EncoderShape
+
+_T = TypeVar("_T")
 
 IDLE_SECONDS = 30.0
 """How long the next message of an upload may take."""
@@ -72,7 +74,7 @@ async def receive(
         if not message.data or size > shape.nbytes:
             break
         try:
-            await asyncio.to_thread(add, message.data)
+            await _in_thread(add, message.data)
         except OSError as error:
             raise _unwritable(error) from error
     if not size:
@@ -90,7 +92,7 @@ async def receive(
             f"The bytes do not have the digest {header.digest.hex()}. sae.proto says how to compute it.",
             digest=header.digest.hex(),
         )
-    if not await asyncio.to_thread(_is_finite, file, shape):
+    if not await _in_thread(_is_finite, file, shape):
         raise Failure(
             Reason.ERROR_REASON_BAD_VALUES,
             f"The encoder {header.digest.hex()} holds NaN or infinity. Send finite values.",
@@ -115,6 +117,20 @@ def missing(digest: bytes) -> Failure:
         f"The sparse autoencoder {digest.hex()} is not on the server. Send its encoder with PutSAE, then call again.",
         digest=digest.hex(),
     )
+
+
+async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function in a thread, and wait for its end also if the caller leaves.
+
+    Otherwise the file could be closed while the thread writes to it, and the write could reach another file that gets
+    the same number.
+    """
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
 
 
 def _deadline(num_bytes: int) -> float:
