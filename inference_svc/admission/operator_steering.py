@@ -95,6 +95,8 @@ def _with_digests(table: Mapping[str, Any], folder: Path, vectors: dict[bytes, t
         if name in _FILES:
             fields[_FILES[name]] = digest_of(value)
         elif name in _LISTS:
+            if not isinstance(value, list):
+                raise ValueError(f"{name} is {value!r}; it must be a list of files, one for each layer")
             fields[_LISTS[name]] = [digest_of(item) for item in value]
         else:
             fields[name] = _with_digests(value, folder, vectors) if isinstance(value, dict) else value

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from typing import IO, TYPE_CHECKING
+import time
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -13,13 +14,18 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.wire.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from residuum.v1 import inference_pb2, sae_pb2
     from residuum.wire.sae import EncoderShape
 
+_T = TypeVar("_T")
+
 IDLE_SECONDS = 30.0
 """How long the next message of an upload may take."""
+
+SLOWEST_BYTES_PER_SECOND = 100e3
+"""An upload may take `IDLE_SECONDS` more than at this speed. A slower one would keep its room from others for long."""
 
 _CHECKED_BYTES = 16 << 20
 """How much of a file is checked for finite numbers at once."""
@@ -55,6 +61,7 @@ async def receive(
             coming, or cannot be written.
     """
     sha, size = shape.begin_digest(), 0
+    deadline = _deadline(shape.nbytes)
 
     def add(piece: bytes) -> None:
         sha.update(piece)
@@ -62,12 +69,12 @@ async def receive(
         while rest:
             rest = rest[file.write(rest) :]
 
-    while (message := await _next(messages)) is not None:
+    while (message := await _next(messages, deadline)) is not None:
         size += len(message.data)
         if not message.data or size > shape.nbytes:
             break
         try:
-            await asyncio.to_thread(add, message.data)
+            await _in_thread(add, message.data)
         except OSError as error:
             raise _unwritable(error) from error
     if not size:
@@ -85,7 +92,7 @@ async def receive(
             f"The bytes do not have the digest {header.digest.hex()}. sae.proto says how to compute it.",
             digest=header.digest.hex(),
         )
-    if not await asyncio.to_thread(_is_finite, file, shape):
+    if not await _in_thread(_is_finite, file, shape):
         raise Failure(
             Reason.ERROR_REASON_BAD_VALUES,
             f"The encoder {header.digest.hex()} holds NaN or infinity. Send finite values.",
@@ -94,10 +101,10 @@ async def receive(
 
 
 async def drain(messages: AsyncIterator[inference_pb2.PutSAERequest], max_bytes: int) -> None:
-    """Read what a call still sends, up to `max_bytes`, unless it stops sending."""
-    size = 0
+    """Read what a call still sends, up to `max_bytes`, unless it stops sending or is too slow."""
+    size, deadline = 0, _deadline(max_bytes)
     try:
-        while size <= max_bytes and (message := await _next(messages)) is not None:
+        while size <= max_bytes and (message := await _next(messages, deadline)) is not None:
             size += len(message.data)
     except Failure:
         return
@@ -112,21 +119,47 @@ def missing(digest: bytes) -> Failure:
     )
 
 
-async def _next(messages: AsyncIterator[inference_pb2.PutSAERequest]) -> inference_pb2.PutSAERequest | None:
+async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function in a thread, and wait for its end also if the caller leaves.
+
+    Otherwise the file could be closed while the thread writes to it, and the write could reach another file that gets
+    the same number.
+    """
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
+
+
+def _deadline(num_bytes: int) -> float:
+    """Return when an upload that begins now must have ended."""
+    return time.monotonic() + IDLE_SECONDS + num_bytes / SLOWEST_BYTES_PER_SECOND
+
+
+async def _next(
+    messages: AsyncIterator[inference_pb2.PutSAERequest], deadline: float
+) -> inference_pb2.PutSAERequest | None:
     """Return the next message; None after the last one.
 
     Raises:
         Failure: It does not come in time.
     """
+    left = deadline - time.monotonic()
     try:
-        return await asyncio.wait_for(anext(messages), IDLE_SECONDS)
+        return await asyncio.wait_for(anext(messages), max(min(IDLE_SECONDS, left), 0.0))
     except StopAsyncIteration:
         return None
     except asyncio.TimeoutError:
+        problem = (
+            f"The next message of the upload did not arrive within {IDLE_SECONDS:g} s"
+            if left > IDLE_SECONDS
+            else f"The upload is slower than {SLOWEST_BYTES_PER_SECOND / 1e3:g} kB/s"
+        )
         raise Failure(
             Reason.ERROR_REASON_CALLER_STALLED,
-            f"The next message of the upload did not arrive within {IDLE_SECONDS:g} s, so the service ended it and "
-            "kept nothing. Send the encoder again.",
+            f"{problem}, so the service ended it and kept nothing. Send the encoder again.",
         ) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference_svc.taps.reductions import Batch, Reduction
+from inference_svc.taps.ring_writer import NO_MEMORY
 from residuum.v1 import capture_pb2
 from svc_common.logs import get_logger
 
@@ -64,23 +65,35 @@ class FollowedCaptures:
         """Take the rows of a block, and return the rows to send now, if any.
 
         Rows of captures that are not followed are returned unchanged. A reduction returns its row when it is complete.
+        If there is no memory to reduce rows, all further rows of this capture are reported as lost.
         """
         followed = self._of(batch.capture)
         if followed is None:
             return batch
         if followed.problem:
-            self._report_failed(batch, followed.problem)
+            self._report_failed(batch.capture, batch.positions, followed.problem)
             return None
-        if followed.reduction is None:
+        reduction = followed.reduction
+        if reduction is None:
             return batch
-        return self._complete(followed.reduction.add(batch), followed.reduction)
+        try:
+            reduced = reduction.add(batch)
+        except NO_MEMORY as error:
+            self._give_up(followed, [*reduction.pending, *batch.positions], error)
+            return None
+        return self._complete(reduced, reduction)
 
     def finish(self, capture: Capture) -> Batch | None:
         """Return the rows that a capture's reduction still owes after the last block, if any."""
         followed = self._of(capture)
         if followed is None or followed.reduction is None:
             return None
-        return self._complete(followed.reduction.finish(), followed.reduction)
+        try:
+            reduced = followed.reduction.finish()
+        except NO_MEMORY as error:
+            self._give_up(followed, followed.reduction.pending, error)
+            return None
+        return self._complete(reduced, followed.reduction)
 
     def miss(self, capture: Capture, positions: Sequence[int]) -> None:
         """Note that some rows of a capture will never arrive, so a reduction over them is incomplete."""
@@ -104,9 +117,16 @@ class FollowedCaptures:
         """Return reduced rows. If they include rows that never arrived, report the reduced rows as lost instead."""
         if batch is None or reduction.is_whole(batch):
             return batch
-        self._report_failed(batch, "Rows that this row is reduced from were lost.")
+        self._report_failed(batch.capture, batch.positions, "Rows that this row is reduced from were lost.")
         return None
 
-    def _report_failed(self, batch: Batch, detail: str) -> None:
-        reason = capture_pb2.INCOMPLETE_REASON_WRITE_FAILED
-        self._writer.report_loss(batch.capture, batch.positions, reason, detail)
+    def _give_up(self, followed: _Followed, positions: Sequence[int], error: BaseException) -> None:
+        """Report the rows of a reduction that has no memory as lost, now and from now on. Free what it holds."""
+        capture = followed.capture
+        _log.error("rows cannot be reduced", capture_id=capture.capture_id, exc_info=error)
+        problem = f"The worker could not reduce rows ({type(error).__name__}); its log says why."
+        self._followed[id(capture)] = followed._replace(reduction=None, problem=problem)
+        self._report_failed(capture, positions, problem)
+
+    def _report_failed(self, capture: Capture, positions: Sequence[int], detail: str) -> None:
+        self._writer.report_loss(capture, positions, capture_pb2.INCOMPLETE_REASON_WRITE_FAILED, detail)

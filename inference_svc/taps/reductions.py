@@ -78,6 +78,11 @@ class Reduction:
         """Return whether all rows that a reduced batch includes have arrived."""
         return (self._generated if batch.positions[0] >= self._prompt_tokens else self._prompt).is_whole
 
+    @property
+    def pending(self) -> Sequence[int]:
+        """The generated positions whose reduced rows `finish` returns."""
+        return self._generated.positions
+
     def finish(self) -> Batch | None:
         """Return the reduced rows of the last generated positions; None if no generated row arrived."""
         return Batch(self._capture, *self._generated.take()) if self._generated.positions else None

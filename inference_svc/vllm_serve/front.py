@@ -268,7 +268,9 @@ class FrontEnd:
 
     def _parameters(self, sampling: Any, prompt_tokens: int) -> inference_pb2.SamplingParameters:
         if not 1 <= sampling.n <= MAX_SEQUENCES:
-            raise invalid("n", f"n must be from 1 to {MAX_SEQUENCES} for a request that is captured or steered.")
+            raise invalid(
+                "n", f"n must be from 1 to {MAX_SEQUENCES} for a request that is captured, steered or watched by rules."
+            )
         room = max(self._serving.engine.facts.max_model_len - prompt_tokens, 1)
         return inference_pb2.SamplingParameters(
             max_tokens=min(sampling.max_tokens or room, room),
@@ -495,7 +497,8 @@ def _token_ids(prompt: Any) -> list[int]:
     if not is_tokens or prompt.get("multi_modal_data"):
         raise invalid(
             "prompt",
-            "Only prompts of text or token IDs can be captured and steered. This one has other parts, such as images.",
+            "Only prompts of text or token IDs can be captured, steered and watched by rules. This one has other "
+            "parts, such as images.",
         )
     return list(prompt["prompt_token_ids"])
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from inference_svc.taps.encodings import sae_encoder
+from inference_svc.taps.gpu import encoder as gpu_encoder
 from inference_svc.taps.gpu import encoding_kernels, kernel
 from inference_svc.taps.gpu.encoder import GpuEncoder
-from residuum.wire.encodings import SAE
+from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
 from tests.inference.encoder_cases import Case, cases
 
 GUARD = 64
@@ -32,7 +33,8 @@ memory = np.zeros(1 << 16, dtype=np.uint8)
 def main() -> None:
     """Encode every case twice: in one pass, and in parts through buffers that are too small for the case.
 
-    Features are computed by torch's product, and by the kernel for devices on which torch rounds factors to TF32.
+    Features and random projections are computed by torch's product, and by the kernel for devices on which torch rounds
+    factors to TF32.
     """
     kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
     whole = encoding_kernels._CHUNK
@@ -46,8 +48,14 @@ def main() -> None:
             check(case, GpuEncoder(torch.device("cpu"), 4 * (20 * row_bytes // 4 + 1)))
         if case.form.encoding == SAE:
             with (
-                mock.patch.object(sae_encoder, "_rounds_factors", return_value=True),
+                mock.patch.object(sae_encoder, "rounds_factors", return_value=True),
                 mock.patch.object(sae_encoder, "_KERNEL_FEATURES", 48),
+            ):
+                check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
+        if case.form.encoding in RANDOM_PROJECTIONS and case.rows.dtype == torch.float32:
+            with (
+                mock.patch.object(gpu_encoder, "rounds_factors", return_value=True),
+                mock.patch.object(torch, "mm", side_effect=AssertionError("torch's product")),
             ):
                 check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
 

@@ -53,12 +53,17 @@ KERNELS = {
     "inner products": (
         encoding_kernels._inner_products_kernel,
         {"target": "*fp32"},
-        {"ROWS": 32, "VECTORS": 16, "WIDTH": 64},
+        {"ROWS": 32, "VECTORS": 16, "WIDTH": 64, "element_step": 1},
     ),
     "inner products with 16-bit vectors": (
         encoding_kernels._inner_products_kernel,
         {"target": "*fp32", "vectors": "*bf16"},
-        {"ROWS": 32, "VECTORS": 16, "WIDTH": 64},
+        {"ROWS": 32, "VECTORS": 16, "WIDTH": 64, "element_step": 1},
+    ),
+    "inner products with signs": (
+        encoding_kernels._inner_products_kernel,
+        {"target": "*fp32", "source": "*fp32"},
+        {"ROWS": 32, "VECTORS": 16, "WIDTH": 64, "vector_step": 1},
     ),
     "casts to float32": (kernel._copy_kernel, {"target": "*fp32"}, CHUNKS),
     "casts to float16": (kernel._copy_kernel, {"target": "*fp16"}, CHUNKS),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
+from inference_svc.taps.reductions import _Running
 from inference_svc.taps.sink import BlockSink
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import BY_DIMENSION, ENCODINGS, FP32, FULL8, PROJECT, RAW, RP8, TOPK, RowFormat, basis_of
@@ -297,6 +298,39 @@ def test_shed_reduced_rows_are_reported():
     engine.run(RequestPlan(40, capture(None, MEAN, spare_positions=2, sheds=True)), 50)
     assert [list(loss.positions) for _, loss in engine.worker.ring.losses] == [[39], [47, 48, 49]]
     assert {loss.reason for _, loss in engine.worker.ring.losses} == {capture_pb2.INCOMPLETE_REASON_OVERFLOW}
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), MemoryError()], ids=repr)
+@pytest.mark.parametrize(
+    ("method", "nth", "stored", "lost"),
+    [
+        ("add", 1, set(), {*range(115)}),
+        ("add", 3, set(), {*range(64, 115)}),  # the last block of the prompt
+        ("add", 4, {69}, {*range(70, 115)}),
+        ("add", 5, {69}, {*range(81, 115)}),  # with the last eight rows of the block before it
+        ("take", 1, set(), {*range(64, 115)}),
+        ("take", 2, {69}, {*range(107, 115)}),
+    ],
+)
+def test_without_memory_only_the_rows_of_the_reduction_are_lost(monkeypatch, method, nth, stored, lost, error):
+    engine, calls = Engine(), []
+    plain = getattr(_Running, method)
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == nth:
+            raise error
+        return plain(*args)
+
+    monkeypatch.setattr(_Running, method, failing)
+    engine.run(RequestPlan(70, capture(None, MEAN, spare_positions=7)), 115)
+    assert {position for _, _, position in engine.stored()} == stored
+    losses = [loss for _, loss in engine.worker.ring.losses]
+    assert {position for loss in losses for position in loss.positions} == lost
+    assert {loss.reason for loss in losses} == {capture_pb2.INCOMPLETE_REASON_WRITE_FAILED}
+    assert f"could not reduce rows ({type(error).__name__})" in losses[0].detail
+    assert engine.worker.pool.free_rows == 16 * 2 * 32
+    assert not engine.worker.sink._followed
 
 
 def test_a_stage_encodes_and_reduces_its_own_layers():

@@ -130,13 +130,13 @@ def _near_a_step(one, rows, wanted):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_features_do_not_depend_on_the_precision_of_torchs_products(memory, dtype):
+def test_features_and_projections_do_not_depend_on_the_precision_of_torchs_products(memory, dtype):
     """VLLM_FLOAT32_MATMUL_PRECISION=high has torch round float32 factors to TF32."""
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
         for case in cases(((2048, 512),)):
-            if case.form.encoding == SAE and case.rows.dtype == dtype:
+            if case.form.encoding in {SAE, *RANDOM_PROJECTIONS} and case.rows.dtype == dtype:
                 GpuEncoder(DEVICE).encode(case.rows.to(DEVICE), case.form, case.basis("cuda"), memory.ctypes.data)
                 torch.cuda.synchronize()
                 case.check(memory[: case.form.payload_bytes(3, 5)].copy())

@@ -154,6 +154,7 @@ def test_a_rule_may_watch_an_mlp(write, tmp_path):
         ([STEERING.replace("add", "ablate").replace("joy", "zero").replace(", scale = 2", "")], "has the norm 0"),
         ([STEERING.replace("joy", "wide")], "has 9 elements, but the rows that it steers have 4"),
         ([STEERING.replace("joy", "none")], "none.npy holds no vector"),
+        ([STEERING.replace('vector = "joy.npy"', "layer_vectors = 3")], "layer_vectors is 3; it must be a list"),
         ([STEERING.replace("vector", "digest")], "name the file"),
         ([STEERING.replace("[1]", "[9]")], "There is no layer 9"),
         (["name = "], "is not TOML"),

@@ -19,7 +19,7 @@ from inference_svc.taps.encodings.sae_encoder import encoder_of
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2, sae_pb2
 from residuum.wire.encodings import SAE
-from residuum.wire.sae import JUMP_RELU, LAYER_NORM, RELU, TOP_K
+from residuum.wire.sae import JUMP_RELU, LAYER_NORM, RELU, TOP_K, EncoderShape
 from tests.encoding_cases import B16, F16, F32, encoder
 from tests.inference.taps_support import select
 from tests.inference.test_encoding_sink import HIDDEN, MLP, POST, Engine
@@ -146,8 +146,12 @@ def wanted(tmp_path, name, one) -> WantedSAE:
         features=shape.features, width=shape.width, dtype=shape.dtype, activation=shape.activation,
         active=shape.active, normalization=shape.normalization,
     )  # fmt: skip
+    data = bytes_of(one).tobytes()
+    sha = EncoderShape.of(header).begin_digest()
+    sha.update(data)
+    header.digest = sha.digest()
     path = tmp_path / name
-    path.write_bytes(bytes_of(one).tobytes())
+    path.write_bytes(data)
     return WantedSAE(name, header.SerializeToString(), str(path), 1)
 
 
@@ -229,6 +233,18 @@ def test_a_file_that_is_too_short_is_an_error(tmp_path):
     with (tmp_path / "a").open("r+b") as file:
         file.truncate(one.shape.nbytes - 1)
     assert until_ready(SAECache(one.shape.nbytes, CPU), [item]) == ["OSError"]
+
+
+def test_the_bytes_of_another_upload_are_not_loaded(tmp_path):
+    """After an upload was given up, the number of its file may be that of another one, of another tenant perhaps."""
+    one = encoder(FEATURES, WIDTH, seed=1)
+    item = wanted(tmp_path, "a", one)
+    (tmp_path / "a").write_bytes(bytes_of(encoder(FEATURES, WIDTH, seed=2)).tobytes())
+    cache = SAECache(one.shape.nbytes, CPU)
+    assert until_ready(cache, [item]) == ["OSError"]
+    with pytest.raises(KeyError):
+        cache.get("a")
+    assert until_ready(cache, [wanted(tmp_path, "a", one)]) == [True]
 
 
 def test_memory_is_allocated_once_however_often_encoders_change(tmp_path):

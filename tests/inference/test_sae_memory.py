@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import tempfile
+import threading
 from dataclasses import replace
 
 import grpc
@@ -239,6 +240,63 @@ async def test_a_header_alone_drops_no_encoder():
             assert set(service.parts.saes._kept) == before
         assert not (await service.stub.PutSAE(messages(numbered(4)))).existed
         assert kept(service).keys() == {header_of(numbered(seed)).digest for seed in (2, 3, 4)}
+
+
+async def test_the_file_of_an_upload_is_closed_after_the_last_write(monkeypatch):
+    """The caller leaves while a thread writes."""
+    begun, goes_on, states = threading.Event(), threading.Event(), []
+    spool = sae_upload.spool
+
+    class File:
+        def __init__(self):
+            self.file = spool()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            states.append("closed")
+            self.file.close()
+
+        def write(self, data):
+            begun.set()
+            assert goes_on.wait(10)
+            states.append("written")
+            return self.file.write(data)
+
+    monkeypatch.setattr(sae_upload, "spool", File)
+    async with running_service(engine=engine(SIZE)) as service:
+        call = service.stub.PutSAE(messages(numbered(1)))
+        assert await asyncio.to_thread(begun.wait, 10)
+        call.cancel()
+        await asyncio.sleep(0.2)
+        assert not states
+        goes_on.set()
+        await until(lambda: "closed" in states)
+        assert states == ["written", "closed"]
+        assert service.parts.saes.free_bytes == SIZE
+
+
+async def test_an_upload_in_tiny_messages_is_ended_and_its_room_is_free(monkeypatch):
+    """Each message arrives in time, but all together would take for ever."""
+    monkeypatch.setattr(sae_upload, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(sae_upload, "SLOWEST_BYTES_PER_SECOND", SIZE / 0.2)
+    sent = []
+
+    async def slow():
+        yield inference_pb2.PutSAERequest(header=header_of(numbered(1)))
+        while True:
+            sent.append(1)
+            yield inference_pb2.PutSAERequest(data=b"x")
+            await asyncio.sleep(0.02)
+
+    async with running_service(engine=engine(SIZE)) as service:
+        failure = await asyncio.wait_for(failure_of(service.stub.PutSAE(slow())), 10)
+        assert failure.reason_name == "CALLER_STALLED"
+        assert "slower than" in str(failure)
+        assert len(sent) >= 5
+        assert service.parts.saes.free_bytes == SIZE
+        assert not (await service.stub.PutSAE(messages(numbered(2)))).existed
 
 
 @pytest.mark.parametrize("num_sent", [1, 2], ids=["after the header", "after some bytes"])

@@ -94,7 +94,8 @@ class InferenceServiceStub:
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
       are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
     * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
-    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s.
+    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes 30 s longer than at
+      100 kB/s.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text from a prompt. The events come in this order:
@@ -231,7 +232,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
       are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
     * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
-    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s.
+    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes 30 s longer than at
+      100 kB/s.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text from a prompt. The events come in this order:
@@ -395,7 +397,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
           are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
         * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
-        * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s.
+        * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes 30 s longer than at
+          100 kB/s.
         """
 
     @_abc_1.abstractmethod

@@ -129,10 +129,11 @@ class SAECache:
             return None
 
     def _load(self, item: WantedSAE) -> None:
-        shape = EncoderShape.of(sae_pb2.SAEHeader.FromString(item.header))
+        header = sae_pb2.SAEHeader.FromString(item.header)
+        shape = EncoderShape.of(header)
         place = self._wait_for_place(shape.nbytes)
         with self._stream.used():
-            encoder = load_encoder(Path(item.path), shape, self._memory[place.start : place.stop])
+            encoder = load_encoder(Path(item.path), shape, header.digest, self._memory[place.start : place.stop])
         with self._lock:
             if item.name in {wanted.name for wanted in self._wanted}:
                 self._encoders[item.name] = encoder

@@ -130,7 +130,7 @@ class SAEEncoder:
             # Tensor cores: products of 16-bit numbers are exact in float32, and so are the sums but for their order.
             torch.mm(rows, self.weights.T, out_dtype=torch.float32, out=outputs)
             outputs.add_(self.biases)
-        elif _rounds_factors(rows):
+        elif rounds_factors(rows):
             self._write_by_kernel(rows, outputs)
         elif self.weights.dtype == torch.float32:
             torch.addmm(self.biases, rows.float(), self.weights.T, out=outputs)
@@ -151,7 +151,7 @@ class SAEEncoder:
         outputs.add_(self.biases)
 
 
-def _rounds_factors(rows: Tensor) -> bool:
+def rounds_factors(rows: Tensor) -> bool:
     """Return whether torch may round float32 factors to TF32 on this device (VLLM_FLOAT32_MATMUL_PRECISION).
 
     That is a setting of the process for the model. To change it for a moment would change the model's own arithmetic.
@@ -164,17 +164,20 @@ def _rounds_factors(rows: Tensor) -> bool:
         return True
 
 
-def load_encoder(path: Path, shape: EncoderShape, memory: Tensor) -> SAEEncoder:
+def load_encoder(path: Path, shape: EncoderShape, digest: bytes, memory: Tensor) -> SAEEncoder:
     """Copy an encoder's bytes from a file to a device's memory, in pieces.
 
     Args:
         path: The file, as sae.proto orders it.
         shape: The encoder's shape.
+        digest: The encoder's digest.
         memory: uint8 [shape.nbytes].
 
     Raises:
-        OSError: The file cannot be read, or is too short.
+        OSError: The file cannot be read, is too short, or holds other bytes. After the end of an upload, its path may
+            be that of another one.
     """
+    sha = shape.begin_digest()
     buffer = np.empty(min(_PIECE_BYTES, shape.nbytes), dtype=np.uint8)
     numbers = shape.nbytes - shape.weight_bytes
     with path.open("rb", buffering=0) as file:
@@ -184,7 +187,10 @@ def load_encoder(path: Path, shape: EncoderShape, memory: Tensor) -> SAEEncoder:
                 file.seek(start + first)
                 if file.readinto(piece.data) != len(piece):
                     raise OSError(f"{path} ends before byte {start + first + len(piece)}")
+                sha.update(piece.data)
                 memory[target + first : target + first + len(piece)].copy_(torch.from_numpy(piece))
+    if sha.digest() != digest:
+        raise OSError(f"{path} does not hold the encoder {digest.hex()}")
     return _encoder_in(memory, shape)
 
 

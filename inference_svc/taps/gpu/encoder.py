@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from inference_svc.taps.element_types import cast_of
-from inference_svc.taps.encodings.sae_encoder import SAEEncoder
+from inference_svc.taps.encodings.sae_encoder import SAEEncoder, rounds_factors
 from inference_svc.taps.gpu import encoding_kernels, kernel
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
@@ -122,6 +122,10 @@ class GpuEncoder:
         Products with signs are exact, and sums are float32. Tensor cores compute them for 16-bit rows.
         """
         units, positions, width = rows.shape
+        if rows.dtype == torch.float32 and rounds_factors(rows):
+            sums = self._sums[: units * positions * signs.shape[1]].view(units, positions, -1)
+            encoding_kernels.inner_products(rows, signs.T, sums)
+            return sums
         capacity = rows.stride(0) // width if units > 1 else positions
         # Empty places of the block are multiplied too, so that all units form one matrix.
         matrix = rows.as_strided((units * capacity, width), (width, 1))

@@ -197,8 +197,8 @@ def _keep_largest_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows", "positions", "capacity", "count", "stride"])  # type: ignore[untyped-decorator, unused-ignore]
 def _inner_products_kernel(  # type: ignore[no-untyped-def]
-    source, vectors, target, rows, positions, capacity, width, count, stride, ROWS: tl.constexpr, VECTORS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    source, vectors, target, rows, positions, capacity, width, count, stride, vector_step, element_step,
+    ROWS: tl.constexpr, VECTORS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     vector = tl.program_id(1) * VECTORS + tl.arange(0, VECTORS)
@@ -208,7 +208,7 @@ def _inner_products_kernel(  # type: ignore[no-untyped-def]
         column = first + tl.arange(0, WIDTH)
         inside = column < width
         x = tl.load(at[:, None] + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-        v_at = vectors + vector[None, :].to(tl.int64) * width + column[:, None]
+        v_at = vectors + vector[None, :].to(tl.int64) * vector_step + column[:, None].to(tl.int64) * element_step
         v = tl.load(v_at, mask=(vector < count)[None, :] & inside[:, None], other=0.0)
         total = tl.dot(x.to(tl.float32), v.to(tl.float32), total, input_precision="ieee")
     place = target + row[:, None] * stride + vector[None, :]
@@ -258,7 +258,7 @@ def inner_products(rows: Tensor, vectors: Tensor, out: Tensor, stride: int = 0) 
 
     Args:
         rows: [units, positions, width], contiguous except for gaps between units.
-        vectors: [vectors, width].
+        vectors: [vectors, width], of any strides.
         out: float32.
         stride: The distance from one row's products to the next in `out`; 0: they have no gaps.
     """
@@ -266,7 +266,7 @@ def inner_products(rows: Tensor, vectors: Tensor, out: Tensor, stride: int = 0) 
     grid = (triton.cdiv(units * positions, _TILE_ROWS), triton.cdiv(len(vectors), _TILE_VECTORS))
     _inner_products_kernel[grid](
         rows, vectors, out, units * positions, positions, _capacity(rows), width, len(vectors), stride or len(vectors),
-        ROWS=_TILE_ROWS, VECTORS=_TILE_VECTORS, WIDTH=_TILE_WIDTH,
+        *vectors.stride(), ROWS=_TILE_ROWS, VECTORS=_TILE_VECTORS, WIDTH=_TILE_WIDTH,
     )  # fmt: skip
 
 
