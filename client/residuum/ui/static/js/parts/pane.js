@@ -76,7 +76,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
         <span class="status" role="status">${shown === null ? `${texts.length} tokens; the prompt is underlined` : `position ${shown}, token ${ids[shown] ?? "?"} “${oneLine(texts[shown] ?? "")}”: ${number(values?.[shown])}`}</span>
         <div class="tools"><button disabled=${!values} onClick=${() => saveCsv(`${manifest.id}-layer-${layer}.csv`, tokenTable(ids, texts, values, asked.measure))}>CSV</button></div>
       </div>
-      <${Problem} error=${tokens.error ?? (isOpen ? null : scores.error)} />
+      <${Problem} error=${tokens.error ?? (isOpen || scores.error?.message === ended.error?.message ? null : scores.error)} />
       ${tokens.value?.why && html`<p class="soft small">${tokens.value.why}</p>`}
       ${tokens.value && html`<${Tokens} texts=${texts} ids=${ids} values=${values} range=${range} measure=${scale} promptTokens=${manifest.prompt_tokens}
         chosen=${position} label=${`Tokens of ${name}`} onHover=${setHovered} onChoose=${(at) => change({ layer, position: at })} />`}
