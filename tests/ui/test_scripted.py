@@ -314,6 +314,7 @@ def test_columns_of_several_positions_show_their_own_value(scripted, address, vi
         ({"site": "attn_out"}, "The capture has no site attn_out."),
         ({"layer": 99}, "The capture has no layer 99"),
         ({"measure": "projection", "direction": "joy", "from": 77}, "The direction joy has no layer 77."),
+        ({"measure": "feature", "feature": "seven"}, "There is no feature seven."),
         ({"sequence": 5}, "The capture has no sequence 5."),
         ({"layers": "first"}, "Heat map layers: first names no layer of the capture."),
     ],

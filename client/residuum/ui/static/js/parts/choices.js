@@ -43,7 +43,7 @@ function sourceOf(measure, manifest, state, { directions, probes, saes }) {
   }
   if (measure === "feature") {
     const item = manifest.encoding === "sae" ? undefined : named(saes, state.sae);
-    const missing = manifest.encoding !== "sae" && !item && `The rows of this capture are no features. ${absent("sparse autoencoder", state.sae)}`;
+    const missing = state.feature && wholeNumber(state.feature) === null ? `There is no feature ${oneLine(state.feature)}.` : manifest.encoding !== "sae" && !item && `The rows of this capture are no features. ${absent("sparse autoencoder", state.sae)}`;
     return { item, missing, rows: (layer) => (item ? [layer] : null), asked: { feature: wholeNumber(state.feature) ?? manifest.features[0] ?? 0, sae: item?.name ?? "" } };
   }
   return { asked: {} };
