@@ -45,7 +45,7 @@ VIEWS: dict[str, tuple[str, dict[str, Any]]] = {
         "capture",
         {"id": "door-happy", "measure": "projection", "direction": "joy", "layer": 16, "position": 20, "each": 1},
     ),
-    "probe": ("capture", {"id": "door-sad", "measure": "probe", "from": "all"}),
+    "probe": ("capture", {"id": "door-plain", "measure": "probe", "from": "all", "layer": 16, "position": 24}),
     "compare": (
         "compare",
         {"a": "door-happy", "b": "door-sad", "measure": "projection", "direction": "joy", "each": 1},
@@ -155,8 +155,9 @@ def shrink(path: Path) -> None:
     from PIL import Image
 
     with Image.open(path) as picture:
-        # The default method merges rare colours, such as the blue ones of a heat map, with grey.
-        small = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
+        # The default method merges rare colours, such as the blue ones of a heat map, with grey. Without kmeans, this
+        # one gives grey a tint.
+        small = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1)
     small.save(path, optimize=True)
 
 

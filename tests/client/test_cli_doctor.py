@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import threading
@@ -50,6 +51,7 @@ def test_doctor_reports_healthy_services(cli, store):
     assert not [line for line in map(json.loads, out.splitlines()) if line["warning"]]
     out = cli("doctor")[1]
     assert out.count("ok  ") == 16
+    assert re.search(r"store answers: \S+ holds [\d,]+ captures? in [\d.]+ (B|KiB|MiB)\n", out)
     assert f"store {store.endpoint}: shared memory: rows pass through " in out
     assert "it keeps captures until they are deleted" in out
     assert f"the store at {store.endpoint}, version " in out

@@ -65,6 +65,16 @@ def test_names_stay_in_the_gallery(page, joy, name, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gallery", "joy.safetensors"]
 
 
+def test_a_file_that_cannot_be_read_is_named_as_the_user_names_it(page, tmp_path):
+    status, answer = upload(page, b"hello", name="junk", file="junk.safetensors")
+    assert status == 400
+    assert answer["error"]["message"].startswith("junk.safetensors is not a safetensors file")
+    np.save(tmp_path / "nan.npy", np.full(HIDDEN, np.nan, np.float32))
+    status, answer = upload(page, (tmp_path / "nan.npy").read_bytes(), name="nan", file="nan.npy", layer=1)
+    assert status == 400
+    assert answer["error"]["message"].startswith("nan.npy: ")
+
+
 def test_a_single_vector_needs_its_layer(page, tmp_path):
     np.save(tmp_path / "v.npy", np.arange(HIDDEN, dtype=np.float32))
     content = (tmp_path / "v.npy").read_bytes()
@@ -138,6 +148,13 @@ def test_lists_that_make_no_sense_are_refused(page, changes):
     code, error = page("direction/make", {"name": "n", "positive": ["a"], "negative": ["b"], **changes})
     assert code == 400
     assert error["message"]
+
+
+def test_a_prompt_that_fails_is_named_without_advice_for_programs(page):
+    ((name, data),) = page.events("direction/make", {"name": "n", "positive": ["a", ""], "negative": ["b"]})[-1:]
+    assert name == "error"
+    assert data["message"].startswith("1 of 3 prompts failed. Prompt 2: ")
+    assert ".errors" not in data["message"]
 
 
 def test_tokens_are_found_and_promoted(page, joy, endpoint):

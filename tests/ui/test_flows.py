@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("playwright")
 pytest.importorskip("starlette")
 
+from PIL import Image
 from playwright.sync_api import expect
 
 import residuum
@@ -103,7 +104,11 @@ def test_a_capture_shows_its_numbers(address, visit, client, joy, captured):
     np.testing.assert_allclose([float(row[3]) for row in rows[1 : len(wanted) + 1]], wanted, rtol=1e-4, atol=1e-4)
     with page.expect_download() as waiting:
         page.get_by_role("button", name="PNG").click()
-    assert waiting.value.path().read_bytes().startswith(b"\x89PNG")
+    with Image.open(waiting.value.path()) as picture:
+        drawn = page.get_by_role("application").evaluate("map => [map.width, map.height]")
+        assert picture.width > drawn[0]  # the numbers of the layers
+        assert picture.height > drawn[1]  # the heading and the positions
+        assert len(picture.convert("RGB").crop((0, 0, picture.width, 20)).getcolors()) > 2
 
 
 def test_the_keyboard_moves_through_tokens_and_cells(address, visit, captured):
@@ -321,7 +326,7 @@ def test_the_scale_changes_while_it_generates_and_stop_ends_it(address, visit, c
     expect(text).to_have_text(re.compile(r"\w+ \w+ \w+"), timeout=MINUTE)
     page.get_by_label("Scale", exact=True).fill("2.5")
     mark = text.locator(".mark")
-    expect(mark).to_have_text(re.compile(r"joy scale 2\.500 from token \d+"), timeout=MINUTE)
+    expect(mark).to_have_text(re.compile(r"joy scale 2\.5 from token \d+"), timeout=MINUTE)
     page.get_by_role("button", name="Stop", exact=True).click()
     expect(page.locator(".badge", has_text="stopped")).to_be_visible(timeout=MINUTE)
     page.get_by_role("link", name="Open capture").click()
@@ -395,6 +400,7 @@ def test_a_file_is_uploaded(address, visit, gallery, tmp_path):
     form.get_by_label("Layer, if one vector").fill("7")
     form.get_by_role("button", name="Add to the gallery").click()
     expect(page.get_by_role("heading", name="single")).to_be_visible()
+    expect(page.get_by_role("region", name="Tokens it promotes").locator("dd").first).to_be_visible()  # all is read
     assert residuum.Directions.load(gallery / "single.safetensors").layers == (7,)
     (gallery / "single.safetensors").unlink()
 

@@ -223,7 +223,7 @@ def test_three_columns_are_steered_and_stopped_while_they_generate(scripted, add
     page.wait_for_timeout(500)  # the live heat maps have asked
     column = page.get_by_role("region", name="A", exact=True)
     column.get_by_label("Scale", exact=True).fill("3")
-    expect(column.locator(".mark")).to_contain_text("scale 3.000")
+    expect(column.locator(".mark")).to_contain_text("scale 3 from")
     with page.expect_response("**/api/stop"):
         page.get_by_role("region", name="B", exact=True).get_by_role("button", name="Stop").click()
     hold.set()
@@ -245,9 +245,34 @@ def test_a_mark_is_after_the_token_of_the_first_steered_row(scripted, address, v
     first = answer.value.json()["first_positions"][0]
     hold.set()
     expect(column.locator(".badge")).to_have_text("done")
-    before, after = column.get_by_label("Text of A").inner_text().split(f"joy scale 3.000 from token {first + 1 - 2}")
+    before, after = column.get_by_label("Text of A").inner_text().split(f"joy scale 3 from token {first + 1 - 2}")
     assert len(before.split()) == first + 1 - 2  # the reply's tokens up to the first steered row
     assert len(after.split()) > 2
+
+
+def test_a_reply_says_which_steering_it_began_with(scripted, address, visit):
+    """The controls may have changed since. The end of a long reply is in view."""
+    page = visit(address).open("generate", s=columns([operation()]))
+    page.get_by_label("Temperature").fill("0.75")
+    page.get_by_label("Maximum tokens").fill("900")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    column = page.get_by_role("region", name="A", exact=True)
+    expect(column.locator(".badge")).to_have_text("done")
+    column.get_by_label("Scale", exact=True).fill("3")
+    expect(column).to_contain_text("Started with joy scale 1 at layer 3")
+    text = column.get_by_label("Text of A")
+    height, hidden = text.evaluate("box => [box.clientHeight, box.scrollHeight - box.scrollTop - box.clientHeight]")
+    assert height < 400
+    assert hidden < 2
+    page.get_by_role("region", name="Unsteered", exact=True).get_by_text("900 tokens in").wait_for()
+    assert page.get_by_text("Started with").count() == 1
+
+
+def test_the_middle_of_the_layers_that_separate_best_is_chosen(scripted, address, visit):
+    notes = {"separation": {"layers": [0, 1, 2, 3, 4, 5], "areas": [0.5, 1, 1, 1, 1, 1]}}
+    (scripted.folder / "gallery" / "joy.residuum.json").write_text(json.dumps(notes))
+    page = visit(address).open("directions", name="joy")
+    expect(page.get_by_role("heading", name="Tokens in the stores that project most on layer 3")).to_be_visible()
 
 
 def test_values_are_never_shown_under_another_title(scripted, address, visit):
@@ -289,6 +314,9 @@ def test_columns_of_several_positions_show_their_own_value(scripted, address, vi
         ({"site": "attn_out"}, "The capture has no site attn_out."),
         ({"layer": 99}, "The capture has no layer 99"),
         ({"measure": "projection", "direction": "joy", "from": 77}, "The direction joy has no layer 77."),
+        ({"measure": "feature", "feature": "seven"}, "There is no feature seven."),
+        ({"sequence": 5}, "The capture has no sequence 5."),
+        ({"layers": "first"}, "Heat map layers: first names no layer of the capture."),
     ],
 )
 def test_a_link_to_what_is_missing_shows_no_values(scripted, address, visit, state, notice):

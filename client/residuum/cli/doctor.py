@@ -328,4 +328,5 @@ def _model(info: residuum.ModelInfo) -> str:
 
 def _contents(stats: residuum.StoreStats) -> str:
     name = stats.endpoint if stats.store in {"", stats.endpoint} else f"{stats.store} ({stats.endpoint})"
-    return f"{name} holds {sum(stats.captures.values())} captures in {stats.num_bytes} bytes"
+    count = sum(stats.captures.values())
+    return f"{name} holds {count:,} capture{'' if count == 1 else 's'} in {size(stats.num_bytes)}"

@@ -45,6 +45,11 @@ Event = tuple[str, Mapping[str, Any]]
 def describe(error: Exception) -> dict[str, str]:
     """Return a failure as the page shows it."""
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if isinstance(error, exc.BatchFailed):  # its own message tells programs where the other replies are
+        first = min(error.errors)
+        message = (
+            f"{len(error.errors)} of {len(error.replies)} prompts failed. Prompt {first + 1}: {error.errors[first]}"
+        )
     return {"kind": type(error).__name__, "message": message}
 
 

@@ -67,7 +67,8 @@ async def tokens(request: Request) -> Response:
     try:
         answer["texts"] = list(manifest.tokens(sequence))
     except NoTokenTexts as error:
-        answer["why"] = str(error)
+        is_running = not manifest.is_final
+        answer["why"] = "The request still runs. Its text is known when it has ended." if is_running else str(error)
     with contextlib.suppress(NoMessageSpans):  # most prompts are no conversation
         answer["spans"] = [[span.role, span.first, span.last] for span in manifest.spans(sequence)]
     return JSONResponse(answer)

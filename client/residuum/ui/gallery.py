@@ -214,12 +214,13 @@ def read_file(filename: str, content: bytes, layer: int | None) -> Directions | 
     if suffix not in {".safetensors", ".gguf", ".npy"}:
         raise invalid(f"{filename!r} holds neither directions nor a probe. Choose a .safetensors, .gguf or .npy file.")
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / f"upload{suffix}"
+        path = Path(scratch) / f"{Path(scratch).name}{suffix}"  # a name that occurs nowhere else in a message
         path.write_bytes(content)
         try:
             return _read(path, filename, layer)
         except InvalidRequest as error:
-            raise invalid(str(error).replace(str(path), filename)) from None
+            message = str(error).replace(str(path), filename).replace(path.name, filename).replace(path.stem, filename)
+            raise invalid(message) from None
 
 
 def _read(path: Path, filename: str, layer: int | None) -> Directions | Probe:

@@ -18,6 +18,9 @@ export function number(value) {
   return size >= 100 ? value.toFixed(1) : value.toFixed(3);
 }
 
+// A number that a person chose, such as a scale: without zeros at its end.
+export const plain = (value) => String(Number(value.toPrecision(6)));
+
 export function time(milliseconds) {
   if (milliseconds === null || milliseconds === undefined) return "";
   const at = new Date(milliseconds);

@@ -8,7 +8,7 @@ const MEASURES = [["norm", "Norm"], ["projection", "Projection onto a direction"
 // What is shown of a capture, from the state of the URL. `gallery`: its directions, probes and saes.
 export function choices(manifest, state, gallery) {
   const site = manifest.sites.find((item) => item.name === state.site) ?? manifest.sites[0];
-  const sequence = Math.min(wholeNumber(state.sequence) ?? 0, manifest.sequences.length - 1);
+  const sequence = wholeNumber(state.sequence) ?? 0;
   const measure = state.measure || "norm";
   const source = sourceOf(measure, manifest, state, gallery);
   const middle = site.layers.includes(source.layer) ? source.layer : site.layers[Math.floor(site.layers.length / 2)];
@@ -17,8 +17,10 @@ export function choices(manifest, state, gallery) {
   if (measure === "feature" && asked.sae) asked.from = layer === undefined ? "" : String(layer); // an SAE reads the rows of one layer
   const missing = [
     state.site && site.name !== state.site && `The capture has no site ${oneLine(state.site)}.`,
+    sequence >= manifest.sequences.length && `The capture has no sequence ${sequence}.`,
     layer === undefined && `The capture has no layer ${oneLine(state.layer ?? "")} at this site.`,
     !MEASURES.some(([name]) => name === measure) && `There is no measure ${oneLine(measure)}.`,
+    state.layers?.trim() && !numbersOf(state.layers)?.some((item) => site.layers.includes(item)) && `Heat map layers: ${oneLine(state.layers)} names no layer of the capture. Write layers such as 3, 5-8, or nothing for all.`,
     source.missing,
   ].filter(Boolean);
   const rows = numbersOf(state.layers) ?? source.rows?.(layer) ?? null;
@@ -41,7 +43,7 @@ function sourceOf(measure, manifest, state, { directions, probes, saes }) {
   }
   if (measure === "feature") {
     const item = manifest.encoding === "sae" ? undefined : named(saes, state.sae);
-    const missing = manifest.encoding !== "sae" && !item && `The rows of this capture are no features. ${absent("sparse autoencoder", state.sae)}`;
+    const missing = state.feature && wholeNumber(state.feature) === null ? `There is no feature ${oneLine(state.feature)}.` : manifest.encoding !== "sae" && !item && `The rows of this capture are no features. ${absent("sparse autoencoder", state.sae)}`;
     return { item, missing, rows: (layer) => (item ? [layer] : null), asked: { feature: wholeNumber(state.feature) ?? manifest.features[0] ?? 0, sae: item?.name ?? "" } };
   }
   return { asked: {} };

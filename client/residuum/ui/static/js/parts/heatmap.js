@@ -1,7 +1,7 @@
 // A layer × position heat map on a canvas. The top row is the last layer. It is one stop of the keyboard: the arrow keys
 // move the chosen cell.
 import { html, useEffect, useRef, useState } from "../core/lib.js";
-import { color, paint } from "../core/colors.js";
+import { color, css, isDark, paint } from "../core/colors.js";
 import { number } from "../core/format.js";
 import { useDark, useWidth } from "../core/hooks.js";
 
@@ -66,11 +66,15 @@ function cellText(grid, cell, describe) {
   return `layer ${cell.layer}, ${several}position ${cell.position}${describe(cell.position)}: ${number(valueAt(grid, cell))}`;
 }
 
-function LayerAxis({ layers, rowHeight }) {
+// The layers that have a number beside them, with their rows.
+function marked(layers, rowHeight) {
   const every = Math.max(1, Math.ceil(16 / rowHeight));
-  const marked = layers.map((layer, index) => [layer, layers.length - 1 - index]).filter(([, row]) => row % every === 0);
+  return layers.map((layer, index) => [layer, layers.length - 1 - index]).filter(([, row]) => row % every === 0);
+}
+
+function LayerAxis({ layers, rowHeight }) {
   return html`<div class="axis" aria-hidden="true">
-    ${marked.map(([layer, row]) => html`<span key=${layer} style=${{ top: `${(row + 0.5) * rowHeight}px` }}>${layer}</span>`)}
+    ${marked(layers, rowHeight).map(([layer, row]) => html`<span key=${layer} style=${{ top: `${(row + 0.5) * rowHeight}px` }}>${layer}</span>`)}
   </div>`;
 }
 
@@ -100,7 +104,50 @@ function draw(canvas, { height, grid, ranges, measure, dark, chosen }) {
     const thick = 2 * scale;
     context.lineWidth = thick;
     context.strokeStyle = dark ? "#fff" : "#111";
-    context.strokeRect(column * cell[0] - thick / 2, (layers.length - 1 - row) * cell[1] - thick / 2, Math.max(cell[0], 3) + thick, cell[1] + thick);
+    const [left, top] = [column * cell[0] - thick / 2, (layers.length - 1 - row) * cell[1] - thick / 2]; // around the cell
+    const [right, bottom] = [left + Math.max(cell[0], 3) + thick, top + cell[1] + thick];
+    const inside = (at, end) => Math.min(Math.max(at, thick / 2), end - thick / 2); // also at the edges of the map
+    const [x, y] = [inside(left, canvas.width), inside(top, canvas.height)];
+    context.strokeRect(x, y, inside(right, canvas.width) - x, inside(bottom, canvas.height) - y);
+  }
+}
+
+// A picture of the heat map that explains itself: with a heading, the colours of its range, layers and positions.
+export function figureOf(canvas, { heading, grid: { layers, first, last }, range, measure, each }) {
+  const scale = devicePixelRatio || 1;
+  const [left, top, right, bottom] = [40, 46, 14, 24].map((edge) => Math.round(edge * scale));
+  const figure = document.createElement("canvas");
+  figure.width = canvas.width + left + right;
+  figure.height = canvas.height + top + bottom;
+  const context = figure.getContext("2d");
+  const page = getComputedStyle(document.body);
+  const write = (text, x, y, align = "left") => {
+    context.fillStyle = page.color;
+    context.font = `${12 * scale}px ${page.fontFamily}`;
+    context.textBaseline = "middle";
+    context.textAlign = align;
+    context.fillText(text, x, y);
+    return x + context.measureText(text).width + 6 * scale;
+  };
+  context.fillStyle = page.backgroundColor;
+  context.fillRect(0, 0, figure.width, figure.height);
+  context.drawImage(canvas, left, top);
+  write(heading, left, 12 * scale);
+  const start = Math.round(write(each ? "low" : number(range[0]), left, 32 * scale)); // else the colours blend
+  shades(context, measure, isDark(), [start, 28 * scale, 100 * scale, 8 * scale]);
+  write(each ? "high, of each layer" : number(range[1]), start + 106 * scale, 32 * scale);
+  const rowHeight = canvas.height / layers.length;
+  for (const [layer, row] of marked(layers, rowHeight / scale)) write(layer, left - 6 * scale, top + (row + 0.5) * rowHeight, "right");
+  write(`position ${first}`, left, figure.height - bottom / 2);
+  write(last, figure.width - right, figure.height - bottom / 2, "right");
+  return figure;
+}
+
+// Draw the colours from the lowest to the highest.
+function shades(context, measure, dark, [left, top, width, height]) {
+  for (let at = 0; at < 100; at++) {
+    context.fillStyle = css(color(measure === "norm" ? 2 ** (at / 99) : at / 99, measure === "norm" ? [1, 2] : [0, 1], measure, dark));
+    context.fillRect(left + (at * width) / 100, top, Math.max(width / 100, 1), height);
   }
 }
 
@@ -112,10 +159,7 @@ export function Legend({ range, measure, each }) {
     const context = canvas.current.getContext("2d");
     canvas.current.width = 100;
     canvas.current.height = 1;
-    for (let at = 0; at < 100; at++) {
-      context.fillStyle = `rgb(${color(measure === "norm" ? 2 ** (at / 99) : at / 99, measure === "norm" ? [1, 2] : [0, 1], measure, dark).join(",")})`;
-      context.fillRect(at, 0, 1, 1);
-    }
+    shades(context, measure, dark, [0, 0, 100, 1]);
   }, [measure, dark]);
   return html`<span class="legend">${each ? "low" : number(range?.[0])}<canvas ref=${canvas} aria-hidden="true"></canvas>${each ? "high, of each layer" : number(range?.[1])}</span>`;
 }

@@ -6,7 +6,7 @@ import { saveCsv, savePng } from "../core/download.js";
 import { number, oneLine, wholeNumber } from "../core/format.js";
 import { useLoaded } from "../core/hooks.js";
 import { Problem } from "./basics.js";
-import { HeatMap, Legend, startOf } from "./heatmap.js";
+import { figureOf, HeatMap, Legend, startOf } from "./heatmap.js";
 import { useLive } from "./live.js";
 import { title } from "./choices.js";
 import { Tokens } from "./tokens.js";
@@ -61,7 +61,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
           <button disabled=${grid.last >= grid.positions - 1} onClick=${() => pan(1)} aria-label="Later positions">→</button>`}
           <button disabled=${!grid || isOpen} onClick=${() => zoom(0.5)} aria-label="Zoom in">+</button>
           <button disabled=${!isPart || isOpen} onClick=${() => zoom(2)} aria-label="Zoom out">−</button>
-          <button disabled=${!grid} onClick=${() => savePng(`${manifest.id}-${asked.measure}.png`, canvas.current)}>PNG</button>
+          <button disabled=${!grid} onClick=${() => savePng(`${manifest.id}-${asked.measure}.png`, figureOf(canvas.current, { heading: `${title(asked)} of ${manifest.id}, layer × position`, grid: shownGrid, range: ranges[0], measure: scale, each }))}>PNG</button>
           <button disabled=${!grid} onClick=${() => saveCsv(`${manifest.id}-${asked.measure}.csv`, gridTable(shownGrid))}>CSV</button>
         </div>
       </div>
@@ -76,7 +76,7 @@ export function Pane({ manifest, chosen, state, change, name, span = 0, shared, 
         <span class="status" role="status">${shown === null ? `${texts.length} tokens; the prompt is underlined` : `position ${shown}, token ${ids[shown] ?? "?"} “${oneLine(texts[shown] ?? "")}”: ${number(values?.[shown])}`}</span>
         <div class="tools"><button disabled=${!values} onClick=${() => saveCsv(`${manifest.id}-layer-${layer}.csv`, tokenTable(ids, texts, values, asked.measure))}>CSV</button></div>
       </div>
-      <${Problem} error=${tokens.error ?? (isOpen ? null : scores.error)} />
+      <${Problem} error=${tokens.error ?? (isOpen || scores.error?.message === ended.error?.message ? null : scores.error)} />
       ${tokens.value?.why && html`<p class="soft small">${tokens.value.why}</p>`}
       ${tokens.value && html`<${Tokens} texts=${texts} ids=${ids} values=${values} range=${range} measure=${scale} promptTokens=${manifest.prompt_tokens}
         chosen=${position} label=${`Tokens of ${name}`} onHover=${setHovered} onChoose=${(at) => change({ layer, position: at })} />`}

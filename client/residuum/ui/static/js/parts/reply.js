@@ -1,8 +1,8 @@
 // One column of Generate: its operations, its text as it comes, and the heat map of its rows.
-import { html, useRef, useState } from "../core/lib.js";
+import { html, useEffect, useRef, useState } from "../core/lib.js";
 import { post, stream } from "../core/api.js";
 import { rangesFor } from "../core/colors.js";
-import { number, visible } from "../core/format.js";
+import { plain, visible } from "../core/format.js";
 import { useKept } from "../core/hooks.js";
 import { link } from "../core/route.js";
 import { Badge, Problem } from "./basics.js";
@@ -11,19 +11,20 @@ import { Operations, sent } from "./operations.js";
 import { title } from "./choices.js";
 
 const controls = new Map(); // index -> what ends the running generation; it goes on while another view is shown
-const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, error: null, result: null };
+const IDLE = { status: "idle", id: "", tokens: [], marks: [], promptTokens: 0, steering: "", error: null, result: null };
 
 // A generation: its state, and functions that start it, stop it and change its steering.
 export function useGeneration(index) {
   const [state, setState] = useKept(`reply ${index}`, IDLE);
 
-  const start = async (body) => {
+  // `steering`: what `body` has, in words. The controls may show something else before the reply has ended.
+  const start = async (body, steering) => {
     controls.get(index)?.abort();
     const control = new AbortController();
     controls.set(index, control);
     const isCurrent = () => controls.get(index) === control;
     const update = (change) => isCurrent() && setState(change);
-    setState({ ...IDLE, status: "running" });
+    setState({ ...IDLE, status: "running", steering });
     const arrived = [];
     let frame = 0;
     const flush = () => {
@@ -71,6 +72,10 @@ export function useGeneration(index) {
 export function Column({ column, directions, onChange, generation, capture, measured, live }) {
   const { state, steer } = generation;
   const timer = useRef(0);
+  const text = useRef(null);
+  const isAtEnd = useRef(true);
+  useEffect(() => { if (isAtEnd.current) text.current.scrollTop = text.current.scrollHeight; }, [state.tokens, state.marks]);
+  const scrolled = ({ target }) => { isAtEnd.current = target.scrollHeight - target.scrollTop - target.clientHeight < 30; };
   const change = (operations) => {
     onChange({ ...column, operations });
     if (state.status !== "running" || !state.id) return;
@@ -82,8 +87,9 @@ export function Column({ column, directions, onChange, generation, capture, meas
       <div class="tools">${state.status === "running" && html`<button onClick=${generation.stop}>Stop</button>`}
       ${state.id && capture && html`<a class="button" href=${link("capture", { id: state.id })}>Open capture</a>`}</div></div>
     <div>${column.canSteer && html`<${Operations} operations=${column.operations} directions=${directions} onChange=${change} />`}</div>
-    <div><div class="text" aria-label=${`Text of ${column.name}`} aria-live="off" role="group">${texts(state)}</div>
+    <div><div class="text" ref=${text} onScroll=${scrolled} tabindex="0" aria-label=${`Text of ${column.name}`} aria-live="off" role="group">${texts(state)}</div>
       <${Problem} error=${state.error} />
+      ${state.steering && html`<p class="soft small">Started with ${state.steering}</p>`}
       ${state.result && html`<p class="soft small">${state.result.tokens} tokens in ${state.result.seconds.toFixed(1)} s; ended by ${REASONS[state.result.reason] ?? state.result.reason}</p>`}</div>
     <div>${capture && state.id && html`<${LiveMap} live=${live} measured=${measured} name=${column.name} />`}</div>
   </section>`;
@@ -116,11 +122,14 @@ function texts(state) {
   return parts.map((part) => (typeof part === "string" ? visible(part).replaceAll("⏎", "") : part));
 }
 
-export function describe(operations) {
+const placesOf = (layers) => (!layers || layers === "all" ? "all layers" : `${/^\d+$/.test(layers) ? "layer" : "layers"} ${layers}`);
+
+export function describe(operations, withLayers = false) {
   if (!operations.length) return "no steering";
   return operations.map((item) => {
-    const value = { add: `scale ${number(item.scale)}`, ablate: `removal ${number(item.scale)}`, cap: "bounds", replace: `projection ${number(item.value)}` }[item.kind];
-    return `${item.direction} ${value}`;
+    const value = { add: `scale ${plain(item.scale)}`, ablate: `removal ${plain(item.scale)}`, cap: "bounds", replace: `projection ${plain(item.value)}` }[item.kind];
+    const layers = withLayers ? ` at ${placesOf(item.layers.trim().toLowerCase())}` : "";
+    return `${item.direction} ${value}${layers}`;
   }).join(", ");
 }
 

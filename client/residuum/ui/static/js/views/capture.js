@@ -1,7 +1,7 @@
 // One capture: what it is, its heat map and text, and the row that is chosen.
 import { html, useState } from "../core/lib.js";
 import { get, post } from "../core/api.js";
-import { bytes, count, number, oneLine, runs, time } from "../core/format.js";
+import { bytes, count, number, oneLine, plain, runs, time } from "../core/format.js";
 import { useLoaded, usePoll } from "../core/hooks.js";
 import { measureCode } from "../core/python.js";
 import { link } from "../core/route.js";
@@ -72,13 +72,13 @@ function Row({ manifest, chosen, position, change }) {
 const strongest = (largest, change) => largest.filter(([, value]) => value > 0).map(([index, value]) => html`<div key=${index}><button class="plain" onClick=${() => change({ measure: "feature", feature: index })}>${index}</button>${number(value)}</div>`);
 
 function About({ manifest }) {
-  const operations = (list) => list.map((item) => `${item.operation} at layers ${runs(item.layers)}${item.scale === undefined ? "" : `, scale ${number(item.scale)}`}`).join("; ");
+  const operations = (list) => list.map((item) => `${item.operation} at ${item.layers.length === 1 ? "layer" : "layers"} ${runs(item.layers)}${item.scale === undefined ? "" : `, scale ${plain(item.scale)}`}`).join("; ");
   return html`<${Facts} facts=${[
     ["Model", manifest.adapter ? `${manifest.model}, adapter ${manifest.adapter}` : manifest.model],
     ["Opened", time(manifest.opened)], ["Ended", time(manifest.ended)],
     ["Layers", runs(manifest.sites[0].layers)], ["Sites", manifest.sites.map(({ name }) => name).join(", ")],
     ["Prompt", `${count(manifest.prompt_tokens)} tokens`],
-    ["Sequences", manifest.sequences.map(({ tokens, finish }) => `${count(tokens)} tokens${finish && ` (${finish})`}`).join("; ")],
+    ["Sequences", manifest.state === "open" ? "" : manifest.sequences.map(({ tokens, finish }) => `${count(tokens)} tokens${finish && ` (${finish})`}`).join("; ")],
     ["Rows", `${count(manifest.rows)}, ${bytes(manifest.bytes)}`], ["Encoding", `${manifest.encoding}, ${manifest.dtype}`],
     ["Reduction", manifest.reduction === "none" ? "" : manifest.reduction],
     ["Steering", operations(manifest.steering)],

@@ -47,7 +47,7 @@ export function Captures({ state, change, about }) {
       <${Where} value=${where} onChange=${(value) => change({ where: value })} />
     </div>
     <${Problem} error=${list.error} />
-    <${Table} items=${shown} sort=${sort} order=${order} sortBy=${sortBy} picked=${picked} pick=${pick} isLoading=${list.isLoading} hasFilter=${Boolean(text || states || where)} />
+    <${Table} items=${shown} sort=${sort} order=${order} sortBy=${sortBy} picked=${picked} pick=${pick} isLoading=${list.isLoading || list.error} hasFilter=${Boolean(text || states || where)} />
     <${Python} code=${`${connect(about)}for item in client.captures(${[states && `states=${literal(states)}`, where && `where=${literal(where)}`].filter(Boolean).join(", ")}):\n    print(item.capture_id, item.state, item.num_rows, dict(item.labels))`} />`;
 }
 

@@ -23,7 +23,7 @@ function Both({ state, change, about, gallery }) {
   const [ranges, setRanges] = useState([null, null]);
   const shared = useMemo(() => (ranges[0]?.length === ranges[1]?.length ? ranges[0]?.map((own, layer) => joined(own, ranges[1][layer])) : undefined), [ranges]);
   const [left, right] = sides.map((side) => side.value);
-  if (!left || !right) return html`<${Problem} error=${sides[0].error ?? sides[1].error} /><p class="empty">Loading…</p>`;
+  if (!left || !right) return html`<${Problem} error=${sides[0].error ?? sides[1].error} />${!(sides[0].error ?? sides[1].error) && html`<p class="empty">Loading…</p>`}`;
   const chosen = choices(left, state, gallery);
   const views = [left, right].map((manifest) => choices(manifest, { ...state, layer: state.layer || String(chosen.layer) }, gallery));
   const isThere = !chosen.missing.length;

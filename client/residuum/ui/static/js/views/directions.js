@@ -164,8 +164,10 @@ function Probe({ probe, about, folder, onChanged }) {
     </section>${!problem && html`<${Python} code=${code} />`}<${Manage} name=${name} onChanged=${onChanged} />`;
 }
 
+// Often many layers separate the examples equally well. The first ones of these say little of what the text means.
 function bestLayer({ layers, areas }) {
-  return layers[areas.indexOf(Math.max(...areas))];
+  const best = layers.filter((_, index) => areas[index] === Math.max(...areas));
+  return best[Math.floor(best.length / 2)];
 }
 
 function Promoted({ name, layer, layers, onChoose }) {

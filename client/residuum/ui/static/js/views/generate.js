@@ -5,7 +5,7 @@ import { connect, literal, loadDirection, operationCode } from "../core/python.j
 import { Field, Problem, Python, Select } from "../parts/basics.js";
 import { checked, newOperation, sent } from "../parts/operations.js";
 import { useLives } from "../parts/live.js";
-import { Column, mapOf, useGeneration } from "../parts/reply.js";
+import { Column, describe, mapOf, useGeneration } from "../parts/reply.js";
 import { Sweep } from "../parts/sweep.js";
 import { useDirections } from "./capture.js";
 
@@ -30,7 +30,7 @@ export function Generate({ state, change, about }) {
   const isRunning = generations.some(({ state: { status } }) => status === "running");
   const start = (event) => {
     event?.preventDefault();
-    columns.forEach((column, index) => generations[index].start(bodyOf(settings, column)));
+    columns.forEach((column, index) => generations[index].start(bodyOf(settings, column), column.operations.length ? describe(column.operations, true) : ""));
   };
   const setColumn = (index, column) => set({ columns: columns.map((item, at) => (at === index ? column : item)) });
   const addColumn = () => {
@@ -49,7 +49,7 @@ export function Generate({ state, change, about }) {
         onKeyDown=${(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && start(event)}></textarea><//>
       <div class="row">
         <${Field} label="Maximum tokens" kind="narrow"><input type="number" min="1" value=${settings.max_tokens} onInput=${setNumber("max_tokens")} /><//>
-        <${Field} label="Temperature" kind="narrow"><input type="number" min="0" step="0.1" value=${settings.temperature} onInput=${setNumber("temperature")} /><//>
+        <${Field} label="Temperature" kind="narrow"><input type="number" min="0" max="2" step="any" value=${settings.temperature} onInput=${setNumber("temperature")} /><//>
         <${Field} label="Seed" kind="narrow"><input type="number" min="0" value=${settings.seed} onInput=${setNumber("seed")} /><//>
         <label class="check"><input type="checkbox" checked=${settings.keep} onChange=${(event) => set({ keep: event.target.checked })} />Capture all layers</label>
         <button class="main" type="submit">Generate</button>
