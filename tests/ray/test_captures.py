@@ -97,6 +97,7 @@ def test_what_cannot_be_read_says_so(cluster, services, captures):
 
 def test_a_capture_that_is_deleted_before_it_is_read(cluster, services, captures):
     captures.generate("The sea", request_id="soon-gone", capture=residuum.Capture(layers=[0]), max_tokens=1)
+    captures.manifest("soon-gone", wait=60)
     rows = residuum.ray.read_captures(store=services["store"], captures=["soon-gone"])
     captures.delete("soon-gone")
     with pytest.raises(Exception, match="soon-gone"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def read_captures(
 class _Source:
     """Where captures are read from. It can be sent to other nodes."""
 
-    connection: dict[str, Any]
+    connection: dict[str, Any] = field(repr=False)  # it has the token
     archive: Archive | None
 
     def open(self) -> Client | Archive:
@@ -295,9 +295,9 @@ class _Read:
 
     def _labelled(self, batch: Any, labels: dict[str, LabelValue]) -> Any:
         columns = list(batch.columns)
-        for field in list(self.schema)[len(columns) :]:
-            value = labels.get(field.name)
-            columns.append(pa.array([_as(value, field.type)] * batch.num_rows, field.type))
+        for column in list(self.schema)[len(columns) :]:
+            value = labels.get(column.name)
+            columns.append(pa.array([_as(value, column.type)] * batch.num_rows, column.type))
         return pa.record_batch(columns, schema=self.schema)
 
 

@@ -7,7 +7,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.data import ActorPoolStrategy, Dataset
@@ -105,7 +105,7 @@ def extract(
         sampling: As for `Client.generate`; by default max_tokens is 0.
 
     Raises:
-        InvalidRequest: An argument is invalid, or `column` or a kept column is not in the dataset.
+        InvalidRequest: An argument is invalid, the dataset is empty, or it has no column `column` or a kept column.
 
     Example:
         >>> rows = residuum.ray.extract(ray.data.read_json("prompts.jsonl"), "gpu-1:50051", capture=capture, keep="y")
@@ -122,7 +122,10 @@ def extract(
     spec.check()
     if on_error not in {"stop", "skip"}:
         raise InvalidRequest(f"on_error={on_error!r} does not exist. Choose 'stop' or 'skip'.")
-    present = prompts.schema().names
+    schema = prompts.schema()
+    if schema is None:
+        raise InvalidRequest("The dataset has no prompts. Check the file or the filter.", reason="INVALID_FIELD")
+    present = schema.names
     missing = [name for name in (column, *kept) if name not in present]
     if missing:
         raise InvalidRequest(
@@ -151,7 +154,7 @@ class _Plan:
 
     spec: JobSpec
     endpoints: tuple[str, ...]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(repr=False)  # it has the token
     on_error: OnError
     max_concurrency: int
     timeout: float | None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import ray
+from pyarrow import fs
 
 from residuum.exceptions import InvalidRequest
 from residuum.ray.extracting import extract
@@ -35,7 +37,7 @@ def extract_files(
 
     Args:
         source: A file that ends in .jsonl, .txt or .parquet, or a folder with Parquet files; a path or a URL.
-        output: The folder to write; a path or a URL.
+        output: The folder to write; a path or a URL. It must be empty, or not exist.
         endpoints: The inference services.
         address: The cluster's address, "auto" on one of its nodes, or "local" for this machine.
         limit: The most prompts.
@@ -43,8 +45,10 @@ def extract_files(
         choice: The further arguments of `extract`.
 
     Raises:
-        InvalidRequest: The kind of the input is unknown. The other errors are those of `extract`.
+        InvalidRequest: The kind of the input is unknown, or the output has files. The other errors are those of
+            `extract`.
     """
+    _check_empty(output)
     ray.init(
         address=None if address == LOCAL else address, ignore_reinit_error=True, log_to_driver=False,
         logging_level="warning",
@@ -56,6 +60,20 @@ def extract_files(
     failures = errors.filter(lambda row: row["error"] is not None).materialize()
     failed = failures.count()
     return Written(errors.count() - failed, failed, [row["error"] for row in failures.take(_SHOWN_ERRORS)])
+
+
+def _check_empty(output: str) -> None:
+    """Refuse a folder with files: Ray would add the rows to those of an earlier job, so rows would be there twice."""
+    try:
+        files, path = fs.FileSystem.from_uri(output) if "://" in output else (fs.LocalFileSystem(), output)
+    except pa.ArrowInvalid:
+        return  # a scheme that Arrow does not know: Ray says so, or has a file system for it
+    if files.get_file_info(fs.FileSelector(path, allow_not_found=True)):
+        raise InvalidRequest(
+            f"The folder {output} has files. A job with Ray does not continue, and would add its rows to them. Delete "
+            "them, or choose another folder.",
+            reason="INVALID_FIELD",
+        )
 
 
 def _read(source: str, column: str) -> Any:

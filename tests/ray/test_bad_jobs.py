@@ -1,0 +1,44 @@
+"""Jobs that are refused before a prompt is sent, and credentials that are not shown. No service runs."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+import residuum
+import residuum.ray
+from residuum.ray import captures as reading
+from residuum.ray import extracting
+from residuum.ray.files import extract_files
+
+CAPTURE = residuum.Capture(layers=[0])
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_an_output_with_files_is_refused_and_kept(cluster, tmp_path, scheme):
+    """Ray would add the rows of the second job to those of the first."""
+    old = tmp_path / "rows" / "old.parquet"
+    old.parent.mkdir()
+    old.write_bytes(b"rows")
+    (tmp_path / "prompts.txt").write_text("The sea\n")
+    job = {"address": "local", "limit": None, "column": "text", "capture": CAPTURE, "timeout": 2}
+    with pytest.raises(residuum.InvalidRequest, match=r"rows has files.*choose another folder"):
+        extract_files(str(tmp_path / "prompts.txt"), f"{scheme}{old.parent}", [NOWHERE], **job)
+    assert old.read_bytes() == b"rows"
+    old.unlink()
+    with pytest.raises(Exception, match=r"127\.0\.0\.1:1"):  # an empty folder is no reason to refuse
+        extract_files(str(tmp_path / "prompts.txt"), f"{scheme}{old.parent}", [NOWHERE], **job)
+
+
+def test_a_dataset_without_prompts_is_refused(cluster):
+    with pytest.raises(residuum.InvalidRequest, match="has no prompts"):
+        residuum.ray.extract(ray.data.from_items([]), [NOWHERE], capture=CAPTURE)
+
+
+def test_no_text_shows_the_token():
+    """Ray may write the text of arguments to its logs, and its dashboard shows it."""
+    settings = {"token": "secret-7", "endpoint": NOWHERE}
+    plan = extracting._Plan(None, (NOWHERE,), settings, "skip", 1, None, "ray-1")
+    assert "secret-7" not in repr(plan)
+    assert "secret-7" not in repr(reading._Source(settings, None))
