@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from bench.host.loop import DecodeLoop, Device, Steering
+from bench.host.loop import Captures, DecodeLoop, Device, Steering
 from bench.machine import describe
 from bench.options import add_output, numbers
 from bench.output import write_result
@@ -28,8 +28,8 @@ class Cost:
 
     requests: int
     """The number of requests. Each generates a token in each step."""
-    captures: bool
-    """Whether every position of every layer is captured."""
+    captures: Captures
+    """The positions that are captured, at every layer."""
     steering: Steering
     median_us: float
     """Microseconds of a step, the median."""
@@ -61,13 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 _KINDS = (
-    (True, Steering.NONE),
-    (False, Steering.SHARED),
-    (False, Steering.REQUEST),
-    (True, Steering.SHARED),
-    (True, Steering.REQUEST),
+    (Captures.ALL, Steering.NONE),
+    (Captures.REPLY, Steering.NONE),
+    (Captures.NONE, Steering.SHARED),
+    (Captures.NONE, Steering.REQUEST),
+    (Captures.ALL, Steering.SHARED),
+    (Captures.ALL, Steering.REQUEST),
 )
-"""The measured combinations: whether rows are captured, and how requests are steered."""
+"""The measured combinations: which positions are captured, and how requests are steered."""
 
 
 def times_of(loop: DecodeLoop, steps: int) -> list[float]:
@@ -83,7 +84,7 @@ def times_of(loop: DecodeLoop, steps: int) -> list[float]:
     return times
 
 
-def cost_of(requests: int, times: Sequence[float], *, captures: bool, steering: Steering) -> Cost:
+def cost_of(requests: int, times: Sequence[float], *, captures: Captures, steering: Steering) -> Cost:
     """Return the cost from the seconds of all steps."""
     median = statistics.median(times) * 1e6
     return Cost(
@@ -99,7 +100,7 @@ def cost_of(requests: int, times: Sequence[float], *, captures: bool, steering: 
 def line(cost: Cost) -> str:
     """Return the printed line of a cost."""
     figures = f"{cost.median_us:.1f}\t{cost.p95_us:.1f}\t{cost.us_per_request:.2f}"
-    return f"{cost.requests}\t{'all' if cost.captures else 'none'}\t{cost.steering.value}\t{figures}"
+    return f"{cost.requests}\t{cost.captures.value}\t{cost.steering.value}\t{figures}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -28,6 +28,16 @@ PROMPT_TOKENS = 3
 _HIDDEN = 8
 """The width of rows. The host never reads rows, so the width does not affect its cost and may be small."""
 _EVERYWHERE = selection_pb2.PositionSelection()
+_REPLY = selection_pb2.PositionSelection(ranges=[selection_pb2.PositionRange(first=-1)])
+
+
+class Captures(str, Enum):
+    """The positions that are captured, at every layer."""
+
+    NONE = "none"
+    ALL = "all"
+    REPLY = "reply"
+    """The last token of the prompt, and the generated tokens."""
 
 
 class Device(str, Enum):
@@ -60,7 +70,7 @@ class DecodeLoop:
         layers: int,
         *,
         device: Device = Device.HOST,
-        captures: bool = True,
+        captures: Captures = Captures.ALL,
         steering: Steering = Steering.NONE,
     ) -> None:
         """Admit the requests, and compute their prompts.
@@ -69,7 +79,7 @@ class DecodeLoop:
             requests: The number of requests.
             layers: Layers of the model; all are captured or steered.
             device: The tap that the layout of a step is passed to.
-            captures: Whether every position is captured.
+            captures: The positions that are captured.
             steering: How they are steered.
         """
         where = torch.device("cuda" if device is Device.CUDA else "cpu")
@@ -178,11 +188,12 @@ class TorchWithoutCuda:
         return torch.empty(*size, **options)
 
 
-def _plan(index: int, layers: int, *, captures: bool, steering: Steering) -> RequestPlan:
+def _plan(index: int, layers: int, *, captures: Captures, steering: Steering) -> RequestPlan:
     everywhere = tuple(range(layers))
+    positions = _REPLY if captures is Captures.REPLY else _EVERYWHERE
     vector = index if steering is Steering.REQUEST else 0
     return RequestPlan(
         prompt_tokens=PROMPT_TOKENS,
-        capture=Capture(f"capture-{index}", 0, everywhere, _EVERYWHERE) if captures else None,
+        capture=None if captures is Captures.NONE else Capture(f"capture-{index}", 0, everywhere, positions),
         operations=(Operation(Kind.ADD, vector, everywhere, _EVERYWHERE),) if steering is not Steering.NONE else (),
     )

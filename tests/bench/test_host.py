@@ -3,7 +3,7 @@ import json
 import pytest
 
 from bench.host.__main__ import cost_of, line, main
-from bench.host.loop import DecodeLoop, Device, Steering
+from bench.host.loop import Captures, DecodeLoop, Device, Steering
 from residuum.wire.limits import BLOCK_TOKENS
 
 
@@ -26,17 +26,17 @@ def test_a_step_without_requests_does_nothing():
 
 
 def test_requests_that_are_only_steered_send_no_blocks():
-    loop = DecodeLoop(3, 2, captures=False, steering=Steering.REQUEST)
+    loop = DecodeLoop(3, 2, captures=Captures.NONE, steering=Steering.REQUEST)
     for _ in range(40):
         loop.step()
     assert loop.sink.sent == 0
 
 
 def test_a_cost_is_reported_for_the_step_and_for_each_request():
-    cost = cost_of(4, [8e-6] * 99 + [1.0], captures=True, steering=Steering.SHARED)
+    cost = cost_of(4, [8e-6] * 99 + [1.0], captures=Captures.ALL, steering=Steering.SHARED)
     assert (cost.median_us, cost.us_per_request) == pytest.approx((8.0, 2.0))
     assert line(cost) == "4\tall\tshared\t8.0\t8.0\t2.00"
-    assert cost_of(0, [1e-6], captures=True, steering=Steering.NONE).us_per_request == 0.0
+    assert cost_of(0, [1e-6], captures=Captures.ALL, steering=Steering.NONE).us_per_request == 0.0
 
 
 def test_the_result_is_written(tmp_path, capsys):
@@ -45,5 +45,5 @@ def test_the_result_is_written(tmp_path, capsys):
     )
     result = json.loads((tmp_path / "x.json").read_text())
     assert result["benchmark"] == "bench.host"
-    assert [cost["requests"] for cost in result["costs"]] == [0, 3] * 5
-    assert len(capsys.readouterr().out.splitlines()) == 11
+    assert [cost["requests"] for cost in result["costs"]] == [0, 3] * 6
+    assert len(capsys.readouterr().out.splitlines()) == 13

@@ -14,22 +14,23 @@ import structlog
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.host.loop import DecodeLoop, Device, Steering
+from bench.host.loop import Captures, DecodeLoop, Device, Steering
 
 FEW, MANY = 4, 64
 LAYERS, MANY_LAYERS = 4, 400
 WARMUP_STEPS = 20
 """After this many steps, every staging buffer has been used."""
 KINDS = [
-    pytest.param(True, Steering.NONE, id="captured"),
-    pytest.param(False, Steering.SHARED, id="steered"),
-    pytest.param(False, Steering.REQUEST, id="steered each by its own vector"),
-    pytest.param(True, Steering.SHARED, id="captured and steered"),
-    pytest.param(True, Steering.REQUEST, id="captured and steered each by its own vector"),
+    pytest.param(Captures.ALL, Steering.NONE, id="captured"),
+    pytest.param(Captures.REPLY, Steering.NONE, id="the reply captured"),
+    pytest.param(Captures.NONE, Steering.SHARED, id="steered"),
+    pytest.param(Captures.NONE, Steering.REQUEST, id="steered each by its own vector"),
+    pytest.param(Captures.ALL, Steering.SHARED, id="captured and steered"),
+    pytest.param(Captures.ALL, Steering.REQUEST, id="captured and steered each by its own vector"),
 ]
 
 
-def decoding(requests=FEW, layers=LAYERS, *, captures=True, steering=Steering.NONE, device=Device.HOST):
+def decoding(requests=FEW, layers=LAYERS, *, captures=Captures.ALL, steering=Steering.NONE, device=Device.HOST):
     """A steady batch of requests."""
     loop = DecodeLoop(requests, layers, device=device, captures=captures, steering=steering)
     for _ in range(WARMUP_STEPS):
@@ -119,7 +120,9 @@ def test_the_host_neither_reads_from_the_device_nor_waits_for_a_copy(captures, s
     seen = dispatched(decoding(captures=captures, steering=steering))
     aten = torch.ops.aten
     assert not seen.calls.keys() & {aten._local_scalar_dense, aten._to_copy, aten.nonzero, aten.clone, aten.cat}
-    assert seen.calls[aten.copy_] == captures, "only the places change; the programs are on the device"
+    assert seen.calls[aten.copy_] == (captures is not Captures.NONE), (
+        "only the places change; the programs are on the device"
+    )
     assert seen.blocking_copies == 0
 
 
@@ -129,12 +132,12 @@ def test_full_blocks_add_no_torch_calls(captures, steering):
     quiet = dispatched(loop).calls
     steps = [dispatched(loop).calls for _ in range(33)]
     # For each request one block of the prompt, and one or two for 33 generated tokens: the first one is shorter.
-    assert 2 * FEW <= loop.sink.sent <= 3 * FEW if captures else loop.sink.sent == 0
+    assert 2 * FEW <= loop.sink.sent <= 3 * FEW if captures is not Captures.NONE else loop.sink.sent == 0
     assert all(calls == quiet for calls in steps)
 
 
 def test_nothing_is_logged(caplog):
-    loop = decoding(captures=True, steering=Steering.REQUEST)
+    loop = decoding(captures=Captures.ALL, steering=Steering.REQUEST)
     with caplog.at_level(0), structlog.testing.capture_logs() as records:
         for _ in range(40):
             loop.step()

@@ -7,6 +7,7 @@ ends.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ def main(folder: Path) -> None:
     )
     model = make_tiny_llama(folder / "tiny-llama", Path(made.stdout.strip().splitlines()[-1]))
     started: list[Service] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that the services end, too
     try:
         started.append(store := start_store(folder / "store", ["--archive", f"file://{folder}/archive"]))
         store.wait_until_serving(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +121,52 @@ def test_the_command_on_this_machine(services, client, jsonl, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "0 prompts failed" in done.stdout
     check_rows(tables.dataset(tmp_path / "rows").to_table(), client, tmp_path / "reference")
+
+
+def test_an_actor_that_is_killed_loses_and_doubles_nothing(cluster, services, client, tmp_path):
+    texts = TEXTS * 5
+    rows = residuum.ray.extract(
+        ray.data.from_items([{"text": text, "id": at} for at, text in enumerate(texts)]), services["inference"],
+        capture=CAPTURE, keep="id", batch_size=32, max_concurrency=8,
+    )  # fmt: skip
+    killed = []
+
+    def kill():
+        until = time.monotonic() + 60
+        while not list(client.captures(prefix="ray-")) and time.monotonic() < until:
+            time.sleep(0.01)
+        killed.extend(pid for pid in processes() if b"MapWorker" in command_of(pid))
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rows.write_parquet(str(tmp_path / "rows"))
+    killer.join()
+    assert killed, "no actor ran while there were captures"
+    table = parquet.read_table(tmp_path / "rows")
+    assert table["error"].null_count == len(table)
+    check_rows(table, client, tmp_path / "reference", texts)
+    assert [item.capture_id for item in client.captures(prefix="ray-")] == []
+
+
+def processes():
+    """Return the processes that are descendants of this one, by their IDs."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found, fresh = set(), {os.getpid()}
+    while fresh:
+        found |= fresh
+        fresh = {pid for pid, parent in parents.items() if parent in fresh} - found
+    return found
+
+
+def command_of(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def test_a_service_that_is_killed_loses_no_prompt(cluster, services, client, tmp_path):

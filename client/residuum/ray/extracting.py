@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ray import get_runtime_context
 from ray.data import ActorPoolStrategy, Dataset
 
 from residuum._async.client import AsyncClient
@@ -35,6 +36,9 @@ _Result = TypeVar("_Result")
 _BATCH_PROMPTS = 256
 _BATCHES_AT_ONCE = 2
 """Batches of one actor. While the last prompts of one run, those of the other keep the services busy."""
+
+_ACTOR_DIGITS = 12
+"""The digits of an actor's ID that differ between actors. The others are those of Ray's job."""
 
 _SHARD_BYTES = 32 << 20
 """The approximate size of a block."""
@@ -167,6 +171,8 @@ class Extractor:
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
+        # An actor that Ray starts again keeps its ID, so it finds the captures that it left behind when it died.
+        self._name = f"{plan.name}-{get_runtime_context().get_actor_id()[:_ACTOR_DIGITS]}"
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="residuum-extract", daemon=True).start()
         self._services, spec = self._wait(self._begin())
@@ -197,13 +203,15 @@ class Extractor:
         services = Services(clients, plan.max_concurrency, plan.timeout)
         try:
             await services.begin()
+            if get_runtime_context().was_current_actor_reconstructed:
+                await clean_up(services.all, self._name, keep_captures=False)
             return services, await with_stored_rows(plan.spec, services)
         except BaseException:
             await services.close()
             raise
 
     async def _run(self, batch: Any, output: _Output) -> None:
-        spec, name = self._spec, f"{self._plan.name}-{uuid.uuid4().hex[:8]}"
+        spec, name = self._spec, f"{self._name}-{uuid.uuid4().hex[:8]}"
         rows = TableRows(batch, "a batch of the dataset")
         runner = Runner(
             spec, Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat), output,
