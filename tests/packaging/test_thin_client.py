@@ -56,7 +56,7 @@ def test_nothing_heavy_is_installed(python, tmp_path):
 
 
 def test_every_client_module_imports_with_base_dependencies_only(python, tmp_path):
-    """Except residuum.torch and residuum.training, which need torch, and the page, which needs the extra `ui`."""
+    """Except residuum.torch and residuum.training, which need torch, and ray and the page, which need extras."""
     code = """
 import importlib, json, pkgutil, residuum
 failed = []
@@ -70,7 +70,11 @@ for module in pkgutil.walk_packages(residuum.__path__, "residuum."):
 print(json.dumps(failed))
 """
     failed = run(python, code, tmp_path)
-    assert [name for name in failed if not name.startswith("residuum.ui.")] == ["residuum.torch", "residuum.training"]
+    assert [name for name in failed if not name.startswith("residuum.ui.")] == [
+        "residuum.ray",
+        "residuum.torch",
+        "residuum.training",
+    ]
     assert "residuum.ui.server" in failed
 
 

@@ -80,7 +80,7 @@ def test_a_file_keeps_every_width(reader: residuum.Client, tmp_path: Path) -> No
 
 
 def test_a_table_has_one_width(reader: residuum.Client, tmp_path: Path) -> None:
-    with pytest.raises(residuum.InvalidRequest, match=r"different ones: resid_post 8, k 2, mlp_act 20\. Export"):
+    with pytest.raises(residuum.InvalidRequest, match=r"different ones: resid_post 8, k 2, mlp_act 20\. Take"):
         reader.export("a", tmp_path / "x.parquet")
     reader.export("a", tmp_path / "x.parquet", sites="mlp_act")
 
