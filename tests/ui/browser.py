@@ -56,7 +56,7 @@ class Watched:
 
     def _console(self, message) -> None:
         if message.type in {"error", "warning"} and not (self.expects_failures and AWAY in message.text):
-            self.errors.append(f"{message.type}: {message.text}")
+            self.errors.append(f"{message.type}: {message.text} ({message.location.get('url', '')})")
 
     def _request(self, request) -> None:
         found = urllib.parse.urlsplit(request.url)

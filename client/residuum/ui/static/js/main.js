@@ -67,7 +67,7 @@ function Shell({ about }) {
       <nav aria-label="Views">${BAR.map(([name, text]) => html`<a key=${name} href=${link(name)} aria-current=${name === shown || (name === "captures" && shown === "capture") ? "page" : undefined}>${text}</a>`)}</nav>
       <span class="where">${about.endpoint || about.store} · ${about.version}</span></header>
     <${Outage} />
-    <main ref=${main} tabindex="-1"><${Failsafe} at=${link(route.view, route.state)} home=${link(shown)}><${View} key=${`${shown} ${route.state.id ?? ""}`} state=${route.state} change=${route.change} about=${about} /><//></main>`;
+    <main ref=${main} tabindex="-1"><${Failsafe} at=${link(route.view, route.state)} home=${link(shown === "capture" ? "captures" : shown)}><${View} key=${`${shown} ${route.state.id ?? ""}`} state=${route.state} change=${route.change} about=${about} /><//></main>`;
 }
 
 // Says plainly which service does not answer, and takes it back when it does.
