@@ -223,12 +223,15 @@ def bars(part: Mapping[str, Any]) -> list[Bar]:
         Bar(f"tokens/s of {streams}, over AsyncLLM's", rate, _LEAST_RATE, at_most=False),
         Bar(f"ms more a token, of {streams}", added, _MOST_TOKEN_MS),
     ]
-    if not part["parameters"]["shared_prefix"]:
+    if part["parameters"]["shared_prefix"]:
+        ratio = more["first_token_ratio"]
+        found.append(Bar(f"to the first token, of {streams}, over AsyncLLM's", ratio, _MOST_FIRST_RATIO))
+        for base in ("over_vllm", "over_residuum") if "captures" in level["over_vllm"] else ():
+            than = {"over_vllm": "over AsyncLLM's", "over_residuum": "over without"}[base]
+            ratio = level[base]["captures"]["first_token_ratio"]
+            found.append(Bar(f"to the first token with captures, of {streams}, {than}", ratio, _MOST_FIRST_RATIO))
+    else:
         found.append(Bar(f"ms more to the first token, of {streams}", more["added_first_token_ms"], _MOST_FIRST_MS))
-    elif part["parameters"]["captures"]:
-        for base, differences in (("AsyncLLM's", level["over_vllm"]), ("without captures", level["over_residuum"])):
-            ratio = differences["captures"]["first_token_ratio"]
-            found.append(Bar(f"to the first token with captures, over {base}, {streams}", ratio, _MOST_FIRST_RATIO))
     for name, limit in _MOST_TOKEN_RATIO.items():
         if name in level["over_residuum"]:
             ratio, number = level["over_residuum"][name]["token_ratio"], part["parameters"][name]

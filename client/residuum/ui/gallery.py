@@ -69,10 +69,7 @@ class Gallery:
             InvalidRequest: The name is none, or the file holds no directions.
             FileNotFoundError: There are none with this name.
         """
-        path = self._path(name)
-        if not path.is_file():
-            raise FileNotFoundError(f"There is no direction {name!r} in {self.folder}. Choose another one.")
-        return Directions.load(path)
+        return Directions.load(self._file("direction", name))
 
     def probe(self, name: str) -> Probe:
         """Return a probe by its name.
@@ -81,10 +78,13 @@ class Gallery:
             InvalidRequest: The name is none, or the file holds no probe.
             FileNotFoundError: There is none with this name.
         """
+        return Probe.load(self._file("probe", name))
+
+    def _file(self, kind: str, name: str) -> Path:
         path = self._path(name)
         if not path.is_file():
-            raise FileNotFoundError(f"There is no probe {name!r} in {self.folder}. Choose another one.")
-        return Probe.load(path)
+            raise FileNotFoundError(f"There is no {kind} {name!r} in {self.folder}. Choose another one.")
+        return path
 
     def sae(self, name: str) -> SAE:
         """Return a sparse autoencoder by its name. The latest one is kept, because reading it takes a while.

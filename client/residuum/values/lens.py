@@ -76,10 +76,8 @@ class LensMap:
     @functools.cached_property
     def header(self) -> sae_pb2.SAEHeader:
         """The message that describes the map when it is sent, with its digest. The contract calls it an encoder."""
-        header, sha = self._header(), self.shape.begin_digest()
-        for part in self.parts():
-            sha.update(part)
-        header.digest = sha.digest()
+        header = self._header()
+        header.digest = self.shape.digest_of(self.parts())
         return header
 
     @property

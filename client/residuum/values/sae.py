@@ -209,10 +209,8 @@ class SAE:
     @functools.cached_property
     def header(self) -> sae_pb2.SAEHeader:
         """The message that describes the encoder, with its digest."""
-        header, sha = self._header(), self.shape.begin_digest()
-        for part in self.parts():
-            sha.update(part)
-        header.digest = sha.digest()
+        header = self._header()
+        header.digest = self.shape.digest_of(self.parts())
         return header
 
     def parts(self) -> list[memoryview]:

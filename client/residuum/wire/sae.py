@@ -14,6 +14,7 @@ from residuum.wire.dtypes import item_bytes
 from residuum.wire.limits import MAX_SAE_FEATURES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
     import numpy.typing as npt
@@ -99,6 +100,13 @@ class EncoderShape:
         """Return the SHA-256 of an encoder, to which its bytes must be added."""
         numbers = (self.dtype, self.features, self.width, self.activation, self.active, self.normalization)
         return hashlib.sha256(_DOMAIN + struct.pack("<6I", *numbers))
+
+    def digest_of(self, parts: Iterable[memoryview]) -> bytes:
+        """Return the SHA-256 of the encoder whose bytes are `parts`, 32 bytes."""
+        sha = self.begin_digest()
+        for part in parts:
+            sha.update(part)
+        return sha.digest()
 
 
 @dataclass(frozen=True)
