@@ -16,8 +16,10 @@ PyTorch's compiler copies the whole tensor for each of them, and with three of t
 
 from __future__ import annotations
 
+import importlib
+import os
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,15 +28,51 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_HAS_HOISTED_TYPES = torch.__version__ >= (2, 11)
+_OpaqueBase: Any = importlib.import_module("torch._opaque_base").OpaqueBase if _HAS_HOISTED_TYPES else object
+
+
+class Point(_OpaqueBase):
+    """The number of a tap point as an argument of the ops.
+
+    PyTorch's compiler passes such an argument to the compiled code, as it does with vLLM's `LayerName`. An int would be
+    a constant in the code, so that layers with the same code would each be compiled.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Point) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """Return an expression that makes this point, and the names in it."""
+        return f"Point({self.number})", {"Point": Point}
+
+
+# VLLM_USE_LAYERNAME=0 is vLLM's own way to do without such types.
+_HOISTED = _HAS_HOISTED_TYPES and os.environ.get("VLLM_USE_LAYERNAME", "1") != "0"
+_POINT_TYPE = "int"
+if _HOISTED:
+    from torch._library.opaque_object import get_opaque_type_name, register_opaque_type
+
+    register_opaque_type(Point, typ="value", hoist=True)
+    _POINT_TYPE = get_opaque_type_name(Point)
+
 _LIBRARY = torch.library.Library("residuum", "FRAGMENT")
-_LIBRARY.define("tap(Tensor(a!) hidden, Tensor? residual, int point) -> ()")
+_LIBRARY.define(f"tap(Tensor(a!) hidden, Tensor? residual, {_POINT_TYPE} point) -> ()")
 _LIBRARY.define(
-    "tap_norm(Tensor hidden, Tensor residual, Tensor weight, float epsilon, bool plus_one, int point)"
+    f"tap_norm(Tensor hidden, Tensor residual, Tensor weight, float epsilon, bool plus_one, {_POINT_TYPE} point)"
     " -> (Tensor, Tensor)"
 )
-_LIBRARY.define("tap_copy(Tensor hidden, int point) -> Tensor")
-_LIBRARY.define("tap_columns(Tensor(a!) hidden, int first, int width, int point) -> ()")
-_LIBRARY.define("tap_experts(Tensor(a!) weights, Tensor experts, int num_experts, float scale, int point) -> ()")
+_LIBRARY.define(f"tap_copy(Tensor hidden, {_POINT_TYPE} point) -> Tensor")
+_LIBRARY.define(f"tap_columns(Tensor(a!) hidden, int first, int width, {_POINT_TYPE} point) -> ()")
+_LIBRARY.define(
+    f"tap_experts(Tensor(a!) weights, Tensor experts, int num_experts, float scale, {_POINT_TYPE} point) -> ()"
+)
 
 
 class Tap(Protocol):
@@ -72,28 +110,33 @@ def install(taps: Sequence[Tap], firsts: Sequence[int] = (0,)) -> None:
     _Current.taps, _Current.firsts = taps, firsts
 
 
-def _at(point: int) -> tuple[Tap, int]:
+def _argument(point: int) -> Point | int:
+    return Point(point) if _HOISTED else point
+
+
+def _at(point: Point | int) -> tuple[Tap, int]:
     """Return the tap of a point, and the point's number within its group."""
-    group = bisect_right(_Current.firsts, point) - 1
-    return _Current.taps[group], point - _Current.firsts[group]
+    number = point.number if isinstance(point, Point) else point
+    group = bisect_right(_Current.firsts, number) - 1
+    return _Current.taps[group], number - _Current.firsts[group]
 
 
 def call(hidden: Tensor, residual: Tensor | None, point: int) -> None:
     """Call the op `tap`. The compiler traces this call into the graph."""
-    torch.ops.residuum.tap(hidden, residual, point)
+    torch.ops.residuum.tap(hidden, residual, _argument(point))
 
 
 def call_norm(
     hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
 ) -> tuple[Tensor, Tensor]:
     """Call the op `tap_norm`. The compiler traces this call into the graph."""
-    normed, summed = torch.ops.residuum.tap_norm(hidden, residual, weight, epsilon, plus_one, point)
+    normed, summed = torch.ops.residuum.tap_norm(hidden, residual, weight, epsilon, plus_one, _argument(point))
     return normed, summed
 
 
 def call_copy(hidden: Tensor, point: int) -> Tensor:
     """Call the op `tap_copy`. The compiler traces this call into the graph, and keeps it if the copy is used."""
-    copy: Tensor = torch.ops.residuum.tap_copy(hidden, point)
+    copy: Tensor = torch.ops.residuum.tap_copy(hidden, _argument(point))
     return copy
 
 
@@ -106,7 +149,7 @@ def call_columns(hidden: Tensor, first: int, width: int, point: int) -> None:
         width: How many columns are captured.
         point: The tap point. Rows cannot be steered there.
     """
-    torch.ops.residuum.tap_columns(hidden, first, width, point)
+    torch.ops.residuum.tap_columns(hidden, first, width, _argument(point))
 
 
 def call_experts(weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int) -> None:
@@ -119,7 +162,7 @@ def call_experts(weights: Tensor, experts: Tensor, num_experts: int, scale: floa
         scale: A factor for all weights.
         point: The tap point.
     """
-    torch.ops.residuum.tap_experts(weights, experts, num_experts, scale, point)
+    torch.ops.residuum.tap_experts(weights, experts, num_experts, scale, _argument(point))
 
 
 def expert_rows(weights: Tensor, experts: Tensor, num_experts: int, scale: float) -> Tensor:
@@ -131,12 +174,12 @@ def expert_rows(weights: Tensor, experts: Tensor, num_experts: int, scale: float
     return rows.scatter_add_(1, torch.where(exists, numbers, 0), scaled)
 
 
-def _tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
+def _tap(hidden: Tensor, residual: Tensor | None, point: Point | int) -> None:
     tap, own = _at(point)
     tap.tap(hidden, residual, own)
 
 
-def _fake_tap(hidden: Tensor, residual: Tensor | None, point: int) -> None:
+def _fake_tap(hidden: Tensor, residual: Tensor | None, point: Point | int) -> None:
     del hidden, residual, point
 
 
@@ -146,7 +189,7 @@ def _tap_norm(
     weight: Tensor,
     epsilon: float,
     plus_one: bool,  # noqa: FBT001 - ops are called by position
-    point: int,
+    point: Point | int,
 ) -> tuple[Tensor, Tensor]:
     tap, own = _at(point)
     return tap.tap_norm(hidden, residual, weight, epsilon, own, plus_one=plus_one)
@@ -158,37 +201,37 @@ def _fake_tap_norm(
     weight: Tensor,
     epsilon: float,
     plus_one: bool,  # noqa: FBT001 - ops are called by position
-    point: int,
+    point: Point | int,
 ) -> tuple[Tensor, Tensor]:
     del residual, weight, epsilon, plus_one, point
     return hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
 
 
-def _tap_copy(hidden: Tensor, point: int) -> Tensor:
+def _tap_copy(hidden: Tensor, point: Point | int) -> Tensor:
     tap, own = _at(point)
     return tap.tap_copy(hidden, own)
 
 
-def _fake_tap_copy(hidden: Tensor, point: int) -> Tensor:
+def _fake_tap_copy(hidden: Tensor, point: Point | int) -> Tensor:
     del point
     return hidden.new_empty(hidden.shape)
 
 
-def _tap_columns(hidden: Tensor, first: int, width: int, point: int) -> None:
+def _tap_columns(hidden: Tensor, first: int, width: int, point: Point | int) -> None:
     tap, own = _at(point)
     tap.tap(hidden[:, first : first + width], None, own)
 
 
-def _fake_tap_columns(hidden: Tensor, first: int, width: int, point: int) -> None:
+def _fake_tap_columns(hidden: Tensor, first: int, width: int, point: Point | int) -> None:
     del hidden, first, width, point
 
 
-def _tap_experts(weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int) -> None:
+def _tap_experts(weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: Point | int) -> None:
     tap, own = _at(point)
     tap.tap_experts(weights, experts, num_experts, scale, own)
 
 
-def _fake_tap_experts(weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int) -> None:
+def _fake_tap_experts(weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: Point | int) -> None:
     del weights, experts, num_experts, scale, point
 
 
