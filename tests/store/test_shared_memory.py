@@ -281,9 +281,11 @@ def connected(store: Store) -> Iterator[socket.socket]:
 
 
 def answer_to(store: Store, data: bytes, descriptors: list[int]) -> bytes:
-    """Send a first message; return the store's answer, empty if it closes the connection."""
+    """Send a first message and close the descriptors; return the store's answer, empty if it closes the connection."""
     with connected(store) as connection:
         socket.send_fds(connection, [data], descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         try:
             return connection.recv(100)
         except ConnectionResetError:  # it was closed with unread data
@@ -325,10 +327,7 @@ class TestHandshake:
         ],
     )  # fmt: skip
     def test_another_memory_is_refused(self, running, make):
-        descriptors = make()
-        assert answer_to(running[0], HELLO, descriptors) == b""
-        for descriptor in descriptors:
-            os.close(descriptor)
+        assert answer_to(running[0], HELLO, make()) == b""
         assert not len(running[0]._shared_memory.memories)
         self.test_a_memory_as_it_must_be_is_taken(running)
 
@@ -352,7 +351,9 @@ class TestHandshake:
 
     def test_a_key_names_one_memory(self, running):
         with connected(running[0]) as connection:
-            socket.send_fds(connection, [HELLO], [memfd(MIN_READ_BYTES)])
+            first = memfd(MIN_READ_BYTES)
+            socket.send_fds(connection, [HELLO], [first])
+            os.close(first)
             assert connection.recv(100)
             assert answer_to(running[0], HELLO, [memfd(MIN_READ_BYTES)]) == b""
 

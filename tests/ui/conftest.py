@@ -48,24 +48,24 @@ def browser(browser_path):
         opened.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def services(browser_path, smollm2):
     """(store, inference): SmolLM2 in bfloat16, eager, with room for a sparse autoencoder."""
     with running_services(
         str(smollm2),
-        inference_arguments=["--enforce-eager", "--max-model-len", "1024", "--sae-mib", "16", one_process.FLAG],
+        inference_arguments=["--enforce-eager", *one_process.SMALL, "--sae-mib", "16"],
         launch=warm_start.launch,
     ) as both:
         yield both
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(services):
     with residuum.Client(services[1].endpoint) as opened:
         yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def joy(client):
     """A direction of the real model."""
     what = residuum.Capture(positions="last_prompt")
@@ -76,12 +76,12 @@ def joy(client):
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gallery(tmp_path_factory):
     return tmp_path_factory.mktemp("gallery")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def probe(gallery, joy):
     """A probe with two outputs, in the gallery."""
     weights = np.stack([joy[12].values, -joy[12].values]) / joy[12].norm / 20
@@ -90,7 +90,7 @@ def probe(gallery, joy):
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sae(gallery, joy):
     """A sparse autoencoder of random features, with joy as feature 7, in the gallery."""
     encoder = np.random.default_rng(0).normal(size=(256, 576)).astype(np.float32) / 24
@@ -100,7 +100,7 @@ def sae(gallery, joy):
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def features(client, sae):
     """A capture whose rows are features."""
     what = residuum.Capture(layers=[12], sae=sae)
@@ -109,7 +109,7 @@ def features(client, sae):
     return "features"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def address(services, gallery, joy, probe, sae):
     """The address of the page for the real services."""
     joy.save(gallery / "joy.safetensors")
@@ -117,7 +117,7 @@ def address(services, gallery, joy, probe, sae):
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def captured(client):
     """Two captures of the real model, with labels."""
     for name, prompt in (("tale", "Once upon a time, in a land far away,"), ("facts", "The capital of France is")):

@@ -56,7 +56,9 @@ class Server:
         return False
 
     def log_end(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
+        """Return the last lines of the log, and before them all that name an error: the first one is the cause."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([line for line in lines[:-60] if "Error: " in line] + lines[-60:])
 
     def stop(self) -> None:
         if self.process.poll() is None:

@@ -1,0 +1,1 @@
+"""A package, so that its fixtures end with its last test (`scope="package"`)."""
