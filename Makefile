@@ -15,7 +15,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 	--kv-cache-gib 4 --ring-mib 4096 --shippers 4 --store-folder /dev/shm --rounds 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-client model demo demo-ui serve bench bench-gpu test test-fast test-ui test-languages test-trainers test-ray test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup setup-client model demo demo-ui serve bench bench-gpu test test-fast test-ui test-languages test-vllm test-trainers test-ray test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,10 @@ test-fast: setup-client ## Test in minutes: no engines, faults or benchmarks; sk
 
 test-ui: setup model ## Click through the page in Debian's Chromium (apt install chromium), with SmolLM2
 	RESIDUUM_TEST_TIMES=required $(BIN)/python -m pytest tests/ui $(ARGS)
+
+test-vllm: setup model ## Test with the Python code of another version of vLLM, on a CPU: VLLM=0.33.0
+	PYTHONPATH=$$($(BIN)/python scripts/fetch_vllm.py $(VLLM)) $(BIN)/python -m pytest \
+		tests/inference/test_vllm_names.py tests/conformance tests/vllm_serve $(ARGS)
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)
