@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import probe_pb2
-from residuum.values.linear_models import attention_of_torch, is_attention_of_torch, of_sklearn, of_torch
-from residuum.values.points import site_numbers
-from residuum.values.probe_layers import ProbeAttention, ProbeLayer, attention_of, layer_tuple
-from residuum.values.selections import layer_list
-from residuum.values.smoothing import Smoothing, smoothing_of
-from residuum.values.vector import Vector, as_float32
+from residuum.values.probes.layers import ProbeAttention, ProbeLayer, attention_of, layer_tuple
+from residuum.values.probes.linear_models import attention_of_torch, is_attention_of_torch, of_sklearn, of_torch
+from residuum.values.probes.smoothing import Smoothing, smoothing_of
+from residuum.values.selections.layers_and_positions import layer_list
+from residuum.values.selections.points import site_numbers
+from residuum.values.tensors.vector import Vector, as_float32
 from residuum.wire.pooling import AttentionPool
 from residuum.wire.probes import evaluate, is_valid_probe_name, problem_of_mlp, problem_of_names
 

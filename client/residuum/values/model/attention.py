@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import inference_pb2
-from residuum.values.activations import Activations
+from residuum.values.captures.activations import Activations
 
 if TYPE_CHECKING:
-    from residuum.values.model_info import ModelInfo
+    from residuum.values.model.info import ModelInfo
 
 Rows = npt.NDArray[np.float32]
 

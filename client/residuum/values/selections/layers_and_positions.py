@@ -12,7 +12,7 @@ import numpy as np
 
 from residuum.exceptions import InvalidRequest, UnknownLayer
 from residuum.v1 import selection_pb2
-from residuum.values.selection_texts import parse_layers, parse_positions
+from residuum.values.selections.texts import parse_layers, parse_positions
 from residuum.wire.limits import MAX_RANGES
 from residuum.wire.selection import check_positions
 

@@ -24,19 +24,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Union, cast
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
-from residuum.values.gates import Gate
-from residuum.values.numbers import finite_float32
-from residuum.values.points import site_numbers
-from residuum.values.sae import SAE
-from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
-from residuum.values.stored_row import StoredRow
-from residuum.values.vector import LayerVectors, Vector, by_steered_layer
+from residuum.values.selections.layers_and_positions import (
+    LayersLike,
+    Positions,
+    PositionsLike,
+    layer_list,
+    layer_selection,
+    selects_all,
+)
+from residuum.values.selections.points import site_numbers
+from residuum.values.steering.gates import Gate
+from residuum.values.steering.stored_row import StoredRow
+from residuum.values.tensors.numbers import finite_float32
+from residuum.values.tensors.sae import SAE
+from residuum.values.tensors.vector import LayerVectors, Vector, by_steered_layer
 from residuum.wire.limits import MAX_DIRECTION_NORM, MAX_OPERATIONS, MIN_DIRECTION_NORM
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 
 @dataclass(frozen=True)

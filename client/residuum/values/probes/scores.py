@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.v1 import probe_pb2
-from residuum.values.probes import Probe
+from residuum.values.probes.probe import Probe
 from residuum.wire.probes import num_outputs
 
 Scores = dict[str, npt.NDArray[np.float32]]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import probe_pb2
-from residuum.values.vector import as_float32
+from residuum.values.tensors.vector import as_float32
 from residuum.wire.limits import MAX_PROBE_HEADS
 
 HIDDEN: dict[str | None, probe_pb2.HiddenActivation.ValueType] = {

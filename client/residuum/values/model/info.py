@@ -12,11 +12,11 @@ import numpy as np
 
 from residuum.exceptions import InvalidRequest, UnknownSite
 from residuum.v1 import inference_pb2
-from residuum.values.attention import AttentionLayer
-from residuum.values.capture import REDUCTIONS
-from residuum.values.gates import MEASURE_NAMES
-from residuum.values.manifest import site_name, to_datetime
-from residuum.values.vector import Vector
+from residuum.values.captures.capture import REDUCTIONS
+from residuum.values.captures.manifest import site_name, to_datetime
+from residuum.values.model.attention import AttentionLayer
+from residuum.values.steering.gates import MEASURE_NAMES
+from residuum.values.tensors.vector import Vector
 from residuum.wire.dtypes import dtype_name
 from residuum.wire.encodings import ENCODING_NAMES, RAW
 

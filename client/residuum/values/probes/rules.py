@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import rule_pb2
-from residuum.values.numbers import finite_float32
-from residuum.values.probes import Probe
-from residuum.values.steering import Operation, operation_list, steering_spec
+from residuum.values.probes.probe import Probe
+from residuum.values.steering.operations import Operation, operation_list, steering_spec
+from residuum.values.tensors.numbers import finite_float32
 from residuum.wire.probes import is_valid_probe_name
 from residuum.wire.rules import RuleWatch, problem_of
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadSAE
 from residuum.v1 import sae_pb2
-from residuum.values.vector import Vector
-from residuum.values.weights import WEIGHT_DTYPES, float_numbers, read_only, weight_matrix
+from residuum.values.tensors.vector import Vector
+from residuum.values.tensors.weights import WEIGHT_DTYPES, float_numbers, read_only, weight_matrix
 from residuum.wire import sae as arithmetic
 
 FloatArray = npt.NDArray[np.float32]

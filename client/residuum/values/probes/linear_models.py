@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
-from residuum.values.vector import as_float32
+from residuum.values.tensors.vector import as_float32
 from residuum.wire.probes import is_valid_probe_name
 
 _OF_PROBABILITIES = {"LogisticRegression", "LinearDiscriminantAnalysis"}

@@ -8,11 +8,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from residuum.exceptions import InvalidRequest
-from residuum.values.points import site_numbers
-from residuum.values.vector import Vector
+from residuum.values.selections.points import site_numbers
+from residuum.values.tensors.vector import Vector
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 
 @dataclass(frozen=True)

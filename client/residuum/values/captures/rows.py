@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
-from residuum.values.activations import Activations
+from residuum.values.captures.activations import Activations
 from residuum.wire.labels import LabelValue
 
 

@@ -12,15 +12,15 @@ from google.protobuf import json_format, timestamp_pb2
 
 from residuum.exceptions import InvalidRequest, NoMessageSpans, NoTokenTexts
 from residuum.v1 import capture_pb2, steering_pb2
-from residuum.values.capture import AXES, REDUCTIONS
-from residuum.values.gates import GateRecord
-from residuum.values.manifest_json import from_document, to_document
-from residuum.values.points import SITE_NAMES, SITES
-from residuum.values.rules import RuleEvent
-from residuum.values.scores import Scores, kept_scores
-from residuum.values.selections import Positions
-from residuum.values.spans import MessageSpan, spans_of
-from residuum.values.tokens import split_texts
+from residuum.values.captures.capture import AXES, REDUCTIONS
+from residuum.values.captures.manifest_json import from_document, to_document
+from residuum.values.captures.spans import MessageSpan, spans_of
+from residuum.values.captures.tokens import split_texts
+from residuum.values.probes.rules import RuleEvent
+from residuum.values.probes.scores import Scores, kept_scores
+from residuum.values.selections.layers_and_positions import Positions
+from residuum.values.selections.points import SITE_NAMES, SITES
+from residuum.values.steering.gates import GateRecord
 from residuum.wire.dtypes import dtype_name
 from residuum.wire.encodings import ENCODING_NAMES, FULL8, RAW, RowFormat
 from residuum.wire.labels import LabelValue, to_dict

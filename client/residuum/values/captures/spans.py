@@ -14,8 +14,8 @@ from residuum.v1 import capture_pb2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from residuum.values.blocks import Places
-    from residuum.values.manifest import Manifest
+    from residuum.values.captures.blocks import Places
+    from residuum.values.captures.manifest import Manifest
 
 _ASSISTANT = "assistant"
 _ADDED_SYSTEM = ": you sent none. The chat template may have added its own, which has no span"

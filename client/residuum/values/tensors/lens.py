@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, UnknownLayer
 from residuum.v1 import inference_pb2, sae_pb2
-from residuum.values.weights import WEIGHT_DTYPES, float_numbers, weight_matrix
+from residuum.values.tensors.weights import WEIGHT_DTYPES, float_numbers, weight_matrix
 from residuum.wire.sae import AS_IS, NO_ACTIVATION, EncoderShape
 
 _FIRST_LAYER = {"resid_post": 0, "resid_pre": 1}

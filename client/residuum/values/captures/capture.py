@@ -10,10 +10,17 @@ import numpy as np
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import capture_pb2, sae_pb2, selection_pb2
-from residuum.values.points import SITES, parse_points, point_names, site_list, site_numbers
-from residuum.values.sae import SAE
-from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, layer_selection, selects_all
-from residuum.values.vector import Vector
+from residuum.values.selections.layers_and_positions import (
+    LayersLike,
+    Positions,
+    PositionsLike,
+    layer_list,
+    layer_selection,
+    selects_all,
+)
+from residuum.values.selections.points import SITES, parse_points, point_names, site_list, site_numbers
+from residuum.values.tensors.sae import SAE
+from residuum.values.tensors.vector import Vector
 from residuum.wire.encodings import BY_DIMENSION, BY_ROW, ENCODINGS
 from residuum.wire.labels import LabelError, LabelValue, check_labels, to_label
 from residuum.wire.limits import BLOCK_TOKENS, MAX_KEPT_FEATURES, MAX_PROJECTION_VECTORS

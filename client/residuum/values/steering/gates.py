@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import steering_pb2
-from residuum.values.numbers import finite_float32
-from residuum.values.vector import LayerVectors, Vector, by_steered_layer
+from residuum.values.tensors.numbers import finite_float32
+from residuum.values.tensors.vector import LayerVectors, Vector, by_steered_layer
 from residuum.wire.limits import MAX_DIRECTION_NORM, MIN_DIRECTION_NORM
 
 MEASURES = {

@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.job import Export, export_activations
-from residuum.values.blocks import AnyBlock, EncodedBlock
-from residuum.values.manifest import Manifest
-from residuum.values.points import parse_point
-from residuum.values.scores import Scores
-from residuum.values.spans import MessageSpan, SpanLike, places_in
-from residuum.values.tokens import offsets_of
-from residuum.values.vector import Vector
+from residuum.values.captures.blocks import AnyBlock, EncodedBlock
+from residuum.values.captures.manifest import Manifest
+from residuum.values.captures.spans import MessageSpan, SpanLike, places_in
+from residuum.values.captures.tokens import offsets_of
+from residuum.values.probes.scores import Scores
+from residuum.values.selections.points import parse_point
+from residuum.values.tensors.vector import Vector
 from residuum.wire.projection import projection_matrix
 
 FloatArray = npt.NDArray[np.float32]

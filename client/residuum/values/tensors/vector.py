@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import tensor_pb2
-from residuum.values.selections import layer_list
+from residuum.values.selections.layers_and_positions import layer_list
 from residuum.wire.digests import vector_message
 
 FloatArray = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from residuum.v1 import capture_pb2
-from residuum.values.points import SITE_NAMES
+from residuum.values.selections.points import SITE_NAMES
 from residuum.wire.encodings import BY_DIMENSION, ENCODING_NAMES, RAW, RowFormat, site_width
 from residuum.wire.selection import is_reduced, layers_at
 

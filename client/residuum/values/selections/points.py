@@ -12,7 +12,7 @@ import numpy as np
 
 from residuum.exceptions import InvalidRequest, UnknownSite
 from residuum.v1 import capture_pb2
-from residuum.values.selections import layer_list
+from residuum.values.selections.layers_and_positions import layer_list
 from residuum.wire.selection import to_ranges
 
 SITES = {name.removeprefix("SITE_").lower(): site for name, site in capture_pb2.Site.items() if site}
