@@ -96,7 +96,8 @@ if TYPE_CHECKING:
     from residuum.serving import serve
     from residuum.values.captures.activations import Activations
     from residuum.values.captures.capture import Capture
-    from residuum.values.captures.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
+    from residuum.values.captures.manifest import Manifest
+    from residuum.values.captures.manifest_records import RowSet, SequenceOutcome, SteeringChange, SteeringRecord
     from residuum.values.captures.rows import Rows
     from residuum.values.captures.spans import MessageSpan
     from residuum.values.model.attention import AttentionLayer, attention_weights
@@ -152,10 +153,10 @@ _MODULES = {
     "LayerRows": "residuum.extraction.reader",
     "Logprobs": "residuum.values.replies.logprobs",
     "Manifest": "residuum.values.captures.manifest",
-    "RowSet": "residuum.values.captures.manifest",
-    "SequenceOutcome": "residuum.values.captures.manifest",
-    "SteeringChange": "residuum.values.captures.manifest",
-    "SteeringRecord": "residuum.values.captures.manifest",
+    "RowSet": "residuum.values.captures.manifest_records",
+    "SequenceOutcome": "residuum.values.captures.manifest_records",
+    "SteeringChange": "residuum.values.captures.manifest_records",
+    "SteeringRecord": "residuum.values.captures.manifest_records",
     "CapturePage": "residuum.values.replies.capture_summaries",
     "CaptureSummary": "residuum.values.replies.capture_summaries",
     "Health": "residuum.values.replies.service_status",

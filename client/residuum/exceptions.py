@@ -68,7 +68,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from residuum.values.captures.manifest import Manifest, RowSet
+    from residuum.values.captures.manifest import Manifest
+    from residuum.values.captures.manifest_records import RowSet
     from residuum.values.replies.generation import Reply
 
 

@@ -232,7 +232,7 @@ def test_operations_compare_by_value():
 
 
 def test_steer_accepts_only_operations():
-    from residuum.values.steering.operations import operation_list
+    from residuum.values.steering.operation_list import operation_list
 
     assert operation_list(None) == []
     assert len(operation_list([residuum.Add(joy, layer=1)] * 256)) == 256

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from bench.conformance.reference import Changes, Rows
-    from residuum.values.captures.manifest import Manifest, RowSet
+    from residuum.values.captures.manifest import Manifest
+    from residuum.values.captures.manifest_records import RowSet
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 

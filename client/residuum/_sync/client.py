@@ -36,7 +36,7 @@ from residuum.transport.batches import BatchPlan, BatchResults, Outage, Steering
 from residuum.v1 import inference_pb2, steering_pb2
 from residuum.values.captures.activations import Activations
 from residuum.values.captures.capture import Capture
-from residuum.values.captures.manifest import to_datetime
+from residuum.values.captures.manifest_names import to_datetime
 from residuum.values.probes.probe import Probe
 from residuum.values.probes.rules import Rule
 from residuum.values.replies.generation import Registration, Reply

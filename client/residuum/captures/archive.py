@@ -32,7 +32,8 @@ from residuum.rpc.objects import SCHEMES, ArchiveError, MissingObjectError, Obje
 from residuum.transport.progress import progress_bar
 from residuum.v1 import archive_pb2
 from residuum.values.captures.activations import Activations
-from residuum.values.captures.manifest import Manifest, to_datetime
+from residuum.values.captures.manifest import Manifest
+from residuum.values.captures.manifest_names import to_datetime
 from residuum.values.captures.rows import Rows, RowsBuilder, in_order
 from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike

@@ -16,7 +16,8 @@ from residuum.values.captures.spans import CHAT_ROLES
 from residuum.values.probes.probe import Probe, probe_list
 from residuum.values.probes.rules import Rule, rule_list
 from residuum.values.replies.generation import Registration, Reply
-from residuum.values.steering.operations import Operation, operation_list, steering_spec
+from residuum.values.steering.operation_list import operation_list, steering_spec
+from residuum.values.steering.operations import Operation
 from residuum.values.steering.stored_row import StoredRow
 from residuum.values.tensors.sae import SAE
 from residuum.values.tensors.vector import Vector

@@ -31,7 +31,8 @@ from residuum.values.captures.capture import Capture
 from residuum.values.probes.probe import Probe
 from residuum.values.probes.rules import Rule
 from residuum.values.replies.generation import Reply
-from residuum.values.steering.operations import Operation, operation_list
+from residuum.values.steering.operation_list import operation_list
+from residuum.values.steering.operations import Operation
 
 
 def _check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> list[Prompt]:

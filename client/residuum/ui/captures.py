@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from residuum.exceptions import NoMessageSpans, NoTokenTexts
 from residuum.ui.answers import body_of, invalid, whole_number
-from residuum.values.captures.manifest import Manifest, SteeringRecord
+from residuum.values.captures.manifest import Manifest
+from residuum.values.captures.manifest_records import SteeringRecord
 from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.wire.labels import read_value
 

@@ -4,161 +4,42 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf import json_format, timestamp_pb2
+from google.protobuf import json_format
 
 from residuum.exceptions import InvalidRequest, NoMessageSpans, NoTokenTexts
-from residuum.v1 import capture_pb2, steering_pb2
+from residuum.v1 import capture_pb2
 from residuum.values.captures.capture import AXES, REDUCTIONS
 from residuum.values.captures.manifest_json import from_document, to_document
+from residuum.values.captures.manifest_names import (
+    ARCHIVE_STATES,
+    FINAL_STATES,
+    STATES,
+    name_of,
+    reason_name,
+    site_name,
+    to_datetime,
+)
+from residuum.values.captures.manifest_records import (
+    RowSet,
+    SequenceOutcome,
+    SteeringChange,
+    SteeringRecord,
+    row_sets,
+    steering_records,
+)
 from residuum.values.captures.spans import MessageSpan, spans_of
 from residuum.values.captures.tokens import split_texts
 from residuum.values.probes.rules import RuleEvent
 from residuum.values.probes.scores import Scores, kept_scores
 from residuum.values.selections.layers_and_positions import Positions
-from residuum.values.selections.points import SITE_NAMES, SITES
-from residuum.values.steering.gates import GateRecord
+from residuum.values.selections.points import SITES
 from residuum.wire.dtypes import dtype_name
 from residuum.wire.encodings import ENCODING_NAMES, FULL8, RAW, RowFormat
 from residuum.wire.labels import LabelValue, to_dict
-
-STATES: dict[capture_pb2.CaptureState.ValueType, str] = {
-    capture_pb2.CAPTURE_STATE_OPEN: "open",
-    capture_pb2.CAPTURE_STATE_COMPLETE: "complete",
-    capture_pb2.CAPTURE_STATE_INCOMPLETE: "incomplete",
-    capture_pb2.CAPTURE_STATE_ABORTED: "aborted",
-}
-"""The states of a capture by their names in Python."""
-
-ARCHIVE_STATES: dict[capture_pb2.ArchiveState.ValueType, str] = {
-    capture_pb2.ARCHIVE_STATE_PENDING: "pending",
-    capture_pb2.ARCHIVE_STATE_COPIED: "copied",
-    capture_pb2.ARCHIVE_STATE_MOVED: "moved",
-}
-"""The places of a capture's rows by their names in Python."""
-
-FINAL_STATES = frozenset({"complete", "incomplete", "aborted"})
-
-
-@dataclass(frozen=True)
-class RowSet:
-    """Rows of one sequence at one site: every combination of some layers and some positions.
-
-    Attributes:
-        sequence: The sequence.
-        site: The site, such as "resid_post".
-        layers: The layers.
-        ranges: The positions as ascending runs (first, last), both inclusive.
-    """
-
-    sequence: int
-    site: str
-    layers: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-
-    def __str__(self) -> str:
-        runs = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in self.ranges)
-        return f"{self.site}, layers {_runs(self.layers)}, sequence {self.sequence}: positions {runs}"
-
-
-@dataclass(frozen=True)
-class SequenceOutcome:
-    """How one sequence ended.
-
-    Attributes:
-        generated_token_ids: The IDs of the generated tokens.
-        finish_reason: "stop", "length" or "abort".
-    """
-
-    generated_token_ids: tuple[int, ...]
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class SteeringRecord:
-    """One steering operation, as it was applied.
-
-    Attributes:
-        operation: "add", "ablate", "cap", "replace", "set", "multiply" or "clamp_feature"; "unknown" if this version
-            does not know it.
-        layers: The layers at which it was applied.
-        digests: The digest of its vector in hexadecimal; or one digest for each layer, in the order of the layers.
-        positions: The positions to which it was applied.
-        scale: The factor of "add" and "ablate".
-        min: The lower bound of "cap" and "clamp_feature".
-        max: The upper bound of "cap" and "clamp_feature".
-        value: The projection that "replace" set.
-        keep_norm: Whether each row was scaled back to the norm that it had before.
-        site: The site at which it was applied.
-        gate: How far it was applied to each row; None: completely.
-        encoder_digest: For "clamp_feature", the digest of the feature's row of the encoder in hexadecimal.
-        bias: For "clamp_feature", the feature's bias.
-        threshold: For "clamp_feature", the feature's threshold.
-    """
-
-    operation: str
-    layers: tuple[int, ...]
-    digests: tuple[str, ...]
-    positions: Positions
-    scale: float | None = None
-    min: float | None = None
-    max: float | None = None
-    value: float | None = None
-    keep_norm: bool = False
-    site: str = "resid_post"
-    gate: GateRecord | None = None
-    encoder_digest: str = ""
-    bias: float | None = None
-    threshold: float | None = None
-
-    @classmethod
-    def from_proto(cls, proto: steering_pb2.SteeringOperation) -> SteeringRecord:
-        """Return the record of a message."""
-        kind = proto.WhichOneof("operation")
-        layers, positions = tuple(proto.layers.list.layers), Positions.from_proto(proto.positions)
-        site = site_name(proto.site or capture_pb2.SITE_RESID_POST)
-        gate = GateRecord.from_proto(proto.gate) if proto.HasField("gate") else None
-        common: dict[str, Any] = {"keep_norm": proto.keep_norm, "site": site, "gate": gate}
-        if kind is None:
-            return cls("unknown", layers, (), positions, **common)
-        operation: Any = getattr(proto, kind)
-        numbers = {
-            name: getattr(operation, name)
-            for name, item in operation.DESCRIPTOR.fields_by_name.items()
-            if name != "digest" and (not item.has_presence or operation.HasField(name))
-        }
-        if kind == "clamp_feature":
-            numbers["encoder_digest"] = operation.encoder_digest.hex()
-        if kind == "ablate":
-            numbers.setdefault("scale", 1.0)
-        digests = proto.layer_digests or [operation.digest]
-        return cls(
-            operation=kind,
-            layers=layers,
-            digests=tuple(digest.hex() for digest in digests),
-            positions=positions,
-            **common,
-            **numbers,
-        )
-
-
-@dataclass(frozen=True)
-class SteeringChange:
-    """A change of the steering while the request was generating.
-
-    Attributes:
-        first_positions: For each sequence, the first position with this steering; the number of its tokens if it had
-            ended already. A change by a rule is for one sequence only; for the others, this is 4294967295.
-        steering: The operations from there on, in order; empty if there are none.
-        rule: The name of the rule that fired; empty if `update_steering` made the change.
-    """
-
-    first_positions: tuple[int, ...]
-    steering: tuple[SteeringRecord, ...]
-    rule: str = ""
 
 
 @dataclass(frozen=True)
@@ -450,7 +331,7 @@ class Manifest:
             model=description.model,
             adapter=description.adapter,
             state=STATES.get(proto.state, "unknown"),
-            reason=_reason(proto.incomplete_reason),
+            reason=reason_name(proto.incomplete_reason),
             detail=proto.incomplete_detail,
             layers=_layers(description),
             sites=tuple(site_name(site) for site in description.spec.sites) or ("resid_post",),
@@ -459,11 +340,11 @@ class Manifest:
             encoding=ENCODING_NAMES.get(description.spec.encoding or RAW, "unknown"),
             dimensions=description.spec.encoding_options.dimensions or len(description.spec.encoding_options.vectors),
             seed=description.spec.encoding_options.seed,
-            axis=_name_of(AXES, description.spec.encoding_options.axis) if description.spec.encoding == FULL8 else "",
+            axis=name_of(AXES, description.spec.encoding_options.axis) if description.spec.encoding == FULL8 else "",
             projected_onto=tuple(digest.hex() for digest in description.spec.encoding_options.vectors),
             sae=description.spec.encoding_options.sae.digest.hex(),
             features=tuple(description.spec.encoding_options.sae.chosen),
-            reduction=_name_of(REDUCTIONS, description.spec.reduction),
+            reduction=name_of(REDUCTIONS, description.spec.reduction),
             dtype=dtype_name(description.dtype),
             hidden_size=description.hidden_size,
             num_layers=description.num_layers,
@@ -471,15 +352,15 @@ class Manifest:
             sequences=tuple(
                 SequenceOutcome(tuple(item.generated_token_ids), item.finish_reason) for item in proto.sequences
             ),
-            present=_row_sets(proto.present),
-            missing=_row_sets(proto.missing),
+            present=row_sets(proto.present),
+            missing=row_sets(proto.missing),
             num_rows=proto.num_rows,
             num_bytes=proto.num_bytes,
             steered=bool(description.steering.operations)
             or any(item.steering.operations for item in proto.steering_changes),
-            steering=_records(description.steering),
+            steering=steering_records(description.steering),
             steering_changes=tuple(
-                SteeringChange(tuple(item.first_positions), _records(item.steering), item.rule)
+                SteeringChange(tuple(item.first_positions), steering_records(item.steering), item.rule)
                 for item in proto.steering_changes
             ),
             rule_events=tuple(map(RuleEvent.from_proto, proto.rule_events)),
@@ -493,56 +374,7 @@ class Manifest:
         )
 
 
-def _name_of(names: Mapping[str, int], number: int) -> str:
-    """Return the name of a number; the first name for 0, and "unknown" if this version does not know the number."""
-    return next((name for name, known in names.items() if known == (number or 1)), "unknown")
-
-
-def site_name(site: capture_pb2.Site.ValueType) -> str:
-    """Return a site's name, or "site N" if this version does not know its number N."""
-    return SITE_NAMES.get(site, f"site {int(site)}")
-
-
-def to_datetime(time: timestamp_pb2.Timestamp) -> datetime.datetime | None:
-    """Return a time in UTC, or None if it is not set."""
-    if not time.seconds and not time.nanos:
-        return None
-    return time.ToDatetime(tzinfo=datetime.timezone.utc)
-
-
 def _layers(description: capture_pb2.CaptureDescription) -> tuple[int, ...]:
     if description.spec.layers.WhichOneof("selection") == "list":
         return tuple(description.spec.layers.list.layers)
     return tuple(range(description.num_layers))
-
-
-def _records(spec: steering_pb2.SteeringSpec) -> tuple[SteeringRecord, ...]:
-    return tuple(SteeringRecord.from_proto(operation) for operation in spec.operations)
-
-
-def _reason(reason: capture_pb2.IncompleteReason.ValueType) -> str:
-    if reason not in capture_pb2.IncompleteReason.values() or not reason:
-        return ""
-    return capture_pb2.IncompleteReason.Name(reason).removeprefix("INCOMPLETE_REASON_")
-
-
-def _row_sets(sets: Iterable[capture_pb2.RowSet]) -> tuple[RowSet, ...]:
-    return tuple(
-        RowSet(
-            sequence=rows.sequence,
-            site=site_name(rows.site),
-            layers=tuple(rows.layers),
-            ranges=tuple((run.first, run.last) for run in rows.positions),
-        )
-        for rows in sets
-    )
-
-
-def _runs(numbers: tuple[int, ...]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

@@ -13,7 +13,7 @@ import numpy as np
 from residuum.exceptions import InvalidRequest, UnknownSite
 from residuum.v1 import inference_pb2
 from residuum.values.captures.capture import REDUCTIONS
-from residuum.values.captures.manifest import site_name, to_datetime
+from residuum.values.captures.manifest_names import site_name, to_datetime
 from residuum.values.model.attention import AttentionLayer
 from residuum.values.steering.gates import MEASURE_NAMES
 from residuum.values.tensors.vector import Vector

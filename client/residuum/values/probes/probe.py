@@ -14,23 +14,26 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest
 from residuum.v1 import probe_pb2
+from residuum.values.probes.checks import (
+    ACTIVATIONS,
+    FloatArray,
+    checked_activation,
+    checked_bias,
+    checked_float32,
+    checked_layer,
+    checked_name,
+    checked_output_names,
+    checked_site,
+    checked_weights,
+    count_outputs,
+)
 from residuum.values.probes.layers import ProbeAttention, ProbeLayer, attention_of, layer_tuple
 from residuum.values.probes.linear_models import attention_of_torch, is_attention_of_torch, of_sklearn, of_torch
 from residuum.values.probes.smoothing import Smoothing, smoothing_of
-from residuum.values.selections.layers_and_positions import layer_list
 from residuum.values.selections.points import site_numbers
 from residuum.values.tensors.vector import Vector, as_float32
 from residuum.wire.pooling import AttentionPool
-from residuum.wire.probes import evaluate, is_valid_probe_name, problem_of_mlp, problem_of_names
-
-FloatArray = npt.NDArray[np.float32]
-
-ACTIVATIONS: dict[str | None, probe_pb2.ProbeActivation.ValueType] = {
-    None: probe_pb2.PROBE_ACTIVATION_UNSPECIFIED,
-    "sigmoid": probe_pb2.PROBE_ACTIVATION_SIGMOID,
-    "softmax": probe_pb2.PROBE_ACTIVATION_SOFTMAX,
-}
-"""What a probe may apply to its outputs."""
+from residuum.wire.probes import evaluate, problem_of_mlp, problem_of_names
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -101,19 +104,19 @@ class Probe:
         output_names: Iterable[str] = (),
         attention: ProbeAttention | None = None,
     ) -> None:
-        checked, layers = _weights(weights), layer_tuple(mlp)
+        checked, layers = checked_weights(weights), layer_tuple(mlp)
         pooling = attention_of(attention, len(checked))
         fields = {
             "weights": checked,
-            "bias": _bias(bias, len(checked)),
-            "layer": _layer(layer),
-            "site": _site(site),
+            "bias": checked_bias(bias, len(checked)),
+            "layer": checked_layer(layer),
+            "site": checked_site(site),
             "mlp": layers,
             "attention": pooling,
-            "activation": _activation(activation, _num_outputs(checked, pooling, layers)),
-            "name": _name(name),
+            "activation": checked_activation(activation, count_outputs(checked, pooling, layers)),
+            "name": checked_name(name),
             "smooth": smoothing_of(smooth),
-            "output_names": _output_names(output_names),
+            "output_names": checked_output_names(output_names),
         }
         for field, value in fields.items():
             object.__setattr__(self, field, value)
@@ -180,8 +183,8 @@ class Probe:
         Example:
             >>> probe = residuum.Probe.from_attention(queries, values, layer=12, activation="sigmoid", name="lie")
         """
-        keys = np.atleast_2d(_float32("queries", queries))
-        rows = _float32("values", values)
+        keys = np.atleast_2d(checked_float32("queries", queries))
+        rows = checked_float32("values", values)
         if rows.ndim <= 2:  # noqa: PLR2004 - one output
             rows = np.atleast_2d(rows)[:, None]
         if keys.ndim != 2 or rows.ndim != 3 or rows.shape[::2] != keys.shape or not rows.size:  # noqa: PLR2004
@@ -192,7 +195,9 @@ class Probe:
             )
         attention, outputs = ProbeAttention(len(keys), position_weights), rows.shape[1]  # type: ignore[arg-type]
         biases = np.zeros((1 + outputs) * len(keys), np.float32)
-        biases[len(keys) :][:outputs] = _bias(bias, outputs)  # each head's weights add up to 1, so one head has it
+        biases[len(keys) :][:outputs] = checked_bias(
+            bias, outputs
+        )  # each head's weights add up to 1, so one head has it
         weights = np.concatenate([keys, rows.reshape(-1, keys.shape[1])])
         return cls(weights, biases, layer=layer, attention=attention, **options)
 
@@ -307,7 +312,7 @@ class Probe:
     @property
     def num_outputs(self) -> int:
         """Scores of each row."""
-        return _num_outputs(self.weights, self.attention, self.mlp)
+        return count_outputs(self.weights, self.attention, self.mlp)
 
     @functools.cached_property
     def vectors(self) -> tuple[Vector, ...]:
@@ -374,95 +379,3 @@ def probe_list(probes: Probe | Iterable[Probe] | None) -> tuple[Probe, ...]:
 
 def _kind(item: object) -> str:
     return f"a {type(item).__name__}" if isinstance(item, (Mapping, Iterable)) else repr(item)
-
-
-def _num_outputs(weights: FloatArray, attention: ProbeAttention | None, mlp: tuple[ProbeLayer, ...]) -> int:
-    if mlp:
-        return len(mlp[-1].bias)
-    return len(weights) // attention.heads - 1 if attention else len(weights)
-
-
-def _weights(given: npt.ArrayLike) -> FloatArray:
-    values = _float32("weights", given)
-    shown = list(values.shape)
-    if values.ndim == 1:
-        values = values[None]
-    if values.ndim != 2 or not values.size:  # noqa: PLR2004 - [outputs, width]
-        raise BadVector(
-            f"Probe: weights must have the shape [outputs, width], or [width] for one output, not {shown}.",
-            reason="WRONG_LENGTH",
-        )
-    return _finite("weights", values)
-
-
-def _bias(given: npt.ArrayLike, outputs: int) -> FloatArray:
-    values = _float32("bias", given)
-    if values.shape not in {(), (outputs,)}:
-        raise InvalidRequest(
-            f"Probe: bias must be one number, or [outputs], which is [{outputs}], not {list(values.shape)}.",
-            reason="INVALID_FIELD",
-        )
-    return _finite("bias", np.broadcast_to(values, (outputs,)).copy())
-
-
-def _float32(what: str, given: npt.ArrayLike) -> FloatArray:
-    try:
-        return as_float32(given)
-    except BadVector as error:
-        raise BadVector(f"Probe: {what}: {error}", reason=error.reason) from None
-
-
-def _finite(what: str, values: FloatArray) -> FloatArray:
-    bad = int(np.count_nonzero(~np.isfinite(values)))
-    if bad:
-        raise BadVector(
-            f"Probe: {bad} of {values.size} elements of {what} are NaN, infinite or beyond float32. Every element must "
-            "be finite.",
-            reason="BAD_VALUES",
-        )
-    values.setflags(write=False)  # this is a copy, so the caller's array stays writable
-    return values
-
-
-def _layer(given: Any) -> int:
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise TypeError(f"Probe: layer must be the number of one layer, not {given!r}.")
-    return layer_list(given)[0]
-
-
-def _site(given: Any) -> str:
-    if not isinstance(given, str):
-        raise TypeError(f"Probe: site must be the name of one site, not {given!r}.")
-    site_numbers([given])
-    return given
-
-
-def _activation(given: Any, outputs: int) -> str | None:
-    if given not in [*ACTIVATIONS]:
-        raise InvalidRequest(
-            f"Probe: activation must be None, 'sigmoid' or 'softmax', not {given!r}.", reason="INVALID_FIELD"
-        )
-    if given == "softmax" and outputs == 1:
-        raise InvalidRequest(
-            "Probe: the softmax of one output is always 1. Use 'sigmoid', or give a row of weights for each class.",
-            reason="INVALID_FIELD",
-        )
-    return None if given is None else str(given)
-
-
-def _output_names(given: Any) -> tuple[str, ...]:
-    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"Probe: output_names must be a list of texts, not {given!r}.")
-    return names
-
-
-def _name(given: Any) -> str:
-    if not isinstance(given, str):
-        raise TypeError(f"Probe: name must be a text, not {given!r}.")
-    if not is_valid_probe_name(given):
-        raise InvalidRequest(
-            f"Probe: {given!r} is not a valid name. Use 1 to 64 of the characters a-z A-Z 0-9 . _ -",
-            reason="INVALID_FIELD",
-        )
-    return given

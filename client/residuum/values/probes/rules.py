@@ -13,7 +13,8 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import rule_pb2
 from residuum.values.probes.probe import Probe
-from residuum.values.steering.operations import Operation, operation_list, steering_spec
+from residuum.values.steering.operation_list import operation_list, steering_spec
+from residuum.values.steering.operations import Operation
 from residuum.values.tensors.numbers import finite_float32
 from residuum.wire.probes import is_valid_probe_name
 from residuum.wire.rules import RuleWatch, problem_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from residuum.v1 import store_pb2
-from residuum.values.captures.manifest import ARCHIVE_STATES, STATES, to_datetime
+from residuum.values.captures.manifest_names import ARCHIVE_STATES, STATES, to_datetime
 from residuum.wire.labels import LabelValue, to_dict
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from residuum.v1 import store_pb2
-from residuum.values.captures.manifest import STATES, to_datetime
+from residuum.values.captures.manifest_names import STATES, to_datetime
 from residuum.wire.placement import StoreAddress
 
 
