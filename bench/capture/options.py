@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.capture.workload import Runner, Sink, Vectors, Workload
 from bench.options import add_engine_args, add_model, model_of, positive
 from residuum import ResiduumError
-from residuum.values.points import site_list, site_numbers
+from residuum.values.selections.points import site_list, site_numbers
 from residuum.wire.encodings import ENCODINGS
 
 

@@ -94,64 +94,56 @@ if TYPE_CHECKING:
     from residuum.protocol.sampling import Sampling
     from residuum.rpc.credentials import TLS
     from residuum.serving import serve
-    from residuum.values.activations import Activations
-    from residuum.values.attention import AttentionLayer, attention_weights
-    from residuum.values.capture import Capture
-    from residuum.values.gates import Gate, GateRecord
-    from residuum.values.lens import Lens, LensMap
-    from residuum.values.logprobs import Logprobs
-    from residuum.values.manifest import Manifest, RowSet, SequenceOutcome, SteeringChange, SteeringRecord
-    from residuum.values.model_info import ModelInfo, ServiceLoad
-    from residuum.values.probe_layers import ProbeAttention, ProbeLayer
-    from residuum.values.probes import Probe
-    from residuum.values.replies import (
-        CapturePage,
-        CaptureSummary,
-        Health,
-        PutResult,
-        PutSAEResult,
-        Registration,
-        Reply,
-        Sequence,
-        StoreStats,
-        TokenDelta,
-        Usage,
-    )
-    from residuum.values.rows import Rows
-    from residuum.values.rules import Rule, RuleEvent
-    from residuum.values.sae import SAE
-    from residuum.values.search import SearchHit, SearchResult
-    from residuum.values.selections import Positions
-    from residuum.values.smoothing import EMA, RollingMax, RollingMean
-    from residuum.values.spans import MessageSpan
-    from residuum.values.steering import Ablate, Add, Cap, ClampFeature, Multiply, Replace, Set
-    from residuum.values.stored_row import StoredRow
-    from residuum.values.vector import Vector, load_vectors
+    from residuum.values.captures.activations import Activations
+    from residuum.values.captures.capture import Capture
+    from residuum.values.captures.manifest import Manifest
+    from residuum.values.captures.manifest_records import RowSet, SequenceOutcome, SteeringChange, SteeringRecord
+    from residuum.values.captures.rows import Rows
+    from residuum.values.captures.spans import MessageSpan
+    from residuum.values.model.attention import AttentionLayer, attention_weights
+    from residuum.values.model.info import ModelInfo, ServiceLoad
+    from residuum.values.probes.layers import ProbeAttention, ProbeLayer
+    from residuum.values.probes.probe import Probe
+    from residuum.values.probes.rules import Rule, RuleEvent
+    from residuum.values.probes.smoothing import EMA, RollingMax, RollingMean
+    from residuum.values.replies.capture_summaries import CapturePage, CaptureSummary
+    from residuum.values.replies.generation import Registration, Reply, Sequence, TokenDelta, Usage
+    from residuum.values.replies.logprobs import Logprobs
+    from residuum.values.replies.search import SearchHit, SearchResult
+    from residuum.values.replies.service_status import Health, StoreStats
+    from residuum.values.replies.uploads import PutResult, PutSAEResult
+    from residuum.values.selections.layers_and_positions import Positions
+    from residuum.values.steering.gates import Gate, GateRecord
+    from residuum.values.steering.operations import Ablate, Add, Cap, ClampFeature, Multiply, Replace, Set
+    from residuum.values.steering.stored_row import StoredRow
+    from residuum.values.tensors.lens import Lens, LensMap
+    from residuum.values.tensors.sae import SAE
+    from residuum.values.tensors.vector import Vector, load_vectors
     from residuum.xargs import vllm_xargs
 
 _MODULES = {
-    "Lens": "residuum.values.lens",
-    "LensMap": "residuum.values.lens",
+    "Lens": "residuum.values.tensors.lens",
+    "LensMap": "residuum.values.tensors.lens",
     "LogitLens": "residuum.protocol.lens",
     "Unembedding": "residuum.protocol.lens",
     "PatchSweep": "residuum.protocol.patching",
     "Piece": "residuum.protocol.reading",
     "Sampling": "residuum.protocol.sampling",
-    "Activations": "residuum.values.activations",
-    "EMA": "residuum.values.smoothing",
-    "RollingMax": "residuum.values.smoothing",
-    "RollingMean": "residuum.values.smoothing",
-    "SAE": "residuum.values.sae",
-    "Rows": "residuum.values.rows",
-    "Rule": "residuum.values.rules",
-    "RuleEvent": "residuum.values.rules",
-    "SearchHit": "residuum.values.search",
-    "SearchResult": "residuum.values.search",
+    "Activations": "residuum.values.captures.activations",
+    "EMA": "residuum.values.probes.smoothing",
+    "RollingMax": "residuum.values.probes.smoothing",
+    "RollingMean": "residuum.values.probes.smoothing",
+    "SAE": "residuum.values.tensors.sae",
+    "Rows": "residuum.values.captures.rows",
+    "Rule": "residuum.values.probes.rules",
+    "RuleEvent": "residuum.values.probes.rules",
+    "SearchHit": "residuum.values.replies.search",
+    "SearchResult": "residuum.values.replies.search",
     "Archive": "residuum.captures.archive",
     "AsyncClient": "residuum.aio",
     "AsyncStream": "residuum.aio",
     "BatchCancelled": "residuum.aio",
-    "Capture": "residuum.values.capture",
+    "Capture": "residuum.values.captures.capture",
     "Client": "residuum.client",
     "Stream": "residuum.client",
     "Directions": "residuum.directions.values",
@@ -159,46 +151,46 @@ _MODULES = {
     "ExtractSummary": "residuum.extraction.reader",
     "Extracted": "residuum.extraction.reader",
     "LayerRows": "residuum.extraction.reader",
-    "Logprobs": "residuum.values.logprobs",
-    "Manifest": "residuum.values.manifest",
-    "RowSet": "residuum.values.manifest",
-    "SequenceOutcome": "residuum.values.manifest",
-    "SteeringChange": "residuum.values.manifest",
-    "SteeringRecord": "residuum.values.manifest",
-    "CapturePage": "residuum.values.replies",
-    "CaptureSummary": "residuum.values.replies",
-    "Health": "residuum.values.replies",
-    "AttentionLayer": "residuum.values.attention",
-    "ModelInfo": "residuum.values.model_info",
-    "ServiceLoad": "residuum.values.model_info",
-    "Probe": "residuum.values.probes",
-    "ProbeAttention": "residuum.values.probe_layers",
-    "ProbeLayer": "residuum.values.probe_layers",
-    "PutResult": "residuum.values.replies",
-    "PutSAEResult": "residuum.values.replies",
-    "Registration": "residuum.values.replies",
-    "Reply": "residuum.values.replies",
-    "Sequence": "residuum.values.replies",
-    "StoreStats": "residuum.values.replies",
-    "TokenDelta": "residuum.values.replies",
-    "Usage": "residuum.values.replies",
+    "Logprobs": "residuum.values.replies.logprobs",
+    "Manifest": "residuum.values.captures.manifest",
+    "RowSet": "residuum.values.captures.manifest_records",
+    "SequenceOutcome": "residuum.values.captures.manifest_records",
+    "SteeringChange": "residuum.values.captures.manifest_records",
+    "SteeringRecord": "residuum.values.captures.manifest_records",
+    "CapturePage": "residuum.values.replies.capture_summaries",
+    "CaptureSummary": "residuum.values.replies.capture_summaries",
+    "Health": "residuum.values.replies.service_status",
+    "AttentionLayer": "residuum.values.model.attention",
+    "ModelInfo": "residuum.values.model.info",
+    "ServiceLoad": "residuum.values.model.info",
+    "Probe": "residuum.values.probes.probe",
+    "ProbeAttention": "residuum.values.probes.layers",
+    "ProbeLayer": "residuum.values.probes.layers",
+    "PutResult": "residuum.values.replies.uploads",
+    "PutSAEResult": "residuum.values.replies.uploads",
+    "Registration": "residuum.values.replies.generation",
+    "Reply": "residuum.values.replies.generation",
+    "Sequence": "residuum.values.replies.generation",
+    "StoreStats": "residuum.values.replies.service_status",
+    "TokenDelta": "residuum.values.replies.generation",
+    "Usage": "residuum.values.replies.generation",
     "TLS": "residuum.rpc.credentials",
     "serve": "residuum.serving",
-    "Positions": "residuum.values.selections",
-    "Gate": "residuum.values.gates",
-    "GateRecord": "residuum.values.gates",
-    "Ablate": "residuum.values.steering",
-    "Add": "residuum.values.steering",
-    "Cap": "residuum.values.steering",
-    "ClampFeature": "residuum.values.steering",
-    "Multiply": "residuum.values.steering",
-    "Replace": "residuum.values.steering",
-    "Set": "residuum.values.steering",
-    "StoredRow": "residuum.values.stored_row",
-    "MessageSpan": "residuum.values.spans",
-    "Vector": "residuum.values.vector",
-    "load_vectors": "residuum.values.vector",
-    "attention_weights": "residuum.values.attention",
+    "Positions": "residuum.values.selections.layers_and_positions",
+    "Gate": "residuum.values.steering.gates",
+    "GateRecord": "residuum.values.steering.gates",
+    "Ablate": "residuum.values.steering.operations",
+    "Add": "residuum.values.steering.operations",
+    "Cap": "residuum.values.steering.operations",
+    "ClampFeature": "residuum.values.steering.operations",
+    "Multiply": "residuum.values.steering.operations",
+    "Replace": "residuum.values.steering.operations",
+    "Set": "residuum.values.steering.operations",
+    "StoredRow": "residuum.values.steering.stored_row",
+    "MessageSpan": "residuum.values.captures.spans",
+    "Vector": "residuum.values.tensors.vector",
+    "load_vectors": "residuum.values.tensors.vector",
+    "attention_weights": "residuum.values.model.attention",
     "vllm_xargs": "residuum.xargs",
 }
 """The module of each public name, apart from the exceptions."""

@@ -68,8 +68,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from residuum.values.manifest import Manifest, RowSet
-    from residuum.values.replies import Reply
+    from residuum.values.captures.manifest import Manifest
+    from residuum.values.captures.manifest_records import RowSet
+    from residuum.values.replies.generation import Reply
 
 
 class ResiduumError(Exception):

@@ -40,13 +40,13 @@ from residuum.exceptions import InvalidRequest
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.many import check_choice, check_ids, check_some, warn_of_left_out
 from residuum.protocol.requests import RequestLike
-from residuum.values.points import SITES as _SITE_NUMBERS
-from residuum.values.selections import LayersLike, PositionsLike, index_list
+from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, index_list
+from residuum.values.selections.points import SITES as _SITE_NUMBERS
 
 if TYPE_CHECKING:
     from residuum.rpc.credentials import TLS
     from residuum.transport.connection_settings import Token
-    from residuum.values.manifest import Manifest
+    from residuum.values.captures.manifest import Manifest
 
 SITES: tuple[str, ...] = tuple(_SITE_NUMBERS)
 """The sites in the order in which batches number them."""

@@ -10,10 +10,11 @@ from google.protobuf import json_format
 
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.requests import plan_spec
-from residuum.values.capture import Capture
-from residuum.values.probes import Probe
-from residuum.values.rules import Rule
-from residuum.values.steering import Operation, operation_list, steering_spec
+from residuum.values.captures.capture import Capture
+from residuum.values.probes.probe import Probe
+from residuum.values.probes.rules import Rule
+from residuum.values.steering.operation_list import operation_list, steering_spec
+from residuum.values.steering.operations import Operation
 
 if TYPE_CHECKING:
     from residuum.protocol.requests import IfExists

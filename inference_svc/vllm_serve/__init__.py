@@ -17,9 +17,10 @@ of the inference service. The front end does the work of the service's own proce
   captures or steering. If vLLM lacks what the plugin needs, or does not load it, the worker refuses to start.
 * `xargs` reads the spec. It removes a plan that a caller sends under the plan's own name, because the worker trusts
   plans.
-* `front` checks a request in the call of `generate`, before an endpoint begins its answer. So a bad spec gets status
-  400, also for a stream. Only requests in the first moments, before the workers have described themselves, are checked
-  in their answer. It opens the capture before vLLM sees the request, and seals it however the request ends.
+* `front` checks each request in the call of `generate` (`request_admission`), before an endpoint begins its answer. So
+  a bad spec gets status 400, also for a stream. Only requests in the first moments, before the workers have described
+  themselves, are checked in their answer.
+* `request_runner` opens the capture before vLLM sees the request, and seals it however the request ends.
 * Each sequence is a request of its own in vLLM, and asks for output step by step, so its tokens are known whenever it
   ends. `outputs` gives callers what vLLM would have given them.
 * `scored_streams` judges each output by its scores (`session/rules.py`), and may end a sequence. The worker makes the

@@ -1,22 +1,31 @@
-"""The scores and rules of a sequence that vLLM generates: they are added to vLLM's own outputs."""
+"""The scores and rules of the sequences that vLLM generates: judged with each output, and recorded."""
 
 from __future__ import annotations
 
+import re
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from inference_svc.engine.streams import Delta
+from inference_svc.session.kept_scores import kept_scores_of
 from residuum.wire.rules import FINISH_REASON
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
+    from inference_svc.session.capture_session import CaptureSession
+    from inference_svc.session.existing_capture import KeptSequence
     from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
+    from inference_svc.vllm_serve.request_admission import AdmittedRequest, ReceivedRequest
+    from residuum.v1 import capture_pb2
 
     Scored = tuple[Any, Delta | None]
     """vLLM's output, and its tokens with their scores and events; None without probes."""
+
+_ANY_PROMPT = re.compile("cmpl-.+-([0-9]+)", re.DOTALL)
+"""The ID that vLLM gives a prompt of a completion."""
 
 
 async def scored_stream(
@@ -54,6 +63,32 @@ async def scored_stream(
         sequence.has_ended.set()
 
 
+def record(session: CaptureSession, admitted: AdmittedRequest, index: int, delta: Delta) -> None:
+    """Add the scores and events of an output of the sequence `index` to the capture and to the answer."""
+    session.sequences[index].rule_events += delta.rule_events
+    if session.scores is not None:
+        session.scores.add(index, delta)
+    answer = admitted.received.answer
+    if answer is not None and admitted.spec.probes is not None:
+        names = [probe.name for probe in admitted.spec.shown_probes]
+        answer.add(_choice(admitted.received, index), names, delta)
+
+
+def record_kept(
+    manifest: capture_pb2.CaptureManifest, admitted: AdmittedRequest, sequences: Sequence[KeptSequence]
+) -> None:
+    """Add the scores and events of a capture that exists already to the answer."""
+    answer = admitted.received.answer
+    if answer is None or admitted.spec.probes is None:
+        return
+    probes = admitted.spec.shown_probes
+    for index, item in enumerate(sequences):
+        prompt = kept_scores_of(probes, manifest.prompt_scores.probes) if index == 0 else ()
+        scores = kept_scores_of(probes, item.scores)
+        delta = Delta("", item.token_ids, scores=scores, prompt_scores=prompt, rule_events=item.rule_events)
+        answer.add(_choice(admitted.received, index), [probe.name for probe in probes], delta)
+
+
 def _delta(step: Any) -> Delta:
     completion = step.outputs[0]
     return Delta(completion.text, list(completion.token_ids), completion.finish_reason)
@@ -67,3 +102,9 @@ def _end(step: Any, delta: Delta) -> None:
     if completion.logprobs is not None:
         completion.logprobs = completion.logprobs[:count]
     step.finished = True
+
+
+def _choice(received: ReceivedRequest, index: int) -> int:
+    """Return the index of a sequence among the choices of an answer, which has those of all prompts of a completion."""
+    completion = _ANY_PROMPT.fullmatch(received.request_id)
+    return (int(completion[1]) if completion else 0) * int(received.sampling.n) + index

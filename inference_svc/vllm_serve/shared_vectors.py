@@ -18,10 +18,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from inference_svc.admission.specs import ResolvedSpec
+    from inference_svc.resources.vector_cache import VectorCache
+    from inference_svc.vllm_serve.xargs import ResiduumArguments
+
 _CHECK_EVERY = 64
 """After how many new vectors the folder's size is checked: looking at thousands of files takes milliseconds."""
 
 _PART = ".part"
+
+
+class RequestVectors:
+    """Keeps the vectors that come with requests, and gets those that another API server has."""
+
+    def __init__(self, cache: VectorCache, shared: SharedVectors | None) -> None:
+        """Keep vectors in a cache. `shared` are those of all API servers; None if this is the only one."""
+        self._cache = cache
+        self._shared = shared
+
+    def keep(self, arguments: ResiduumArguments, spec: ResolvedSpec) -> None:
+        """Keep the vectors that came with a request, and those that it names and another API server has."""
+        for vector in arguments.vectors:
+            self._cache.put(vector)
+        if self._shared is not None:
+            with suppress(OSError):  # the disk is full: then other API servers ask callers for these vectors
+                for vector in arguments.vectors:
+                    self._shared.put(vector)
+            for vector in self._shared.find(self._cache.missing(spec.digests)):
+                self._cache.put(vector)
 
 
 class SharedVectors:

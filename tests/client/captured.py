@@ -7,8 +7,8 @@ import numpy as np
 
 import residuum
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.values.blocks import Block
-from residuum.values.points import SITES
+from residuum.values.captures.blocks import Block
+from residuum.values.selections.points import SITES
 
 STATES = {
     "open": capture_pb2.CAPTURE_STATE_OPEN,

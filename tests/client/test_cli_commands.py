@@ -16,7 +16,7 @@ from peer import HIDDEN
 
 import residuum
 from residuum.v1 import capture_pb2
-from residuum.values.replies import Usage
+from residuum.values.replies.generation import Usage
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from residuum.cli.doctor import TESTED_VLLM, _examine_stats, _rights, _tested
 from residuum.rpc.credentials import TLS, Credentials
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
-from residuum.values.replies import StoreStats
+from residuum.values.replies.service_status import StoreStats
 from residuum.wire.placement import StoreAddress
 
 

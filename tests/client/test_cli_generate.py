@@ -17,7 +17,7 @@ from residuum.cli.output import Output
 from residuum.cli.probes import ScorePrinter
 from residuum.directions.values import Origin
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
-from residuum.values.selection_texts import parse_layers
+from residuum.values.selections.texts import parse_layers
 
 
 def test_generate(cli):

@@ -10,7 +10,7 @@ from peer import HIDDEN, POST, row
 
 import residuum
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.values.blocks import EncodedBlock
+from residuum.values.captures.blocks import EncodedBlock
 from residuum.wire.encodings import BY_DIMENSION, TOPK, RowFormat
 from tests.wire.test_encoding_projection import signs_in_words
 

@@ -10,7 +10,7 @@ import residuum
 from residuum.directions.values import Origin
 from residuum.protocol.requests import plan_spec, plan_steering
 from residuum.v1 import inference_pb2, steering_pb2, tensor_pb2
-from residuum.values.manifest import SteeringRecord
+from residuum.values.captures.manifest_records import SteeringRecord
 
 JOY, WOE, REFUSAL = (residuum.Vector.from_array(np.random.default_rng(seed).normal(size=HIDDEN)) for seed in (1, 2, 3))
 ZERO = residuum.Vector.from_array(np.zeros(HIDDEN))

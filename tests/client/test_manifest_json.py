@@ -14,7 +14,7 @@ from peer import HIDDEN
 
 import residuum
 from residuum.v1 import capture_pb2, tensor_pb2
-from residuum.values.manifest_json import from_document
+from residuum.values.captures.manifest_json import from_document
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "protos/residuum/v1/manifest.schema.json").read_text())
 

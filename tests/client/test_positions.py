@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import residuum
-from residuum.values.selections import Positions, layer_selection
+from residuum.values.selections.layers_and_positions import Positions, layer_selection
 from residuum.wire.selection import wanted_positions
 
 

@@ -13,7 +13,7 @@ from peer import HIDDEN
 import residuum
 from residuum.protocol.events import ReplyBuilder
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, steering_pb2
-from residuum.values.manifest_json import from_document
+from residuum.values.captures.manifest_json import from_document
 
 INVALID = residuum.InvalidRequest
 JOY = residuum.Vector(np.full(HIDDEN, 2.0, np.float32))

@@ -16,7 +16,7 @@ from test_manifest_json import SCHEMA
 import residuum
 from residuum.protocol.events import ReplyBuilder
 from residuum.v1 import capture_pb2, inference_pb2
-from residuum.values.tokens import offsets_of, split_texts
+from residuum.values.captures.tokens import offsets_of, split_texts
 
 WIDTH = 5
 TEXTS = ("<s>", "user:", " Hello", " ", "", "😀", "<e>", "bot:", " So", " what", "?", "<e>")

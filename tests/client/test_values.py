@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import residuum
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
-from residuum.values.replies import StoreStats
+from residuum.values.replies.service_status import StoreStats
 from residuum.wire.placement import StoreAddress
 
 ROOT = Path(__file__).parents[2]
@@ -232,7 +232,7 @@ def test_operations_compare_by_value():
 
 
 def test_steer_accepts_only_operations():
-    from residuum.values.steering import operation_list
+    from residuum.values.steering.operation_list import operation_list
 
     assert operation_list(None) == []
     assert len(operation_list([residuum.Add(joy, layer=1)] * 256)) == 256

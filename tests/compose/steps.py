@@ -18,7 +18,7 @@ from tests.compose.project import DockerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
     from tests.compose.project import Project
 
 PROMPT = "The capital of France is"

@@ -11,7 +11,7 @@ import numpy as np
 import residuum
 from bench.conformance.reference import SITES
 from residuum.v1 import store_pb2, store_pb2_grpc
-from residuum.values.points import SITE_NAMES
+from residuum.values.selections.points import SITE_NAMES
 from tests.reference.hf import relative_error
 from tests.reference.tiny import LAYERS
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from bench.conformance.reference import Changes, Rows
-    from residuum.values.manifest import Manifest, RowSet
+    from residuum.values.captures.manifest import Manifest
+    from residuum.values.captures.manifest_records import RowSet
     from tests.conformance.engines import Engine
     from tests.reference.hf import Reference
 

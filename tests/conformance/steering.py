@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bench.conformance.reference import Change, Changes
-    from residuum.values.selections import PositionsLike
+    from residuum.values.selections.layers_and_positions import PositionsLike
 
 
 class Steering(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 
 import residuum
 from residuum.v1 import inference_pb2, inference_pb2_grpc, probe_pb2, selection_pb2, steering_pb2
-from residuum.values.points import SITES
+from residuum.values.selections.points import SITES
 from tests.conformance.rows import make_prompt
 from tests.conformance.steering import add, in_turn, tensor
 

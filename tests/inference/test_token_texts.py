@@ -15,7 +15,7 @@ from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.token_texts import TokenTexts
 from inference_svc.requests.tokenizer_thread import TokenizerThread
 from residuum.v1 import inference_pb2, store_pb2
-from residuum.values.tokens import split_texts
+from residuum.values.captures.tokens import split_texts
 from tests.inference.service_support import FACTS
 
 HELLO = "Hello 😀, 日本語 e\u0301\n\n  x"

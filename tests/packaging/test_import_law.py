@@ -41,6 +41,7 @@ def test_import_linter_keeps_every_contract(tool):
         ("client/residuum/rpc/channels.py", "import residuum.exceptions"),
         ("client/residuum/values/__init__.py", "import residuum.protocol.requests"),
         ("client/residuum/values/__init__.py", "import asyncio"),
+        ("client/residuum/values/selections/__init__.py", "import residuum.values.steering.gates"),
         ("client/residuum/v1/__init__.py", "import residuum.wire.limits"),
         ("client/residuum/wire/__init__.py", "import grpc"),
         ("client/residuum/wire/__init__.py", "import residuum.rpc.errors"),

@@ -121,7 +121,7 @@ def test_mypy_reads_the_types_of_an_installed_wheel(python, tool, tmp_path):
         cwd=tmp_path,
         env={name: value for name, value in os.environ.items() if name not in {"MYPYPATH", "PYTHONPATH"}},
     )
-    assert "residuum.values.replies.Reply" in checked.stdout, checked.stdout + checked.stderr
+    assert "residuum.values.replies.generation.Reply" in checked.stdout, checked.stdout + checked.stderr
     assert "numpy.ndarray" in checked.stdout
     assert 'program.py:5: error: Argument "layers"' in checked.stdout
     assert "Found 1 error in 1 file" in checked.stdout

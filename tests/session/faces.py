@@ -171,8 +171,8 @@ class OpenAIFace(Face):
         self.front = FrontEnd(TapSettings(), llm, self._generate, index=1, count=1)
         self.front._startup._task.cancel()
         self.front._startup = SimpleNamespace(check=lambda: None, wait=_nothing)
-        self.front._serve([RANK])
         self.front._delivery = store
+        self.front._serve([RANK])
         self.registry = self.front._registry
 
     async def _generate(self, prompt, sampling_params, request_id, **options):

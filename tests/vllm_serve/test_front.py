@@ -16,8 +16,9 @@ import residuum
 from inference_svc import selftest
 from inference_svc.admission.captures import resolve_capture
 from inference_svc.tap_settings import TapSettings
-from inference_svc.vllm_serve.front import FrontEnd, _capture_id
+from inference_svc.vllm_serve.front import FrontEnd
 from inference_svc.vllm_serve.refusals import http_error
+from inference_svc.vllm_serve.request_admission import capture_id
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2
 
@@ -177,8 +178,8 @@ async def test_rules_that_cannot_be_used_stop_all_requests(control, tmp_path):
 )
 def test_a_capture_is_named_as_the_answer(vllm_id, name):
     asked = SimpleNamespace(request_id="", capture=object())
-    assert _capture_id(asked, vllm_id) == name
-    assert _capture_id(SimpleNamespace(request_id="mine", capture=object()), vllm_id) == "mine"
+    assert capture_id(asked, vllm_id) == name
+    assert capture_id(SimpleNamespace(request_id="mine", capture=object()), vllm_id) == "mine"
 
 
 def test_a_site_that_is_not_enabled_is_named_as_in_python_with_the_variable_that_enables_it():

@@ -11,7 +11,7 @@ from residuum.exceptions import ResiduumError, unfinished
 from residuum.rpc import tracing
 from residuum.transport.batches import BatchResults, Outage, check_concurrency
 from residuum.transport.progress import progress_bar
-from residuum.values.replies import Reply
+from residuum.values.replies.generation import Reply
 
 
 class BatchCancelled(asyncio.CancelledError):

@@ -33,11 +33,12 @@ from residuum.protocol.stores import silent_store
 from residuum.transport.connections import ReadRetries
 from residuum.transport.progress import progress_bar
 from residuum.v1 import store_pb2
-from residuum.values.activations import Activations
-from residuum.values.manifest import Manifest
-from residuum.values.replies import CapturePage, CaptureSummary, StoreStats
-from residuum.values.rows import Rows, RowsBuilder, in_order
-from residuum.values.selections import LayersLike, PositionsLike
+from residuum.values.captures.activations import Activations
+from residuum.values.captures.manifest import Manifest
+from residuum.values.captures.rows import Rows, RowsBuilder, in_order
+from residuum.values.replies.capture_summaries import CapturePage, CaptureSummary
+from residuum.values.replies.service_status import StoreStats
+from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
 from residuum.wire.labels import LabelValue, to_dict
 from residuum.wire.placement import StoreAddress
 

@@ -33,18 +33,20 @@ from residuum.rpc import tracing
 from residuum.transport import health
 from residuum.transport.batches import BatchPlan, BatchResults, Outage, Steering
 from residuum.v1 import inference_pb2, steering_pb2
-from residuum.values.activations import Activations
-from residuum.values.capture import Capture
-from residuum.values.lens import Lens, LensMap
-from residuum.values.manifest import to_datetime
-from residuum.values.probes import Probe
-from residuum.values.replies import Health, PutResult, PutSAEResult, Registration, Reply
-from residuum.values.rules import Rule
-from residuum.values.sae import SAE
-from residuum.values.selections import LayersLike, PositionsLike
-from residuum.values.steering import Operation
-from residuum.values.stored_row import StoredRow, read_together
-from residuum.values.vector import Vector
+from residuum.values.captures.activations import Activations
+from residuum.values.captures.capture import Capture
+from residuum.values.captures.manifest_names import to_datetime
+from residuum.values.probes.probe import Probe
+from residuum.values.probes.rules import Rule
+from residuum.values.replies.generation import Registration, Reply
+from residuum.values.replies.service_status import Health
+from residuum.values.replies.uploads import PutResult, PutSAEResult
+from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
+from residuum.values.steering.operations import Operation
+from residuum.values.steering.stored_row import StoredRow, read_together
+from residuum.values.tensors.lens import Lens, LensMap
+from residuum.values.tensors.sae import SAE
+from residuum.values.tensors.vector import Vector
 
 if TYPE_CHECKING:
     from types import TracebackType

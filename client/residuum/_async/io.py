@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from residuum.exports.target import Workplace
     from residuum.extraction.inputs import Source
     from residuum.extraction.reader import Extracted
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
     Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 

@@ -18,9 +18,9 @@ from residuum.protocol.tenants import for_tenant
 from residuum.transport.connections import ReadRetries
 from residuum.transport.failures import is_unknown_call
 from residuum.transport.progress import progress_bar
-from residuum.values.search import SearchResult
-from residuum.values.selections import PositionsLike
-from residuum.values.vector import Vector
+from residuum.values.replies.search import SearchResult
+from residuum.values.selections.layers_and_positions import PositionsLike
+from residuum.values.tensors.vector import Vector
 
 if TYPE_CHECKING:
     import numpy.typing as npt

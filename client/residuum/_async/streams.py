@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from residuum._async.tokens import AsyncTokenStream
 from residuum.transport.failures import stream_closed
-from residuum.values.replies import TokenDelta
+from residuum.values.replies.generation import TokenDelta
 
 if TYPE_CHECKING:
     from residuum._async.io import Call

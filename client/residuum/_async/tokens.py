@@ -12,15 +12,15 @@ from residuum.exceptions import ResiduumError
 from residuum.protocol.events import ReplyBuilder
 from residuum.transport.failures import from_generation_error
 from residuum.v1 import inference_pb2
-from residuum.values.replies import Reply, TokenDelta
+from residuum.values.replies.generation import Reply, TokenDelta
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from residuum.values.probes import Probe
-    from residuum.values.steering import Operation
+    from residuum.values.probes.probe import Probe
+    from residuum.values.steering.operations import Operation
 
     Steer = Operation | Iterable[Operation] | None
     Start = Callable[[], Awaitable[tuple[io.Call, ReplyBuilder]]]

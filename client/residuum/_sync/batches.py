@@ -11,7 +11,7 @@ from residuum._sync.streams import Stream
 from residuum.exceptions import BatchInterrupted, RequestAborted, ResiduumError
 from residuum.transport.batches import BatchResults, Outage, check_concurrency
 from residuum.transport.progress import progress_bar
-from residuum.values.replies import Reply
+from residuum.values.replies.generation import Reply
 
 
 def run_batch(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from residuum.exports.target import Workplace
     from residuum.extraction.inputs import Source
     from residuum.extraction.reader import Extracted
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
     class Call(Iterator[inference_pb2.GenerateResponse], Protocol):
         """What grpc returns for a stream: an iterator that can be cancelled."""

@@ -32,8 +32,8 @@ from residuum.transport.connections import (
 from residuum.transport.failures import from_rpc_error, is_unknown_call
 from residuum.transport.shared_memory import ReadMemory, SharedMemories
 from residuum.v1 import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
-from residuum.values.activations import Activations
-from residuum.values.model_info import ModelInfo
+from residuum.values.captures.activations import Activations
+from residuum.values.model.info import ModelInfo
 from residuum.wire.placement import StoreAddress
 
 _Answer = TypeVar("_Answer")

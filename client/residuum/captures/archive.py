@@ -31,11 +31,12 @@ from residuum.rpc.extras import install_extra
 from residuum.rpc.objects import SCHEMES, ArchiveError, MissingObjectError, Objects
 from residuum.transport.progress import progress_bar
 from residuum.v1 import archive_pb2
-from residuum.values.activations import Activations
-from residuum.values.manifest import Manifest, to_datetime
-from residuum.values.replies import CaptureSummary
-from residuum.values.rows import Rows, RowsBuilder, in_order
-from residuum.values.selections import LayersLike, PositionsLike
+from residuum.values.captures.activations import Activations
+from residuum.values.captures.manifest import Manifest
+from residuum.values.captures.manifest_names import to_datetime
+from residuum.values.captures.rows import Rows, RowsBuilder, in_order
+from residuum.values.replies.capture_summaries import CaptureSummary
+from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
 from residuum.wire.archive import CAPTURES, LayoutError, age_of, capture_path, unpack_capture
 from residuum.wire.labels import parse_where, to_dict
 

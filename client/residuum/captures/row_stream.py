@@ -16,10 +16,10 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest, OpenCapture
 from residuum.protocol.reading import Piece, Reading, ReadPlan, chosen_layers, not_complete, plan_read
 from residuum.v1 import selection_pb2
-from residuum.values.activations import Activations
-from residuum.values.manifest import Manifest
-from residuum.values.points import SITE_NAMES
-from residuum.values.selections import LayersLike, PositionsLike
+from residuum.values.captures.activations import Activations
+from residuum.values.captures.manifest import Manifest
+from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
+from residuum.values.selections.points import SITE_NAMES
 from residuum.wire.encodings import RowFormat
 from residuum.wire.selection import wanted_positions
 

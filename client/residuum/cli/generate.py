@@ -16,8 +16,8 @@ from residuum.cli.labels import parse_labels
 from residuum.cli.output import Output
 from residuum.cli.parser import positive_count
 from residuum.protocol.requests import IF_EXISTS, Prompt
-from residuum.values.capture import AXES, REDUCTIONS
-from residuum.values.points import SITES
+from residuum.values.captures.capture import AXES, REDUCTIONS
+from residuum.values.selections.points import SITES
 from residuum.wire.encodings import ENCODINGS
 from residuum.wire.limits import BLOCK_TOKENS
 

@@ -11,8 +11,8 @@ from typing import Any
 import residuum
 from residuum.cli import steering
 from residuum.cli.output import Output
-from residuum.values.scores import Scores
-from residuum.values.smoothing import Smoothing, parse_smoothing
+from residuum.values.probes.scores import Scores
+from residuum.values.probes.smoothing import Smoothing, parse_smoothing
 
 _WIDTH = 10
 """Characters of a column on a terminal: the longest number has as many."""

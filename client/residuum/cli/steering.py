@@ -11,10 +11,10 @@ from typing import Any
 
 import residuum
 from residuum.directions.files import saved_directions
-from residuum.values.gates import MEASURES
-from residuum.values.points import parse_point
-from residuum.values.steering import Operation
-from residuum.values.vector import load_vectors
+from residuum.values.selections.points import parse_point
+from residuum.values.steering.gates import MEASURES
+from residuum.values.steering.operations import Operation
+from residuum.values.tensors.vector import load_vectors
 
 POSITIONS_HELP = "all, prompt, generated, last_prompt, or positions and slices as in Python, such as -4: or 0,8:16"
 

@@ -11,9 +11,15 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer
 from residuum.protocol.reading import not_complete
-from residuum.values.activations import Activations
-from residuum.values.manifest import Manifest
-from residuum.values.selections import LayersLike, Positions, PositionsLike, layer_list, selects_all
+from residuum.values.captures.activations import Activations
+from residuum.values.captures.manifest import Manifest
+from residuum.values.selections.layers_and_positions import (
+    LayersLike,
+    Positions,
+    PositionsLike,
+    layer_list,
+    selects_all,
+)
 from residuum.wire.selection import expected_rows, to_ranges, wanted_positions
 
 ExampleSet = Union[Mapping[int, npt.ArrayLike], Iterable[Mapping[int, npt.ArrayLike]]]  # noqa: UP007 - as elsewhere

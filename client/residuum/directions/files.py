@@ -16,7 +16,7 @@ from residuum.directions.values import Directions, Origin
 from residuum.exceptions import InvalidRequest, UnknownLayer
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
 from residuum.rpc.extras import install_extra
-from residuum.values.selections import LayersLike
+from residuum.values.selections.layers_and_positions import LayersLike
 
 FORMAT = "residuum.directions.v1"
 """The value of "format" in the metadata of safetensors files."""

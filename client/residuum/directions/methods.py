@@ -10,7 +10,7 @@ import numpy.typing as npt
 from residuum.directions.examples import DEFAULT_POSITIONS, ExampleReader, ExampleSet, Float64Array, no_examples, paired
 from residuum.directions.values import Directions, Origin
 from residuum.exceptions import BadVector, InvalidRequest
-from residuum.values.selections import LayersLike, PositionsLike
+from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
 
 
 def difference_of_means(

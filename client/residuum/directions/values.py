@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.exceptions import BadVector, InvalidRequest, UnknownLayer, UnknownSite
-from residuum.values.activations import Activations
-from residuum.values.points import SITES
-from residuum.values.selections import LayersLike, PositionsLike, layer_list, selects_all
-from residuum.values.steering import Ablate, Add, Cap, Replace
-from residuum.values.vector import Vector
+from residuum.values.captures.activations import Activations
+from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, layer_list, selects_all
+from residuum.values.selections.points import SITES
+from residuum.values.steering.operations import Ablate, Add, Cap, Replace
+from residuum.values.tensors.vector import Vector
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -15,8 +15,8 @@ from residuum.exceptions import InvalidRequest, NoTokenTexts
 from residuum.exports.parts import Selection, portable, selections, slices
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
-    from residuum.values.manifest import Manifest
+    from residuum.values.captures.activations import Activations
+    from residuum.values.captures.manifest import Manifest
 
 KEYS = ("capture_id", "sequence", "site", "layer", "position", "token_id")
 """The columns that say which row it is. Parquet files have statistics of them, by which readers skip row groups."""

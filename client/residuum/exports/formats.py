@@ -12,7 +12,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.rpc.extras import install_extra
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 Advance = Callable[[int], None]
 """Called with the number of further bytes of rows that were written."""

@@ -17,8 +17,8 @@ from residuum.exports.target import Workplace, check_free, workplace
 from residuum.transport.progress import progress_bar
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
-    from residuum.values.manifest import Manifest
+    from residuum.values.captures.activations import Activations
+    from residuum.values.captures.manifest import Manifest
 
 
 @dataclass(frozen=True)

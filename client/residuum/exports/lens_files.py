@@ -12,7 +12,7 @@ from typing import Any
 from residuum.exceptions import InvalidRequest
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
 from residuum.exports.torch_files import read_state_dict
-from residuum.values.lens import Lens, LensMap
+from residuum.values.tensors.lens import Lens, LensMap
 
 OWN_FORMAT = "residuum.lens.v1"
 """The value of "format" in the metadata of our own files."""

@@ -13,7 +13,7 @@ from residuum.exports.formats import Advance
 from residuum.exports.parts import Stored, portable, selections, stored
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 
 _npy: Any = np.lib.format  # a public module without type stubs

@@ -14,7 +14,7 @@ from residuum.exports.formats import Advance
 from residuum.exports.safetensors import FORMAT
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 
 def write(acts: Activations, path: Path, advance: Advance) -> None:

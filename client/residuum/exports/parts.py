@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from residuum.values.blocks import AnyBlock, Block
+from residuum.values.captures.blocks import AnyBlock, Block
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 SLICE_BYTES = 4 << 20
 """The approximate size of the rows that are in memory at once."""

@@ -6,9 +6,9 @@ import os
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
-from residuum.values.probe_layers import ProbeAttention, ProbeLayer
-from residuum.values.probes import Probe
-from residuum.values.smoothing import parse_smoothing
+from residuum.values.probes.layers import ProbeAttention, ProbeLayer
+from residuum.values.probes.probe import Probe
+from residuum.values.probes.smoothing import parse_smoothing
 from residuum.wire.probe_files import FORMAT, NO_ACTIVATION, parse
 
 

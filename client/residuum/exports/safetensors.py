@@ -19,7 +19,7 @@ from residuum.exports.formats import Advance
 from residuum.exports.parts import Stored, selections, stored
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 FORMAT = "residuum.activations.v1"
 """The value of "format" in the file's metadata."""

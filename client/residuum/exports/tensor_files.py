@@ -15,11 +15,11 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.exports.parts import prefix
 from residuum.exports.safetensors import FORMAT
-from residuum.values.blocks import AnyBlock, Block, EncodedBlock
-from residuum.values.manifest import Manifest
+from residuum.values.captures.blocks import AnyBlock, Block, EncodedBlock
+from residuum.values.captures.manifest import Manifest
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -61,7 +61,7 @@ def _permissions_of(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def load(path: str | os.PathLike[str]) -> Activations:
     """Read activations; see `Activations.from_safetensors`."""
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
     arrays, metadata = read_safetensors(path)
     if metadata.get("format") != FORMAT:

@@ -16,7 +16,7 @@ from residuum.exports.parts import Selection, portable, selections, slices
 from residuum.exports.safetensors import FORMAT
 
 if TYPE_CHECKING:
-    from residuum.values.activations import Activations
+    from residuum.values.captures.activations import Activations
 
 CHUNK_POSITIONS = 32
 """Positions in a Zarr chunk: as many as a block has."""

@@ -27,7 +27,7 @@ from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError
 from residuum.extraction.tokenizer import Tokenizer
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
-from residuum.values.steering import operation_list
+from residuum.values.steering.operation_list import operation_list
 
 _SIGNAL_SECONDS = 0.5
 """How long Ctrl-C may go unnoticed."""

@@ -25,7 +25,7 @@ from residuum.extraction.services import Service, Services, goes_away
 from residuum.extraction.spec import JobSpec
 from residuum.protocol.requests import Prompt
 from residuum.transport.batches import is_common
-from residuum.values.replies import Reply
+from residuum.values.replies.generation import Reply
 
 MAX_ATTEMPTS = 20
 """How often a prompt is sent before the job gives up."""

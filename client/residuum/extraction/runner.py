@@ -20,7 +20,7 @@ from residuum.extraction.services import Service, goes_away
 from residuum.extraction.shards import SHARD_PROMPTS, Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError
 from residuum.protocol.reading import not_complete, plan_read
-from residuum.values.activations import Activations
+from residuum.values.captures.activations import Activations
 
 _READ_BYTES = 64 << 20
 """The approximate bytes of rows that one read brings."""

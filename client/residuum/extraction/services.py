@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from residuum._async.client import AsyncClient
 from residuum.exceptions import EngineDead, InvalidRequest, OutageWarning, ResiduumError, Unavailable
 from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, is_away
-from residuum.values.model_info import ModelInfo
+from residuum.values.model.info import ModelInfo
 
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 2.0
 """The pauses between two attempts to reach a service that is away."""

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.exports.safetensors import DTYPES, header
 from residuum.extraction.inputs import Item
-from residuum.values.activations import Activations
-from residuum.values.replies import Reply
+from residuum.values.captures.activations import Activations
+from residuum.values.replies.generation import Reply
 
 FORMAT = "residuum.extract.v1"
 """The value of "format" in the files of a job."""

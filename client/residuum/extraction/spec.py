@@ -13,8 +13,9 @@ from google.protobuf import json_format
 
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.sampling import sampling_parameters
-from residuum.values.capture import Capture
-from residuum.values.steering import Operation, steering_spec
+from residuum.values.captures.capture import Capture
+from residuum.values.steering.operation_list import steering_spec
+from residuum.values.steering.operations import Operation
 
 OnError = Literal["stop", "skip"]
 """What to do with a prompt that fails: stop the job, or leave the prompt out."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.parts import portable
-from residuum.values.points import transformer_lens_name
+from residuum.values.selections.points import transformer_lens_name
 
 if TYPE_CHECKING:
     from residuum.extraction.reader import Extracted

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import store_pb2
-from residuum.values.capture import label_list
-from residuum.values.manifest import STATES
+from residuum.values.captures.capture import label_list
+from residuum.values.captures.manifest_names import STATES
 from residuum.wire.labels import LabelError, LabelValue, parse_where
 from residuum.wire.limits import MAX_PAGE_SIZE
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence as Items
 
 from residuum.exceptions import ResiduumError, ServerFault
 from residuum.v1 import inference_pb2, probe_pb2
-from residuum.values.logprobs import Logprobs
-from residuum.values.probes import Probe
-from residuum.values.replies import Reply, Sequence, TokenDelta, Usage
-from residuum.values.rules import RuleEvent
-from residuum.values.scores import ScoreList, Scores
-from residuum.values.tokens import split_texts
+from residuum.values.captures.tokens import split_texts
+from residuum.values.probes.probe import Probe
+from residuum.values.probes.rules import RuleEvent
+from residuum.values.probes.scores import ScoreList, Scores
+from residuum.values.replies.generation import Reply, Sequence, TokenDelta, Usage
+from residuum.values.replies.logprobs import Logprobs
 
 
 class ReplyBuilder:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest, NoTokenTexts
 from residuum.protocol.grid_picture import Cell, grid_picture
 from residuum.v1 import inference_pb2
-from residuum.values.activations import Activations
-from residuum.values.lens import Lens, LensMap
+from residuum.values.captures.activations import Activations
+from residuum.values.tensors.lens import Lens, LensMap
 from residuum.wire.limits import MAX_MESSAGE_BYTES, MAX_UNEMBEDDED
 
 Rows = npt.NDArray[np.float32]

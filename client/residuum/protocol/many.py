@@ -14,8 +14,8 @@ from residuum.protocol.failures import from_item_error
 from residuum.protocol.reading import Reading, ReadPlan, SharedPayloads
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.v1 import store_pb2
-from residuum.values.activations import Activations
-from residuum.values.manifest import Manifest
+from residuum.values.captures.activations import Activations
+from residuum.values.captures.manifest import Manifest
 from residuum.wire.frames import FrameError, chunk_view, placed_view
 
 if TYPE_CHECKING:

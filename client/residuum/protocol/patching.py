@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from residuum.exceptions import InvalidRequest, NoTokenTexts
 from residuum.protocol.grid_picture import Cell, grid_picture
-from residuum.values.activations import Activations
-from residuum.values.replies import Reply
-from residuum.values.steering import Set
-from residuum.values.vector import Vector
+from residuum.values.captures.activations import Activations
+from residuum.values.replies.generation import Reply
+from residuum.values.steering.operations import Set
+from residuum.values.tensors.vector import Vector
 
 Grid = npt.NDArray[np.float64]
 Metric = Literal["logit_difference", "logprob"]

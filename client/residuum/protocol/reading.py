@@ -15,11 +15,17 @@ from residuum import exceptions as exc
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.protocol.rows import Allocate, RowGrid, Wanted, partial_block, whole_block
 from residuum.v1 import capture_pb2, store_pb2
-from residuum.values.activations import Activations
-from residuum.values.blocks import AnyBlock
-from residuum.values.manifest import Manifest
-from residuum.values.points import SITE_NAMES, site_numbers
-from residuum.values.selections import LayersLike, Positions, PositionsLike, index_list, layer_selection
+from residuum.values.captures.activations import Activations
+from residuum.values.captures.blocks import AnyBlock
+from residuum.values.captures.manifest import Manifest
+from residuum.values.selections.layers_and_positions import (
+    LayersLike,
+    Positions,
+    PositionsLike,
+    index_list,
+    layer_selection,
+)
+from residuum.values.selections.points import SITE_NAMES, site_numbers
 from residuum.wire.encodings import RowFormat
 from residuum.wire.frames import ChunkView, FrameError, parse_read
 from residuum.wire.selection import expected_rows

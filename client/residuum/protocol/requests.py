@@ -11,15 +11,16 @@ import numpy as np
 from residuum.exceptions import EmptyPrompt, InvalidRequest, PromptTooLong, UnknownCapture
 from residuum.protocol.sampling import sampling_parameters
 from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
-from residuum.values.capture import Capture
-from residuum.values.probes import Probe, probe_list
-from residuum.values.replies import Registration, Reply
-from residuum.values.rules import Rule, rule_list
-from residuum.values.sae import SAE
-from residuum.values.spans import CHAT_ROLES
-from residuum.values.steering import Operation, operation_list, steering_spec
-from residuum.values.stored_row import StoredRow
-from residuum.values.vector import Vector
+from residuum.values.captures.capture import Capture
+from residuum.values.captures.spans import CHAT_ROLES
+from residuum.values.probes.probe import Probe, probe_list
+from residuum.values.probes.rules import Rule, rule_list
+from residuum.values.replies.generation import Registration, Reply
+from residuum.values.steering.operation_list import operation_list, steering_spec
+from residuum.values.steering.operations import Operation
+from residuum.values.steering.stored_row import StoredRow
+from residuum.values.tensors.sae import SAE
+from residuum.values.tensors.vector import Vector
 from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import MAX_ID_LENGTH, MAX_MESSAGE_BYTES
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import ServerFault
 from residuum.v1 import capture_pb2, selection_pb2
-from residuum.values.blocks import AnyBlock, Block, EncodedBlock
+from residuum.values.captures.blocks import AnyBlock, Block, EncodedBlock
 from residuum.wire.encodings import EncodingError, RowFormat
 from residuum.wire.frames import ChunkView
 from residuum.wire.selection import captured_positions, wanted_positions

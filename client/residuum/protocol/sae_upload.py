@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from residuum.exceptions import BadSAE, InvalidRequest, ResiduumError
 from residuum.v1 import inference_pb2
-from residuum.values.lens import LensMap
-from residuum.values.replies import PutSAEResult
-from residuum.values.sae import SAE
+from residuum.values.replies.uploads import PutSAEResult
+from residuum.values.tensors.lens import LensMap
+from residuum.values.tensors.sae import SAE
 
 Encoder = SAE | LensMap
 """What PutSAE takes. A map of a lens is an encoder without activation."""

@@ -11,10 +11,10 @@ from residuum.protocol.deadlines import list_request
 from residuum.protocol.many import check_choice, check_ids
 from residuum.protocol.requests import RequestLike
 from residuum.v1 import store_pb2
-from residuum.values.points import site_numbers
-from residuum.values.search import LEFT_OUT, SearchHit, SearchResult
-from residuum.values.selections import Positions, PositionsLike
-from residuum.values.vector import Vector
+from residuum.values.replies.search import LEFT_OUT, SearchHit, SearchResult
+from residuum.values.selections.layers_and_positions import Positions, PositionsLike
+from residuum.values.selections.points import site_numbers
+from residuum.values.tensors.vector import Vector
 from residuum.wire.limits import MAX_CAPTURES_PER_READ, MAX_SEARCH_CONTEXT, MAX_SEARCH_HITS
 
 if TYPE_CHECKING:

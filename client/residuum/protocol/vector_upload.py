@@ -9,8 +9,8 @@ from residuum import exceptions as exc
 from residuum.protocol.failures import from_item_error
 from residuum.protocol.requests import distinct
 from residuum.v1 import inference_pb2
-from residuum.values.replies import PutResult
-from residuum.values.vector import Vector
+from residuum.values.replies.uploads import PutResult
+from residuum.values.tensors.vector import Vector
 from residuum.wire.limits import MAX_DIGESTS_PER_CALL, MAX_VECTORS_PER_CALL
 
 

@@ -22,13 +22,13 @@ from residuum.exports.parts import portable
 from residuum.protocol.deadlines import Deadline
 from residuum.protocol.many import check_choice, check_filter, check_ids, check_some, warn_of_left_out
 from residuum.protocol.requests import RequestLike
-from residuum.values.selections import LayersLike, PositionsLike, index_list
+from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, index_list
 from residuum.wire.labels import LabelValue
 
 if TYPE_CHECKING:
     from residuum.rpc.credentials import TLS
     from residuum.transport.connection_settings import Token
-    from residuum.values.manifest import Manifest
+    from residuum.values.captures.manifest import Manifest
 
 _SMALL_BYTES = 8 << 20
 """The chosen rows of a capture that is read at once, together with others. Larger ones are read piece by piece."""

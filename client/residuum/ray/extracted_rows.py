@@ -14,7 +14,7 @@ from residuum.exports.parts import portable
 from residuum.extraction.services import Services
 from residuum.extraction.shards import Shard
 from residuum.extraction.spec import JobSpec
-from residuum.values.points import transformer_lens_name
+from residuum.values.selections.points import transformer_lens_name
 
 _NUMBERS = {"token_ids": pa.int32(), "positions": pa.int32(), "sequences": pa.int32()}
 

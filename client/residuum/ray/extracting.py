@@ -24,8 +24,9 @@ from residuum.extraction.shards import Shard, ShardInfo
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError, OnLong
 from residuum.extraction.tables import TableRows
 from residuum.ray.extracted_rows import ShardTables
-from residuum.values.capture import Capture
-from residuum.values.steering import Operation, operation_list
+from residuum.values.captures.capture import Capture
+from residuum.values.steering.operation_list import operation_list
+from residuum.values.steering.operations import Operation
 
 if TYPE_CHECKING:
     from residuum.rpc.credentials import TLS

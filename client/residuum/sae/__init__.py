@@ -12,7 +12,7 @@ from pathlib import Path
 
 from residuum.exceptions import BadSAE, InvalidRequest
 from residuum.sae import formats
-from residuum.values.sae import SAE
+from residuum.values.tensors.sae import SAE
 
 __all__ = ["load", "save"]
 

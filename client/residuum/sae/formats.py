@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadSAE
 from residuum.exports.tensor_files import read_safetensors, write_safetensors
-from residuum.values.sae import SAE, Activation
+from residuum.values.tensors.sae import SAE, Activation
 
 SAELENS_CONFIG = "cfg.json"
 SAELENS_WEIGHTS = "sae_weights.safetensors"

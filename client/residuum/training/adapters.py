@@ -9,7 +9,7 @@ import torch
 
 from residuum.training.batches import ActivationBatches, tensor_of
 from residuum.training.reader import Points, Source
-from residuum.values.points import transformer_lens_name
+from residuum.values.selections.points import transformer_lens_name
 
 
 class _Tensors(Iterator[torch.Tensor]):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.extraction.reader import Extracted, LayerRows
 from residuum.training.order import Group, Layout, Numbers, Order
-from residuum.values.points import parse_point
+from residuum.values.selections.points import parse_point
 
 Array = npt.NDArray[Any]
 Source = Extracted | str | os.PathLike[str]

@@ -27,11 +27,12 @@ from residuum.protocol.deadlines import Deadline
 from residuum.protocol.requests import IfExists, Prompt, check_if_exists, check_probes, short
 from residuum.protocol.sampling import sampling_parameters
 from residuum.transport.connections import ReadRetries, is_away
-from residuum.values.capture import Capture
-from residuum.values.probes import Probe
-from residuum.values.replies import Reply
-from residuum.values.rules import Rule
-from residuum.values.steering import Operation, operation_list
+from residuum.values.captures.capture import Capture
+from residuum.values.probes.probe import Probe
+from residuum.values.probes.rules import Rule
+from residuum.values.replies.generation import Reply
+from residuum.values.steering.operation_list import operation_list
+from residuum.values.steering.operations import Operation
 
 
 def _check_prompts(prompts: Iterable[Prompt], sampling: Mapping[str, Any]) -> list[Prompt]:

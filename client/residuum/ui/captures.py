@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from residuum.exceptions import NoMessageSpans, NoTokenTexts
 from residuum.ui.answers import body_of, invalid, whole_number
-from residuum.values.manifest import Manifest, SteeringRecord
-from residuum.values.replies import CaptureSummary
+from residuum.values.captures.manifest import Manifest
+from residuum.values.captures.manifest_records import SteeringRecord
+from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.wire.labels import read_value
 
 if TYPE_CHECKING:

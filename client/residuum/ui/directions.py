@@ -20,10 +20,10 @@ from residuum.ui.answers import Event, body_of, bytes_of, event_stream, invalid,
 from residuum.ui.gallery import Gallery, read_file
 from residuum.ui.scratch import scratch_captures
 from residuum.ui.separation import separations
-from residuum.values.activations import Activations
-from residuum.values.capture import Capture
-from residuum.values.probes import Probe
-from residuum.values.vector import Vector
+from residuum.values.captures.activations import Activations
+from residuum.values.captures.capture import Capture
+from residuum.values.probes.probe import Probe
+from residuum.values.tensors.vector import Vector
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient

@@ -22,9 +22,9 @@ from residuum.sae import load as load_sae
 from residuum.sae.formats import GEMMA_SCOPE_FILE, SAELENS_CONFIG
 from residuum.sae.formats import OWN_FORMAT as SAE_FORMAT
 from residuum.ui.answers import invalid
-from residuum.values.probes import Probe
-from residuum.values.sae import SAE
-from residuum.values.vector import Vector, load_vectors
+from residuum.values.probes.probe import Probe
+from residuum.values.tensors.sae import SAE
+from residuum.values.tensors.vector import Vector, load_vectors
 from residuum.wire.probe_files import FORMAT as PROBE_FORMAT
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,79}", re.ASCII)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from residuum.ui.answers import Event, body_of, event_stream, invalid
 from residuum.ui.operations import operations_of
-from residuum.values.capture import Capture
+from residuum.values.captures.capture import Capture
 
 if TYPE_CHECKING:
     from residuum._async.streams import AsyncStream

@@ -30,7 +30,7 @@ from residuum.ui.answers import (
 )
 from residuum.ui.measure_choice import chosen_measure
 from residuum.ui.measures import FloatArray, Grid, Measure, statistics
-from residuum.values.manifest import Manifest
+from residuum.values.captures.manifest import Manifest
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient

@@ -16,8 +16,8 @@ from residuum.ui.answers import describe
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
-    from residuum.values.model_info import ModelInfo
-    from residuum.values.replies import StoreStats
+    from residuum.values.model.info import ModelInfo
+    from residuum.values.replies.service_status import StoreStats
 
 Diagnosis = Callable[[], Iterable[Any]]
 """Returns findings with `check`, `ok`, `warning` and `detail`. The command line provides it: it has `doctor`."""

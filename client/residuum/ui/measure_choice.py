@@ -8,7 +8,7 @@ from typing import Any
 from residuum.ui.answers import invalid, whole_number
 from residuum.ui.gallery import Gallery, layer_vectors
 from residuum.ui.measures import Feature, Measure, Norm, ProbeScore, Projection
-from residuum.values.manifest import Manifest
+from residuum.values.captures.manifest import Manifest
 
 MEASURES = ("norm", "projection", "cosine", "probe", "feature")
 _SHOWN_FEATURES = 12

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from residuum.exceptions import BadVector
 from residuum.ui.answers import invalid
-from residuum.values.probes import Probe
-from residuum.values.sae import SAE
-from residuum.values.vector import Vector
+from residuum.values.probes.probe import Probe
+from residuum.values.tensors.sae import SAE
+from residuum.values.tensors.vector import Vector
 
 FloatArray = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]

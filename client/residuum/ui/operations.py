@@ -9,8 +9,8 @@ from typing import Any
 from residuum.directions.values import Directions
 from residuum.ui.answers import invalid
 from residuum.ui.gallery import Gallery
-from residuum.values.selections import layer_list
-from residuum.values.steering import Ablate, Add, Cap, Operation, Replace
+from residuum.values.selections.layers_and_positions import layer_list
+from residuum.values.steering.operations import Ablate, Add, Cap, Operation, Replace
 
 _PHASES = {"all": None, "prompt": "prompt", "generated": "generated"}
 _KINDS = {"add": ("scale",), "ablate": ("scale",), "cap": ("min", "max"), "replace": ("value",)}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from residuum.values.activations import Activations
+from residuum.values.captures.activations import Activations
 
 _FOLDS = 5
 

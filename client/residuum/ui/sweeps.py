@@ -16,11 +16,11 @@ from residuum.ui.generations import prompt_of, sampling_of
 from residuum.ui.measures import Measure, Projection
 from residuum.ui.operations import operations_of
 from residuum.ui.scratch import scratch_captures
-from residuum.values.capture import Capture
+from residuum.values.captures.capture import Capture
 
 if TYPE_CHECKING:
     from residuum.aio import AsyncClient
-    from residuum.values.replies import Reply
+    from residuum.values.replies.generation import Reply
 
 _MOST_SCALES = 41
 

@@ -13,5 +13,5 @@ capture.proto defines the formats. `residuum.wire.encodings` has their sizes and
   ended, when the bank's rows may belong to others.
 * The store and the shippers know of an encoding only its sizes (`RowFormat`). They cut rows without decoding them. The
   store rejects a chunk that is not encoded like its capture.
-* The client keeps rows encoded and decodes a layer when you look at it (`values/blocks.py`).
+* The client keeps rows encoded and decodes a layer when you look at it (`values/captures/blocks.py`).
 """

@@ -1,0 +1,1 @@
+"""What the server says about its model, and attention weights computed with it."""

@@ -1,0 +1,1 @@
+"""Probes with their weights, scores and smoothing, and the rules that act on scores."""

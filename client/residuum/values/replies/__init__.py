@@ -1,0 +1,1 @@
+"""What the services answer: replies to prompts, results of uploads and searches, lists, statistics."""

@@ -1,0 +1,1 @@
+"""Selections of layers, positions and sites, in the forms that users may write."""
