@@ -22,5 +22,6 @@ except ImportError:
 from residuum.ray.captures import read_captures
 from residuum.ray.extracting import extract
 from residuum.ray.extractions import read_extracted
+from residuum.ray.services import RayServices, serve
 
-__all__ = ["extract", "read_captures", "read_extracted"]
+__all__ = ["RayServices", "extract", "read_captures", "read_extracted", "serve"]
