@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from svc_common.launcher import Service
 
+_INFERENCE = "inference_svc"
 _STOP = b"stop"
 _POLL_SECONDS = 0.2
 _GRACE = "--grace-seconds=2"
@@ -110,7 +111,7 @@ def _start(plan: ServicesPlan, folder: Path) -> Iterator[Service]:
         yield store
         stores = store.endpoint
     flags = [*guarded, f"--store-token-file={token}", _GRACE, *plan.flags]
-    yield start_inference(folder, plan.model, stores, flags, host=plan.host)
+    yield start_inference(folder, plan.model, stores, flags, host=plan.host, module=_INFERENCE)
 
 
 class _ActorEndedError(Exception):

@@ -220,7 +220,9 @@ class Extractor:
         try:
             await runner.run()
         finally:
-            await clean_up(self._services.all, name, keep_captures=False)
+            # The store of a service in an actor has ended with it, or is also that of the others.
+            there = [item for item in self._services.all if not (item.is_away and self._plan.places.actors)]
+            await clean_up(there, name, keep_captures=False)
 
 
 class _Output:

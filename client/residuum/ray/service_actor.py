@@ -111,6 +111,8 @@ class ServiceActor:
             failure = self._serve(python, plan)
         except OSError as error:
             failure = f"{python} cannot be started: {error}. Give the path of a Python that has residuum-server."
+        except Exception as error:  # noqa: BLE001 - whoever waits for the start must learn of it
+            failure = f"{type(error).__name__}: {error}"
         if self._is_stopping:
             return
         if self._is_restart or self._start.address:
