@@ -61,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Check that the flags can be used with --ray, or without it."""
+    if not options.serve:
+        for name, default in _WITH_SERVE.items():
+            if getattr(options, name) != default:
+                options.usage_error(f"--{name.replace('_', '-')} needs --serve")
     if not options.ray:
         if options.serve:
             options.usage_error("--serve needs --ray; without it, start `residuum serve` and use --endpoint")
@@ -72,10 +76,6 @@ def check(options: argparse.Namespace) -> None:
         options.usage_error("--dtype cannot be used with --ray: rows are float32 or the captured dtype")
     if options.serve and options.endpoint:
         options.usage_error("--serve starts services, and --endpoint names others. Choose one of them.")
-    if not options.serve:
-        for name, default in _WITH_SERVE.items():
-            if getattr(options, name) != default:
-                options.usage_error(f"--{name.replace('_', '-')} needs --serve")
 
 
 def extract_with_ray(options: argparse.Namespace, spec: dict[str, Any], connection: Any, output: Output) -> int:
