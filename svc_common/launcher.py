@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 """The folder that contains this package. Started services run from here."""
 
+LOOPBACK = "127.0.0.1"
+"""The host that services listen on unless a caller chooses another one."""
+
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 """Arguments of `subprocess.Popen` that start a process in its own process group. One signal reaches the process and all
 its children, and Ctrl-C on the terminal does not reach them.
@@ -91,6 +94,8 @@ class Service:
     process: Process
     folder: Path
     """The folder of its log (`NAME.log`) and its port file."""
+    host: str = LOOPBACK
+    """The host that it listens on."""
 
     @property
     def log(self) -> Path:
@@ -100,7 +105,7 @@ class Service:
     @property
     def endpoint(self) -> str:
         """Its address, host:port; valid once `wait_until_serving` has returned."""
-        return f"127.0.0.1:{(self.folder / f'{self.name}.port').read_text().strip()}"
+        return f"{self.host}:{(self.folder / f'{self.name}.port').read_text().strip()}"
 
     @property
     def is_running(self) -> bool:
@@ -190,10 +195,17 @@ def launch_module(module: str, arguments: Sequence[str], cwd: Path, log: Path) -
         )
 
 
-def start_store(folder: Path, arguments: Sequence[str] = (), *, port: int = 0, module: str = "store_svc") -> Service:
+def start_store(
+    folder: Path,
+    arguments: Sequence[str] = (),
+    *,
+    host: str = LOOPBACK,
+    port: int = 0,
+    module: str = "store_svc",
+) -> Service:
     """Start the store service, or another module that takes its flags. Its data is in `folder`/data."""
-    flags = ["--path", str(folder / "data"), *arguments, f"--listen=127.0.0.1:{port}"]
-    return _start("store", folder, module, flags, ROOT, launch_module)
+    flags = ["--path", str(folder / "data"), *arguments, f"--listen={host}:{port}"]
+    return _start("store", folder, module, flags, ROOT, launch_module, host)
 
 
 def start_inference(
@@ -202,6 +214,7 @@ def start_inference(
     store: str,
     arguments: Sequence[str] = (),
     *,
+    host: str = LOOPBACK,
     port: int = 0,
     module: str = "inference_svc",
     cwd: Path = ROOT,
@@ -214,22 +227,25 @@ def start_inference(
         model: The model to serve, a folder or a name.
         store: Its stores, separated by commas; "" for none.
         arguments: Further flags.
+        host: The host that it listens on.
         port: The port that it listens on; 0 picks a free one.
         module: The module to run.
         cwd: The folder that relative paths in the flags refer to.
         launch: Starts the process.
     """
-    flags = ["--model", model, *(["--store", store] if store else []), *arguments, f"--listen=127.0.0.1:{port}"]
-    return _start("inference", folder, module, flags, cwd, launch)
+    flags = ["--model", model, *(["--store", store] if store else []), *arguments, f"--listen={host}:{port}"]
+    return _start("inference", folder, module, flags, cwd, launch, host)
 
 
-def _start(name: str, folder: Path, module: str, arguments: Sequence[str], cwd: Path, launch: Launch) -> Service:
+def _start(
+    name: str, folder: Path, module: str, arguments: Sequence[str], cwd: Path, launch: Launch, host: str
+) -> Service:
     folder.mkdir(parents=True, exist_ok=True)
     port_file = folder / f"{name}.port"
     port_file.unlink(missing_ok=True)
     log = folder / f"{name}.log"
     log.touch()
-    return Service(name, launch(module, [*arguments, "--port-file", str(port_file)], cwd, log), folder)
+    return Service(name, launch(module, [*arguments, "--port-file", str(port_file)], cwd, log), folder, host)
 
 
 @contextmanager
@@ -268,7 +284,7 @@ def running_services(
         ServiceFailedError: A service did not become ready.
     """
     started: list[Service] = []
-    with _terminable(), tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
+    with terminable(), tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = folder or Path(scratch)
         try:
             try:
@@ -290,10 +306,10 @@ def running_services(
                 up()
             yield store, inference
         finally:
-            _stop_all(started)
+            stop_all(started)
 
 
-def _stop_all(services: Sequence[Service]) -> None:
+def stop_all(services: Sequence[Service]) -> None:
     """Stop services, the last one first. Ctrl-C kills all that are left."""
     try:
         for service in reversed(services):  # the inference service still sends rows and seals to the store
@@ -305,7 +321,7 @@ def _stop_all(services: Sequence[Service]) -> None:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """Let SIGTERM interrupt as Ctrl-C does. Only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from residuum.rpc.extras import install_server
+from svc_common import services_of_actor
 from svc_common.launcher import ServiceFailedError, is_free, running_services
 
 if TYPE_CHECKING:
@@ -106,16 +107,25 @@ def main(*, model: str, data: Path | None, temporary: bool, flags: Sequence[str]
     return 1
 
 
+def serve_for_actor() -> int:
+    """Run the services of a Ray actor, which is at the other end of stdin and stdout; return the exit code."""
+    return services_of_actor.main(_check_can_serve)
+
+
 def _check(flags: Sequence[str], data: Path | None, *, temporary: bool) -> None:
     if temporary and data is not None:
         raise ServiceFailedError("set either a data folder or temporary, not both")
+    _check_can_serve(flags, needs_store=True)
+
+
+def _check_can_serve(flags: Sequence[str], *, needs_store: bool) -> None:
     for flag in flags:
         if flag.partition("=")[0] in _OURS:
             raise ServiceFailedError(
                 f"`residuum serve` sets {flag.partition('=')[0]} itself. To choose it, start the services separately: "
                 "python -m store_svc, python -m inference_svc"
             )
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _NEEDED if (needs_store or name != "lmdb") and importlib.util.find_spec(name) is None]
     if missing:
         raise ServiceFailedError(f"{' and '.join(missing)} cannot be imported: {install_server()}")
 

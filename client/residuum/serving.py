@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -61,7 +61,7 @@ def serve(
     """
     server = installed_server()
     folder = Path(data) if data is not None else None
-    flags = [_flag(name, value) for name, value in settings.items()]
+    flags = flags_of(settings)
     with (
         server.serving(str(model), data=folder, temporary=temporary, flags=flags, progress=progress) as services,
         _watched(services),
@@ -102,6 +102,11 @@ def installed_server(command: str = "serve") -> Any:
     for entry in metadata.entry_points(group=ENTRY_POINTS, name=command):
         return entry.load()
     raise RuntimeError(f"the services are not installed: {install_server()}")
+
+
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    """Return the flags of an inference service that set these settings."""
+    return [_flag(name, value) for name, value in settings.items()]
 
 
 def _flag(name: str, value: object) -> str:

@@ -273,12 +273,12 @@ def test_a_damaged_chunk_is_not_copied(tmp_path: Path, url: str) -> None:
 
 
 def test_a_copy_that_a_bug_prevents_is_tried_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store_svc.archive.archive._RETRY_SECONDS", 0.5)
+    monkeypatch.setattr("store_svc.archive.copier._RETRY_SECONDS", 0.5)
     with serving(tmp_path / "store", archive=url) as (store, client):
         with monkeypatch.context() as patched:
             patched.setattr(Batch, "note_copied", lambda *_, **__: 1 / 0)
             capture(client)
-            wait_for(lambda: store._archive._failed, "failure")
+            wait_for(lambda: store._archive._copier._failed, "failure")
             assert state(client) == PENDING
             assert store._archive.seconds_behind > 0
         wait_for_state(client, COPIED)
@@ -290,8 +290,8 @@ def test_a_capture_of_many_small_chunks_is_copied_in_parts(
 ) -> None:
     """Its places are noted object by object. A copy that begins again in between writes the same."""
     monkeypatch.setattr("store_svc.archive.copying._OBJECT_FRAMES", 8)
-    monkeypatch.setattr("store_svc.archive.archive._PLACES_AT_ONCE", 3)
-    monkeypatch.setattr("store_svc.archive.archive._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("store_svc.archive.copier._PLACES_AT_ONCE", 3)
+    monkeypatch.setattr("store_svc.archive.copier._RETRY_SECONDS", 0.1)
     writes = 0
 
     def failing(

@@ -50,7 +50,7 @@ def test_rows_stay_while_there_are_few(tmp_path: Path, url: str) -> None:
         for at in range(5):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
         wait_for(lambda: stats(client).captures_copied == 5, "copies")
-        store._archive._drop()
+        store._archive._dropper.drop()
         assert set(states(client).values()) == {COPIED}
 
 
@@ -147,7 +147,7 @@ def test_captures_that_wait_for_the_archive_expire_by_size(
         for at in range(4):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
         wait_for(lambda: set(states(client)) == {"c2", "c3"}, "expiry")
-        wait_for(lambda: not store._archive._waiting, "the deleted captures wait no more")
+        wait_for(lambda: not store._archive._copier._waiting, "the deleted captures wait no more")
 
 
 def failing_operation(*_: object) -> None:
@@ -173,7 +173,7 @@ def test_rows_are_dropped_while_the_archive_is_slow_or_away(
         label = capture_pb2.Label(name="split", text="train")
         client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="c0", labels=[label]))
         assert blocked.wait(10)
-        store._archive._keep_bytes = 0
+        store._archive._dropper.keep_bytes = 0
         wait_for(lambda: set(states(client).values()) == {MOVED}, "drop")
         release.set()
 
@@ -186,10 +186,10 @@ def test_a_full_store_drops_once_until_the_rows_are_free(tmp_path: Path, url: st
         for at in range(24):
             capture(client, f"c{at}", width=WIDTH, prompt=64, at_once=8)
         wait_for(lambda: stats(client).captures_copied == 24, "copies")
-        archive, eighth = store._archive, store._db.ordinary_bytes // 8
-        assert archive._excess() <= 0
+        dropper, eighth = store._archive._dropper, store._db.ordinary_bytes // 8
+        assert dropper.excess() <= 0
         store._writer.room.why_full = "a test says so"
-        assert archive._excess() == eighth
+        assert dropper.excess() == eighth
         store._db.write(lambda txn: txn.put(Table.DOOMED, pack_number(1 << 40), b""), reserve=True)
-        assert archive._excess() <= 0, "rows are being freed"
+        assert dropper.excess() <= 0, "rows are being freed"
         store._writer.room.why_full = ""

@@ -14,8 +14,10 @@ from peer import RunningPeer
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for flag in ("--model", "--store", "--listen", "--port-file", "--max-model-len"):
+    for flag in ("--model", "--store", "--listen", "--port-file", "--max-model-len", "--tokens", "--store-token-file"):
         parser.add_argument(flag)
+    parser.add_argument("--grace-seconds")
+    parser.add_argument("--insecure", action="store_true")
     parser.add_argument("--never", action="store_true", help="load for ever")
     options = parser.parse_args()
     told = {signal.SIGTERM}

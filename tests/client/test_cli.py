@@ -215,3 +215,24 @@ def test_sizes():
     assert [size(count) for count in (0, 1023, 1536, 3 << 20, 5 << 30, 7 << 40)] == [
         "0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5.0 GiB", "7.0 TiB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (["--serve", "model"], "--serve needs --ray"),
+        (["--ray", "local", "--pack"], "--pack cannot be used with --ray"),
+        (["--ray", "local", "--dtype", "float32"], "--dtype cannot be used with --ray"),
+        (["--ray", "local", "--serve", "model", "--endpoint", "a:1"], "--endpoint names others"),
+        (["--ray", "local", "--services", "2"], "--services needs --serve"),
+        (["--services", "2"], "--services needs --serve"),
+        (["--ray", "local", "--gpus", "0"], "--gpus needs --serve"),
+        (["--ray", "local", "--python", "python"], "--python needs --serve"),
+        (["--ray", "local", "--serve", "model", "--services", "0"], "'0' is not a whole number of at least 1"),
+    ],
+)
+def test_flags_of_jobs_with_ray_that_do_not_fit(capsys, tmp_path, flags, what):
+    with pytest.raises(SystemExit) as caught:
+        main(["extract", "in.jsonl", "--output", str(tmp_path / "rows"), "--capture", "1", *flags])
+    assert caught.value.code == 2
+    assert what in capsys.readouterr().err

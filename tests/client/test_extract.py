@@ -16,10 +16,12 @@ from peer import HIDDEN, POST, rows
 from safetensors import safe_open
 
 import residuum
+from residuum._async.client import AsyncClient
 from residuum.extraction import folder as folder_module
 from residuum.extraction import shards
 from residuum.extraction.folder import open_folder
 from residuum.extraction.runner import Runner
+from residuum.extraction.services import Services
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 
@@ -420,3 +422,34 @@ async def test_a_lost_capture_is_computed_again(client, peer, prompts, tmp_path)
         del peer._end_capture
     check_rows(found, 40)
     assert len(ended) > 40
+
+
+async def test_a_service_that_was_restarted_elsewhere_is_found_again(endpoint):
+    """One is away at first, then starts, and then is at another address."""
+    nowhere, asked = AsyncClient("127.0.0.1:1", timeout=2), []
+
+    async def find_again(number, client):
+        asked.append(number)
+        if len(asked) == 1:
+            raise residuum.Unreachable("it starts", endpoint=client.endpoint)
+        return client if client.endpoint == endpoint else AsyncClient(endpoint, timeout=5)
+
+    services = Services([AsyncClient(endpoint, timeout=5), nowhere], 4, 30.0, find_again)
+    with pytest.warns(residuum.OutageWarning, match=r"leaves out 127\.0\.0\.1:1"):
+        await services.begin()
+    await asyncio.wait_for(services._is_back.wait(), 30)
+    assert asked == [1, 1]
+    assert [service.client.endpoint for service in services.all] == [endpoint, endpoint]
+    await services.close()
+    with pytest.raises(residuum.ClientClosed):
+        await nowhere.info()
+
+
+async def test_a_single_service_is_waited_for_if_it_may_be_restarted(endpoint):
+    async def find_again(number, client):
+        return client
+
+    for found, can_recover in ((None, False), (find_again, True)):
+        services = Services([AsyncClient(endpoint)], 4, 30.0, found)
+        assert services.can_recover == can_recover
+        await services.close()

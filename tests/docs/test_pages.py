@@ -111,7 +111,7 @@ def test_every_public_name_is_in_the_reference_once():
         f"residuum.training.{name}"
         for name in ("ActivationBatches", "Batch", "DictionaryLearningBuffer", "SAELensData", "SparsifyData")
     }
-    of_ray = {f"residuum.ray.{name}" for name in ("extract", "read_captures", "read_extracted")}
+    of_ray = {f"residuum.ray.{name}" for name in ("RayServices", "extract", "read_captures", "read_extracted", "serve")}
     assert set(named) - of_torch == public | of_training | of_ray
 
 

@@ -12,11 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from residuum.serving import flags_of
 from svc_common.launcher import Service, start_inference, start_store
 from tests import one_process, warm_start
 from tests.reference.tiny import make_tiny_llama
 
 ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "enforce_eager": True, "max_model_len": 128, "kv_cache_gib": 0.25, "ring_mib": 32,
+    "engine_args": one_process.ENGINE_ARGS,
+}  # fmt: skip
 
 
 def main(folder: Path) -> None:
@@ -29,7 +34,7 @@ def main(folder: Path) -> None:
     try:
         started.append(store := start_store(folder / "store", ["--archive", f"file://{folder}/archive"]))
         store.wait_until_serving(60)
-        flags = ["--enforce-eager", "--max-model-len=128", "--kv-cache-gib=0.25", "--ring-mib=32", one_process.FLAG]
+        flags = flags_of(SETTINGS)
         started.extend(
             start_inference(folder / name, str(model), store.endpoint, flags, launch=warm_start.launch) for name in "ab"
         )
@@ -38,6 +43,8 @@ def main(folder: Path) -> None:
         print(
             json.dumps(
                 {
+                    "model": str(model),
+                    "settings": SETTINGS,
                     "store": store.endpoint,
                     "archive": f"file://{folder}/archive",
                     "inference": [service.endpoint for service in started[1:]],

@@ -10,6 +10,8 @@ import residuum.ray
 from residuum.ray import captures as reading
 from residuum.ray import extracting
 from residuum.ray.files import extract_files
+from residuum.ray.places import places_of
+from residuum.ray.services import RayServices, make_plan
 
 CAPTURE = residuum.Capture(layers=[0])
 NOWHERE = "127.0.0.1:1"
@@ -39,6 +41,9 @@ def test_a_dataset_without_prompts_is_refused(cluster):
 def test_no_text_shows_the_token():
     """Ray may write the text of arguments to its logs, and its dashboard shows it."""
     settings = {"token": "secret-7", "endpoint": NOWHERE}
-    plan = extracting._Plan(None, (NOWHERE,), settings, "skip", 1, None, "ray-1")
+    places = places_of([NOWHERE], {"token": "secret-7"}, None)
+    plan = extracting._Plan(None, places, "skip", 1, None, "ray-1")
     assert "secret-7" not in repr(plan)
+    assert "secret-7" not in repr(make_plan("model", [], store=None, token="secret-7", python=None))
+    assert "secret-7" not in repr(RayServices([], (), settings))
     assert "secret-7" not in repr(reading._Source(settings, None))

@@ -28,7 +28,8 @@ residuum extract train.jsonl --output rows --capture 12 --positions last_prompt 
 residuum extract docs.parquet --output rows --capture 8,16,24 --column content --limit 10000 --shuffle 0
 residuum extract chats.jsonl --output rows --capture all --column messages --max-tokens 64
 residuum extract train.jsonl --output rows --spec job.toml --endpoint a:50051 --endpoint b:50051
-residuum extract train.parquet --output s3://bucket/rows --capture 12 --ray auto --endpoint a:50051"""
+residuum extract train.parquet --output s3://bucket/rows --capture 12 --ray auto --endpoint a:50051
+residuum extract train.parquet --output s3://bucket/rows --capture 12 --ray auto --serve MODEL --services 8"""
 
 _NOT_IN_A_SPEC = {"spec", "json", "help"}
 
@@ -105,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to do if a row is broken or its prompt fails: stop, or leave it out and record why (default: stop)",
     )
     _add_job(parser)
+    extract_ray.add_arguments(parser)
     add_capture(parser)
     sampling.add_arguments(parser, max_tokens=0)
     steering.add_arguments(parser)
@@ -148,16 +150,6 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help="write nothing: run a random sample of the prompts, and estimate the job's bytes and time (default: run)",
     )
     group.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="send the prompts with Ray, and write Parquet files to the folder or URL --output: local for this "
-        "machine, or a cluster's address, or auto on one of its nodes; such a job does not continue (default: without "
-        "Ray)",
-    )
-    group.add_argument(
-        "--actors", type=positive_count, default=1, metavar="N", help="with --ray: how many send prompts (default: 1)"
-    )
-    group.add_argument(
         "--keep-captures", action="store_true", help="keep the captures in the stores (default: delete them)"
     )
 
@@ -175,8 +167,8 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         **{name: getattr(options, name) for name in _SPEC_FLAGS},
         "separator": None if options.separator == "none" else options.separator,
     }
+    extract_ray.check(options)
     if options.ray:
-        extract_ray.check(options)
         return extract_ray.extract_with_ray(options, spec, _Connection(options), output)
     job, clients = job_of(
         _Connection(options), str(source), options.output, spec, options.endpoint or (), on_error=options.on_error,

@@ -3,33 +3,93 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from residuum.cli.output import Output
+from residuum.cli.parser import positive_count
 
 _NOT_WITH_RAY = ("pack", "tokenizer", "export", "dry_run", "keep_captures", "shuffle")
 """Flags that have no effect with Ray, or another one."""
 
 
+_WITH_SERVE = {"services": 1, "gpus": 1.0, "serve_flags": "", "python": None}
+"""Flags that need --serve, and their defaults."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a job with Ray."""
+    group = parser.add_argument_group("Ray")
+    group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="send the prompts with Ray, and write Parquet files to the folder or URL --output: local for this "
+        "machine, or a cluster's address, or auto on one of its nodes; such a job does not continue (default: without "
+        "Ray)",
+    )
+    group.add_argument(
+        "--actors", type=positive_count, default=1, metavar="N", help="with --ray: how many send prompts (default: 1)"
+    )
+    group.add_argument(
+        "--serve",
+        metavar="MODEL",
+        help="with --ray: start inference services of this model for the job, on nodes that have residuum-server; a "
+        "folder that all nodes have, or a name on the Hugging Face hub (default: use the services of --endpoint)",
+    )
+    group.add_argument(
+        "--services", type=positive_count, default=1, metavar="N", help="with --serve: how many to start (default: 1)"
+    )
+    group.add_argument(
+        "--gpus",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="with --serve: the GPUs of each service; 0 to serve on CPUs (default: 1)",
+    )
+    group.add_argument(
+        "--serve-flags",
+        default="",
+        metavar="FLAGS",
+        help="with --serve: flags of the inference service as one text, such as '--max-model-len 4096' (default: none)",
+    )
+    group.add_argument(
+        "--python",
+        metavar="FILE",
+        help="with --serve: the Python that has residuum-server on the nodes (default: that of Ray)",
+    )
+
+
 def check(options: argparse.Namespace) -> None:
-    """Check that the flags can be used with --ray."""
+    """Check that the flags can be used with --ray, or without it."""
+    if not options.serve:
+        for name, default in _WITH_SERVE.items():
+            if getattr(options, name) != default:
+                options.usage_error(f"--{name.replace('_', '-')} needs --serve")
+    if not options.ray:
+        if options.serve:
+            options.usage_error("--serve needs --ray; without it, start `residuum serve` and use --endpoint")
+        return
     for name in _NOT_WITH_RAY:
         if getattr(options, name) not in {None, False}:
             options.usage_error(f"--{name.replace('_', '-')} cannot be used with --ray")
     if options.dtype != "stored":
         options.usage_error("--dtype cannot be used with --ray: rows are float32 or the captured dtype")
+    if options.serve and options.endpoint:
+        options.usage_error("--serve starts services, and --endpoint names others. Choose one of them.")
 
 
 def extract_with_ray(options: argparse.Namespace, spec: dict[str, Any], connection: Any, output: Output) -> int:
     """Run the prompts with Ray, write Parquet files, and print how many failed."""
     from residuum.ray.files import extract_files
 
+    settings = {**connection.settings(), "timeout": options.timeout}
+    serving = _serving(options, settings) if options.serve else None
     written = extract_files(
         str(options.input), options.output, options.endpoint or [connection.endpoint],
         address=options.ray, limit=options.limit, column=options.column, keep=options.keep, chat=options.chat,
         capture=spec["capture"], steer=spec["steer"], model=options.model, context_length=options.context_length,
         on_long=options.on_long, on_error=options.on_error, max_concurrency=options.max_concurrency,
-        actors=options.actors, **{**connection.settings(), "timeout": options.timeout}, **spec["sampling"],
+        actors=options.actors, serving=serving, progress=not output.as_json, **settings, **spec["sampling"],
     )  # fmt: skip
     if output.as_json:
         output.json({"folder": options.output, **written._asdict()})
@@ -38,3 +98,17 @@ def extract_with_ray(options: argparse.Namespace, spec: dict[str, Any], connecti
     for error in written.errors:
         output.note(f"a prompt failed: {error}")
     return 0
+
+
+def _serving(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
+    """Return the services to start. What they need of the connection's settings is taken from these."""
+    from residuum.ray.services import Need, make_plan
+
+    try:
+        flags = shlex.split(options.serve_flags)
+    except ValueError as error:
+        options.usage_error(f"--serve-flags {options.serve_flags!r} cannot be split into flags: {error}")
+    plan = make_plan(
+        options.serve, flags, store=settings.pop("store"), token=settings.pop("token"), python=options.python
+    )
+    return plan, Need(options.services, options.gpus, num_cpus=0.0)

@@ -70,12 +70,12 @@ class PromptSender:
         self._timeout = timeout
 
     def note_lost(self, service: Service, failure: ResiduumError) -> None:
-        """Note that the stores of a service do not answer, so that its prompts go to another service.
+        """Note that the stores of a service do not answer, so that its prompts are sent again.
 
         Raises:
-            ResiduumError: There is no other service.
+            ResiduumError: No other service can answer them.
         """
-        if len(self._services.all) == 1:
+        if not self._services.can_recover:
             raise failure
         self._services.note_away(service, failure)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from residuum._async.client import AsyncClient
@@ -18,12 +18,19 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 2.0
 """The pauses between two attempts to reach a service that is away."""
 
 
+FindAgain = Callable[[int, AsyncClient], Awaitable[AsyncClient]]
+"""Returns the client of a service where it is now: the same client, or a new one. It raises Unavailable if the service
+is nowhere at the moment. The number is that of the service in the job."""
+
+
 @dataclass(eq=False)
 class Service:
     """One inference service."""
 
     client: AsyncClient
     """A client of it and of its stores."""
+    number: int = 0
+    """Its number in the job."""
     running: int = 0
     """The prompts that it has now."""
     prompts: int = 0
@@ -43,15 +50,24 @@ class Service:
 class Services:
     """Gives each prompt to the service that has the fewest. One that does not answer is left out until it does."""
 
-    def __init__(self, clients: Sequence[AsyncClient], max_concurrency: int, timeout: float | None) -> None:
+    def __init__(
+        self,
+        clients: Sequence[AsyncClient],
+        max_concurrency: int,
+        timeout: float | None,
+        find_again: FindAgain | None = None,
+    ) -> None:
         """Use several services.
 
         Args:
             clients: A client for each.
             max_concurrency: The most prompts that run at once, on all of them.
             timeout: The seconds for which all may be away; None for 5 minutes.
+            find_again: Finds a service that does not answer, if services may be restarted elsewhere.
         """
-        self.all = [Service(client) for client in clients]
+        self.all = [Service(client, number) for number, client in enumerate(clients)]
+        self._find_again = find_again
+        self._left: list[AsyncClient] = []
         self._room = asyncio.Semaphore(max_concurrency)
         self._patience = LONGEST_OUTAGE_SECONDS if timeout is None else timeout
         self._is_back = asyncio.Event()
@@ -79,6 +95,11 @@ class Services:
         if self._info is None:
             raise RuntimeError("no service has answered yet")
         return self._info
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether a prompt whose service is lost can still be answered, by another service or a restarted one."""
+        return len(self.all) > 1 or self._find_again is not None
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[Service]:
@@ -133,8 +154,8 @@ class Services:
         for probe in probes:
             probe.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
-        for service in self.all:
-            await service.client.close()
+        for client in (*self._left, *(service.client for service in self.all)):
+            await client.close()
 
     async def _least_busy(self) -> Service:
         while True:
@@ -157,6 +178,7 @@ class Services:
             await asyncio.sleep(service.pause)
             service.failures += 1
             with contextlib.suppress(Unavailable, TimeoutError):
+                await self.follow(service)
                 info = await service.client.info(check_store=True)
                 if info.store_reachable is False:
                     continue
@@ -169,11 +191,24 @@ class Services:
                 self._is_back.set()
                 return
 
+    async def follow(self, service: Service) -> None:
+        """Use a service where it is now.
+
+        Raises:
+            Unavailable: It is nowhere at the moment.
+        """
+        if self._find_again is None:
+            return
+        client = await self._find_again(service.number, service.client)
+        if client is not service.client:
+            self._left.append(service.client)  # calls of it may still run
+            service.client = client
+
     async def _ask(self, service: Service) -> ModelInfo | None:
         try:
             return await service.client.info()
         except ResiduumError as failure:
-            if not goes_away(failure) or len(self.all) == 1:
+            if not goes_away(failure) or not self.can_recover:
                 raise
             self.note_away(service, failure)
             return None

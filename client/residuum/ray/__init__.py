@@ -1,7 +1,8 @@
 """Captures and extractions as datasets of Ray Data, and extractions on a Ray cluster. It needs the extra `ray`.
 
 `read_captures` and `read_extracted` read rows in parallel, as blocks of Arrow. `extract` sends the prompts of a dataset
-to inference services, from actors on all nodes. On one machine, Ray starts itself; `ray.init(address)` uses a cluster.
+to inference services, from actors on all nodes; `serve` starts such services for a job. On one machine, Ray starts
+itself; `ray.init(address)` uses a cluster.
 
 Example:
     >>> import ray, residuum.ray
@@ -22,5 +23,6 @@ except ImportError:
 from residuum.ray.captures import read_captures
 from residuum.ray.extracting import extract
 from residuum.ray.extractions import read_extracted
+from residuum.ray.services import RayServices, serve
 
-__all__ = ["extract", "read_captures", "read_extracted"]
+__all__ = ["RayServices", "extract", "read_captures", "read_extracted", "serve"]

@@ -6,14 +6,13 @@ import asyncio
 import queue
 import threading
 import uuid
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray import get_runtime_context
 from ray.data import ActorPoolStrategy, Dataset
 
-from residuum._async.client import AsyncClient
 from residuum.exceptions import ExtractStopped, InvalidRequest
 from residuum.extraction.inputs import Items
 from residuum.extraction.job import names_of, with_stored_rows
@@ -24,11 +23,13 @@ from residuum.extraction.shards import Shard, ShardInfo
 from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError, OnLong
 from residuum.extraction.tables import TableRows
 from residuum.ray.extracted_rows import ShardTables
+from residuum.ray.places import Places, places_of
 from residuum.values.captures.capture import Capture
 from residuum.values.steering.operation_list import operation_list
 from residuum.values.steering.operations import Operation
 
 if TYPE_CHECKING:
+    from residuum.ray.services import RayServices
     from residuum.rpc.credentials import TLS
     from residuum.transport.connection_settings import Token
 
@@ -47,7 +48,7 @@ _SHARD_BYTES = 32 << 20
 
 def extract(
     prompts: Dataset,
-    endpoints: str | Iterable[str],
+    endpoints: str | Iterable[str] | RayServices,
     *,
     capture: Capture,
     column: str = "text",
@@ -87,7 +88,8 @@ def extract(
 
     Args:
         prompts: The prompts, a row for each. Any reader of `ray.data` makes them.
-        endpoints: The inference services, host:port. All serve one model. The actors must reach them and their stores.
+        endpoints: The inference services, host:port, or those of `serve`. All serve one model. The actors must reach
+            them and their stores.
         capture: What to capture.
         column: The column with the prompt: a text, token IDs, or a conversation.
         keep: Further columns, which the rows keep, as a list or separated by commas.
@@ -101,7 +103,8 @@ def extract(
         batch_size: How many prompts an actor takes at once. The rows of about that many may be waiting in the stores.
         actors: How many actors send prompts, or the fewest and the most. One keeps several services busy.
         num_cpus: The CPUs that each actor reserves.
-        store: As for `Client`; so are the next five arguments. Every actor uses the same credentials.
+        store: As for `Client`; so are the next five arguments. Every actor uses the same credentials. The services of
+            `serve` have their own.
         timeout: Seconds that a prompt may take, and that all services may be away; None for 5 minutes.
         tenant: The tenant.
         token: The bearer token.
@@ -116,9 +119,6 @@ def extract(
         >>> rows = residuum.ray.extract(ray.data.read_json("prompts.jsonl"), "gpu-1:50051", capture=capture, keep="y")
         >>> rows.write_parquet("s3://bucket/rows")
     """
-    names = [endpoints] if isinstance(endpoints, str) else list(dict.fromkeys(endpoints))
-    if not names:
-        raise InvalidRequest("endpoints= has no service. Give at least one host:port.", reason="INVALID_FIELD")
     kept = names_of(keep)
     spec = JobSpec(
         capture=capture, column=column, keep=kept, chat=chat, steer=operation_list(steer), model=model,
@@ -139,10 +139,11 @@ def extract(
             reason="INVALID_FIELD",
         )
     settings: dict[str, Any] = {
-        "store": store if store is None or isinstance(store, str) else tuple(store), "timeout": timeout or 30.0,
+        "store": store if store is None or isinstance(store, str) else tuple(store),
         "tenant": tenant, "token": token, "tls": tls, "insecure": insecure,
     }  # fmt: skip
-    plan = _Plan(spec, tuple(names), settings, on_error, max_concurrency, timeout, f"ray-{uuid.uuid4().hex[:12]}")
+    places = places_of(endpoints, settings, timeout)
+    plan = _Plan(spec, places, on_error, max_concurrency, timeout, f"ray-{uuid.uuid4().hex[:12]}")
     size = {"size": actors} if isinstance(actors, int) else {"min_size": actors[0], "max_size": actors[1]}
     return prompts.select_columns([column, *(name for name in kept if name != column)]).map_batches(
         Extractor, fn_constructor_args=(plan,), batch_size=batch_size, batch_format="pyarrow", num_cpus=num_cpus,
@@ -158,8 +159,7 @@ class _Plan:
     """What every actor needs to know."""
 
     spec: JobSpec
-    endpoints: tuple[str, ...]
-    settings: Mapping[str, Any] = field(repr=False)  # it has the token
+    places: Places
     on_error: OnError
     max_concurrency: int
     timeout: float | None
@@ -200,8 +200,7 @@ class Extractor:
 
     async def _begin(self) -> tuple[Services, JobSpec]:
         plan = self._plan
-        clients = [AsyncClient(name, **plan.settings) for name in plan.endpoints]
-        services = Services(clients, plan.max_concurrency, plan.timeout)
+        services = await plan.places.services(plan.max_concurrency, plan.timeout)
         try:
             await services.begin()
             if get_runtime_context().was_current_actor_reconstructed:
@@ -222,7 +221,9 @@ class Extractor:
         try:
             await runner.run()
         finally:
-            await clean_up(self._services.all, name, keep_captures=False)
+            # The store of a service in an actor has ended with it, or is also that of the others.
+            there = [item for item in self._services.all if not (item.is_away and self._plan.places.actors)]
+            await clean_up(there, name, keep_captures=False)
 
 
 class _Output:

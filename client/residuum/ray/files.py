@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from pyarrow import fs
 
 from residuum.exceptions import InvalidRequest
 from residuum.ray.extracting import extract
+from residuum.ray.service_actor import ServicePlan
+from residuum.ray.services import Need, running
 
 LOCAL = "local"
 """The address that stands for this machine alone."""
@@ -31,31 +34,45 @@ class Written(NamedTuple):
 
 
 def extract_files(
-    source: str, output: str, endpoints: list[str], *, address: str, limit: int | None, column: str, **choice: Any
+    source: str,
+    output: str,
+    endpoints: list[str],
+    *,
+    address: str,
+    limit: int | None,
+    column: str,
+    serving: tuple[ServicePlan, Need] | None = None,
+    progress: bool = False,
+    **choice: Any,
 ) -> Written:
     """Send the prompts of files, and write Parquet files.
 
     Args:
         source: A file that ends in .jsonl, .txt or .parquet, or a folder with Parquet files; a path or a URL.
         output: The folder to write; a path or a URL. It must be empty, or not exist.
-        endpoints: The inference services.
+        endpoints: The inference services, if they run already.
         address: The cluster's address, "auto" on one of its nodes, or "local" for this machine.
         limit: The most prompts.
         column: The column with the prompt.
+        serving: The services to start for this job; None to use the endpoints.
+        progress: Show on stderr how many of them have started.
         choice: The further arguments of `extract`.
 
     Raises:
         InvalidRequest: The kind of the input is unknown, or the output has files. The other errors are those of
-            `extract`.
+            `extract` and `serve`.
     """
     _check_empty(output)
     ray.init(
         address=None if address == LOCAL else address, ignore_reinit_error=True, log_to_driver=False,
         logging_level="warning",
     )  # fmt: skip
+    if serving is not None and address == LOCAL:  # no nodes come
+        serving[1].check_nodes()
     prompts = _read(source, column)
-    rows = extract(prompts if limit is None else prompts.limit(limit), endpoints, column=column, **choice)
-    rows.write_parquet(output)
+    with contextlib.nullcontext(endpoints) if serving is None else running(*serving, progress=progress) as services:
+        rows = extract(prompts if limit is None else prompts.limit(limit), services, column=column, **choice)
+        rows.write_parquet(output)
     errors = ray.data.read_parquet(output, columns=["error"])
     failures = errors.filter(lambda row: row["error"] is not None).materialize()
     failed = failures.count()
