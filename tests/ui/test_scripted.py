@@ -327,6 +327,19 @@ def test_a_link_to_what_is_missing_shows_no_values(scripted, address, visit, sta
     expect(page.locator(".token")).to_have_count(0)
 
 
+def test_a_link_is_followed_as_soon_as_it_is_there(address, browser):
+    with browser.new_context() as context:
+        context.add_init_script("""
+            new MutationObserver((_, observer) => {
+              const link = document.querySelector("nav a[href='#health']");
+              if (link) { observer.disconnect(); link.click(); }
+            }).observe(document, { childList: true, subtree: true });
+        """)
+        page = context.new_page()
+        page.goto(address)
+        expect(page.get_by_role("heading", level=1)).to_have_text("Health")
+
+
 def test_links_that_make_no_sense_leave_a_page(scripted, address, visit):
     write(scripted.store.endpoint, "x", ["a"])
     seen = visit(address)

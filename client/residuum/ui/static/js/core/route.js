@@ -1,5 +1,5 @@
 // The state of a view is in the URL, after the #: #view?name=value. So every view has a link.
-import { useEffect, useState } from "./lib.js";
+import { useLayoutEffect, useState } from "./lib.js";
 
 const PAUSE = 400; // milliseconds between two changes of the URL. Browsers allow about 100 in 30 seconds.
 let waiting = null; // the hash that is to be written
@@ -20,7 +20,7 @@ export function link(view, state = {}) {
 // The current view, its state, and a function that changes some values of the state in place.
 export function useRoute() {
   const [route, setRoute] = useState(() => parse(location.hash));
-  useEffect(() => {
+  useLayoutEffect(() => { // an effect begins later, and would miss a link that is followed at once
     const listen = () => {
       forget();
       setRoute(parse(location.hash));
