@@ -212,6 +212,8 @@ class Reader:
                 stack.enter_context(feed.watched(news))
                 reads[index] = read
                 yield index, read.begin()
+            # A message of its own: in one part with the last manifest, protobuf would merge both.
+            yield -1, b""
             while reads:
                 news.clear()
                 for index, read in list(reads.items()):

@@ -13,6 +13,7 @@ from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
 from residuum.wire.frame_keys import unpack_frame
 from store_svc.database.db import Table
+from store_svc.reading.open_read import OpenRead
 from tests.store.support import COMPLETE, ONE_AND_SEVERAL, OPEN, Rows, describe, failing_with, grid, make_chunk, serving
 
 UNKNOWN = errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE
@@ -144,6 +145,24 @@ def test_in_any_order_open_captures_are_sent_as_their_rows_come(client):
     assert next(parts).error.reason == UNKNOWN
     assert list(parts) == []
     assert found[3].rows.cells == grid([0], range(5))
+
+
+def test_a_capture_that_ends_as_its_read_begins_has_two_manifests(client, monkeypatch):
+    """In one part, protobuf would merge both: the prompt would be there twice, and rows would seem to be missing."""
+    put(client, "a", seal=False)
+    begin = OpenRead.begin
+
+    def begin_and_end(self):
+        first = begin(self)
+        client.seal("a", generated=[2])
+        return first
+
+    monkeypatch.setattr(OpenRead, "begin", begin_and_end)
+    messages, found = read(client, ["a"], follow=True, any_order=True)
+    assert found[0].states == [OPEN, COMPLETE]
+    assert found[0].rows.cells == grid([0, 1], range(5))
+    parts = [part for message in messages for part in message.captures if part.HasField("manifest")]
+    assert [len(part.manifest.description.prompt_token_ids) for part in parts] == [4, 4]
 
 
 def test_follow_waits_for_an_open_capture_and_sends_what_is_before_it_at_once(client):
