@@ -53,7 +53,7 @@ OWNERS = {
 """The classes of what has this name in the product. One of them must have each attribute."""
 OWN = {"_residuum"}
 """Attributes that the product adds."""
-NOT_VLLM = {("servicer.py", "runner"), ("shipping/shipper/process.py", "client")}
+NOT_VLLM = {("servicer.py", "runner"), ("vllm_serve/front.py", "runner"), ("shipping/shipper/process.py", "client")}
 """Objects of the product with such a name."""
 
 
