@@ -89,7 +89,7 @@ test-ui: setup model ## Click through the page in Debian's Chromium (apt install
 	RESIDUUM_TEST_TIMES=required $(BIN)/python -m pytest tests/ui $(ARGS)
 
 test-vllm: setup model ## Test with the Python code of another version of vLLM, on a CPU: VLLM=0.33.0
-	PYTHONPATH=$$($(BIN)/python scripts/fetch_vllm.py $(VLLM)) $(BIN)/python -m pytest \
+	PYTHONPATH=$$($(BIN)/python -m scripts.fetch_vllm $(VLLM)) $(BIN)/python -m pytest \
 		tests/inference/test_vllm_names.py tests/conformance tests/vllm_serve $(ARGS)
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains

