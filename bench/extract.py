@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=positive, default=2000, help="prompts of a job")
     parser.add_argument("--prefill", type=positive, default=64, help="tokens of a prompt")
     parser.add_argument("--layer", type=int, default=12, help="the captured layer")
-    parser.add_argument("--concurrency", type=positive, default=64, help="prompts that run at once")
+    parser.add_argument("--concurrency", type=positive, default=64, help="prompts that the engine runs at once")
     parser.add_argument("--mib", type=positive, default=2048, help="size of the files of the part shuffle")
     parser.add_argument("--rounds", type=positive, default=3, help="rounds, each with all ways")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
@@ -71,7 +71,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _job(options: argparse.Namespace) -> Part:
-    """Run the same prompts as a job, and through AsyncLLM in the service's process without capture, in turn."""
+    """Run the same prompts as a job, and through AsyncLLM in the service's process without capture, in turn.
+
+    Both ways have twice as many prompts there as the engine runs at once, which is the default of a job.
+    """
     model, engine_args = model_of(options)
     flags = [
         *("--model", model, "--max-model-len", str(max(options.prefill + 2, 64))),
@@ -89,7 +92,7 @@ def _job(options: argparse.Namespace) -> Part:
         client = stack.enter_context(residuum.Client(f"127.0.0.1:{host.first['port']}", timeout=None))
         for number in range(-1, options.rounds):  # round -1 is a warm-up
             count = options.prompts if number >= 0 else min(options.prompts, 2 * options.concurrency)
-            load = Load(f"round{number}", options.concurrency, count, options.prefill, 1, host.first["vocab_size"])
+            load = Load(f"round{number}", 2 * options.concurrency, count, options.prefill, 1, host.first["vocab_size"])
             folder = scratch / f"rows{number}"
             for name in seconds if number % 2 == 0 else [*seconds][::-1]:
                 if name == "AsyncLLM":
@@ -115,7 +118,7 @@ def _extract(client: residuum.Client, load: Load, folder: Path, options: argpars
     prompts = load.prompts()
     what = residuum.Capture(layers=[options.layer], positions="last_prompt")
     began = time.perf_counter()
-    rows = client.extract(prompts, folder, capture=what, max_concurrency=options.concurrency, progress=False)
+    rows = client.extract(prompts, folder, capture=what, progress=False)
     seconds = time.perf_counter() - began
     if len(rows) != load.requests or rows.token_ids.tolist() != [prompt[-1] for prompt in prompts]:
         raise RuntimeError(f"the job has {len(rows)} rows of {load.requests} prompts, or wrong ones")

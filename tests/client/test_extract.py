@@ -445,6 +445,26 @@ async def test_a_service_that_was_restarted_elsewhere_is_found_again(endpoint):
         await nowhere.info()
 
 
+async def test_a_job_sends_twice_as_many_prompts_as_the_services_run(endpoint, monkeypatch):
+    running = iter(())
+
+    async def info(client):
+        return residuum.ModelInfo.from_proto(inference_pb2.GetModelInfoResponse(limits={"max_running_requests": next(running)}))
+
+    monkeypatch.setattr(AsyncClient, "info", info)
+    for given, expected in ((None, 2 * (8 + 24 + 24)), (5, 5)):
+        running = iter([8, 0, 24])  # the second does not say how many
+        services = Services([AsyncClient(endpoint) for _ in range(3)], given, 30.0)
+        await services.begin()
+        assert services.max_concurrency == expected
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(expected):
+                await stack.enter_async_context(services.slot())
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stack.enter_async_context(services.slot()), 0.05)
+        await services.close()
+
+
 async def test_a_single_service_is_waited_for_if_it_may_be_restarted(endpoint):
     async def find_again(number, client):
         return client

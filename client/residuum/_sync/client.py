@@ -429,7 +429,7 @@ class Client(SearchClient):
         keep_captures: bool = False,
         endpoints: Iterable[str] = (),
         timeout: float | None = None,
-        max_concurrency: int = 64,
+        max_concurrency: int | None = None,
         progress: bool = True,
         **sampling: Unpack[Sampling],
     ) -> Extracted:
@@ -477,7 +477,8 @@ class Client(SearchClient):
             keep_captures: Keep the captures in the stores. By default they are deleted when their rows are on the disk.
             endpoints: Further inference services of the same model. Each prompt goes to the one that has the fewest.
             timeout: Seconds that each prompt may take.
-            max_concurrency: How many prompts run at once, on all services together.
+            max_concurrency: The most prompts that are sent at once, to all services together. None: twice as many as
+                the services run at once, so that they never wait for prompts.
             progress: Show a progress bar, on a terminal or in Jupyter.
             **sampling: As for `generate`; max_tokens is 0 by default.
 

@@ -20,7 +20,7 @@ from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
 from residuum.extraction.exporting import FORMATS
 from residuum.extraction.job import job_of, run_in_thread
-from residuum.extraction.spec import DEFAULT_CONCURRENCY, DEFAULT_SHARD_BYTES
+from residuum.extraction.spec import DEFAULT_SHARD_BYTES
 
 EXAMPLES = """\
 INPUT --output FOLDER
@@ -120,9 +120,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-concurrency",
         type=positive_count,
-        default=DEFAULT_CONCURRENCY,
         metavar="N",
-        help=f"how many prompts run at once, on all services together (default: {DEFAULT_CONCURRENCY})",
+        help="the most prompts that are sent at once, to all services together (default: twice as many as they run)",
     )
     group.add_argument(
         "--dtype",

@@ -23,7 +23,7 @@ from residuum.extraction.prompt import PromptSender
 from residuum.extraction.reader import Extracted, ExtractSummary
 from residuum.extraction.runner import Runner, clean_up
 from residuum.extraction.services import Services
-from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError
+from residuum.extraction.spec import JobSpec, OnError
 from residuum.extraction.tokenizer import Tokenizer
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
@@ -56,7 +56,7 @@ class Job:
     on_error: OnError = "stop"
     keep_captures: bool = False
     timeout: float | None = None
-    max_concurrency: int = DEFAULT_CONCURRENCY
+    max_concurrency: int | None = None
     progress: bool = True
     lines: bool = False
     """Whether to print plain lines where there is no terminal."""
@@ -71,7 +71,8 @@ class Job:
             OSError: The input cannot be read.
         """
         self.spec.check()
-        check_concurrency(self.max_concurrency)
+        if self.max_concurrency is not None:
+            check_concurrency(self.max_concurrency)
         if self.on_error not in {"stop", "skip"}:
             raise InvalidRequest(f"on_error={self.on_error!r} does not exist. Choose 'stop' or 'skip'.")
         spec = self.spec
@@ -214,7 +215,7 @@ async def _run(job: Job, items: Items | PackedItems, folder: JobFolder, services
     with show_progress(len(items), before, enabled=job.progress, lines=job.lines) as report:
         runner = Runner(
             job.spec, items, folder, sender, report,
-            max_concurrency=job.max_concurrency, on_error=job.on_error, keep_captures=keeps,
+            max_concurrency=services.max_concurrency, on_error=job.on_error, keep_captures=keeps,
         )  # fmt: skip
         try:
             await runner.run()

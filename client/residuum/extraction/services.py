@@ -8,15 +8,23 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from residuum._async.client import AsyncClient
 from residuum.exceptions import EngineDead, InvalidRequest, OutageWarning, ResiduumError, Unavailable
 from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, is_away
 from residuum.values.model.info import ModelInfo
 
+_TIMES_RUNNING = 2
+"""Prompts that a job has at a service for each that the service runs at once. The engine needs prompts that wait:
+otherwise those that end together leave it idle until the next ones come."""
+_UNKNOWN_RUNNING = 64
+"""What a service is taken to run at once if it does not say so."""
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 2.0
 """The pauses between two attempts to reach a service that is away."""
 
+
+_Value = TypeVar("_Value")
 
 FindAgain = Callable[[int, AsyncClient], Awaitable[AsyncClient]]
 """Returns the client of a service where it is now: the same client, or a new one. It raises Unavailable if the service
@@ -53,7 +61,7 @@ class Services:
     def __init__(
         self,
         clients: Sequence[AsyncClient],
-        max_concurrency: int,
+        max_concurrency: int | None,
         timeout: float | None,
         find_again: FindAgain | None = None,
     ) -> None:
@@ -61,14 +69,16 @@ class Services:
 
         Args:
             clients: A client for each.
-            max_concurrency: The most prompts that run at once, on all of them.
+            max_concurrency: The most prompts that are sent at once, to all of them; None for twice as many as they run
+                at once.
             timeout: The seconds for which all may be away; None for 5 minutes.
             find_again: Finds a service that does not answer, if services may be restarted elsewhere.
         """
         self.all = [Service(client, number) for number, client in enumerate(clients)]
         self._find_again = find_again
         self._left: list[AsyncClient] = []
-        self._room = asyncio.Semaphore(max_concurrency)
+        self._max_concurrency = max_concurrency
+        self._room: asyncio.Semaphore | None = None
         self._patience = LONGEST_OUTAGE_SECONDS if timeout is None else timeout
         self._is_back = asyncio.Event()
         self._probes: set[asyncio.Task[None]] = set()
@@ -88,13 +98,21 @@ class Services:
                 self._check(service, info)
         if self._info is None and self._last is not None:
             raise self._last
+        if self._max_concurrency is None:
+            running = [0 if info is None else info.limits["max_running_requests"] for info in answers]
+            most = max(running) or _UNKNOWN_RUNNING
+            self._max_concurrency = _TIMES_RUNNING * sum(count or most for count in running)
+        self._room = asyncio.Semaphore(self._max_concurrency)
+
+    @property
+    def max_concurrency(self) -> int:
+        """The most prompts that are sent at once; known after `begin`."""
+        return _known(self._max_concurrency)
 
     @property
     def info(self) -> ModelInfo:
         """The model that all serve; known after `begin`."""
-        if self._info is None:
-            raise RuntimeError("no service has answered yet")
-        return self._info
+        return _known(self._info)
 
     @property
     def can_recover(self) -> bool:
@@ -108,7 +126,7 @@ class Services:
         Raises:
             ResiduumError: All services are away for too long.
         """
-        async with self._room:
+        async with _known(self._room):
             service = await self._least_busy()
             service.running += 1
             try:
@@ -222,6 +240,13 @@ class Services:
                     f"{getattr(info, name)!r}, and at another one {getattr(first, name)!r}. Use services of one model.",
                     reason="INVALID_FIELD",
                 )
+
+
+def _known(value: _Value | None) -> _Value:
+    """Return what `Services.begin` has found."""
+    if value is None:
+        raise RuntimeError("no service has answered yet")
+    return value
 
 
 def goes_away(failure: ResiduumError) -> bool:

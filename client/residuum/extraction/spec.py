@@ -25,7 +25,6 @@ OnLong = Literal["fail", "skip", "truncate"]
 
 _SHORTEST_WINDOW = 2
 DEFAULT_SHARD_BYTES = 256 << 20
-DEFAULT_CONCURRENCY = 64
 
 
 @dataclass(frozen=True)

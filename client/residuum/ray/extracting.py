@@ -20,7 +20,7 @@ from residuum.extraction.prompt import PromptSender
 from residuum.extraction.runner import Runner, clean_up
 from residuum.extraction.services import Services
 from residuum.extraction.shards import Shard, ShardInfo
-from residuum.extraction.spec import DEFAULT_CONCURRENCY, JobSpec, OnError, OnLong
+from residuum.extraction.spec import JobSpec, OnError, OnLong
 from residuum.extraction.tables import TableRows
 from residuum.ray.extracted_rows import ShardTables
 from residuum.ray.places import Places, places_of
@@ -59,7 +59,7 @@ def extract(
     context_length: int | None = None,
     on_long: OnLong = "fail",
     on_error: OnError = "skip",
-    max_concurrency: int = DEFAULT_CONCURRENCY,
+    max_concurrency: int | None = None,
     batch_size: int = _BATCH_PROMPTS,
     actors: int | tuple[int, int] = 1,
     num_cpus: float = 1.0,
@@ -99,7 +99,8 @@ def extract(
         context_length: The most tokens of a prompt.
         on_long: What to do with a longer one: "fail", "skip" or "truncate".
         on_error: "skip" turns a prompt that fails into a row with `error`; "stop" raises.
-        max_concurrency: How many prompts each actor has running at once, on all services together.
+        max_concurrency: The most prompts that each actor sends at once, to all services together. None: twice as many
+            as the services run at once.
         batch_size: How many prompts an actor takes at once. The rows of about that many may be waiting in the stores.
         actors: How many actors send prompts, or the fewest and the most. One keeps several services busy.
         num_cpus: The CPUs that each actor reserves.
@@ -161,7 +162,7 @@ class _Plan:
     spec: JobSpec
     places: Places
     on_error: OnError
-    max_concurrency: int
+    max_concurrency: int | None
     timeout: float | None
     name: str
     """The start of the names of all captures."""
@@ -216,7 +217,7 @@ class Extractor:
         runner = Runner(
             spec, Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat), output,
             PromptSender(spec, self._services, name, self._plan.timeout), lambda _: None,
-            max_concurrency=self._plan.max_concurrency, on_error=self._plan.on_error, keep_captures=False,
+            max_concurrency=self._services.max_concurrency, on_error=self._plan.on_error, keep_captures=False,
         )  # fmt: skip
         try:
             await runner.run()

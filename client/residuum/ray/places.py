@@ -33,7 +33,7 @@ class Places:
     actors: Sequence[Any] = field(default=(), repr=False)
     """The actors that run them, in the order of the endpoints; none if others run them."""
 
-    async def services(self, max_concurrency: int, timeout: float | None) -> Services:
+    async def services(self, max_concurrency: int | None, timeout: float | None) -> Services:
         """Return the services where they are now."""
         clients = [self._client(endpoint) for endpoint in self.endpoints]
         if not self.actors:
