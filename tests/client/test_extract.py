@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import errno
 import json
@@ -23,7 +24,7 @@ from residuum.extraction.folder import open_folder
 from residuum.extraction.runner import Runner
 from residuum.extraction.services import Services
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, inference_pb2
 
 COMPLETE, INCOMPLETE = capture_pb2.CAPTURE_STATE_COMPLETE, capture_pb2.CAPTURE_STATE_INCOMPLETE
 
@@ -449,18 +450,19 @@ async def test_a_job_sends_twice_as_many_prompts_as_the_services_run(endpoint, m
     running = iter(())
 
     async def info(client):
-        return residuum.ModelInfo.from_proto(inference_pb2.GetModelInfoResponse(limits={"max_running_requests": next(running)}))
+        limits = inference_pb2.Limits(max_running_requests=next(running))
+        return residuum.ModelInfo.from_proto(inference_pb2.GetModelInfoResponse(limits=limits))
 
     monkeypatch.setattr(AsyncClient, "info", info)
-    for given, expected in ((None, 2 * (8 + 24 + 24)), (5, 5)):
+    for wanted, expected in ((None, 2 * (8 + 24 + 24)), (5, 5)):
         running = iter([8, 0, 24])  # the second does not say how many
-        services = Services([AsyncClient(endpoint) for _ in range(3)], given, 30.0)
+        services = Services([AsyncClient(endpoint) for _ in range(3)], wanted, 30.0)
         await services.begin()
         assert services.max_concurrency == expected
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(expected):
                 await stack.enter_async_context(services.slot())
-            with pytest.raises(TimeoutError):
+            with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(stack.enter_async_context(services.slot()), 0.05)
         await services.close()
 
