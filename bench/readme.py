@@ -237,8 +237,8 @@ def store(result: Mapping[str, Any], link: str) -> str:
         shown = [f"{ratios[way]['Flight']:.2f}" for way in ("ingest", "read") if "Flight" in ratios[way]]
         if len(shown) == 2:  # noqa: PLR2004 - both directions
             texts.append(
-                f"On {machine_name(result)}, a store writes at {shown[0]} of the rate of Arrow Flight's `do_put`, "
-                f"which writes to memory, and is read at {shown[1]} of the rate of its `do_get`"
+                f"On {machine_name(result)}, a store on the same machine writes at {shown[0]} of the rate of Arrow "
+                f"Flight's `do_put`, which writes to memory, and is read at {shown[1]} of the rate of its `do_get`"
             )
     if "scale" in parts:
         best = max(parts["scale"]["cases"], key=lambda case: case["median"])
@@ -254,6 +254,14 @@ def store(result: Mapping[str, Any], link: str) -> str:
             f"{latency['parameters']['store_gib']:.0f} GiB is read in {layer['p50']:.0f} ms (p99: {layer['p99']:.0f}), "
             f"and a follower has a first row {first['p50']:.0f} ms after it was captured (p99: {first['p99']:.0f}; "
             f"{_on(latency)})"
+        )
+    if "search" in parts:
+        search = parts["search"]
+        rates = search["gb_per_core_second"]
+        texts.append(
+            f"a search of one layer ({search['parameters']['store_gib']:.0f} GiB) scans {rates['projection']:.1f} GB/s "
+            f"of rows per core, or {rates['cosine']:.1f} GB/s for a cosine; numpy alone, on the same pages, "
+            f"{rates['numpy_file']:.1f} GB/s"
         )
     if not texts:
         return ""

@@ -182,6 +182,14 @@ def test_the_best_combination_of_stores_is_reported():
     assert store({**CONTEXT, "parts": {}}, "folder") == ""
 
 
+def test_a_search_is_reported_beside_numpy():
+    rates = {"projection": 2.6, "cosine": 1.9, "numpy_file": 4.0, "numpy": 4.3}
+    search = {"gb_per_core_second": rates, "parameters": {"store_gib": 20.0}}
+    text = store({**CONTEXT, "parts": {"search": search}}, "folder").replace("\n", " ")
+    assert text.startswith("A search of one layer (20 GiB) scans 2.6 GB/s of rows per core, or 1.9 GB/s for a cosine; ")
+    assert "numpy alone, on the same pages, 4.0 GB/s." in text
+
+
 def test_the_services_overhead_is_reported_for_each_number_of_streams():
     difference = {"tokens_per_second_ratio": 0.958, "added_first_token_ms": 21.9, "added_token_ms": 0.004}
     part = {
