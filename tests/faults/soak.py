@@ -86,6 +86,7 @@ class Soak:
         writers: int = 3,
         length: int = 2048,
         shards: int | None = None,
+        shared_memory: str = "auto",
     ) -> None:
         self.tally = Tally()
         self._random = random.Random(seed)
@@ -94,7 +95,7 @@ class Soak:
         self._lock = threading.Lock()  # guards the tally and the captures
         self._stopping = threading.Event()
         self._live: dict[str, Capture] = {}  # open or complete, and not being deleted
-        flags = () if shards is None else ("--shards", str(shards))
+        flags = ["--shared-memory", shared_memory, *(() if shards is None else ("--shards", str(shards)))]
         self._store = Store(folder, "--log-level", "error", *flags)
         self._ring = Ring(folder / "ring", ring_bytes=_RING_BYTES)
         self._ring.start()
@@ -218,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shippers", type=int, default=2)
     parser.add_argument("--writers", type=int, default=3, help="captures that are written at once")
     parser.add_argument("--shards", type=int, help="of the store (default: the store's own)")
+    parser.add_argument("--shared-memory", choices=("auto", "off"), default="auto", help="of the store (default: auto)")
     parser.add_argument("--victims", default=",".join(VICTIMS), help=f"some of: {', '.join(VICTIMS)}")
     options = parser.parse_args(arguments)
     victims = [word.strip() for word in options.victims.split(",")]
@@ -235,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shippers=options.shippers,
             writers=options.writers,
             shards=options.shards,
+            shared_memory=options.shared_memory,
         )
         tally = soak.run(seconds=options.seconds, rounds=options.rounds, show=True)
     print(tally)
