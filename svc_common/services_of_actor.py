@@ -1,8 +1,9 @@
 """The services of one Ray actor (`residuum.ray.serve`): they end when the actor has ended, however it ended.
 
 The actor runs this as a program, possibly with another Python than its own. What it wants is one line of JSON on the
-program's input. One line of JSON on its output is the answer: the address of the inference service, or why there is
-none. The program runs until the actor writes "stop", or its input ends because the actor has died.
+program's input. Lines of JSON on its output are the answers: the address of the inference service, "" when it serves no
+longer, and why it has failed. The program runs until the actor writes "stop", or its input ends because the actor has
+died.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def _serve(plan: ServicesPlan, folder: Path, actor: _Actor) -> None:
         _answer(inference=started[-1].endpoint)
         while all(service.is_running for service in started):
             actor.check(_POLL_SECONDS)
+        _answer(inference="")  # at once: stopping the other service takes a while
         ended = next(service for service in started if not service.is_running)
         raise ServiceFailedError(f"The {ended.name} service has ended. Its log ends:\n{ended.log_end()}")
     finally:

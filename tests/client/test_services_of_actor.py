@@ -110,6 +110,7 @@ def test_a_service_that_dies_ends_the_other(tmp_path, victim):
     with started(tmp_path / "scratch") as process:
         answer_of(process)
         os.kill(services_in(tmp_path / "scratch")[victim], signal.SIGKILL)
+        assert answer_of(process) == {"inference": ""}, "the actor learns at once that nothing serves here"
         assert f"The {victim} service has ended" in answer_of(process)["failed"]
         assert process.wait(30) == 1
 

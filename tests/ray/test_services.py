@@ -116,7 +116,7 @@ def test_they_have_their_own_credentials(own):
 @pytest.mark.parametrize("victim", ["actor", "service"])
 def test_one_that_dies_loses_and_doubles_nothing_and_comes_back(own, client, tmp_path, victim):
     texts = TEXTS * 5
-    before = service_processes()
+    before, first = service_processes(), own.endpoints[0]
     rows = residuum.ray.extract(
         ray.data.from_items([{"text": text, "id": at} for at, text in enumerate(texts)]), own,
         capture=CAPTURE, keep="id", batch_size=32, max_concurrency=8, timeout=120,
@@ -144,9 +144,21 @@ def test_one_that_dies_loses_and_doubles_nothing_and_comes_back(own, client, tmp
     table = parquet.read_table(tmp_path / "rows")
     assert table["error"].null_count == len(table)
     check_rows(table, client, tmp_path / "reference", texts)
-    wait_for(lambda: len(own.endpoints) == 2, 200)
+    wait_for(lambda: len(own.endpoints) == 2 and first not in own.endpoints, 200)
     after = service_processes()
     assert len(before - after) == len(after - before) == 1, "the old service has ended, and a new one runs"
+
+
+def test_a_service_that_does_not_serve_has_no_client(cluster):
+    @ray.remote(num_cpus=0)
+    class Starting:
+        def address(self):
+            return ""
+
+    services = residuum.ray.RayServices([Starting.remote(), Starting.remote()], ("127.0.0.1:1", "127.0.0.1:2"), {})
+    assert services.endpoints == []
+    with pytest.raises(residuum.Unavailable, match="Service 1 of 2 does not serve"):
+        services.client(1)
 
 
 def listens(pid, port):

@@ -93,7 +93,7 @@ class ServiceActor:
         return self._start
 
     def address(self) -> str:
-        """Return the service's address; "" if it does not serve yet."""
+        """Return the service's address; "" if it does not serve yet, or no longer."""
         return self._start.address
 
     def stop(self) -> None:
@@ -115,10 +115,11 @@ class ServiceActor:
             failure = f"{type(error).__name__}: {error}"
         if self._is_stopping:
             return
-        if self._is_restart or self._start.address:
+        has_served = self._has_started.is_set()
+        if self._is_restart or has_served:
             # Ray shows this in the actor's log, and in the program's output.
             print(f"The services on {self._host} have ended: {failure}", file=sys.stderr, flush=True)  # noqa: T201
-            if not self._start.address:
+            if not has_served:
                 time.sleep(_RESTART_SECONDS)
             os._exit(1)  # only an actor that crashes is restarted
         self._start = self._start._replace(failure=failure)

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from residuum.client import Client
-from residuum.exceptions import BadCredentials, InvalidRequest, ResiduumError
+from residuum.exceptions import BadCredentials, InvalidRequest, ResiduumError, Unavailable
 from residuum.ray.service_actor import ServiceActor, ServicePlan
 from residuum.rpc.credentials import CredentialsError, TokenSource
 from residuum.serving import flags_of
@@ -48,20 +48,32 @@ class RayServices:
     @property
     def endpoints(self) -> list[str]:
         """The addresses of those that serve now. A service that was restarted has another one."""
-        found = []
-        for actor in self.actors:
-            with contextlib.suppress(RayActorError, GetTimeoutError):
-                found.append(ray.get(actor.address.remote(), timeout=_ADDRESS_SECONDS))
-        return [address for address in found if address]
+        return [address for address in map(_address_now, self.actors) if address]
 
     def client(self, number: int = 0, **arguments: Any) -> Client:
-        """Return a client of one of those that serve now.
+        """Return a client of one of the services.
 
         Args:
-            number: The service.
+            number: The service, in the order of `actors`.
             arguments: Further arguments of `Client`.
+
+        Raises:
+            Unavailable: The service does not serve at the moment.
         """
-        return Client(self.endpoints[number], **{**self.settings, **arguments})
+        address = _address_now(self.actors[number])
+        if not address:
+            raise Unavailable(
+                f"Service {number} of {len(self.actors)} does not serve at the moment. Ray may be restarting it: try "
+                "again later, or use another one."
+            )
+        return Client(address, **{**self.settings, **arguments})
+
+
+def _address_now(actor: Any) -> str:
+    """Return where the service of an actor serves; "" if it does not."""
+    with contextlib.suppress(RayActorError, GetTimeoutError):
+        return str(ray.get(actor.address.remote(), timeout=_ADDRESS_SECONDS))
+    return ""
 
 
 def serve(
