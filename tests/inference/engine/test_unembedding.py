@@ -14,8 +14,8 @@ from residuum.v1 import capture_pb2, inference_pb2, sae_pb2
 from residuum.wire.limits import MAX_UNEMBEDDED
 from residuum.wire.sae import LAYER_NORM, NO_ACTIVATION, RELU
 from tests.encoding_cases import encoder
+from tests.inference.resources.test_sae_memory import engine, header_of, messages
 from tests.inference.service_support import FACTS, HIDDEN, failure_of, running_service, until
-from tests.inference.test_sae_memory import engine, header_of, messages
 
 
 def ask(rows, num_top=2, tokens=()):

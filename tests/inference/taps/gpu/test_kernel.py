@@ -14,7 +14,7 @@ from svc_common.launcher import ROOT
 @pytest.mark.slow
 def test_the_kernel_agrees_with_the_cpu_and_its_steering_with_float64() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.inference.interpreted_kernel"],
+        [sys.executable, "-m", "tests.inference.taps.gpu.interpreted_kernel"],
         cwd=ROOT,
         check=True,
         stdout=subprocess.PIPE,

@@ -32,7 +32,7 @@ from inference_svc.taps.steps.layout import NOWHERE, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import MAX_PROBE_OUTPUTS
-from tests.inference import steering_cases as steering
+from tests.inference.taps import steering_cases as steering
 
 LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
 POINTS = TapPoints(0, LAYERS)

@@ -14,7 +14,7 @@ from tests.shipping.support import ENVIRONMENT
 PROGRAM = """
 import multiprocessing, runpy, sys
 import svc_common.settings
-from tests.inference.test_spawned import tell
+from tests.inference.service.test_spawned import tell
 
 def spawn(*_):
     context = multiprocessing.get_context("spawn")

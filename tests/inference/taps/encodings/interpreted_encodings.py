@@ -19,7 +19,7 @@ from inference_svc.taps.gpu import encoder as gpu_encoder
 from inference_svc.taps.gpu import encoding_kernels, kernel
 from inference_svc.taps.gpu.encoder import GpuEncoder
 from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
-from tests.inference.encoder_cases import Case, cases
+from tests.inference.taps.encodings.encoder_cases import Case, cases
 
 GUARD = 64
 """Bytes before and after the payload, which must not change."""

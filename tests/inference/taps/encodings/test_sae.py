@@ -21,8 +21,8 @@ from residuum.v1 import capture_pb2, sae_pb2
 from residuum.wire.encodings import SAE
 from residuum.wire.sae import JUMP_RELU, LAYER_NORM, RELU, TOP_K, EncoderShape
 from tests.encoding_cases import B16, F16, F32, encoder
+from tests.inference.taps.encodings.test_encoding_sink import HIDDEN, MLP, POST, Engine
 from tests.inference.taps_support import select
-from tests.inference.test_encoding_sink import HIDDEN, MLP, POST, Engine
 
 CPU = torch.device("cpu")
 FEATURES, WIDTH = 150, 48

@@ -20,9 +20,9 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine.sampling import sampling_params
 from residuum.protocol.events import ReplyBuilder
 from residuum.v1 import inference_pb2
+from tests.inference.engine.test_engine import FakeLLM, completion
 from tests.inference.service_support import FACTS, ask, spec
-from tests.inference.test_engine import FakeLLM, completion
-from tests.inference.test_steering_service import generating, read_all
+from tests.inference.session.test_steering_service import generating, read_all
 
 LONG = 4000
 

@@ -30,7 +30,7 @@ from residuum.wire.encodings import ENCODINGS, PROJECT, RANDOM_PROJECTIONS, SAE,
 from residuum.wire.sae import JUMP_RELU, TOP_K
 from tests import encoding_cases
 from tests.encoding_cases import B16, F16, F32
-from tests.inference.encoder_cases import DTYPES, cases
+from tests.inference.taps.encodings.encoder_cases import DTYPES, cases
 from tests.inference.taps_support import select
 
 DEVICE = torch.device("cuda")

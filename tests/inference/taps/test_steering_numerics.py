@@ -1,6 +1,6 @@
 """The arithmetic of steering as a whole: rows of any dtype with several operations each, against float64.
 
-`test_operations.py` tests single operations, and `test_kernel.py` the GPU's kernels, with the same cases.
+`test_operations.py` tests single operations, and `gpu/test_kernel.py` the GPU's kernels, with the same cases.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.taps.cpu.tap import CpuTap
-from tests.inference.steering_cases import (
+from tests.inference.taps.steering_cases import (
     POINT,
     POINTS,
     Case,

@@ -16,8 +16,8 @@ from inference_svc.engine.replicas import Replicas
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
 from residuum.rpc.errors import Failure
+from tests.inference.engine.test_engine import rank
 from tests.inference.service_support import FACTS
-from tests.inference.test_engine import rank
 
 FIRST, SECOND = b"\x00\x00", b"\x01\x00"
 """How vLLM's client names the replicas."""

@@ -18,7 +18,7 @@ from inference_svc.settings import InferenceSettings
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2, probe_pb2, rule_pb2, steering_pb2
 from tests.inference.service_support import ADD_JOY, CAPTURE, FACTS, HIDDEN, JOY, ask, failure_of
-from tests.inference.test_rules import PROBING, fired, probe, rule, serving, spec, told
+from tests.inference.session.test_rules import PROBING, fired, probe, rule, serving, spec, told
 
 ONE = residuum.Probe(np.arange(1, HIDDEN + 1), 0.5, layer=1, activation="sigmoid")
 

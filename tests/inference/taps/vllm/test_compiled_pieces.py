@@ -22,7 +22,7 @@ pytestmark = [
 
 def compile_pieces(cache: Path, **environment: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.inference.compiled_pieces"],
+        [sys.executable, "-m", "tests.inference.taps.vllm.compiled_pieces"],
         env={**os.environ, "VLLM_CACHE_ROOT": str(cache), **environment},
         stdout=subprocess.PIPE,
         text=True,

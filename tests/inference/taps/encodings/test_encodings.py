@@ -15,7 +15,7 @@ from inference_svc.taps.encodings.signs import SignCache
 from residuum.wire.encodings import ENCODINGS, SAE
 from residuum.wire.projection import projection_signs
 from svc_common.launcher import ROOT
-from tests.inference.encoder_cases import DTYPES, cases
+from tests.inference.taps.encodings.encoder_cases import DTYPES, cases
 from tests.inference.taps_support import CPU
 
 
@@ -40,7 +40,8 @@ def test_large_blocks_are_encoded_in_groups(monkeypatch):
 
 @pytest.mark.slow
 def test_the_kernels_of_a_gpu_do_the_same_interpreted():
-    subprocess.run([sys.executable, "-m", "tests.inference.interpreted_encodings"], cwd=ROOT, check=True, timeout=240)
+    program = "tests.inference.taps.encodings.interpreted_encodings"
+    subprocess.run([sys.executable, "-m", program], cwd=ROOT, check=True, timeout=240)
 
 
 def test_signs_are_those_of_the_contract_and_kept_within_bounds():

@@ -26,7 +26,7 @@ from residuum.wire.encodings import (
     TOPK8,
     RowFormat,
 )
-from tests.inference.test_specs import FACTS, A, B, add, steered
+from tests.inference.admission.test_specs import FACTS, A, B, add, steered
 
 ALL = selection_pb2.LayerSelection(all=True)
 WIDTH = FACTS.hidden_size

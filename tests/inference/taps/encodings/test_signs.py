@@ -15,8 +15,8 @@ from inference_svc.taps.encodings.signs import IDLE_BYTES, IDLE_MATRICES, SignCa
 from inference_svc.taps.plan import RequestPlan
 from residuum.v1 import capture_pb2
 from residuum.wire.projection import projection_signs
+from tests.inference.taps.encodings.test_encoding_sink import HIDDEN, Engine, capture, encoding_of
 from tests.inference.taps_support import CPU
-from tests.inference.test_encoding_sink import HIDDEN, Engine, capture, encoding_of
 
 WIDTH, SIZE = 16, 8
 EACH = 4 * WIDTH * SIZE
