@@ -24,8 +24,8 @@ from store_svc.writing.changes import Batch, purge_some
 from store_svc.writing.placed import placed_frame
 from store_svc.writing.write_queue import Append, Command
 from store_svc.writing.writer import Writer, WriterOptions
+from tests.store.database.test_shards import key
 from tests.store.support import ONE_AND_SEVERAL, cells_of, describe, grid, make_chunk, serving
-from tests.store.test_shards import key
 
 pytestmark = ONE_AND_SEVERAL
 

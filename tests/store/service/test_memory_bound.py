@@ -10,7 +10,7 @@ import pytest
 from store_svc.memory_bound import memory_bound
 from store_svc.settings import StoreSettings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 UNITS = {"MiB": 1 << 20, "KiB": 1 << 10}
 DEFAULTS = {"max_streams": 256, "max_writers": 128, "max_open_mib": 1024, "max_captures": 1_000_000}
 
