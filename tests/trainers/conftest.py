@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "client"))
 
 if importlib.util.find_spec("sae_lens") is None:  # `make test-trainers` fails if it then finds no test
     collect_ignore_glob = ["test_*.py"]
@@ -21,7 +17,7 @@ LAYERS = (3, 5)
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """An extraction of 4,096 rows at two layers, each a sum of two of 32 directions."""
-    from extraction_files import write_extraction
+    from tests.client.support.extraction_files import write_extraction
 
     rng = np.random.default_rng(0)
     directions = rng.standard_normal((len(LAYERS), FEATURES, WIDTH))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,6 @@ import residuum
 from svc_common.launcher import running_services
 from tests import one_process, sharing, warm_start
 from tests.ui.browser import PROGRAMS, Watched, chromium, serving
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "client"))  # that folder's helpers are plain modules
 
 MORE = [
     "I am so happy today! Everything is wonderful.",
@@ -129,8 +126,8 @@ def captured(client):
 @pytest.fixture
 def scripted(browser_path, tmp_path):
     """A real store and a scripted inference service, which tests may stop and start again."""
-    from peer import RunningPeer
-    from running_store import RunningStore
+    from tests.client.support.peer import RunningPeer
+    from tests.client.support.running_store import RunningStore
 
     store = RunningStore(tmp_path / "store", max_bytes="512MiB")
     peer = RunningPeer(store.endpoint)
@@ -148,7 +145,7 @@ class Scripted:
         self.store, self.peer, self.folder = store, peer, folder
 
     def restart_store(self) -> None:
-        from running_store import RunningStore
+        from tests.client.support.running_store import RunningStore
 
         self.store = RunningStore(self.folder / "store", port=self.store.port, max_bytes="512MiB")
 

@@ -153,7 +153,7 @@ def test_a_store_that_is_away_is_named_until_it_is_back(scripted, address, visit
 
 
 def test_an_inference_service_that_is_away_is_named(scripted, address, visit):
-    from peer import RunningPeer
+    from tests.client.support.peer import RunningPeer
 
     seen = visit(address)
     seen.expects_failures = True

@@ -1,0 +1,256 @@
+"""`residuum serve` and `residuum.serve`: a real store, and a scripted inference service instead of vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import residuum
+from residuum.cli import main
+from residuum.cli import serve as command
+from svc_common import serve_command
+from svc_common.launcher import Service, ServiceFailedError, is_free
+
+pytestmark = pytest.mark.slow  # it starts many processes
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import sys
+from residuum.cli import main
+from svc_common import serve_command as serve
+serve._INFERENCE, serve._NEEDED, serve.USUAL_PORTS = "tests.client.support.scripted_inference", ("lmdb",), (0, 0)
+sys.exit(main(["serve", "--model", "peer", *sys.argv[1:]]))
+"""
+
+
+@contextmanager
+def started(folder, *flags):
+    """Runs `residuum serve` in a folder, in its own process. Kills it if a test does not end it."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "client")])
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *flags], cwd=folder, env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+
+
+def endpoints(process):
+    """Return what it prints when both services are ready: store, inference and captures."""
+    lines = [process.stdout.readline().split(maxsplit=1) for _ in range(3)]
+    assert [line[:1] for line in lines] == [["store"], ["inference"], ["captures"]], process.stderr.read()
+    return [line[1].strip() for line in lines]
+
+
+def stop(process, how):
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert err.endswith("stopped\n")
+
+
+def test_captures_are_kept_and_both_services_end(tmp_path):
+    with started(tmp_path, "--max-model-len", "64") as process:
+        store, inference, captures = endpoints(process)
+        assert captures == f"kept in {tmp_path / 'residuum-data'}"
+        with residuum.Client(inference) as client:
+            reply = client.generate([1, 2, 3], max_tokens=2, capture=residuum.Capture(layers=[1]))
+            before = client.activations(reply)[1]
+        stop(process, signal.SIGINT)
+    assert all(is_free(int(endpoint.rpartition(":")[2])) for endpoint in (store, inference))
+    with started(tmp_path / "..", "--data", str(tmp_path / "residuum-data")) as process:
+        _, inference, _ = endpoints(process)
+        with residuum.Client(inference) as client:
+            assert (client.activations(reply.request_id)[1] == before).all()
+        stop(process, signal.SIGTERM)
+
+
+def test_temporary_captures_leave_nothing(tmp_path):
+    with started(tmp_path, "--temporary") as process:
+        assert endpoints(process)[2] == "deleted at the end"
+        stop(process, signal.SIGINT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_the_model_is_loading(tmp_path):
+    with started(tmp_path, "--never", "--temporary") as process:
+        while "loading the model ... 0 s" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "stopped\n")
+
+
+def test_a_service_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
+    with started(tmp_path, "--no-such-flag") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "residuum: The inference service exited with code 2. Its log ends:" in err
+    assert "--no-such-flag" in err
+
+
+@pytest.fixture
+def scripted(tmp_path, monkeypatch):
+    """Makes `residuum.serve` start the scripted inference service, in a folder of the test."""
+    monkeypatch.setattr(serve_command, "_INFERENCE", "tests.client.support.scripted_inference")
+    monkeypatch.setattr(serve_command, "_NEEDED", ())
+    monkeypatch.setattr(serve_command, "USUAL_PORTS", (0, 0))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "client")]))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_service_that_dies_is_reported_at_once(scripted, monkeypatch):
+    serving, started = serve_command.serving, []
+
+    @contextmanager
+    def remembered(*arguments, **how):
+        with serving(*arguments, **how) as services:
+            started.extend(services)
+            yield services
+
+    monkeypatch.setattr(serve_command, "serving", remembered)
+    with residuum.serve("peer", temporary=True, progress=False) as client, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert client.health().ok
+        started[1].kill()
+        until = time.monotonic() + 10
+        while not told and time.monotonic() < until:
+            time.sleep(0.01)
+    assert [item.category for item in told] == [residuum.OutageWarning]
+    assert "The inference service has ended" in str(told[0].message)
+
+
+def test_from_python(scripted, tmp_path, capfd):
+    with residuum.serve("peer", data="here", max_model_len=64) as client:
+        reply = client.generate([1, 2, 3], max_tokens=2, capture=residuum.Capture(layers=[1]))
+        assert client.activations(reply)[1].shape[0] == 4
+    assert (tmp_path / "here/data").is_dir()
+    assert "loading the model ... 0 s\n" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------- without starting anything
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Records the calls of the server's distribution, which is replaced."""
+    calls = []
+
+    @contextmanager
+    def serving(model, **how):
+        calls.append((model, how))
+        yield SimpleNamespace(is_running=True), SimpleNamespace(is_running=True, endpoint="localhost:1")
+
+    server = SimpleNamespace(main=lambda **how: calls.append(how) or 0, serving=serving)
+    monkeypatch.setattr(command, "installed_server", lambda: server)
+    monkeypatch.setattr("residuum.serving.installed_server", lambda: server)
+    return calls
+
+
+def test_unknown_flags_are_passed_to_the_inference_service(asked):
+    assert main(["serve", "--max-model-len", "64", "--model", "m", "--enforce-eager", "--d", "x"]) == 0
+    assert main(["serve", "--model", "m", "--data", "d"]) == 0
+    flags = ["--max-model-len", "64", "--enforce-eager", "--d", "x"]
+    assert asked == [
+        {"model": "m", "data": None, "temporary": False, "flags": flags},
+        {"model": "m", "data": Path("d"), "temporary": False, "flags": []},
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", [["serve"], ["serve", "--model", "m", "--data", "d", "--temporary"], ["info", "--enforce-eager"]]
+)
+def test_a_wrong_command_line(asked, line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    assert ended.value.code == 2
+    assert asked == []
+
+
+def test_settings_in_python_become_flags(asked):
+    settings = {"enforce_eager": True, "fold_norms": False, "capture_sites": ["resid_pre", "resid_post"]}
+    with residuum.serve("m", temporary=True, engine_args={"block_size": 8}, max_num_seqs=4, **settings) as client:
+        assert isinstance(client, residuum.Client)
+    ((model, how),) = asked
+    assert (model, how["temporary"], how["data"]) == ("m", True, None)
+    assert how["flags"] == [
+        '--engine-args={"block_size": 8}', "--max-num-seqs=4",
+        "--enforce-eager", "--no-fold-norms", "--capture-sites=resid_pre,resid_post",
+    ]  # fmt: skip
+
+
+def test_without_the_server_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
+    assert main(["serve", "--model", "m"]) == 1
+    assert "pip install . './server[cuda,store]'" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="install residuum-server"), residuum.serve("m"):
+        pass
+
+
+@pytest.mark.parametrize("flags", [["--listen=0.0.0.0:1"], ["--seed", "1", "--store", "x:1"]])
+def test_flags_that_serve_sets_itself_are_refused(tmp_path, flags):
+    with (
+        pytest.raises(ServiceFailedError, match=r"sets --(listen|store) itself"),
+        serve_command.serving("m", data=tmp_path, flags=flags),
+    ):
+        pass
+
+
+def test_what_triton_prints_at_the_end_does_not_hide_why_a_service_ended(tmp_path):
+    noise = ["nanobind: leaked 4 instances!", *[' - leaked type "triton"'] * 26, " - ... skipped remainder"]
+    lines = ["loading", "the service has failed: no such adapter", *noise]
+    (tmp_path / "inference.log").write_text("\n".join(lines))
+    service = Service("inference", subprocess.Popen(["true"]), tmp_path)
+    service.process.wait()
+    assert service.log_end() == "loading\nthe service has failed: no such adapter"
+
+
+def test_missing_modules_are_reported_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(serve_command, "_NEEDED", ("no_such_module",))
+    assert serve_command.main(model="m", data=tmp_path / "data", temporary=False, flags=[]) == 1
+    assert "no_such_module cannot be imported: install residuum-server" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_progress_is_one_line_or_a_few(kind):
+    stream = kind()
+    line = serve_command.ProgressLine(stream, shown=True)
+    for tenth in range(200):
+        line.show("inference", tenth / 10)
+    line.end()
+    shown = [text.strip() for text in stream.getvalue().replace("\n", "\r").split("\r") if text.strip()]
+    if kind is Terminal:
+        assert "\n" not in stream.getvalue()
+        assert shown == [f"loading the model ... {second} s" for second in range(20)]
+    else:
+        assert shown == ["loading the model ... 0 s", "loading the model ... 15 s"]
+
+
+def test_progress_can_be_silent():
+    stream = Terminal()
+    line = serve_command.ProgressLine(stream, shown=False)
+    line.show("store", 1.0)
+    with contextlib.suppress(ValueError):
+        line.end()
+    assert stream.getvalue() == ""

@@ -1,0 +1,91 @@
+"""The services' descriptions and addresses, and errors if they are unreachable."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import residuum
+from tests.client.support.peer import HIDDEN, LAYERS
+from tests.client.support.running_store import RunningStore
+
+
+async def test_info(client):
+    info = await client.info()
+    assert (info.model, info.num_layers, info.hidden_size, info.dtype) == ("peer", LAYERS, HIDDEN, "bfloat16")
+    assert info.sites == ("resid_post", "resid_pre")
+    assert info.limits["max_model_len"] == info.max_model_len == 4096
+
+
+async def test_health(client, running_peer, store):
+    health = await client.health()
+    assert health.ok
+    assert health.stores == {store.endpoint: "SERVING"}
+    running_peer.health.set("", 2)
+    try:
+        assert not (await client.health()).ok
+    finally:
+        running_peer.health.set("", 1)
+
+
+async def test_nothing_listens(make):
+    lonely = make("127.0.0.1:1")
+    with pytest.raises(residuum.Unreachable, match=r"127\.0\.0\.1:1") as caught:
+        await lonely.generate("a")
+    assert caught.value.endpoint == "127.0.0.1:1"
+    assert isinstance(caught.value, ConnectionError)
+    assert (await lonely.health()).inference == "UNREACHABLE"
+    with pytest.raises(residuum.Unreachable):
+        await lonely.info()
+
+
+async def test_the_store_can_have_its_own_address(make, store, endpoint, client):
+    reply = await client.generate("a", max_tokens=2, capture=residuum.Capture())
+    apart = make("127.0.0.1:1", store=store.endpoint)
+    assert (await apart.activations(reply.request_id)).manifest.is_complete
+    lost = make(endpoint, store="127.0.0.1:1", timeout=1)
+    with pytest.raises(residuum.Unreachable, match=r"127\.0\.0\.1:1"):
+        await lost.activations(reply.request_id)
+
+
+async def test_no_store(client, peer):
+    peer.script.store_endpoints = []
+    with pytest.raises(residuum.NoStore, match="--store"):
+        await client.activations("x")
+
+
+async def test_a_capture_is_searched_in_several_stores(client, make, endpoint, peer, store, tmp_path):
+    reply = await client.generate("a", max_tokens=2, capture=residuum.Capture())
+    other = RunningStore(tmp_path)
+    try:
+        for stores in ([store.endpoint, other.endpoint], [other.endpoint, store.endpoint]):
+            peer.script.store_endpoints = stores
+            stranger = make(endpoint)  # this client did not make the request, so it does not know the capture's store
+            assert (await stranger.activations(reply.request_id)).manifest.is_complete
+            assert reply.request_id in {summary.capture_id for summary in await stranger.captures()}
+    finally:
+        other.stop()
+
+
+@pytest.mark.parametrize("bad", ["localhost", "http://localhost:50051", ":1", "host:port", "host:0", "host:99999"])
+def test_invalid_endpoints_are_refused(kind, bad):
+    with pytest.raises(residuum.InvalidRequest, match="host:port"):
+        kind(bad)
+    with pytest.raises(residuum.InvalidRequest, match="host:port"):
+        kind("localhost:1", store=bad)
+
+
+async def test_a_closed_client_cannot_be_used(make, endpoint):
+    closed = make(endpoint)
+    await closed.info()
+    await closed.close()
+    with pytest.raises(residuum.ClientClosed):
+        await closed.info()
+
+
+async def test_a_timeout_ends_a_call(client, peer):
+    peer.script.hold = threading.Event()
+    with pytest.raises(residuum.DeadlineExceeded):
+        await client.generate("a", max_tokens=3, timeout=0.3)
+    assert peer.cancelled.wait(10)

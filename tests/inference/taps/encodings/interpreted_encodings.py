@@ -1,0 +1,80 @@
+"""Runs the GPU's encoders on the CPU, in Triton's interpreter, and fails if they differ from the reference.
+
+It is a separate program, because Triton decides on import whether it interprets kernels.
+"""
+
+from __future__ import annotations
+
+import tests.triton_interpreter  # noqa: F401
+
+# isort: split
+
+from unittest import mock
+
+import numpy as np
+import torch
+
+from inference_svc.taps.encodings import sae_encoder
+from inference_svc.taps.gpu import encoder as gpu_encoder
+from inference_svc.taps.gpu import encoding_kernels, kernel
+from inference_svc.taps.gpu.encoder import GpuEncoder
+from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
+from tests.inference.taps.encodings.encoder_cases import Case, cases
+
+GUARD = 64
+"""Bytes before and after the payload, which must not change."""
+
+ODD = 35
+"""The width whose rows are encoded in chunks."""
+
+memory = np.zeros(1 << 16, dtype=np.uint8)
+
+
+def main() -> None:
+    """Encode every case twice: in one pass, and in parts through buffers that are too small for the case.
+
+    Features and random projections are computed by torch's product, and by the kernel for devices on which torch rounds
+    factors to TF32.
+    """
+    kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
+    whole = encoding_kernels._CHUNK
+    for case in cases(((48, 16), (ODD, 7))):
+        encoding_kernels._CHUNK = 32 if case.form.width == ODD else whole
+        check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
+        # With the axis BY_DIMENSION, the rows of a unit are always encoded together.
+        if not case.form.prefix_bytes and case.name.startswith("random"):
+            row_bytes = max(case.form.row_bytes, 4 * case.form.dimensions)
+            check(case, GpuEncoder(torch.device("cpu"), 4 * (2 * row_bytes // 4 + 1)))
+            check(case, GpuEncoder(torch.device("cpu"), 4 * (20 * row_bytes // 4 + 1)))
+        if case.form.encoding == SAE:
+            with (
+                mock.patch.object(sae_encoder, "rounds_factors", return_value=True),
+                mock.patch.object(sae_encoder, "_KERNEL_FEATURES", 48),
+            ):
+                check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
+        if case.form.encoding in RANDOM_PROJECTIONS and case.rows.dtype == torch.float32:
+            with (
+                mock.patch.object(gpu_encoder, "rounds_factors", return_value=True),
+                mock.patch.object(torch, "mm", side_effect=AssertionError("torch's product")),
+            ):
+                check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
+
+
+def check(case: Case, encoder: GpuEncoder) -> None:
+    size = case.form.payload_bytes(*case.rows.shape[:2])
+    memory[:] = 0xEE
+    encoder.encode(case.rows, case.form, case.basis(), memory.ctypes.data + GUARD)
+    assert (memory[:GUARD] == 0xEE).all()
+    assert (memory[GUARD + size :] == 0xEE).all()
+    case.check(memory[GUARD : GUARD + size].copy(), exact_bfloat16=False)  # the interpreter truncates to bfloat16
+
+
+def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
+    """The interpreter accepts only tensors."""
+    offset = address - memory.ctypes.data
+    rest = memory[offset : len(memory) - (len(memory) - offset) % dtype.itemsize]
+    return torch.from_numpy(rest).view(dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Runs the GPU's kernels on the CPU, in Triton's interpreter, and prints the largest differences from the CPU's tap.
+
+It also compares steered rows with float64, and fails if they differ too much.
+
+It is a separate program, because Triton decides on import whether it interprets kernels.
+"""
+
+from __future__ import annotations
+
+import tests.triton_interpreter  # noqa: F401
+
+# isort: split
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import torch
+
+from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.blocks import BlockPool
+from inference_svc.taps.cpu.score_copies import CpuScoreCopies
+from inference_svc.taps.cpu.tap import CpuTap
+from inference_svc.taps.gpu import chunked_kernels, kernel
+from inference_svc.taps.gpu.block_copies import BlockCopies
+from inference_svc.taps.gpu.score_copies import copy_scores
+from inference_svc.taps.plan import Kind
+from inference_svc.taps.points import TapPoints
+from inference_svc.taps.steps.layout import NOWHERE, StepLayout
+from inference_svc.taps.steps.programs import Program, Step
+from residuum.v1 import capture_pb2
+from residuum.wire.limits import MAX_PROBE_OUTPUTS
+from tests.inference.taps import steering_cases as steering
+
+LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
+POINTS = TapPoints(0, LAYERS)
+SITES = (
+    capture_pb2.SITE_RESID_POST,
+    capture_pb2.SITE_RESID_PRE,
+    capture_pb2.SITE_ATTN_OUT,
+    capture_pb2.SITE_MLP_OUT,
+)
+CAPACITY = 7
+"""Positions of a block: an odd number, and fewer than a real block has."""
+
+Tap = Callable[[torch.Tensor, torch.Tensor | None, int, kernel.KernelTables], None]
+
+
+def main() -> None:
+    """Print {case: [largest relative difference of the model's values, the same for captured rows]}."""
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    chunked_kernels._CHUNK = 32  # so that short rows have several chunks
+    dtypes = ("float32", "bfloat16", "float16")
+    runs = (
+        ("tap", tap_differences),
+        ("chunked tap", chunked_tap_differences),
+        ("tap of float32", float32_tap_differences),
+        ("norm", norm_differences),
+        ("tap copy", tap_copy_differences),
+        ("tap experts", tap_experts_differences),
+        ("copy", copy_differences),
+        ("blocks", block_copy_differences),
+    )
+    differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
+    for seed, (name, has_residual, hidden) in enumerate(product(dtypes, (False, True), (2, 48, 70))):
+        tap = chunked_kernels.tap if (seed + seed // 6) % 2 else kernel.tap
+        rows = (1, 5, 24)[(seed + seed // 3) % 3]
+        check_steering(
+            steering.make_case(seed, getattr(torch, name), rows, hidden, 8, has_residual=has_residual), seed, tap
+        )
+    check_scores()
+    for name in dtypes:
+        for has_residual, tap in ((False, chunked_kernels.tap), (True, kernel.tap)):
+            case = steering.make_case(3, getattr(torch, name), 24, 70, 1, has_residual=has_residual)
+            steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
+    json.dump(differences, sys.stdout)
+
+
+def chunked_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    return tap_differences(rng, dtype, chunked_kernels.tap, ((48, True), (70, False)))
+
+
+def float32_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    """Tap rows in float32, as those of a router can be, with a pool in the model's dtype."""
+    del rng
+    with torch.random.fork_rng():
+        return tap_differences(np.random.default_rng(1), dtype, widths=((70, False),), rows=torch.float32)
+
+
+def tap_differences(
+    rng: np.random.Generator,
+    dtype: torch.dtype,
+    tap: Tap = kernel.tap,
+    widths: Sequence[tuple[int, bool]] = ((48, True), (72, True), (64, False), (112, True)),
+    rows: torch.dtype | None = None,
+) -> list[float]:
+    worst = [0.0, 0.0]
+    for hidden, has_residual in widths:
+        cpu, gpu, pools = prepare(rng, hidden, dtype)
+        for point in range(POINTS.count):
+            states = torch.randn(ROWS, hidden).to(rows or dtype)
+            residual = torch.randn(ROWS, hidden).to(dtype) if has_residual else None
+            expected, got = states.clone(), states.clone()
+            cpu.tap(expected, residual, point)
+            tap(got, residual, point, gpu)
+            worst[0] = max(worst[0], distance(got, expected))
+        worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
+    return worst
+
+
+def norm_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    worst = [0.0, 0.0]
+    for hidden, plus_one in ((48, True), (72, False), (64, False)):
+        cpu, gpu, pools = prepare(rng, hidden, dtype)
+        weight = torch.randn(hidden).to(dtype)
+        for layer in range(LAYERS):
+            point = POINTS.after(layer)
+            states, residual = torch.randn(ROWS, hidden).to(dtype), torch.randn(ROWS, hidden).to(dtype)
+            expected = cpu.tap_norm(states, residual, weight, 1e-5, point, plus_one=plus_one)
+            got = kernel.tap_norm(states, residual, weight, 1e-5, point, gpu, plus_one=plus_one)
+            worst[0] = max(worst[0], *(distance(*pair) for pair in zip(got, expected, strict=True)))
+        worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
+    return worst
+
+
+def tap_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    """Tap three slices of one tensor, as q, k and v often are."""
+    worst = [0.0, 0.0]
+    for width in (48, 70, 64):
+        cpu, gpu, pools = prepare(rng, width, dtype)
+        for pool in pools:
+            pool.memory.zero_()
+        whole = torch.randn(ROWS, 3 * width).to(dtype)
+        for point, rows in enumerate(whole.split(width, dim=1)):
+            expected = rows.clone()
+            cpu._steering = {}  # it is only for points that cannot be steered
+            for got in (cpu.tap_copy(rows, point), chunked_kernels.tap_copy(rows, point, gpu)):
+                assert got.is_contiguous()
+                worst[0] = max(worst[0], distance(got, expected))
+        worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
+        assert pools[0].memory.any()
+    return worst
+
+
+def tap_experts_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    """Tap the experts of a router that chooses few or all, or for padding none."""
+    worst = 0.0
+    for width, chosen, numbers in ((70, 3, torch.int32), (48, 48, torch.int64)):
+        cpu, gpu, pools = prepare(rng, width, dtype, site=capture_pb2.SITE_ATTN_OUT)
+        for pool in pools:
+            pool.memory.zero_()
+        cpu._steering = {}  # it is only for points that cannot be steered
+        for layer in range(LAYERS):
+            point = POINTS.of(capture_pb2.SITE_ATTN_OUT, layer)  # a point with one site, as that of the experts
+            weights = torch.randn(ROWS, chosen)
+            experts = torch.rand(ROWS, width).topk(chosen).indices.to(numbers)
+            experts[-1] = -1
+            cpu.tap_experts(weights, experts, width, 1.5, point)
+            chunked_kernels.tap_experts(weights, experts, width, 1.5, point, gpu)
+        worst = max(worst, distance(pools[1].memory, pools[0].memory))
+        assert pools[0].memory.any()
+    return [0.0, worst]
+
+
+def copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    pool, worst = torch.randn(4000, 48).to(dtype), []
+    for units, capacity, positions in ((3, 200, 130), (1, 32, 32), (5, 40, 1)):
+        rows = pool[7 : 7 + units * capacity].view(units, capacity, -1)[:, :positions]
+        target = torch.zeros(units * positions * 48 + 1, dtype=dtype)
+        kernel.copy_out(rows, target)
+        worst += [distance(target[:-1], rows.reshape(-1)), float(target[-1].abs())]
+    del rng
+    return worst
+
+
+def block_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
+    """Copy blocks together, twice as many times as there are tables. The interpreter's ring is a tensor."""
+    del rng
+    pool, worst = torch.randn(4000, 48).to(dtype), []
+    ring = torch.zeros(2000 * 48, dtype=dtype)
+    copies = BlockCopies(pool, ring.data_ptr())
+    copies._ring = ring.view(torch.int32)
+    for first in (0, 7, 100, 2900):
+        expected, at = torch.zeros_like(ring), 5 * 48
+        ring.zero_()
+        for units, capacity, positions in ((3, 200, 130), (1, 32, 32), (5, 40, 1)):
+            copies.add(first, units, positions, capacity, at * ring.itemsize)
+            rows = pool[first : first + units * capacity].view(units, capacity, -1)[:, :positions].reshape(-1)
+            expected[at : at + len(rows)] = rows
+            at += len(rows) + 96
+            first += units * capacity  # noqa: PLW2901 - the next block comes after this one
+        copies.start()
+        worst.append(distance(ring, expected))
+    return worst
+
+
+def check_steering(case: steering.Case, seed: int, tap: Tap) -> None:
+    """Check rows of 1 to 8 operations: against float64, next to other rows, and with operations that move nothing."""
+    (rows, hidden), dtype = case.hidden.shape, case.hidden.dtype
+    got = steered(case, tap)
+    case.check(got, roundings=2.0 if dtype == torch.bfloat16 else 1.0)  # the interpreter truncates to bfloat16
+    mine = seed % rows
+    beside = steering.neighbours(case, mine, seed + 1000)
+    assert steering.same_bits(got[mine], steered(beside, tap)[mine]), "a row depends on other rows of the batch"
+    case.hidden = steering.awkward_rows(dtype, rows, hidden, seed)
+    case.operations = [steering.idle_operations()[row % 6 :] if row % 4 else [] for row in range(rows)]
+    assert steering.same_bits(steered(case, tap), case.hidden), "an operation that moves nothing changed a row"
+    if case.residual is not None:
+        check_idle_norm(case)
+
+
+def check_scores() -> None:
+    """Check that scores are the inner products with the rows after their steering, and that nothing else changes."""
+    rng = np.random.default_rng(5)
+    for hidden, dtype in ((48, torch.float32), (70, torch.bfloat16)):
+        case = steering.make_case(9, dtype, 12, hidden, 3, has_residual=True)
+        plain = {tap: steered(case, tap) for tap in (kernel.tap, chunked_kernels.tap)}
+        unscored = case.operations
+        columns = [[int(column) for column in rng.permutation(MAX_PROBE_OUTPUTS)[: row % 4]] for row in range(12)]
+        case.operations = [
+            [*operations, *(steering.scoring(index + 1, column) for index, column in enumerate(chosen))]
+            for operations, chosen in zip(unscored, columns, strict=True)
+        ]
+        wanted = np.zeros((12, MAX_PROBE_OUTPUTS))
+        for row, chosen in enumerate(columns):
+            x = (case.hidden[row].double() + case.residual[row].double()).numpy()
+            x, _ = steering.expected(x, unscored[row], case.vectors)
+            for index, column in enumerate(chosen):
+                wanted[row, column] = x @ case.vectors[index + 1].astype(np.float64)
+        assert wanted.any()
+        weight = torch.ones(hidden, dtype=dtype)
+
+        def norm(hidden: torch.Tensor, residual: torch.Tensor | None, point: int, tables: kernel.KernelTables) -> None:
+            kernel.tap_norm(hidden, residual, weight, 1e-5, point, tables, plus_one=False)  # noqa: B023 - called here
+
+        for tap in (kernel.tap, chunked_kernels.tap, norm):
+            tables = tables_of(case)._replace(scores=torch.zeros(12, MAX_PROBE_OUTPUTS))
+            got = case.hidden.clone()
+            tap(got, case.residual, steering.POINT, tables)
+            assert tap is norm or steering.same_bits(got, plain[tap]), "a score changed a row"
+            assert np.abs(tables.scores.numpy() - wanted).max() < 1e-4 * np.abs(wanted).max()
+    check_score_copies(rng)
+
+
+def check_score_copies(rng: np.random.Generator) -> None:
+    buffer = torch.from_numpy(rng.standard_normal((200, MAX_PROBE_OUTPUTS)).astype(np.float32))
+    runs = np.array([(3, 1, 0, 5, 17, 5), (7, 100, 2, 3, 50, 6), (190, 10, 0, 64, 1000, 64)], dtype=np.int64)
+    boards = [torch.zeros(2000), torch.zeros(2000)]
+    CpuScoreCopies(buffer, boards[0].numpy()).copy(runs)
+    copy_scores(buffer, boards[1], torch.from_numpy(runs), len(runs))
+    assert boards[0].any()
+    assert torch.equal(*boards)
+
+
+def check_idle_norm(case: steering.Case) -> None:
+    """Check that the folded norm returns the same sum, bit by bit, with operations that move nothing and with none."""
+    weight = torch.ones(case.hidden.shape[1], dtype=case.hidden.dtype)
+
+    def run(tables: kernel.KernelTables) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernel.tap_norm(case.hidden, case.residual, weight, 1e-5, steering.POINT, tables, plus_one=False)
+
+    tables = tables_of(case)
+    nobody = tables._replace(rows=torch.full_like(tables.rows, -1))
+    case.residual = case.hidden.flip(0)  # negative and positive zeros add up
+    for one, other in zip(run(tables), run(nobody), strict=True):
+        assert steering.same_bits(one, other), "an operation that moves nothing changed a norm"
+
+
+def steered(case: steering.Case, tap: Tap) -> torch.Tensor:
+    hidden = case.hidden.clone()
+    tap(hidden, case.residual, steering.POINT, tables_of(case))
+    return hidden
+
+
+def tables_of(case: steering.Case) -> kernel.KernelTables:
+    return steering.make_tables(case.layout(), len(case.hidden), case.bank())
+
+
+def prepare(
+    rng: np.random.Generator, hidden: int, dtype: torch.dtype, site: int | None = None
+) -> tuple[CpuTap, kernel.KernelTables, list[BlockPool]]:
+    """Return the CPU's tap and the kernel's tables, armed with the same programs, and their pools.
+
+    With `site`, some rows are captured there.
+    """
+    bank = VectorBank(8, hidden, CPU)
+    bank.load([(row, rng.standard_normal(hidden).astype("<f4").tobytes()) for row in range(8)])
+    pools = [BlockPool(1000, hidden, dtype, CPU, 0) for _ in range(2)]
+    layout = random_layout(rng)
+    while site is not None and not any(site in dict(program.places) for program in layout.programs):
+        layout = random_layout(rng)
+    cpu = CpuTap(bank, pools[0], POINTS)
+    cpu.arm(layout)
+    return cpu, steering.make_tables(layout, ROWS, bank, pools[1], POINTS), pools
+
+
+def random_layout(rng: np.random.Generator) -> StepLayout:
+    """Return a layout of all rows but the last two, which must not change."""
+    order, programs, lines, place = rng.permutation(ROWS - 2), [], [], 0
+    for index, chosen in enumerate(np.split(order, [3, 4, 8])):
+        operations = [steering.make_operation(rng) for _ in range(int(rng.integers(9)))]
+        steps = [
+            Step.of(operation)._replace(layers=tuple(range(int(rng.integers(LAYERS)) + 1))) for operation in operations
+        ]
+        layers = tuple(sorted({int(layer) for layer in rng.integers(LAYERS, size=2)}))
+        sites = tuple(sorted({SITES[int(site)] for site in rng.integers(len(SITES), size=3)}))
+        places = tuple((site, layers[index % len(layers) :]) for index, site in enumerate(sites))
+        programs.append(Program.make(places, before_steering=bool(rng.integers(2)), steps=steps))
+        lines += [(int(row), index, place + at, CAPACITY) for at, row in enumerate(chosen)]
+        place += sum(len(of_site) for _, of_site in places) * CAPACITY
+    programs[0] = Program.make(steps=[Step(Kind.ADD, 0, (0, 2), 2.0, 0.0, 0.0)])
+    lines[:3] = [(row, 0, NOWHERE, 0) for row, _, _, _ in lines[:3]]
+    return StepLayout(programs, np.array(lines))
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max())
+
+
+if __name__ == "__main__":
+    main()
