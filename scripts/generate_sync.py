@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("client", "residuum")
 BIN = Path(sys.executable).parent
 
-SOURCES = ("captures.py", "client.py", "searches.py", "stores.py", "tokens.py")
+SOURCES = ("captures.py", "client.py", "deleting.py", "searches.py", "stores.py", "tokens.py")
 
 MARK = "# Generated from client/residuum/_async/"
 HEADER = MARK + "{name} by scripts/generate_sync.py. Change that file, then run `make sync`.\n"
@@ -31,6 +31,7 @@ HEADER = MARK + "{name} by scripts/generate_sync.py. Change that file, then run 
 NAMES = {
     "AsyncCaptureClient": "CaptureClient",
     "AsyncClient": "Client",
+    "AsyncDeletionClient": "DeletionClient",
     "AsyncSearchClient": "SearchClient",
     "AsyncStoreClient": "StoreClient",
     "AsyncStream": "Stream",
@@ -52,12 +53,16 @@ WORDS = {
     "await ": "",
     "anext(": "next(",
     "StopAsyncIteration": "StopIteration",
-    **{name: NAMES[name] for name in ("AsyncClient", "AsyncSearchClient", "AsyncStream")},
+    **{
+        name: NAMES[name]
+        for name in ("AsyncCaptureClient", "AsyncClient", "AsyncDeletionClient", "AsyncSearchClient", "AsyncStream")
+    },
 }
 """Texts that unasync does not replace: in docstrings, comments and strings, and names of two parts."""
 
 SENTENCES = {
     "The asyncio client.": "The synchronous client.",
+    "How the asyncio client deletes": "How the synchronous client deletes",
     "The asyncio client's methods": "The synchronous client's methods",
     "The asyncio client's search": "The synchronous client's search",
     "An asyncio client of": "A client of",

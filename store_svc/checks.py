@@ -16,6 +16,7 @@ from residuum.wire.limits import (
     DIGEST_BYTES,
     MAX_CAPTURE_ROWS_AT_A_POSITION,
     MAX_CAPTURE_TOKENS,
+    MAX_CAPTURES_PER_DELETION,
     MAX_CAPTURES_PER_READ,
     MAX_DESCRIPTION_BYTES,
     MAX_DETAIL_LENGTH,
@@ -227,6 +228,17 @@ def check_many(request: store_pb2.ReadCapturesRequest) -> None:
         check_positions(request.positions)
     except ValueError as error:
         raise invalid("positions", str(error)) from None
+
+
+def check_deletion(request: store_pb2.DeleteCapturesRequest) -> None:
+    """Check the number of captures to delete.
+
+    Raises:
+        Failure: INVALID_FIELD if there are none or too many.
+    """
+    if not 1 <= len(request.capture_ids) <= MAX_CAPTURES_PER_DELETION:
+        given = len(request.capture_ids)
+        raise invalid("capture_ids", f"one call deletes 1 to {MAX_CAPTURES_PER_DELETION} captures, not {given}")
 
 
 def read_where(where: str) -> tuple[Condition, ...]:

@@ -39,7 +39,7 @@ from store_svc.captures.capture_names import (
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import LabelReader, matches
 from store_svc.captures.lifecycle import Wait
-from store_svc.checks import check_description, check_many, check_service_instance, invalid, read_where
+from store_svc.checks import check_deletion, check_description, check_many, check_service_instance, invalid, read_where
 from store_svc.database.db import Database
 from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
@@ -136,6 +136,7 @@ class StoreServicer:
             "ListCaptures": (self.list_captures, store_pb2.ListCapturesRequest),
             "LabelCapture": (self.label_capture, store_pb2.LabelCaptureRequest),
             "DeleteCapture": (self.delete_capture, store_pb2.DeleteCaptureRequest),
+            "DeleteCaptures": (self.delete_captures, store_pb2.DeleteCapturesRequest),
             "GetStats": (self.get_stats, store_pb2.GetStatsRequest),
             "DescribeStore": (self.describe_store, store_pb2.DescribeStoreRequest),
         }
@@ -349,6 +350,24 @@ class StoreServicer:
         name = resolve_name(current_caller(), request)
         freed = self._writer.call(request.capture_id, lambda batch: batch.delete(name), reserve=True)
         return store_pb2.DeleteCaptureResponse(freed_bytes=freed)
+
+    def delete_captures(
+        self, request: store_pb2.DeleteCapturesRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.DeleteCapturesResponse:
+        """See store.proto."""
+        check_deletion(request)
+        names = resolve_names(current_caller(), request)
+        deleting = iter(self._writer.submit_deletions(name for name in names if name is not None))
+        response = store_pb2.DeleteCapturesResponse()
+        for capture_id, name in zip(request.capture_ids, names, strict=True):
+            result = response.results.add()
+            try:
+                if name is None:
+                    raise unknown_capture(capture_id)
+                result.freed_bytes = next(deleting).result()
+            except Failure as failure:
+                result.error.CopyFrom(failure.to_item_error())
+        return response
 
     def get_stats(
         self, _request: store_pb2.GetStatsRequest, _context: grpc.ServicerContext

@@ -44,7 +44,9 @@ def resolve_name(caller: Caller, request: _NamesCapture) -> CaptureName:
     return CaptureName(tenant, request.capture_id)
 
 
-def resolve_names(caller: Caller, request: store_pb2.ReadCapturesRequest) -> list[CaptureName | None]:
+def resolve_names(
+    caller: Caller, request: store_pb2.ReadCapturesRequest | store_pb2.DeleteCapturesRequest
+) -> list[CaptureName | None]:
     """Return the name of each capture of a request; None for all if the caller may not act for their tenant."""
     tenant = request.tenant if request.HasField("tenant") else caller.own_tenant
     if not caller.acts_for(tenant):

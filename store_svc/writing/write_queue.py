@@ -166,15 +166,15 @@ class WorkQueue:
         self._bytes = 0
         self._closed = False
 
-    def call(self, command: Command) -> None:
-        """Queue a command.
+    def call(self, *commands: Command) -> None:
+        """Queue commands. They come into one transaction.
 
         Raises:
             Failure: NOT_SERVING if the queue is closed.
         """
         with self._condition:
             self._check_open()
-            self._commands.append(command)
+            self._commands.extend(commands)
             self._condition.notify_all()
 
     def append(self, item: Append) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
+from store_svc.captures.capture_names import CaptureName
 from store_svc.captures.catalog import Catalog
 from store_svc.captures.lifecycle import Capture, Wait
 from store_svc.database.db import DamagedError, Database, PayloadChangedError, StoreFullError, Txn
@@ -160,6 +161,19 @@ class Writer:
         command = Command(run, capture_id, reserve)
         self.queue.call(command)
         return command.future
+
+    def submit_deletions(self, names: Iterable[CaptureName]) -> list[Future[int]]:
+        """Queue the deletion of captures, and return at once. They share a transaction, but none depends on another.
+
+        Returns:
+            For each capture the bytes of its frames; see `Batch.delete` for the exceptions.
+
+        Raises:
+            Failure: NOT_SERVING if the store is stopping.
+        """
+        commands = [_deletion(name) for name in names]
+        self.queue.call(*commands)
+        return [command.future for command in commands]
 
     def _run(self) -> None:
         work: Work | None = None
@@ -392,16 +406,13 @@ class Writer:
             self._commit(Work([Command(partial(Batch.drop_rows, numbers=numbers), "", reserve=True)]))
         expired = self._retention.take()
         if expired:
-            commands = [self._expiry(item) for item in expired]
+            commands = [_deletion(item.name) for item in expired]
             self._commit(Work(commands))
             done = [command.future.exception() is None for command in commands]
             self._note_expired([item for item, is_done in zip(expired, done, strict=True) if is_done])
             if not all(done):
                 self._retention.give_back(item for item, is_done in zip(expired, done, strict=True) if not is_done)
         self._note_excess(self._retention.excess)
-
-    def _expiry(self, expired: Expired) -> Command:
-        return Command(partial(Batch.delete, name=expired.name), expired.name.capture_id, reserve=True)
 
     def _note_expired(self, expired: list[Expired]) -> None:
         for item in expired:
@@ -467,6 +478,10 @@ class Writer:
         if retention is not None:
             due.append(max(time.monotonic() + retention, self._housekeeping_at))
         return max(min(due) - time.monotonic(), 0.0) if due else None
+
+
+def _deletion(name: CaptureName) -> Command:
+    return Command(partial(Batch.delete, name=name), name.capture_id, reserve=True)
 
 
 def _outcome(run: Callable[[Batch], object], batch: Batch) -> object:

@@ -37,6 +37,7 @@ RIGHTS: dict[str, Right | None] = {
     _STORE + "Search": Right.READ,
     # Callers that create captures may delete them; callers that only read them may not.
     _STORE + "DeleteCapture": Right.GENERATE,
+    _STORE + "DeleteCaptures": Right.GENERATE,
     # For the same reason they may label them: they can set labels at registration, so they may also change them later.
     _STORE + "LabelCapture": Right.GENERATE,
     # Returns the caller's own tenant's statistics; admins get those of the whole store.

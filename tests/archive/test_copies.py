@@ -120,6 +120,30 @@ def test_a_deleted_capture_is_deleted_in_the_archive(tmp_path: Path, url: str) -
         assert store._catalog.num_bytes == 0
 
 
+def test_many_captures_are_deleted_in_both(tmp_path: Path, url: str) -> None:
+    """Captures whose rows are only in the archive, one whose rows are in both, and one that is still open."""
+    objects = Objects(url)
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
+        moved = [f"moved{at}" for at in range(5)]
+        for name in (*moved, "kept"):
+            capture(client, name)
+        wait_for_state(client, MOVED, [*moved, "kept"])
+        num_bytes = client.get("kept").num_bytes
+        store._archive._dropper.keep_bytes = 1 << 30
+        capture(client, "copied")
+        wait_for_state(client, COPIED, ["copied"])
+        client.open(describe("open"))
+        request = store_pb2.DeleteCapturesRequest(capture_ids=[*moved, "none", "copied", "open"])
+        results = client.stub.DeleteCaptures(request).results
+        assert [result.freed_bytes for result in results] == [*[num_bytes] * 5, 0, num_bytes, 0]
+        assert [result.error.reason for result in results] == [0] * 5 + [errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE, 0, 0]
+        wait_for(lambda: archived_ids(objects) == ["kept"], "deletion")
+        wait_for(lambda: len(chunk_objects(objects)) == 1, "deletion of chunks")
+        assert client.read("kept")[0] == grid(LAYERS, range(4))
+        assert store._catalog.num_bytes == 0
+        wait_for(lambda: store._db.num_chunks() == 0, "the frames are freed")
+
+
 def test_a_replaced_capture_leaves_only_the_new_one(tmp_path: Path, url: str) -> None:
     objects = Objects(url)
     with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):

@@ -149,6 +149,9 @@ class FuzzedStore(contextlib.AbstractContextManager):
                 faults = [item for item in response.rejections if item.error.reason == errors_pb2.ERROR_REASON_INTERNAL]
                 assert not faults, faults
                 assert all(len(item.error.message) < 4096 for item in response.rejections)
+            if isinstance(response, store_pb2.DeleteCapturesResponse):
+                reasons = {item.error.reason for item in response.results}
+                assert reasons <= {0, errors_pb2.ERROR_REASON_UNKNOWN_CAPTURE}, reasons
 
 
 def _waited_for(method: str, message: bytes) -> list[bytes]:
@@ -238,6 +241,9 @@ def _seeds(method: str) -> list[Message]:
             store_pb2.LabelCaptureRequest(capture_id="b", removed_names=["split"]),
         ],
         "DeleteCapture": [store_pb2.DeleteCaptureRequest(capture_id=name) for name in ("a", "b")],
+        "DeleteCaptures": [
+            store_pb2.DeleteCapturesRequest(capture_ids=names) for names in (["a", "none", "b"], ["b", "b"])
+        ],
         "GetStats": [store_pb2.GetStatsRequest()],
         "DescribeStore": [store_pb2.DescribeStoreRequest()],
     }[method]

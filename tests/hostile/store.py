@@ -14,6 +14,7 @@ import grpc.aio
 
 from residuum.rpc.channels import open_aio_channel, open_channel
 from residuum.v1 import store_pb2, store_pb2_grpc
+from residuum.wire.limits import MAX_CAPTURES_PER_DELETION
 from tests.hostile.http2 import Peer, huge_headers, ping_flood, rapid_reset
 from tests.store.support import Client, OpenStream, describe, grid, make_chunk, message
 
@@ -193,8 +194,11 @@ def open_flood(port: int, count: int) -> str:
             client.open(describe(f"flood{opened}", prompt=131_072))
     except grpc.RpcError as error:
         _expect(error, grpc.StatusCode.RESOURCE_EXHAUSTED)
-    for at in range(opened):
-        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=f"flood{at}"))
+    # The store's answer repeats the odd names.
+    names = [*(f"flood{at}" for at in range(opened)), *["\U000e0001" * 250] * MAX_CAPTURES_PER_DELETION]
+    for first in range(0, len(names), MAX_CAPTURES_PER_DELETION):
+        part = names[first : first + MAX_CAPTURES_PER_DELETION]
+        client.stub.DeleteCaptures(store_pb2.DeleteCapturesRequest(capture_ids=part), timeout=60)
     client.close()
     return f"{opened} captures of the longest prompt were opened"
 

@@ -61,6 +61,12 @@ class Caller:
         request = store_pb2.DeleteCaptureRequest(capture_id=name, **tenant)
         return self.stub.DeleteCapture(request, timeout=20).freed_bytes
 
+    def delete_many(self, *names, **tenant):
+        """Delete captures. Return the freed bytes and the error of each."""
+        request = store_pb2.DeleteCapturesRequest(capture_ids=names, **tenant)
+        results = self.stub.DeleteCaptures(request, timeout=20).results
+        return [(result.freed_bytes, result.error) for result in results]
+
     def label(self, name="a", **tenant):
         request = store_pb2.LabelCaptureRequest(
             capture_id=name, labels=[capture_pb2.Label(name="split", text="train")], **tenant

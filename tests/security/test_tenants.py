@@ -109,6 +109,34 @@ def test_a_list_of_captures_shows_none_of_another_tenant(writer, alice, bob, nam
     assert answer.captures[0].chunks
 
 
+@pytest.mark.parametrize("named", [{}, {"tenant": "alice"}, {"tenant": ""}, {"tenant": "nobody"}])
+@pytest.mark.parametrize("state", ["open", "complete"])
+def test_deleting_many_captures_spares_those_of_another_tenant(writer, alice, bob, state, named):
+    """Bob gets the same answer for alice's capture as for one that never existed."""
+    heard = []
+    for there in (False, True):
+        if there:
+            (writer.open if state == "open" else writer.write)(tenant="alice")
+        heard.append(bob.delete_many("a", "a", **named))
+        assert [(freed, error.reason) for freed, error in heard[-1]] == [(0, UNKNOWN)] * 2
+    assert heard[0] == heard[1]
+    assert alice.get().description.tenant == "alice"
+
+
+def test_each_tenant_deletes_its_own_of_the_same_ids(call, writer, alice, bob, admin):
+    for tenant in ("alice", "bob", ""):
+        for name in ("a", "b"):
+            writer.write(name, tenant)
+    assert all(freed > 0 for freed, _ in bob.delete_many("a", "b"))
+    assert admin.list() == [(tenant, name) for tenant in ("", "alice") for name in ("b", "a")]
+    assert all(freed > 0 for freed, _ in admin.delete_many("a", "b", tenant="alice"))
+    assert all(freed > 0 for freed, _ in admin.delete_many("a"))
+    assert admin.list() == [("", "b")]
+    for caller in (writer, call("bob", "read")):
+        with failing_with(DENIED):
+            caller.delete_many("b")
+
+
 def test_searches_find_only_the_callers_rows(writer, alice, bob, admin):
     """Bob gets the same answer for alice's captures as for none."""
 

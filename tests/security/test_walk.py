@@ -45,6 +45,7 @@ EXPECTED = {
     f"/{STORE}/ReadCaptures": "read",
     f"/{STORE}/Search": "read",
     f"/{STORE}/DeleteCapture": "generate",
+    f"/{STORE}/DeleteCaptures": "generate",
     f"/{STORE}/LabelCapture": "generate",
     f"/{STORE}/GetStats": ANY,
     f"/{STORE}/DescribeStore": ANY,

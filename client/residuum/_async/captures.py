@@ -11,19 +11,17 @@ from typing import Any, overload
 
 from residuum import exceptions as exc
 from residuum._async import io
-from residuum._async.stores import AsyncStoreClient
+from residuum._async.deleting import AsyncDeletionClient
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, get_request, label_request, list_request
+from residuum.protocol.deleting import check_deletion
 from residuum.protocol.listing import Listing, check_place, read_token
 from residuum.protocol.many import (
-    DELETIONS_AT_ONCE,
     check_choice,
-    check_deletion,
     check_filter,
     check_ids,
     check_some,
     is_many,
-    not_found,
     split_reads,
     warn_of_left_out,
 )
@@ -43,7 +41,7 @@ from residuum.wire.labels import LabelValue, to_dict
 from residuum.wire.placement import StoreAddress
 
 
-class AsyncCaptureClient(AsyncStoreClient):
+class AsyncCaptureClient(AsyncDeletionClient):
     """The methods that read, list and delete captures; the base class of `AsyncSearchClient`."""
 
     @overload
@@ -517,25 +515,6 @@ class AsyncCaptureClient(AsyncStoreClient):
             else:
                 found.append(StoreStats.from_proto(store, answer))
         return found
-
-    async def _delete(self, capture_id: str) -> int:
-        request = store_pb2.DeleteCaptureRequest(capture_id=capture_id)
-
-        async def ask(endpoint: str) -> int:
-            answer = await self._call(endpoint, self._store(endpoint).DeleteCapture, request, capture_id=capture_id)
-            return answer.freed_bytes
-
-        return await self._ask_holder(capture_id, ask)
-
-    async def _delete_many(self, capture_ids: Sequence[str], *, may_be_gone: bool) -> int:
-        """Delete captures and return the bytes freed. `may_be_gone`: a capture that does not exist is no error."""
-        outcomes = await io.call_each(self._delete, capture_ids, DELETIONS_AT_ONCE)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, exc.ResiduumError)]
-        if may_be_gone:
-            failures = [failure for failure in failures if not isinstance(failure, exc.UnknownCapture)]
-        if failures:
-            raise not_found(failures, len(capture_ids))
-        return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
     async def _captures(
         self, request: store_pb2.ListCapturesRequest, *, allow_partial: bool

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 sleep = asyncio.sleep
@@ -45,22 +46,22 @@ async def run_all(jobs: Sequence[Callable[[int, Stop], Coroutine[Any, Any, None]
 
 
 async def call_each(
-    function: Callable[[str], Coroutine[Any, Any, _Result]], names: Sequence[str], at_once: int
+    function: Callable[[_Item], Coroutine[Any, Any, _Result]], items: Sequence[_Item], at_once: int
 ) -> list[_Result | ResiduumError]:
-    """Return what a function returns for each name, or the ResiduumError that it raises, with `at_once` calls at once.
+    """Return what a function returns for each item, or the ResiduumError that it raises, with `at_once` calls at once.
 
     After another exception, stop.
     """
     room = asyncio.Semaphore(at_once)
 
-    async def call(name: str) -> _Result | ResiduumError:
+    async def call(item: _Item) -> _Result | ResiduumError:
         async with room:
             try:
-                return await function(name)
+                return await function(item)
             except ResiduumError as error:
                 return error
 
-    tasks = [asyncio.ensure_future(call(name)) for name in names]
+    tasks = [asyncio.ensure_future(call(item)) for item in items]
     try:
         return await asyncio.gather(*tasks)
     finally:

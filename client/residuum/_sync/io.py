@@ -29,6 +29,7 @@ if TYPE_CHECKING:
             ...
 
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 sleep = time.sleep
@@ -69,21 +70,23 @@ def run_all(jobs: Sequence[Callable[[int, Stop], None]]) -> None:
         raise errors[0]
 
 
-def call_each(function: Callable[[str], _Result], names: Sequence[str], at_once: int) -> list[_Result | ResiduumError]:
-    """Return what a function returns for each name, or the ResiduumError that it raises, with `at_once` calls at once.
+def call_each(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], at_once: int
+) -> list[_Result | ResiduumError]:
+    """Return what a function returns for each item, or the ResiduumError that it raises, with `at_once` calls at once.
 
     After another exception, or Ctrl-C, stop.
     """
 
-    def call(name: str) -> _Result | ResiduumError:
+    def call(item: _Item) -> _Result | ResiduumError:
         try:
-            return function(name)
+            return function(item)
         except ResiduumError as error:
             return error
 
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            return list(pool.map(call, names))
+            return list(pool.map(call, items))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -40,7 +40,7 @@ _Answer = TypeVar("_Answer")
 
 
 class StoreClient:
-    """The connections, the search for a capture's store, and the reads; the base class of `AsyncCaptureClient`."""
+    """The connections, the search for a capture's store, and the reads; the base class of `DeletionClient`."""
 
     def __init__(
         self,
@@ -182,13 +182,14 @@ class StoreClient:
         try:
             return ask(endpoint)
         except exc.UnknownCapture:
-            if not self._may_be_elsewhere(capture_id):
+            if not self._may_be_elsewhere([capture_id]):
                 raise
         return ask(self._find(capture_id))
 
-    def _may_be_elsewhere(self, capture_id: str) -> bool:
-        """Forget the store of a capture that was not there, and tell whether there are other stores to search."""
-        self._stores.forget(capture_id)
+    def _may_be_elsewhere(self, capture_ids: Iterable[str]) -> bool:
+        """Forget the store of captures that were not there, and tell whether there are other stores to search."""
+        for capture_id in capture_ids:
+            self._stores.forget(capture_id)
         return len(self._refreshed_stores()) > 1
 
     def _find(self, capture_id: str) -> str:
@@ -271,7 +272,7 @@ class StoreClient:
                 delay = retries.seconds_after(failure, self._patience(failure))
                 if delay is None:
                     moved = not moved and reading.is_at_start and isinstance(failure, exc.UnknownCapture)
-                    if not moved or not self._may_be_elsewhere(capture_id):
+                    if not moved or not self._may_be_elsewhere([capture_id]):
                         raise (retries.verdict(failure) or reading.explain(failure)) from None
                     delay = 0.0
             else:
@@ -361,9 +362,7 @@ class StoreClient:
             UnknownCapture: No store has some of the captures.
             Unavailable: A store does not answer the search, or the store of a capture cannot be read.
         """
-        for capture_id in missed:
-            self._stores.forget(capture_id)
-        if len(self._refreshed_stores()) == 1 or not searched.isdisjoint(missed):
+        if not self._may_be_elsewhere(missed) or not searched.isdisjoint(missed):
             raise not_found(list(missed.values()), total)
         searched.update(missed)
         unknown: list[exc.ResiduumError] = []

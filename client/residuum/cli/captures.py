@@ -21,7 +21,8 @@ from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import positive_count
 from residuum.exports.formats import FORMATS
-from residuum.protocol.many import DELETIONS_AT_ONCE
+from residuum.protocol.deleting import DELETIONS_AT_ONCE
+from residuum.protocol.requests import check_capture_id
 
 _STATES = ("open", "complete", "incomplete", "aborted")
 _LAYERS_HELP = "only these layers: 12 or 0,5,10-20 (default: all)"
@@ -303,13 +304,12 @@ def remove(options: argparse.Namespace, output: Output) -> int:
             if not options.yes and not _agrees(found):
                 output.error("nothing was deleted; pass --yes to delete without being asked")
                 return 1
-            names = [summary.capture_id for summary in found]
             freed: list[int] = []
             show = _show_deleted if output.as_json else lambda _name, count, _output: freed.append(count)
-            status = _for_each(names, client.delete, show, output)
+            status = _delete([summary.capture_id for summary in found], client, show, output)
             output.say(f"deleted {len(freed):,} capture{'' if len(freed) == 1 else 's'}, {size(sum(freed))} freed")
             return status
-        return _for_each(options.ids, client.delete, _show_deleted, output)
+        return _delete(options.ids, client, _show_deleted, output)
 
 
 def _agrees(found: list[residuum.CaptureSummary]) -> bool:
@@ -324,6 +324,31 @@ def _show_deleted(name: str, freed: int, output: Output) -> None:
         output.json({"capture_id": name, "freed_bytes": freed})
     else:
         output.say(f"{name}: deleted, {size(freed)} freed")
+
+
+def _delete(
+    ids: Iterable[str], client: residuum.Client, show: Callable[[str, int, Output], None], output: Output
+) -> int:
+    """Delete captures, and show the results in order. Return 1 if one could not be deleted."""
+    outcomes: dict[str, int | residuum.ResiduumError] = {}
+    valid = []
+    for name in dict.fromkeys(ids):
+        try:
+            valid.append(check_capture_id(name))
+        except residuum.InvalidRequest as error:
+            outcomes[name] = error
+    outcomes |= client._delete_each(valid)  # noqa: SLF001 - `delete` does not say what each capture freed
+    failures: dict[residuum.ResiduumError, None] = {}  # one of a store may be that of many captures
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, residuum.ResiduumError):
+            failures[outcome] = None
+        else:
+            show(name, outcome, output)
+    for failure in failures:
+        if not isinstance(failure, _ABOUT_ONE_CAPTURE):
+            raise failure
+        output.error(str(failure))
+    return 1 if failures else 0
 
 
 def add_abort_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,9 +21,6 @@ from residuum.wire.frames import FrameError, chunk_view, placed_view
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-DELETIONS_AT_ONCE = 16
-"""Calls that delete captures at the same time."""
-
 _MAX_STREAMS = 4
 """Streams that read captures at the same time. Each may have a shared memory with the store."""
 
@@ -84,22 +81,6 @@ def check_choice(captures: Iterable[RequestLike], prefix: str | None, where: str
         raise exc.InvalidRequest(
             "Give either captures= as a list of IDs, or a filter: prefix= for the start of their IDs, where= for their "
             "labels.",
-            reason="INVALID_FIELD",
-        )
-
-
-def check_deletion(
-    requests: RequestLike | Iterable[RequestLike] | None, prefix: str, states: str | Iterable[str], where: str
-) -> None:
-    """Check that the captures to delete are given either by ID or by a filter that is not empty.
-
-    Raises:
-        InvalidRequest: Both are given, or neither.
-    """
-    if (requests is None) != bool(prefix or states or where):
-        raise exc.InvalidRequest(
-            "Give either a capture or a list of captures to delete, or a filter that is not empty: prefix=, states= or "
-            "where=.",
             reason="INVALID_FIELD",
         )
 

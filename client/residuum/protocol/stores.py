@@ -123,7 +123,9 @@ class StoreDirectory:
             return known
         return self._stores[0] if len(self._stores) == 1 else None
 
-    def by_likely_store(self, capture_ids: Iterable[str]) -> list[tuple[str, Sequence[str]]]:
+    def by_likely_store(
+        self, capture_ids: Iterable[str], at_most: int = MAX_CAPTURES_PER_READ
+    ) -> list[tuple[str, Sequence[str]]]:
         """Group captures by the endpoint of their store, in groups of at most as many as one call may name.
 
         If the store of a capture is unknown, it is assumed to be the one that placement chooses for its ID.
@@ -134,9 +136,9 @@ class StoreDirectory:
             store = self.known(capture_id) or stores[first_rank(stores, capture_id)]
             groups.setdefault(store.endpoint, []).append(capture_id)
         return [
-            (endpoint, names[first : first + MAX_CAPTURES_PER_READ])
+            (endpoint, names[first : first + at_most])
             for endpoint, names in groups.items()
-            for first in range(0, len(names), MAX_CAPTURES_PER_READ)
+            for first in range(0, len(names), at_most)
         ]
 
 

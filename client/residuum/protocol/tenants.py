@@ -16,6 +16,7 @@ _TENANT_REQUESTS = (
     store_pb2.ReadChunksRequest,
     store_pb2.ReadCapturesRequest,
     store_pb2.DeleteCaptureRequest,
+    store_pb2.DeleteCapturesRequest,
     store_pb2.LabelCaptureRequest,
     store_pb2.SearchRequest,
 )

@@ -1443,6 +1443,88 @@ class DeleteCaptureResponse(_message.Message):
 Global___DeleteCaptureResponse: _TypeAlias = DeleteCaptureResponse  # noqa: Y015
 
 @_typing.final
+class DeleteCapturesRequest(_message.Message):
+    """Deletes many captures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPTURE_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant of all these captures. Unset: the caller's own. Only admins can use another tenant's captures."""
+    @_builtins.property
+    def capture_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The IDs of the captures, 1 to 1024. If an ID is repeated, its capture is unknown the second time."""
+
+    def __init__(
+        self,
+        *,
+        capture_ids: _abc.Iterable[_builtins.str] | None = ...,
+        tenant: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant", b"_tenant", "capture_ids", b"capture_ids", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___DeleteCapturesRequest: _TypeAlias = DeleteCapturesRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCapturesResponse(_message.Message):
+    """The results of DeleteCaptures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteCapturesResult]:
+        """One result for each ID, in order."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___DeleteCapturesResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCapturesResponse: _TypeAlias = DeleteCapturesResponse  # noqa: Y015
+
+@_typing.final
+class DeleteCapturesResult(_message.Message):
+    """The result for one capture."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    freed_bytes: _builtins.int
+    """Bytes of chunks that were freed."""
+    @_builtins.property
+    def error(self) -> _errors_pb2.ItemError:
+        """Why the capture was not deleted. Unset: it was."""
+
+    def __init__(
+        self,
+        *,
+        freed_bytes: _builtins.int = ...,
+        error: _errors_pb2.ItemError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "freed_bytes", b"freed_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCapturesResult: _TypeAlias = DeleteCapturesResult  # noqa: Y015
+
+@_typing.final
 class GetStatsRequest(_message.Message):
     """Requests the store's statistics."""
 

@@ -108,6 +108,11 @@ class StoreServiceStub:
                 request_serializer=residuum_dot_v1_dot_store__pb2.DeleteCaptureRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_store__pb2.DeleteCaptureResponse.FromString,
                 _registered_method=True)
+        self.DeleteCaptures = channel.unary_unary(
+                '/residuum.v1.StoreService/DeleteCaptures',
+                request_serializer=residuum_dot_v1_dot_store__pb2.DeleteCapturesRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.DeleteCapturesResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/residuum.v1.StoreService/GetStats',
                 request_serializer=residuum_dot_v1_dot_store__pb2.GetStatsRequest.SerializeToString,
@@ -350,6 +355,21 @@ class StoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteCaptures(self, request, context):
+        """Deletes many captures in any state, each as DeleteCapture does. They share transactions, so that a thousand of them
+        cost little more than a few calls of DeleteCapture.
+
+        If a capture cannot be deleted, its error is in its result, and the others are deleted nevertheless. The errors of a
+        capture are those of DeleteCapture.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long; none is deleted.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Returns the store's statistics.
 
@@ -444,6 +464,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     servicer.DeleteCapture,
                     request_deserializer=residuum_dot_v1_dot_store__pb2.DeleteCaptureRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_store__pb2.DeleteCaptureResponse.SerializeToString,
+            ),
+            'DeleteCaptures': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCaptures,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.DeleteCapturesRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.DeleteCapturesResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -772,6 +797,33 @@ class StoreService:
             '/residuum.v1.StoreService/DeleteCapture',
             residuum_dot_v1_dot_store__pb2.DeleteCaptureRequest.SerializeToString,
             residuum_dot_v1_dot_store__pb2.DeleteCaptureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCaptures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/residuum.v1.StoreService/DeleteCaptures',
+            residuum_dot_v1_dot_store__pb2.DeleteCapturesRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.DeleteCapturesResponse.FromString,
             options,
             channel_credentials,
             insecure,

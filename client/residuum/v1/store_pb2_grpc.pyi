@@ -216,6 +216,17 @@ class StoreServiceStub:
     Errors:
     * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
     """
+    DeleteCaptures: _grpc.UnaryUnaryMultiCallable[_store_pb2.DeleteCapturesRequest, _store_pb2.DeleteCapturesResponse]
+    """Deletes many captures in any state, each as DeleteCapture does. They share transactions, so that a thousand of them
+    cost little more than a few calls of DeleteCapture.
+
+    If a capture cannot be deleted, its error is in its result, and the others are deleted nevertheless. The errors of a
+    capture are those of DeleteCapture.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long; none is deleted.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetStatsRequest, _store_pb2.GetStatsResponse]
     """Returns the store's statistics.
 
@@ -433,6 +444,17 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     Errors:
     * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+    """
+    DeleteCaptures: _aio.UnaryUnaryMultiCallable[_store_pb2.DeleteCapturesRequest, _store_pb2.DeleteCapturesResponse]  # type: ignore[assignment]
+    """Deletes many captures in any state, each as DeleteCapture does. They share transactions, so that a thousand of them
+    cost little more than a few calls of DeleteCapture.
+
+    If a capture cannot be deleted, its error is in its result, and the others are deleted nevertheless. The errors of a
+    capture are those of DeleteCapture.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long; none is deleted.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_store_pb2.GetStatsRequest, _store_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Returns the store's statistics.
@@ -714,6 +736,23 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteCaptures(
+        self,
+        request: _store_pb2.DeleteCapturesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.DeleteCapturesResponse, _abc.Awaitable[_store_pb2.DeleteCapturesResponse]]:
+        """Deletes many captures in any state, each as DeleteCapture does. They share transactions, so that a thousand of them
+        cost little more than a few calls of DeleteCapture.
+
+        If a capture cannot be deleted, its error is in its result, and the others are deleted nevertheless. The errors of a
+        capture are those of DeleteCapture.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long; none is deleted.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
 
     @_abc_1.abstractmethod

@@ -175,6 +175,9 @@ MAX_WAIT_SECONDS = 300.0
 MAX_CAPTURES_PER_READ = 4096
 """Captures in one ReadCaptures."""
 
+MAX_CAPTURES_PER_DELETION = 1024
+"""Captures in one DeleteCaptures. The store deletes them in one transaction, for which writers wait."""
+
 MAX_SEARCH_HITS = 10_000
 """Hits of one search."""
 

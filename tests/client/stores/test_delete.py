@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import uuid
 
+import grpc
 import pytest
 
 import residuum
+from tests.client.support.flaky_store import Unknown
 
 
 @pytest.fixture
@@ -45,11 +47,78 @@ async def test_a_list_is_deleted_although_some_are_gone(client, names):
     assert await left(client, names) == []
 
 
-async def test_more_captures_are_deleted_than_run_at_a_time(client, monkeypatch, names):
-    monkeypatch.setattr("residuum._sync.captures.DELETIONS_AT_ONCE", 2)
-    monkeypatch.setattr("residuum._async.captures.DELETIONS_AT_ONCE", 2)
-    assert await client.delete(names) > 0
+async def test_a_list_and_a_filter_take_one_call(make, flaky, names):
+    client = make(store=flaky.endpoint)
+    assert await client.delete(names[:3]) > 0
+    assert await client.delete(prefix=names[0][:-1]) > 0
     assert await left(client, names) == []
+    assert [name for name in flaky.calls if name.startswith("Delete")] == ["DeleteCaptures"] * 2
+
+
+async def test_more_captures_than_one_call_may_name_take_several(make, flaky, monkeypatch, names):
+    for kind in ("_sync", "_async"):
+        monkeypatch.setattr(f"residuum.{kind}.deleting.MAX_CAPTURES_PER_DELETION", 2)
+    with pytest.raises(residuum.UnknownCapture, match="2 of 7 captures are in no store: gone-1, gone-2"):
+        await make(store=flaky.endpoint).delete([*names, "gone-1", "gone-2"])
+    assert flaky.calls == ["DeleteCaptures"] * 4
+    assert await left(make(store=flaky.endpoint), names) == []
+
+
+async def test_a_capture_that_is_named_twice_is_deleted_once(client, names):
+    one = await client.delete(names[0])
+    assert await client.delete([names[1], names[2], names[1]]) == 2 * one
+    assert await left(client, names) == names[3:]
+
+
+async def test_an_older_store_deletes_one_by_one(make, flaky, names):
+    flaky.missing = {"DeleteCaptures"}
+    client = make(store=flaky.endpoint)
+    one = await client.delete(names[0])
+    flaky.calls.clear()
+    assert await client.delete(names[1:3]) == 2 * one
+    with pytest.raises(residuum.UnknownCapture, match="2 of 3 captures are in no store: gone-1, gone-2"):
+        await client.delete(["gone-1", names[3], "gone-2"])
+    assert flaky.calls == ["DeleteCapture"] * 5
+    assert await client.delete(prefix=names[0][:-1]) == one
+    assert await left(client, names) == []
+
+
+async def test_a_capture_that_goes_while_a_filter_deletes_is_no_error(make, flaky, store, names):
+    def delete_one(call):
+        if call == "DeleteCaptures":
+            with residuum.Client(store=store.endpoint) as other:
+                other.delete(names[2])
+
+    flaky.before = delete_one
+    assert await make(store=flaky.endpoint).delete(prefix=names[0][:-1]) > 0
+    assert await left(make(store=store.endpoint), names) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, residuum.Unreachable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, residuum.DeadlineExceeded),
+        (grpc.StatusCode.PERMISSION_DENIED, residuum.PermissionDenied),
+    ],
+)
+async def test_a_deletion_that_breaks_off_is_not_tried_again(make, flaky, names, code, error):
+    """The store may have deleted the captures. A second call would say that they do not exist."""
+
+    def fail(call):
+        if call == "DeleteCaptures":
+            raise Unknown(code)
+
+    flaky.after = fail
+    client = make(store=flaky.endpoint)
+    with pytest.raises(error):
+        await client.delete(names[:2])
+    assert flaky.calls == ["DeleteCaptures"]
+    assert await left(client, names) == names[2:]
+
+
+async def test_no_captures_need_no_store(make):
+    assert await make(store="127.0.0.1:1").delete([]) == 0
 
 
 @pytest.mark.parametrize("arguments", [{}, {"prefix": ""}, {"request_id": ["a"], "prefix": "a"}, {"where": ""}])
@@ -73,3 +142,29 @@ def test_rm_of_a_prefix_prints_a_summary(cli, names):
     assert code == 0
     assert out.startswith("deleted 3 captures, ")
     assert out.endswith(" freed\n")
+
+
+def test_rm_of_many_takes_one_call_and_tells_each(cli, flaky, names):
+    code, out, err = cli("rm", names[0], "bad id", "gone", names[1], names[0], "--store", flaky.endpoint)
+    assert code == 1
+    assert [line.partition(":")[0] for line in out.splitlines()] == names[:2]
+    assert "'bad id'" in err
+    assert "holds no capture 'gone'" in err
+    assert flaky.calls == ["DeleteCaptures"]
+
+
+def test_rm_deletes_in_an_older_store(cli, flaky, names):
+    flaky.missing = {"DeleteCaptures"}
+    code, out, _ = cli("rm", "--prefix", names[0][:-1], "--yes", "--store", flaky.endpoint)
+    assert (code, out.startswith("deleted 5 captures, ")) == (0, True)
+
+
+def test_rm_reports_the_failure_of_a_store_once(cli, flaky, names):
+    def fail(call):
+        if call == "DeleteCaptures":
+            raise Unknown(grpc.StatusCode.UNAVAILABLE)
+
+    flaky.before = fail
+    code, out, err = cli("rm", *names, "--store", flaky.endpoint)
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert flaky.words in err

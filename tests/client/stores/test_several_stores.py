@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 
+import grpc
 import pytest
 
 import residuum
@@ -15,6 +16,7 @@ from residuum.rpc import channels
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, inference_pb2, placement_pb2, selection_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.placement import first_rank, ranks
+from tests.client.support.flaky_store import FlakyStore, Unknown
 from tests.client.support.peer import HIDDEN
 from tests.client.support.running_store import RunningStore
 
@@ -98,6 +100,13 @@ def away():
         yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
+@pytest.fixture
+def silent():
+    """An endpoint that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
 def placed(store, names=NAMES, start=0):
     """Return an ID that is placed on a store."""
     return next(name for at in range(start, 1 << 20) if first_rank(names, name := f"x-{at}") == store)
@@ -131,6 +140,73 @@ async def test_a_list_is_read_although_a_store_without_its_captures_is_unreachab
     impatient = make("127.0.0.1:1", store=stores, timeout=2)  # a read waits that long for a store that never answered
     with pytest.raises(residuum.Unreachable, match=r"c .*does not answer"):
         await impatient.activations([*names, placed("c")], allow_partial=True)
+
+
+@pytest.mark.parametrize("filters", [False, True])
+async def test_many_captures_are_deleted_wherever_they_are(make, group, filters):
+    """Captures on the store of their placement and on another store. One is in the list twice."""
+    names = [group.put(NAMES[at % 3], f"many-{at:02}") for at in range(20)]
+    kept = group.put("b", "other")
+    client = make("127.0.0.1:1", store=group.address())
+    if filters:
+        await client.delete(prefix="many-")
+    else:
+        with pytest.raises(residuum.UnknownCapture, match="2 of 22 captures are in no store: gone-1, gone-2"):
+            await client.delete(["gone-1", *names, "gone-2", names[3]])
+    assert [summary.capture_id for summary in await client.captures()] == [kept]
+
+
+async def test_many_captures_are_deleted_in_a_store_that_was_added(make, endpoint, peer, group):
+    peer.script.stores = group.address("a")
+    client = make(endpoint)
+    assert (await client.manifest(group.put("a", "first"))).capture_id == "first"
+    names = [group.put("b", f"many-{at}") for at in range(3)]
+    peer.script.stores = group.address("a", "b")
+    await client.delete(["first", *names])
+    assert await client.captures() == []
+
+
+async def test_many_captures_are_deleted_although_a_store_is_unreachable(make, group, away):
+    """Captures of the others are deleted: one that was found there before, one placed there, and one placed on c."""
+    client = make("127.0.0.1:1", store=[*group.address("a", "b"), f"c={away}"], timeout=2)
+    names = [group.put("a", placed("a")), group.put("b", placed("b")), group.put("b", placed("c", start=50))]
+    assert (await client.manifest(names[0])).capture_id == names[0]
+    lost = placed("c", start=500)
+    with pytest.raises(residuum.Unreachable, match=rf"The store c \({away}\) does not answer. The capture {lost} may"):
+        await client.delete([lost, *names])
+    assert [group.stub(name).ListCaptures(store_pb2.ListCapturesRequest()).captures[:] for name in "ab"] == [[], []]
+
+
+async def test_a_deletion_that_one_of_several_stores_does_not_answer(make, group):
+    """The store deletes the captures, and its answer is lost. That they are in no store then is not the error."""
+    proxy = FlakyStore(group.stores["a"].endpoint)
+    name, other = group.put("a", placed("a")), group.put("b", placed("b"))
+
+    def fail(call):
+        if call == "DeleteCaptures":
+            raise Unknown(grpc.StatusCode.UNAVAILABLE)
+
+    proxy.after = fail
+    client = make("127.0.0.1:1", store=[f"a={proxy.endpoint}", *group.address("b", "c")])
+    try:
+        with pytest.raises(residuum.Unreachable, match=proxy.words):
+            await client.delete([name, other])
+        assert await client.captures() == []
+    finally:
+        proxy.stop()
+
+
+async def test_stores_of_several_versions_delete_many_captures(make, group):
+    old = FlakyStore(group.stores["a"].endpoint)
+    old.missing = {"DeleteCaptures"}
+    names = [group.put(NAMES[at % 3], f"many-{at:02}") for at in range(20)]
+    client = make("127.0.0.1:1", store=[f"a={old.endpoint}", *group.address("b", "c")])
+    try:
+        await client.delete(names)
+        assert await client.captures() == []
+        assert "DeleteCapture" in old.calls
+    finally:
+        old.stop()
 
 
 async def test_adding_a_store_does_not_affect_existing_captures(make, group):
@@ -320,19 +396,12 @@ def test_the_command_uses_several_stores(cli, group, away):
     assert f"The capture {lost} may be there" in err
 
 
-def test_rm_continues_after_a_store_timeout(cli, group, monkeypatch):
-    delete = residuum.Client.delete
-
-    def slow(client, name):
-        if name == "late":
-            raise residuum.DeadlineExceeded("too slow")
-        return delete(client, name)
-
-    monkeypatch.setattr(residuum.Client, "delete", slow)
-    name = group.put("a", placed("a"))
-    code, out, err = cli("rm", "late", name, "--store", ",".join(group.address()))
+def test_rm_continues_after_a_store_timeout(cli, group, silent):
+    name, late = group.put("a", placed("a")), placed("c")
+    flags = [word for store in (*group.address("a", "b"), f"c={silent}") for word in ("--store", store)]
+    code, out, err = cli("rm", late, name, *flags, "--timeout", "0.5")
     assert (code, f"{name}: deleted" in out) == (1, True)
-    assert "too slow" in err
+    assert f"The store c ({silent}) does not answer. The capture {late} may be there" in err
 
 
 def test_command_errors_name_command_line_flags(cli, group):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from residuum.rpc.channels import SERVER_OPTIONS, open_channel
-from residuum.rpc.errors import Failure
+from residuum.rpc.errors import Failure, failure_from_rpc_error
 from residuum.v1 import store_pb2
 
 Change = Callable[[int, list[bytes]], Iterator[bytes]]
@@ -32,6 +32,14 @@ class FlakyStore(grpc.GenericRpcHandler):
         self.reads = 0
         self.words = "as the test says"
         self.requests: list[bytes] = []
+        self.calls: list[str] = []
+        """The names of the unary calls, in order."""
+        self.missing: set[str] = set()
+        """The names of calls that the store is too old to offer."""
+        self.before: Callable[[str], None] = lambda name: None
+        """Called before each unary call. It may raise `Unknown`."""
+        self.after: Callable[[str], None] = lambda name: None
+        """The same, after the store has answered and before its answer is passed on."""
         self._channel = open_channel(endpoint)
         self._server = grpc.server(ThreadPoolExecutor(8), handlers=[self], options=SERVER_OPTIONS)
         self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -41,7 +49,24 @@ class FlakyStore(grpc.GenericRpcHandler):
         method = handler_call_details.method
         if method in READS:
             return grpc.unary_stream_rpc_method_handler(lambda data, context: self._read(method, data, context))
-        return grpc.unary_unary_rpc_method_handler(lambda data, _: self._channel.unary_unary(method)(data, timeout=10))
+        if method.rpartition("/")[2] in self.missing:
+            return None
+        return grpc.unary_unary_rpc_method_handler(lambda data, context: self._ask(method, data, context))
+
+    def _ask(self, method: str, data: bytes, context: grpc.ServicerContext) -> bytes:
+        name = method.rpartition("/")[2]
+        self.calls.append(name)
+        try:
+            self.before(name)
+            answer = self._channel.unary_unary(method)(data, timeout=10)
+            self.after(name)
+        except Unknown as failure:
+            context.abort(failure.code, self.words)
+        except grpc.RpcError as error:
+            if failure := failure_from_rpc_error(error):
+                context.abort_with_status(failure.to_status())
+            raise
+        return answer
 
     def _read(self, method: str, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         number, self.reads = self.reads, self.reads + 1

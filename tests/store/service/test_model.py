@@ -178,6 +178,13 @@ class StoreAgainstDict(RuleBasedStateMachine):
         if self.captures.pop(name, None) is not None:
             self.client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=name))
 
+    @rule(chosen=st.lists(names, min_size=1))
+    def delete_many(self, chosen: list[str]) -> None:
+        """Some may not exist, and some may be named twice."""
+        response = self.client.stub.DeleteCaptures(store_pb2.DeleteCapturesRequest(capture_ids=chosen))
+        deleted = [self.captures.pop(name, None) is not None for name in chosen]
+        assert [not result.HasField("error") for result in response.results] == deleted
+
     @precondition(lambda self: self.captures)
     @rule()
     def restart(self) -> None:

@@ -283,7 +283,17 @@ def test_a_port_in_use_and_a_folder_in_use_are_reported(tmp_path: Path, start: S
 
 
 @pytest.mark.parametrize(
-    "method", ["OpenCapture", "SealCapture", "GetCapture", "ListCaptures", "DeleteCapture", "GetStats", "ReadChunks"]
+    "method",
+    [
+        "OpenCapture",
+        "SealCapture",
+        "GetCapture",
+        "ListCaptures",
+        "DeleteCapture",
+        "DeleteCaptures",
+        "GetStats",
+        "ReadChunks",
+    ],
 )
 def test_malformed_requests_are_the_callers_fault(client: Client, method: str) -> None:
     path = f"/residuum.v1.StoreService/{method}"

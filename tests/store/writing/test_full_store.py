@@ -107,6 +107,22 @@ def test_ending_and_deleting_need_no_room(small_store: Serve) -> None:
         until(lambda: not stats(client).why_full)  # the store looks for room after it has freed the last chunk
 
 
+def test_many_captures_of_a_full_store_are_deleted_with_one_call(small_store: Serve) -> None:
+    with small_store(ending_timeout_seconds=0.05) as (_, client):
+        names = [f"c{number}" for number in range(60)]
+        for name in names:
+            client.open(describe(name, prompt=500))
+        open_wide(client, "a")
+        append_until_full(client, "a")
+        request = store_pb2.DeleteCapturesRequest(capture_ids=[*names, "a"])
+        results = client.stub.DeleteCaptures(request, timeout=60).results
+        assert not any(result.HasField("error") for result in results)
+        assert results[-1].freed_bytes > MIB
+        until(lambda: stats(client).num_chunks == 0)
+        until(lambda: not stats(client).why_full)
+        open_wide(client, "b")
+
+
 def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve) -> None:
     with small_store(full_timeout_seconds=1.0) as (_, client):
         for name in ("sealed", "unsealed"):
