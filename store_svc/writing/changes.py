@@ -84,7 +84,8 @@ class Batch:
         self._drafts: dict[int, Capture] = {}
         self._keys: dict[int, list[bytes]] = {}
         self._growth = 0  # bytes by which the state of open captures grows
-        self._ended_ledgers: dict[int, tuple[capture_pb2.CaptureManifest, Ledger]] = {}
+        self._ended_manifests: dict[int, capture_pb2.CaptureManifest] = {}
+        self._ended_ledgers: dict[int, Ledger] = {}
 
     @property
     def wrote(self) -> bool:
@@ -117,11 +118,13 @@ class Batch:
             draft = self._draft(number)
             if draft is not None and not draft.ended and draft.matches(description):
                 return None
-            existing = self._ended(number)[0] if draft is None else draft.record()
+            existing = self._ended(number) if draft is None else draft.record()
             is_sealed = draft is not None and draft.seal is not None
             if not is_replaced(existing, description, if_exists, self._catalog.leases, is_sealed=is_sealed):
                 return self._labelled(number, existing if draft is None else draft.manifest())
-            replaced = Replaced(self._local_bytes(number, existing), was_open=draft is not None and not draft.ended)
+            replaced = Replaced(
+                self._local_bytes(number, existing.num_bytes), was_open=draft is not None and not draft.ended
+            )
         if self._why_full:
             raise store_full(self._why_full, description.capture_id)
         self._check_catalog(num_replaced=0 if replaced is None else 1)
@@ -234,8 +237,8 @@ class Batch:
         """
         number = self._require(name)
         draft = self._draft(number)
-        num_bytes = draft.num_bytes if draft else self._ended(number)[0].num_bytes
-        local_bytes = num_bytes if draft else self._local_bytes(number, self._ended(number)[0])
+        num_bytes = draft.num_bytes if draft else self._ended_bytes(number)
+        local_bytes = num_bytes if draft else self._local_bytes(number, num_bytes)
         self._quotas.delete(name.tenant, local_bytes, was_open=draft is not None and not draft.ended)
         key = pack_number(number)
         records.note_deletion(self._txn, number)
@@ -396,7 +399,7 @@ class Batch:
         """
         number = self._require(name)
         draft = self._draft(number)
-        description = (self._ended(number)[0] if draft is None else draft).description
+        description = (self._ended(number) if draft is None else draft).description
         if description.attempt != attempt:
             raise unknown_capture(name.capture_id)
         return number, draft
@@ -412,20 +415,32 @@ class Batch:
             draft = self._drafts[number] = feed.capture.fork()
         return draft
 
-    def _ended(self, number: int) -> tuple[capture_pb2.CaptureManifest, Ledger]:
-        if number not in self._ended_ledgers:
+    def _ended(self, number: int) -> capture_pb2.CaptureManifest:
+        """Return the manifest of a capture that had ended before this batch."""
+        if number not in self._ended_manifests:
             value = self._txn.get(Table.ENDED, pack_number(number))
-            manifest = capture_pb2.CaptureManifest.FromString(bytes(value or b""))
-            self._ended_ledgers[number] = manifest, ended_ledger(manifest)
+            self._ended_manifests[number] = capture_pb2.CaptureManifest.FromString(bytes(value or b""))
+        return self._ended_manifests[number]
+
+    def _ended_ledger(self, number: int) -> Ledger:
+        if number not in self._ended_ledgers:
+            self._ended_ledgers[number] = ended_ledger(self._ended(number))
         return self._ended_ledgers[number]
 
-    def _local_bytes(self, number: int, manifest: capture_pb2.CaptureManifest) -> int:
-        """Return the bytes of a capture's frames in this database."""
+    def _ended_bytes(self, number: int) -> int:
+        """Return the bytes of the frames of a capture that had ended before this batch. This reads no manifest."""
+        summary = self._catalog.summary_of(number)
+        assert summary is not None  # noqa: S101 - it would have a draft if it had not ended
+        return summary.num_bytes
+
+    def _local_bytes(self, number: int, num_bytes: int) -> int:
+        """Return how many of the bytes of a capture's frames are in this database."""
         record = records.read_record(self._txn, number)
-        return 0 if record is not None and record.state == records.MOVED else manifest.num_bytes
+        return 0 if record is not None and record.state == records.MOVED else num_bytes
 
     def _check_repeat(self, number: int, draft: Capture | None, chunk: ChunkView) -> None:
-        manifest, ledger = (draft.record(), draft.ledger) if draft else self._ended(number)
+        manifest = draft.record() if draft else self._ended(number)
+        ledger = draft.ledger if draft else self._ended_ledger(number)
         check_chunk(chunk.header, manifest.description)
         if ledger.fresh(cells_of(chunk.header)):
             raise _has_ended(manifest)
@@ -438,7 +453,7 @@ class Batch:
         else:
             value = self._txn.get(Table.SEALS, pack_number(number))
             before = store_pb2.SealCaptureRequest.FromString(bytes(value or b""))
-            manifest = self._ended(number)[0]
+            manifest = self._ended(number)
         if before != seal:
             raise _has_ended(manifest)
         return self._labelled(number, manifest)
@@ -501,15 +516,17 @@ def _unchanging(frame: memoryview | PlacedFrame, chunk: ChunkView, capture_id: s
 
 
 def purge_some(txn: Txn, limit: int) -> bool:
-    """Free at most `limit` frames of a capture that is deleted or moved. Return whether there may be more to free."""
+    """Free at most `limit` frames of captures that are deleted or moved. Return whether there may be more to free."""
     key = txn.next_key(Table.DOOMED, b"")
-    if key is None:
-        return False
-    is_moved = bytes(txn.get(Table.DOOMED, key) or b"") == records.ROWS_ONLY
-    tables = (Table.FRAMES,) if is_moved else (Table.FRAMES, Table.LOSSES, Table.PLACES)
-    if all(txn.delete_some(table, key, limit) < limit for table in tables):
-        txn.delete(Table.DOOMED, key)
-    return True
+    while key is not None and limit > 0:
+        is_moved = bytes(txn.get(Table.DOOMED, key) or b"") == records.ROWS_ONLY
+        for table in (Table.FRAMES,) if is_moved else (Table.FRAMES, Table.LOSSES, Table.PLACES):
+            limit -= txn.delete_some(table, key, limit)
+        if limit > 0:
+            txn.delete(Table.DOOMED, key)
+            limit -= 1  # many captures without frames take time, too
+            key = txn.next_key(Table.DOOMED, key + b"\0")
+    return key is not None
 
 
 def _has_ended(manifest: capture_pb2.CaptureManifest) -> Failure:

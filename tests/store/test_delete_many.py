@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from residuum.rpc.errors import Reason
 from residuum.v1 import store_pb2
 from residuum.wire.limits import MAX_CAPTURES_PER_DELETION, MAX_MESSAGE_BYTES
-from store_svc.writing.changes import Batch
+from store_svc.database.db import Table, Txn
+from store_svc.writing.changes import Batch, purge_some
 from tests.store.support import (
     ABORTED,
     COMPLETE,
@@ -109,6 +111,39 @@ def test_captures_of_one_call_share_a_transaction(tmp_path: Path) -> None:
         assert [reason for _, reason in delete(client, [*names, "gone"])] == [NONE] * 50 + [UNKNOWN]
         assert store._writer.counters.commits == before + 1
         assert listed(client) == []
+
+
+def test_frames_of_many_captures_are_freed_together_but_not_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each transaction is synced. So one for each capture takes long, and a large one holds up writers."""
+    freed = []
+
+    def counted(txn: Txn, limit: int) -> bool:
+        before = txn.count(Table.FRAMES)
+        is_more = purge_some(txn, limit)
+        freed.append(before - txn.count(Table.FRAMES))
+        return is_more
+
+    with serving(tmp_path / "store") as (store, client):
+        names = [f"c{number}" for number in range(40)]
+        for name in names:
+            put(client, name)
+        monkeypatch.setattr("store_svc.writing.writer.purge_some", counted)
+        monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 9)
+        put(client, "kept")
+        assert store._db.num_chunks() == 41
+        delete(client, names)
+        end = time.monotonic() + 30
+        while store._writer._purging or store._db.num_chunks() > 1:
+            assert time.monotonic() < end, "the frames are not freed"
+            time.sleep(0.01)
+        assert sum(freed) == 40
+        assert max(freed) <= 9
+        assert len(freed) <= 12
+        with store._db.read() as txn:
+            assert txn.count(Table.DOOMED) == 0
+        assert client.read("kept")[0] == grid(LAYERS, range(5))
 
 
 def test_a_call_deletes_as_many_captures_as_the_limit_and_no_more(client: Client) -> None:
