@@ -27,6 +27,7 @@ from residuum.extraction.spec import JobSpec, OnError
 from residuum.extraction.tokenizer import Tokenizer
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
+from residuum.values.model.info import ModelInfo
 from residuum.values.steering.operation_list import operation_list
 
 _SIGNAL_SECONDS = 0.5
@@ -90,14 +91,14 @@ class Job:
             on_error=self.on_error,
         )  # fmt: skip
 
-    def document(self, items: Items | PackedItems, model: str) -> dict[str, Any]:
+    def document(self, items: Items | PackedItems, info: ModelInfo) -> dict[str, Any]:
         """Return everything that decides which rows the job makes; see `JobSpec.document`."""
         packing: dict[str, Any] = {}
         if isinstance(items, PackedItems):
             packing = {"pack": True, "separator": items.separator}
             if items.tokenizer is not None:
                 packing["tokenizer_sha256"] = items.tokenizer.sha256
-        return self.spec.document(len(items), model, packing)
+        return self.spec.document(len(items), info, packing)
 
 
 def cut(items: Items | PackedItems) -> Iterator[None]:
@@ -150,9 +151,9 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
         await _with_pauses(cut(items))
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
-            await services.begin()
+            await services.begin(job.spec.capture)
             job = replace(job, spec=await with_stored_rows(job.spec, services))
-            folder.begin(job.document(items, services.info.model), _facts(services))
+            folder.begin(job.document(items, services.info), _facts(services))
             await _with_pauses(_check_prompts(folder, items))
             summary = await _run(job, items, folder, services)
         finally:

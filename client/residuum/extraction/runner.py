@@ -243,7 +243,9 @@ class Runner:
     def _new_shard(self, after: Shard | None = None) -> Shard:
         number = len(self._output.shards) if after is None else after.number + 1
         first = self._output.done if after is None else after.first_prompt + after.prompts
-        return Shard(number, first, as_float32=self._spec.dtype == "float32")
+        before = [shard.tensors for shard in self._output.shards] if after is None else [after.kinds]
+        kinds = {name: kind for tensors in before for name, kind in tensors.items()}
+        return Shard(number, first, as_float32=self._spec.dtype == "float32", kinds=kinds)
 
     async def _finish(self, shard: Shard, total: int) -> Shard:
         """Write a shard in a thread, after the one before it, and return the next shard."""

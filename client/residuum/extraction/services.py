@@ -13,6 +13,7 @@ from typing import TypeVar
 from residuum._async.client import AsyncClient
 from residuum.exceptions import EngineDead, InvalidRequest, OutageWarning, ResiduumError, Unavailable
 from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, is_away
+from residuum.values.captures.capture import Capture
 from residuum.values.model.info import ModelInfo
 
 _TIMES_RUNNING = 2
@@ -84,14 +85,19 @@ class Services:
         self._probes: set[asyncio.Task[None]] = set()
         self._last: ResiduumError | None = None
         self._info: ModelInfo | None = None
+        self._needs_one_encoding = False
 
-    async def begin(self) -> None:
+    async def begin(self, capture: Capture | None = None) -> None:
         """Ask every service for its model. Those that do not answer are left out until they do.
 
+        Args:
+            capture: What the job captures. If it names no encoding, all services must have the same one by default.
+
         Raises:
-            InvalidRequest: They serve different models, or none has a store.
+            InvalidRequest: They serve different models, or have different default encodings.
             ResiduumError: None of them answers.
         """
+        self._needs_one_encoding = capture is not None and capture.encoding is None
         answers = await asyncio.gather(*(self._ask(service) for service in self.all))
         for service, info in zip(self.all, answers, strict=True):
             if info is not None:
@@ -240,6 +246,13 @@ class Services:
                     f"{getattr(info, name)!r}, and at another one {getattr(first, name)!r}. Use services of one model.",
                     reason="INVALID_FIELD",
                 )
+        if self._needs_one_encoding and info.default_encoding != first.default_encoding:
+            raise InvalidRequest(
+                f"The services encode rows differently: the default encoding at {service.client.endpoint} is "
+                f"{info.default_encoding!r}, and at another one {first.default_encoding!r}. Choose an encoding with "
+                "encoding=.",
+                reason="INVALID_FIELD",
+            )
 
 
 def _known(value: _Value | None) -> _Value:
