@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -124,6 +126,7 @@ class Script:
     dtype: int = tensor_pb2.DATA_TYPE_BFLOAT16  # of the model
     stated_dtype: int = 0  # what GetModelInfo has instead
     default_encoding: int = capture_pb2.ENCODING_RAW
+    places: Callable | None = None  # returns a context for the time that a generation runs, which may refuse it
     is_old: bool = False  # an older service, which reports neither its clock nor its check of the store
 
 
@@ -309,6 +312,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
 
     def Generate(self, request, context):
         self._begin("Generate", request)
+        with self.script.places() if self.script.places else nullcontext():
+            yield from self._generate(request, context)
+
+    def _generate(self, request, context):
         if self.script.drop_vectors:
             self.script.drop_vectors = False
             self.vectors.clear()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +16,12 @@ from peer import HIDDEN, POST, RunningPeer, rows
 from test_extract import check_rows, files, job_id, write_prompts
 
 import residuum
+from inference_svc.requests.concurrency import Places
+from residuum._async.client import AsyncClient
+from residuum.extraction.services import Services
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, tensor_pb2
+from svc_common.security.tokens_file import Limits
 
 WHAT = residuum.Capture(layers=[1, 4])
 BF16, FP16 = tensor_pb2.DATA_TYPE_BFLOAT16, tensor_pb2.DATA_TYPE_FLOAT16
@@ -34,6 +43,35 @@ def second(store):
     running = RunningPeer(store.endpoint)
     yield running
     running.stop()
+
+
+class Busy:
+    """The real service's count of requests, for the threads of the peer; `theirs` are those of others."""
+
+    def __init__(self, total, *, quota=None, theirs=0):
+        self.lock, self.refused, self.most = threading.Lock(), 0, 0
+        limits = Limits(max_requests=quota)
+        self.places = Places(total, lambda tenant: limits)
+        self.others = contextlib.ExitStack()
+        for _ in range(theirs):
+            self.others.enter_context(self.places.taken("them"))
+
+    @contextlib.contextmanager
+    def __call__(self):
+        mine = contextlib.ExitStack()
+        with self.lock:
+            try:
+                mine.enter_context(self.places.taken("me"))
+            except Failure:
+                self.refused += 1
+                raise
+            self.most = max(self.most, self.places.num_taken)
+        try:
+            time.sleep(0.02)
+            yield
+        finally:
+            with self.lock:
+                mine.close()
 
 
 # ------------------------------------------------------------------------------------------- services that differ
@@ -139,3 +177,91 @@ def test_parts_of_different_dtypes_are_no_rows_of_one_layer():
     parts = [np.zeros((2, 4), np.float16), np.zeros((2, 4), ml_dtypes.bfloat16)]
     with pytest.raises(ValueError, match="4 × bfloat16"):
         residuum.LayerRows(parts, 4, np.dtype(ml_dtypes.bfloat16))
+
+
+# ------------------------------------------------------------------------------------- services that refuse prompts
+
+
+@pytest.mark.parametrize("busy", [{"total": 5, "theirs": 2}, {"total": 99, "quota": 3}])
+async def test_a_job_sends_fewer_prompts_at_once_if_a_service_refuses_some(client, peer, prompts, tmp_path, busy):
+    peer.script.places = Busy(**busy)
+    found = await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=16, progress=False)
+    check_rows(found, 40)
+    assert found.summary.failed == 0
+    assert peer.script.places.most == 3 + busy.get("theirs", 0)
+    assert 13 <= peer.script.places.refused < 30  # each of the first prompts that are too many, and now and then one
+
+
+async def test_a_refused_prompt_goes_to_another_service(client, peer, second, prompts, tmp_path):
+    peer.script.places, second.servicer.script.places = Busy(1), Busy(8)
+    found = await client.extract(
+        prompts, tmp_path / "out", capture=WHAT, max_concurrency=8, endpoints=[second.endpoint], progress=False
+    )
+    check_rows(found, 40)
+    assert second.servicer.script.places.most > 4
+    assert peer.script.places.most == 1
+
+
+async def test_a_service_that_is_full_of_others_requests_is_waited_for(client, peer, prompts, tmp_path):
+    peer.script.places = busy = Busy(4, theirs=4)
+    timer = threading.Timer(1.0, busy.others.close)
+    timer.start()
+    with pytest.warns(residuum.OutageWarning, match="takes no prompts at the moment: 4 requests already run or wait"):
+        found = await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=8, progress=False)
+    timer.join()
+    check_rows(found, 40)
+    assert busy.most > 1  # it gets more again
+
+
+@pytest.mark.filterwarnings("ignore::residuum.OutageWarning")
+@pytest.mark.parametrize(
+    ("busy", "kind_of_error"),
+    [({"total": 2, "theirs": 2}, residuum.LimitReached), ({"total": 9, "quota": 0}, residuum.QuotaExceeded)],
+)
+async def test_a_service_that_refuses_every_prompt_ends_the_job(
+    client, peer, prompts, tmp_path, busy, kind_of_error
+):  # fmt: skip
+    peer.script.places = Busy(**busy)
+    began = time.monotonic()
+    with pytest.raises(kind_of_error, match="run or wait") as caught:
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, timeout=1.0, progress=False)
+    assert 1.0 <= time.monotonic() - began < 5
+    assert "more room" not in str(caught.value)
+    assert peer.script.places.refused < 50  # each prompt once, and then one at a time with pauses
+
+
+@pytest.mark.filterwarnings("ignore::residuum.OutageWarning")
+async def test_a_job_waits_while_a_prompt_runs_longer_than_its_patience(endpoint):
+    services = Services([AsyncClient(endpoint)], 2, 0.2)
+    await services.begin()
+    async with services.slot() as service:
+        services.note_refused(service, residuum.LimitReached("full"))
+    async with services.slot():
+        waiting = asyncio.ensure_future(contextlib.AsyncExitStack().enter_async_context(services.slot()))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 5)
+    await services.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "limit", "advises"),
+    [
+        (Reason.ERROR_REASON_STORE_FULL, "", True),
+        (Reason.ERROR_REASON_QUOTA_EXCEEDED, "max_bytes", True),
+        (Reason.ERROR_REASON_QUOTA_EXCEEDED, "max_sae_bytes", False),
+    ],
+)
+async def test_only_the_store_gets_advice_about_room(client, peer, prompts, tmp_path, reason, limit, advises):
+    peer.script.failures = [None, Failure(reason, "No.", limit=limit)] * 9
+    with pytest.raises(residuum.ResourceExhausted, match=r"^No\.") as caught:
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False)
+    assert ("more room" in str(caught.value)) == advises
+
+
+async def test_one_other_service_continues(client, peer, second, prompts, tmp_path):
+    peer.script.failures = [None, Failure(Reason.ERROR_REASON_STORE_UNREACHABLE, "No store.")]
+    with pytest.warns(residuum.OutageWarning, match=r"until it answers again\. The other service continues\. No store"):
+        await client.extract(
+            prompts, tmp_path / "out", capture=WHAT, endpoints=[second.endpoint], max_concurrency=2, progress=False
+        )

@@ -478,7 +478,8 @@ class Client(SearchClient):
             endpoints: Further inference services of the same model. Each prompt goes to the one that has the fewest.
             timeout: Seconds that each prompt may take.
             max_concurrency: The most prompts that are sent at once, to all services together. None: twice as many as
-                the services run at once, so that they never wait for prompts.
+                the services run at once, so that they never wait for prompts. A service that refuses a prompt, because
+                it or your tenant has too many requests, gets fewer.
             progress: Show a progress bar, on a terminal or in Jupyter.
             **sampling: As for `generate`; max_tokens is 0 by default.
 
@@ -493,7 +494,7 @@ class Client(SearchClient):
             Unreachable: No service answers.
 
         Warns:
-            OutageWarning: A service does not answer, and is left out.
+            OutageWarning: A service does not answer, and is left out; or it refuses every prompt at the moment.
 
         Example:
             >>> what = residuum.Capture(layers=[12], positions="last_prompt")

@@ -16,7 +16,8 @@ from residuum.extraction.inputs import Items
 from residuum.extraction.packing import PackedItems
 from residuum.extraction.progress import Report, Totals
 from residuum.extraction.prompt import Answered, Failed, PromptSender, with_advice
-from residuum.extraction.services import Service, goes_away
+from residuum.extraction.service import Service
+from residuum.extraction.services import goes_away
 from residuum.extraction.shards import SHARD_PROMPTS, Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError
 from residuum.protocol.reading import not_complete, plan_read
