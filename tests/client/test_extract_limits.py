@@ -18,6 +18,7 @@ from test_extract import check_rows, files, job_id, write_prompts
 import residuum
 from inference_svc.requests.concurrency import Places
 from residuum._async.client import AsyncClient
+from residuum.extraction.folder import JobFolder
 from residuum.extraction.services import Services
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, tensor_pb2
@@ -265,3 +266,29 @@ async def test_one_other_service_continues(client, peer, second, prompts, tmp_pa
         await client.extract(
             prompts, tmp_path / "out", capture=WHAT, endpoints=[second.endpoint], max_concurrency=2, progress=False
         )
+
+
+# ---------------------------------------------------------------------------------------------------- a slow disk
+
+
+@pytest.mark.parametrize(("concurrency", "unread"), [(1, 4), (2, 4), (6, 6)])
+async def test_few_captures_wait_in_the_store_for_a_slow_disk(
+    endpoint, peer, tmp_path, monkeypatch, concurrency, unread
+):  # fmt: skip
+    """Two captures of 96 bytes fill a file. One file is being written, and the next one is full."""
+    commit, may_write = JobFolder.commit, threading.Event()
+    monkeypatch.setattr(JobFolder, "commit", lambda *arguments: (may_write.wait(30), commit(*arguments))[1])
+    async with residuum.AsyncClient(endpoint) as client:
+        job = asyncio.ensure_future(
+            client.extract(
+                ["a b c"] * 40, tmp_path / "out", capture=WHAT, shard_bytes=192, max_concurrency=concurrency,
+                progress=False,
+            )
+        )  # fmt: skip
+        counts = [0, 1]
+        while counts[-1] == 0 or counts[-2] < counts[-1]:  # until it sends no more
+            await asyncio.to_thread(time.sleep, 0.5)
+            counts.append(peer.calls.count("Generate"))
+        may_write.set()
+        assert counts[-1] == 2 + 2 + unread
+        assert len(await job) == 120
