@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 
@@ -19,6 +20,7 @@ import residuum
 from inference_svc.requests.concurrency import Places
 from residuum._async.client import AsyncClient
 from residuum.extraction.folder import JobFolder
+from residuum.extraction.packing import PackedItems
 from residuum.extraction.services import Services
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, tensor_pb2
@@ -292,3 +294,36 @@ async def test_few_captures_wait_in_the_store_for_a_slow_disk(
         may_write.set()
         assert counts[-1] == 2 + 2 + unread
         assert len(await job) == 120
+
+
+# ---------------------------------------------------------------------------- the documents that packing reads first
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    """A file of documents, each of which takes 2 ms to read."""
+    tokens_of = PackedItems._tokens_of
+    monkeypatch.setattr(PackedItems, "_tokens_of", lambda *arguments: (time.sleep(0.002), tokens_of(*arguments))[1])
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"text": [2, 3]}\n' * 300)
+    flags = ["--capture", 1, "--pack", "--context-length", 100, "--separator", "none"]
+    return [path, "--output", tmp_path / "out", *flags]
+
+
+def test_the_command_shows_how_many_documents_it_has_read(cli, documents, monkeypatch):
+    monkeypatch.setattr("residuum.extraction.progress._SECONDS", 0.02)
+    code, _, errors = cli("extract", *documents)
+    assert code == 0
+    shown = [int(count) for count in re.findall(r"reading documents: (\d+) of 300", errors)]
+    assert len(shown) > 5
+    assert shown == sorted(shown)
+    assert shown[0] < 100
+    assert 200 < shown[-1] <= 300
+
+
+def test_an_estimate_includes_the_time_to_read_the_documents(cli, documents):
+    code, printed, _ = cli("extract", *documents, "--dry-run", "--json")
+    assert code == 0
+    estimate = json.loads(printed)
+    assert estimate["prompts"] == 6
+    assert estimate["seconds"] > 300 * 0.002

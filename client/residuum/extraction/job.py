@@ -18,7 +18,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JobFolder, open_folder
 from residuum.extraction.inputs import Items, Source, open_rows
 from residuum.extraction.packing import PackedItems
-from residuum.extraction.progress import show_progress
+from residuum.extraction.progress import show_progress, show_reading
 from residuum.extraction.prompt import PromptSender
 from residuum.extraction.reader import Extracted, ExtractSummary
 from residuum.extraction.runner import Runner, clean_up
@@ -101,9 +101,14 @@ class Job:
         return self.spec.document(len(items), info, packing)
 
 
-def cut(items: Items | PackedItems) -> Iterator[None]:
+def cut(job: Job, items: Items | PackedItems) -> Iterator[None]:
     """Cut packed prompts into windows, with pauses for other work. The others need no cutting."""
-    return items.cut() if isinstance(items, PackedItems) else iter(())
+    if not isinstance(items, PackedItems):
+        return
+    with show_reading(items.num_documents, enabled=job.progress, lines=job.lines) as report:
+        for read in items.cut():
+            report(read)
+            yield
 
 
 def job_of(
@@ -148,7 +153,7 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
     """
     found = await asyncio.to_thread(job.items)  # it reads where the lines of a file begin
     with contextlib.closing(found) as items, open_folder(job.folder) as folder:
-        await _with_pauses(cut(items))
+        await _with_pauses(cut(job, items))
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
             await services.begin(job.spec.capture)
