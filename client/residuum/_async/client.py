@@ -471,13 +471,15 @@ class AsyncClient(AsyncSearchClient):
                 Leave it out if the prompts are lists of token IDs. The job continues only with the same tokenizer.json.
             dtype: "stored" writes rows in the dtype in which they were captured, and decoded ones as float32. "float32"
                 writes all as float32.
-            shard_bytes: The approximate size of a file of rows. The client holds up to two of them in memory, and the
-                stores hold the captures of as many.
+            shard_bytes: The approximate size of a file of rows. The client holds up to two of them in memory. The
+                stores hold the captures of these, and of the prompts that run or wait to be read: up to two files
+                more, or `max_concurrency` captures if these are larger.
             keep_captures: Keep the captures in the stores. By default they are deleted when their rows are on the disk.
             endpoints: Further inference services of the same model. Each prompt goes to the one that has the fewest.
             timeout: Seconds that each prompt may take.
             max_concurrency: The most prompts that are sent at once, to all services together. None: twice as many as
-                the services run at once, so that they never wait for prompts.
+                the services run at once, so that they never wait for prompts. A service that refuses a prompt, because
+                it or your tenant has too many requests, gets fewer.
             progress: Show a progress bar, on a terminal or in Jupyter.
             **sampling: As for `generate`; max_tokens is 0 by default.
 
@@ -492,7 +494,7 @@ class AsyncClient(AsyncSearchClient):
             Unreachable: No service answers.
 
         Warns:
-            OutageWarning: A service does not answer, and is left out.
+            OutageWarning: A service does not answer, and is left out; or it refuses every prompt at the moment.
 
         Example:
             >>> what = residuum.Capture(layers=[12], positions="last_prompt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,8 @@ class Estimate:
         failed: How many of them failed.
         tokens: The tokens of the whole job.
         bytes: The bytes of its rows.
-        seconds: How long it takes.
+        seconds: How long it takes, with `pack` including the time in which it reads all documents before the first
+            prompt.
         free_bytes: The free space on the disk of its folder.
     """
 
@@ -46,9 +48,10 @@ def estimate(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Estimate
         ResiduumError: As for the job itself.
     """
     with contextlib.closing(job.items()) as items:
-        for _ in cut(items):
+        began = time.monotonic()
+        for _ in cut(job, items):
             pass
-        total = len(items)
+        cutting, total = time.monotonic() - began, len(items)
     with tempfile.TemporaryDirectory(prefix="residuum-") as folder:
         spec = replace(job.spec, limit=min(SAMPLE, total), shuffle=0)
         sample = replace(
@@ -64,7 +67,7 @@ def estimate(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Estimate
         failed=done.failed,
         tokens=round(done.tokens * scale),
         bytes=round(done.bytes * scale),
-        seconds=done.seconds * scale,
+        seconds=cutting + done.seconds * scale,
         free_bytes=shutil.disk_usage(_existing(Path(job.folder))).free,
     )
 

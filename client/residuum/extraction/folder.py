@@ -17,13 +17,13 @@ import dataclasses
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.shards import FORMAT, Shard, ShardInfo, read_info, read_lines
-from residuum.extraction.spec import differences, digest_of
+from residuum.extraction.shards import FORMAT, Shard, ShardInfo, kind_text, read_info, read_lines
+from residuum.extraction.spec import ROWS, differences, digest_of
 
 JOB, INDEX, LOG = "job.json", "index.json", "log.jsonl"
 _PART = ".part"
@@ -59,11 +59,15 @@ class JobFolder:
         job = self.path / JOB
         if job.is_file():
             before = _read_json(job)["spec"]
+            if ROWS in document and ROWS not in before:  # an earlier version did not note the dtype, but files have it
+                before = {**before, ROWS: {**document[ROWS], **_dtype_of(shards_in(self.path))}}
             changed = differences(before, json.loads(json.dumps(document, default=str)))
             if changed:
+                from_service = any(change.startswith(f"{ROWS}.") for change in changed)
+                as_it_was = " with a service of the same dtype and default encoding" if from_service else ""
                 raise InvalidRequest(
-                    f"{self.path} has another job: {'; '.join(changed)}. Run the job as it was, or choose another "
-                    "folder.",
+                    f"{self.path} has another job: {'; '.join(changed)}. Run the job as it was{as_it_was}, or choose "
+                    "another folder.",
                     reason="INVALID_FIELD",
                 )
         else:
@@ -187,8 +191,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def shards_in(folder: Path) -> Iterator[ShardInfo]:
-    """Yield the shards of a folder in order."""
+    """Yield the shards of a folder in order.
+
+    Raises:
+        InvalidRequest: One is damaged, does not follow the one before it, or has rows of another kind.
+    """
     number = prompts = 0
+    kinds: dict[str, tuple[str, int]] = {}
     while (path := folder / f"rows-{number:05}.safetensors").is_file():
         info = read_info(path)
         if (info.number, info.first_prompt) != (number, prompts) or not (folder / info.prompts_file).is_file():
@@ -196,8 +205,22 @@ def shards_in(folder: Path) -> Iterator[ShardInfo]:
                 f"{path} does not follow the shard before it. Delete it and those after it, and run the job again.",
                 reason="INVALID_FIELD",
             )
+        for name, kind in info.tensors.items():
+            first = kinds.setdefault(name, kind)
+            if kind != first:
+                raise InvalidRequest(
+                    f"{path} has rows of {name} that are {kind_text(kind)}, and the files before it have "
+                    f"{kind_text(first)}: the job continued on another service. Delete it and those after it, and run "
+                    "the job again with the first service.",
+                    reason="INVALID_FIELD",
+                )
         yield info
         number, prompts = number + 1, prompts + info.prompts
+
+
+def _dtype_of(shards: Iterable[ShardInfo]) -> dict[str, str]:
+    """Return the dtype of the rows in files; nothing without rows."""
+    return next(({"dtype": dtype} for shard in shards for dtype, _ in shard.tensors.values()), {})
 
 
 def index_of(shards: Sequence[ShardInfo], total: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JobFolder, open_folder
 from residuum.extraction.inputs import Items, Source, open_rows
 from residuum.extraction.packing import PackedItems
-from residuum.extraction.progress import show_progress
+from residuum.extraction.progress import show_progress, show_reading
 from residuum.extraction.prompt import PromptSender
 from residuum.extraction.reader import Extracted, ExtractSummary
 from residuum.extraction.runner import Runner, clean_up
@@ -27,6 +27,7 @@ from residuum.extraction.spec import JobSpec, OnError
 from residuum.extraction.tokenizer import Tokenizer
 from residuum.protocol.requests import stored_rows
 from residuum.transport.batches import check_concurrency
+from residuum.values.model.info import ModelInfo
 from residuum.values.steering.operation_list import operation_list
 
 _SIGNAL_SECONDS = 0.5
@@ -90,19 +91,24 @@ class Job:
             on_error=self.on_error,
         )  # fmt: skip
 
-    def document(self, items: Items | PackedItems, model: str) -> dict[str, Any]:
+    def document(self, items: Items | PackedItems, info: ModelInfo) -> dict[str, Any]:
         """Return everything that decides which rows the job makes; see `JobSpec.document`."""
         packing: dict[str, Any] = {}
         if isinstance(items, PackedItems):
             packing = {"pack": True, "separator": items.separator}
             if items.tokenizer is not None:
                 packing["tokenizer_sha256"] = items.tokenizer.sha256
-        return self.spec.document(len(items), model, packing)
+        return self.spec.document(len(items), info, packing)
 
 
-def cut(items: Items | PackedItems) -> Iterator[None]:
+def cut(job: Job, items: Items | PackedItems) -> Iterator[None]:
     """Cut packed prompts into windows, with pauses for other work. The others need no cutting."""
-    return items.cut() if isinstance(items, PackedItems) else iter(())
+    if not isinstance(items, PackedItems):
+        return
+    with show_reading(items.num_documents, enabled=job.progress, lines=job.lines) as report:
+        for read in items.cut():
+            report(read)
+            yield
 
 
 def job_of(
@@ -147,12 +153,12 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
     """
     found = await asyncio.to_thread(job.items)  # it reads where the lines of a file begin
     with contextlib.closing(found) as items, open_folder(job.folder) as folder:
-        await _with_pauses(cut(items))
+        await _with_pauses(cut(job, items))
         services = Services(clients(), job.max_concurrency, job.timeout)
         try:
-            await services.begin()
+            await services.begin(job.spec.capture)
             job = replace(job, spec=await with_stored_rows(job.spec, services))
-            folder.begin(job.document(items, services.info.model), _facts(services))
+            folder.begin(job.document(items, services.info), _facts(services))
             await _with_pauses(_check_prompts(folder, items))
             summary = await _run(job, items, folder, services)
         finally:

@@ -96,11 +96,16 @@ class PackedItems:
         self._cached_tokens = 0
         self._starts = array("q"), array("q")
 
-    def cut(self) -> Iterator[None]:
+    @property
+    def num_documents(self) -> int:
+        """The number of documents."""
+        return len(self._documents)
+
+    def cut(self) -> Iterator[int]:
         """Find where each window starts. This reads all documents once, and pauses now and then.
 
         Yields:
-            None at each pause, at which other work may run.
+            At each pause, at which other work may run, the number of documents that have been read.
 
         Raises:
             InvalidRequest: The documents do not fill a window, or one is broken.
@@ -108,10 +113,10 @@ class PackedItems:
         cursor, paused = (0, 0), time.monotonic()
         while self._limit is None or len(self) < self._limit:
             window: Window | None = None
-            for step in self._windows(*cursor):
+            for count, step in enumerate(self._windows(*cursor)):
                 window = step
                 if time.monotonic() - paused > _PAUSE_SECONDS:
-                    yield
+                    yield cursor[0] + count
                     paused = time.monotonic()
             if window is None:
                 break
@@ -224,7 +229,7 @@ class PackedItems:
         if self._left_out:
             _, first = next(iter(self._left_out.values()))
             warnings.warn(
-                f"{len(self._left_out)} documents were left out. The first: {first}", LeftOutWarning, stacklevel=4
+                f"{len(self._left_out)} documents were left out. The first: {first}", LeftOutWarning, stacklevel=5
             )
 
 

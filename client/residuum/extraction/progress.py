@@ -40,39 +40,48 @@ def show_progress(total: int, done_before: int, *, enabled: bool, lines: bool) -
         enabled: Whether to show a bar, on a terminal or in Jupyter.
         lines: Whether to print plain lines to stderr instead, now and then, where there is no terminal.
     """
-    if lines and not sys.stderr.isatty():
-        yield _Lines(total, done_before).report
-        return
     began = time.monotonic()
+    with _shown(total, done_before, "extracting", enabled=enabled, lines=lines) as show:
+        yield lambda totals: show(
+            done_before + totals.prompts, line_of(totals, total, done_before, time.monotonic() - began)
+        )
+
+
+@contextlib.contextmanager
+def show_reading(total: int, *, enabled: bool, lines: bool) -> Iterator[Callable[[int], None]]:
+    """Show how many documents have been read while the block runs. The arguments are those of `show_progress`."""
+    with _shown(total, 0, "reading documents", enabled=enabled, lines=lines) as show:
+        yield lambda done: show(done, f"reading documents: {done} of {total}")
+
+
+@contextlib.contextmanager
+def _shown(total: int, done: int, text: str, *, enabled: bool, lines: bool) -> Iterator[Callable[[int, str], None]]:
+    """Yield a function that shows how many are done, and a text."""
+    if lines and not sys.stderr.isatty():
+        yield _Lines().show
+        return
     if not enabled or not shows_bars():
-        yield lambda _: None
+        yield lambda *_: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     with Progress(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("extracting", total=total, completed=done_before)
-
-        def report(totals: Totals) -> None:
-            text = line_of(totals, total, done_before, time.monotonic() - began)
-            bar.update(task, completed=done_before + totals.prompts, description=text)
-
-        yield report
+        task = bar.add_task(text, total=total, completed=done)
+        yield lambda now_done, now_text: bar.update(task, completed=now_done, description=now_text)
 
 
 class _Lines:
-    def __init__(self, total: int, done_before: int) -> None:
-        self._total = total
-        self._before = done_before
-        self._began = self._last = time.monotonic()
+    def __init__(self) -> None:
+        self._last = time.monotonic()
 
-    def report(self, totals: Totals) -> None:
+    def show(self, _: int, text: str) -> None:
         """Print a line if the last one is old enough."""
         now = time.monotonic()
         if now - self._last < _SECONDS:
             return
         self._last = now
-        print(line_of(totals, self._total, self._before, now - self._began), file=sys.stderr, flush=True)  # noqa: T201
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def line_of(totals: Totals, total: int, done_before: int, seconds: float) -> str:

@@ -13,6 +13,7 @@ from residuum.exceptions import (
     DamagedCapture,
     DeadlineExceeded,
     InvalidRequest,
+    LimitReached,
     PromptTooLong,
     QuotaExceeded,
     RequestAborted,
@@ -21,7 +22,8 @@ from residuum.exceptions import (
     StoreFull,
 )
 from residuum.extraction.inputs import Item
-from residuum.extraction.services import Service, Services, goes_away
+from residuum.extraction.service import Service
+from residuum.extraction.services import Services, goes_away
 from residuum.extraction.spec import JobSpec
 from residuum.protocol.requests import Prompt
 from residuum.transport.batches import is_common
@@ -35,6 +37,9 @@ _OF_THE_PROMPT = (
     TypeError,
 )  # fmt: skip
 """Failures that concern one prompt. Others would fail all prompts."""
+
+_LIMITS_OF_REQUESTS = frozenset({"max_requests", "max_open_captures"})
+"""Quotas of a tenant that have room again when a request has ended."""
 
 
 @dataclass(frozen=True)
@@ -94,22 +99,23 @@ class PromptSender:
         """
         if item.prompt is None:
             return Failed(item, item.error or InvalidRequest(f"{item.where} has no prompt."))
-        while True:
-            name = self._name(item, attempt)
-            try:
-                return await self._send_once(item, item.prompt, name, attempt)
-            except _Again as again:
-                attempt += 1
-                if attempt >= MAX_ATTEMPTS:
-                    raise again.failure from None
-            except _OF_THE_PROMPT as failure:
-                if isinstance(failure, ResiduumError) and is_common(failure):
-                    raise
-                return Failed(item, _without_name(failure, name))
+        async with self._services.turn():
+            while True:
+                name = self._name(item, attempt)
+                try:
+                    return await self._send_once(item, item.prompt, name, attempt)
+                except _Again as again:
+                    attempt += again.is_attempt
+                    if attempt >= MAX_ATTEMPTS:
+                        raise again.failure from None
+                except _OF_THE_PROMPT as failure:
+                    if isinstance(failure, ResiduumError) and is_common(failure):
+                        raise
+                    return Failed(item, _without_name(failure, name))
 
     async def _send_once(self, item: Item, prompt: Prompt, name: str, attempt: int) -> Answered | Failed:
         spec = self._spec
-        async with self._services.slot() as service:
+        async with self._services.service() as service:
             try:
                 reply = await service.client.generate(
                     prompt, capture=spec.capture, steer=spec.steer, request_id=name, model=spec.model,
@@ -117,8 +123,11 @@ class PromptSender:
                 )  # fmt: skip
             except AlreadyExists as failure:
                 raise _Again(failure) from None
-            except (StoreFull, QuotaExceeded) as failure:
-                raise with_advice(failure) from None
+            except (StoreFull, LimitReached, QuotaExceeded) as failure:
+                if not _is_of_requests(failure):
+                    raise with_advice(failure) from None
+                self._services.note_refused(service, failure)
+                raise _Again(failure, is_attempt=False) from None
             except ResiduumError as failure:
                 if not goes_away(failure):
                     raise
@@ -151,11 +160,18 @@ class PromptSender:
         return f"{self._job_id}-{item.index:09}" + (f".{attempt}" if attempt else "")
 
 
+def _is_of_requests(failure: ResiduumError) -> bool:
+    """Tell whether a service takes the prompt when others have ended."""
+    return isinstance(failure, LimitReached) or failure.metadata.get("limit") in _LIMITS_OF_REQUESTS
+
+
 def with_advice(failure: ResiduumError) -> ResiduumError:
-    """Return the failure of a store without room, with what a job can do."""
+    """Return the failure, with what a job can do if a store has no room, or none for the tenant."""
+    if not isinstance(failure, StoreFull) and failure.metadata.get("limit") != "max_bytes":
+        return failure
     advice = (
-        "The stores hold the captures of a job until their rows are on the disk: up to two files of rows. Give the "
-        "store more room and run the same job again, or start it with a smaller shard_bytes in another folder."
+        "The stores hold the captures of a job until their rows are on the disk. Give the store more room, or run the "
+        "same job again with a smaller max_concurrency."
     )
     failure.args = (f"{failure} {advice}",)
     return failure
@@ -168,9 +184,11 @@ def _is_chat(prompt: Prompt) -> bool:
 class _Again(Exception):  # noqa: N818 - it is no error
     """The prompt is to be sent again."""
 
-    def __init__(self, failure: ResiduumError) -> None:
+    def __init__(self, failure: ResiduumError, *, is_attempt: bool = True) -> None:
         super().__init__(str(failure))
         self.failure = failure
+        self.is_attempt = is_attempt
+        """Whether this counts as an attempt. A prompt that was refused has done nothing."""
 
 
 def _without_name(failure: Any, name: str) -> Any:

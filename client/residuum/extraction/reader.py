@@ -85,6 +85,8 @@ class LayerRows(Sequence[Array]):
 
     def __init__(self, parts: Sequence[Array], width: int, dtype: np.dtype[Any]) -> None:
         """Use `Extracted.layer` instead."""
+        if any(part.dtype != dtype or part.shape[1:] != (width,) for part in parts):
+            raise ValueError(f"all parts must have rows of {width} × {dtype.name}")
         self.shards = tuple(parts)
         """The rows of each shard, mapped into memory."""
         self.dtype = dtype
@@ -152,7 +154,7 @@ class Extracted:
 
     Raises:
         FileNotFoundError: There is no job in the folder.
-        InvalidRequest: A file is damaged.
+        InvalidRequest: A file is damaged, or has rows of another dtype or width than those before it.
 
     Example:
         >>> rows = residuum.Extracted("train-rows")

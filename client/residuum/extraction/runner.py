@@ -16,7 +16,8 @@ from residuum.extraction.inputs import Items
 from residuum.extraction.packing import PackedItems
 from residuum.extraction.progress import Report, Totals
 from residuum.extraction.prompt import Answered, Failed, PromptSender, with_advice
-from residuum.extraction.services import Service, goes_away
+from residuum.extraction.service import Service
+from residuum.extraction.services import goes_away
 from residuum.extraction.shards import SHARD_PROMPTS, Shard, ShardInfo
 from residuum.extraction.spec import JobSpec, OnError
 from residuum.protocol.reading import not_complete, plan_read
@@ -27,7 +28,9 @@ _READ_BYTES = 64 << 20
 _READ_CAPTURES = 128
 """The most captures that one read brings."""
 _AHEAD = 4
-"""How many prompts may wait to be written for each that runs. They wait for one that is slower."""
+"""How many prompts may wait to be read for each that runs. They wait for one that is slower."""
+_UNREAD_SHARDS = 2
+"""How many files the captures of these prompts may fill, so that the stores need room for few."""
 _LOST_ATTEMPTS = 3
 """How often a prompt is sent whose capture was lost or is not complete."""
 _DELETING_SECONDS = 5.0
@@ -80,7 +83,9 @@ class Runner:
         self._keep = keep_captures
         self._waiting: deque[asyncio.Task[Outcome]] = deque()
         self._started = asyncio.Event()
-        self._room = asyncio.Semaphore(max_concurrency * (1 + _AHEAD))
+        self._max_concurrency = max_concurrency
+        self._unread = 0
+        self._was_read = asyncio.Event()
         self._capture_bytes = _READ_BYTES // 8  # until the first capture is known
         self._used: list[tuple[Service, str]] = []
         self._writing: asyncio.Task[None] | None = None
@@ -111,10 +116,18 @@ class Runner:
     async def _feed(self) -> None:
         """Start the prompts in order, as there is room."""
         for index in range(self._output.done, len(self._items)):
-            await self._room.acquire()
+            while self._unread >= self._most_unread():
+                self._was_read.clear()
+                await self._was_read.wait()
+            self._unread += 1
             item = self._items.item(index)
             self._waiting.append(asyncio.ensure_future(self._sender.send(item)))
             self._started.set()
+
+    def _most_unread(self) -> int:
+        """Return how many prompts may run, or wait until their rows are read. Captures are read in order."""
+        fit = _UNREAD_SHARDS * self._spec.shard_bytes // self._capture_bytes
+        return max(self._max_concurrency, min(self._max_concurrency * (1 + _AHEAD), fit))
 
     async def _collect(self, feeding: asyncio.Task[None]) -> None:
         """Bring the rows of prompts into shards, in the order of the prompts."""
@@ -147,7 +160,6 @@ class Runner:
         ended = list(itertools.takewhile(asyncio.Task.done, itertools.islice(self._waiting, limit)))
         for _ in ended:
             self._waiting.popleft()
-            self._room.release()
         failures = [failure for task in ended if (failure := task.exception()) is not None]
         if failures:
             raise failures[0]
@@ -219,6 +231,8 @@ class Runner:
 
     def _add(self, shard: Shard, outcome: Outcome, acts: Activations | None) -> None:
         before = shard.bytes
+        self._unread -= 1
+        self._was_read.set()
         self.totals.prompts += 1
         self.totals.left_out += len(outcome.item.left_out)
         if isinstance(outcome, Failed) or acts is None:
@@ -226,7 +240,8 @@ class Runner:
             return
         shard.add(outcome.item, acts, outcome.reply)
         self._used.append((outcome.service, outcome.reply.request_id))
-        self._capture_bytes = max(1, shard.bytes - before, self._capture_bytes * 3 // 4)
+        lately = self._capture_bytes * 3 // 4 if self.totals.bytes else 0
+        self._capture_bytes = max(1, shard.bytes - before, lately)
         self.totals.bytes += shard.bytes - before
         self.totals.rows += sum(len(acts.select(sequence=sequence).positions) for sequence in acts.sequences)
         self.totals.tokens += len(outcome.reply.prompt_token_ids) + outcome.reply.usage.generated_tokens
@@ -243,7 +258,9 @@ class Runner:
     def _new_shard(self, after: Shard | None = None) -> Shard:
         number = len(self._output.shards) if after is None else after.number + 1
         first = self._output.done if after is None else after.first_prompt + after.prompts
-        return Shard(number, first, as_float32=self._spec.dtype == "float32")
+        before = [shard.tensors for shard in self._output.shards] if after is None else [after.kinds]
+        kinds = {name: kind for tensors in before for name, kind in tensors.items()}
+        return Shard(number, first, as_float32=self._spec.dtype == "float32", kinds=kinds)
 
     async def _finish(self, shard: Shard, total: int) -> Shard:
         """Write a shard in a thread, after the one before it, and return the next shard."""

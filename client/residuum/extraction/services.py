@@ -7,12 +7,13 @@ import contextlib
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from residuum._async.client import AsyncClient
 from residuum.exceptions import EngineDead, InvalidRequest, OutageWarning, ResiduumError, Unavailable
+from residuum.extraction.service import LONGEST_PAUSE_SECONDS, Service, pause
 from residuum.transport.connections import LONGEST_OUTAGE_SECONDS, is_away
+from residuum.values.captures.capture import Capture
 from residuum.values.model.info import ModelInfo
 
 _TIMES_RUNNING = 2
@@ -20,9 +21,6 @@ _TIMES_RUNNING = 2
 otherwise those that end together leave it idle until the next ones come."""
 _UNKNOWN_RUNNING = 64
 """What a service is taken to run at once if it does not say so."""
-_FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 2.0
-"""The pauses between two attempts to reach a service that is away."""
-
 
 _Value = TypeVar("_Value")
 
@@ -31,32 +29,12 @@ FindAgain = Callable[[int, AsyncClient], Awaitable[AsyncClient]]
 is nowhere at the moment. The number is that of the service in the job."""
 
 
-@dataclass(eq=False)
-class Service:
-    """One inference service."""
-
-    client: AsyncClient
-    """A client of it and of its stores."""
-    number: int = 0
-    """Its number in the job."""
-    running: int = 0
-    """The prompts that it has now."""
-    prompts: int = 0
-    """The prompts that it has answered."""
-    away_since: float | None = None
-    """Since when it has answered no prompt. None: it answered the last one, or had none yet."""
-    is_away: bool = False
-    """Whether it gets no prompts at the moment."""
-    failures: int = field(default=0, repr=False)
-
-    @property
-    def pause(self) -> float:
-        """Seconds until the next attempt."""
-        return min(_FIRST_SECONDS * 2.0 ** min(self.failures, 10), _LONGEST_SECONDS)
-
-
 class Services:
-    """Gives each prompt to the service that has the fewest. One that does not answer is left out until it does."""
+    """Gives each prompt to the service that is working on the fewest.
+
+    One that does not answer is left out until it does. One that refuses a prompt, because it or the tenant has too
+    many, gets fewer at once, and the prompt is sent again.
+    """
 
     def __init__(
         self,
@@ -84,14 +62,19 @@ class Services:
         self._probes: set[asyncio.Task[None]] = set()
         self._last: ResiduumError | None = None
         self._info: ModelInfo | None = None
+        self._needs_one_encoding = False
 
-    async def begin(self) -> None:
+    async def begin(self, capture: Capture | None = None) -> None:
         """Ask every service for its model. Those that do not answer are left out until they do.
 
+        Args:
+            capture: What the job captures. If it names no encoding, all services must have the same one by default.
+
         Raises:
-            InvalidRequest: They serve different models, or none has a store.
+            InvalidRequest: They serve different models, or have different default encodings.
             ResiduumError: None of them answers.
         """
+        self._needs_one_encoding = capture is not None and capture.encoding is None
         answers = await asyncio.gather(*(self._ask(service) for service in self.all))
         for service, info in zip(self.all, answers, strict=True):
             if info is not None:
@@ -124,21 +107,52 @@ class Services:
         """Wait for room, and yield the service for one prompt.
 
         Raises:
-            ResiduumError: All services are away for too long.
+            ResiduumError: All services are away, or refuse every prompt, for too long.
         """
+        async with self.turn(), self.service() as service:
+            yield service
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until fewer than `max_concurrency` prompts are sent. A prompt keeps its turn if it is sent again."""
         async with _known(self._room):
-            service = await self._least_busy()
-            service.running += 1
-            try:
-                yield service
-            finally:
-                service.running -= 1
+            yield
+
+    @contextlib.asynccontextmanager
+    async def service(self) -> AsyncIterator[Service]:
+        """Wait for a service that takes a prompt, and yield it. As `slot`, for a prompt that has its turn."""
+        service = await self._least_busy()
+        service.running += 1
+        try:
+            yield service
+        finally:
+            service.running -= 1
+            self._is_back.set()
 
     def note_answer(self, service: Service) -> None:
         """Note that a service has answered a prompt."""
-        service.prompts += 1
-        service.failures = 0
-        service.away_since = None
+        service.note_answer(time.monotonic())
+
+    def note_refused(self, service: Service, failure: ResiduumError) -> None:
+        """Note that a service has refused a prompt because it, or the tenant, has too many. It gets fewer at once.
+
+        Raises:
+            ResiduumError: No service has anything to do for this job, and all have refused its prompts for too long.
+        """
+        now = time.monotonic()
+        service.note_refused(now)
+        if service.running > 1:
+            return  # the prompt is sent again when another one has ended
+        self._last = failure
+        self._check_patience(now, service)
+        if not service.has_warned:
+            service.has_warned = True
+            warnings.warn(
+                f"{service.client.endpoint} takes no prompts at the moment: {failure} The job sends it one from time "
+                f"to time, for up to {self._patience:.0f} s.",
+                OutageWarning,
+                stacklevel=2,
+            )
 
     def note_away(self, service: Service, failure: ResiduumError) -> None:
         """Note that a service did not answer a prompt.
@@ -150,13 +164,14 @@ class Services:
         self._last = failure
         if service.away_since is None:
             service.away_since = now
-        self._check_patience(now)
+        self._check_patience(now, service)
         if service.is_away:
             return
         service.is_away = True
         others = sum(not other.is_away for other in self.all)
         if service.failures == 0:
-            what = f"The {others} other services continue." if others else f"It waits up to {self._patience:.0f} s."
+            continues = "The other service continues." if others == 1 else f"The {others} other services continue."
+            what = continues if others else f"It waits up to {self._patience:.0f} s."
             warnings.warn(
                 f"The job leaves out {service.client.endpoint} until it answers again. {what} {failure}",
                 OutageWarning,
@@ -177,15 +192,20 @@ class Services:
 
     async def _least_busy(self) -> Service:
         while True:
-            there = [service for service in self.all if not service.is_away]
+            now = time.monotonic()
+            there = [service for service in self.all if service.takes_prompts(now)]
             if there:
                 return min(there, key=lambda service: service.running)
-            self._check_patience(time.monotonic())
+            self._check_patience(now)
             self._is_back.clear()
+            pauses = [service.resumes - now for service in self.all if service.resumes > now]
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._is_back.wait(), _LONGEST_SECONDS)
+                await asyncio.wait_for(self._is_back.wait(), min([LONGEST_PAUSE_SECONDS, *pauses]))
 
-    def _check_patience(self, now: float) -> None:
+    def _check_patience(self, now: float, failed: Service | None = None) -> None:
+        """Raise the last failure if no service has answered for too long. `failed` has just failed to."""
+        if any(service.running and not service.is_away for service in self.all if service is not failed):
+            return  # these prompts may be answered
         since = [service.away_since for service in self.all]
         if self._last is not None and all(at is not None and now - at > self._patience for at in since):
             raise self._last
@@ -193,7 +213,7 @@ class Services:
     async def _probe(self, service: Service) -> None:
         """Try to reach a service until it answers."""
         while True:
-            await asyncio.sleep(service.pause)
+            await asyncio.sleep(pause(service.failures))
             service.failures += 1
             with contextlib.suppress(Unavailable, TimeoutError):
                 await self.follow(service)
@@ -240,6 +260,13 @@ class Services:
                     f"{getattr(info, name)!r}, and at another one {getattr(first, name)!r}. Use services of one model.",
                     reason="INVALID_FIELD",
                 )
+        if self._needs_one_encoding and info.default_encoding != first.default_encoding:
+            raise InvalidRequest(
+                f"The services encode rows differently: the default encoding at {service.client.endpoint} is "
+                f"{info.default_encoding!r}, and at another one {first.default_encoding!r}. Choose an encoding with "
+                "encoding=.",
+                reason="INVALID_FIELD",
+            )
 
 
 def _known(value: _Value | None) -> _Value:

@@ -29,6 +29,9 @@ _INDEX_ARRAYS = ("offsets", "positions", "prompt", "sequences", "token_ids")
 
 Array = npt.NDArray[Any]
 
+Kinds = Mapping[str, tuple[str, int]]
+"""The element type and width of each tensor of rows."""
+
 
 @dataclass(frozen=True)
 class ShardInfo:
@@ -65,11 +68,21 @@ class ShardInfo:
 class Shard:
     """Collects the rows of consecutive prompts in memory. It copies no rows."""
 
-    def __init__(self, number: int, first_prompt: int, *, as_float32: bool) -> None:
+    def __init__(self, number: int, first_prompt: int, *, as_float32: bool, kinds: Kinds | None = None) -> None:
+        """Create a shard without prompts.
+
+        Args:
+            number: Its number.
+            first_prompt: The place of its first prompt in the job.
+            as_float32: Whether all rows become float32.
+            kinds: The element type and width of the tensors in the shards before it. Its own must be the same.
+        """
         self.number = number
         self.first_prompt = first_prompt
         self.bytes = 0
         self._dtype = np.dtype(np.float32) if as_float32 else None
+        self.kinds: dict[str, tuple[str, int]] = dict(kinds or {})
+        """The element type and width of the tensors of rows, also of those in the shards before it."""
         self._rows: dict[str, list[Array]] = {}
         self._columns: dict[str, list[Array]] = {"positions": [], "sequences": [], "token_ids": []}
         self._offsets = [0]
@@ -98,7 +111,7 @@ class Shard:
         """Add the rows of a prompt.
 
         Raises:
-            InvalidRequest: Its rows have another shape than those of the prompts before it.
+            InvalidRequest: Its rows have another shape or element type than those of the prompts before it.
         """
         count = 0
         for sequence in acts.sequences:
@@ -135,7 +148,7 @@ class Shard:
             file.writelines(json.dumps(line, ensure_ascii=True, default=str) + "\n" for line in self._lines)
         info = ShardInfo(
             self.number, self.first_prompt, self.prompts, self._failed, self._offsets[-1], self._tokens, self.bytes,
-            {name: (self._type(parts).name, parts[0].shape[1]) for name, parts in sorted(self._rows.items())},
+            {name: self.kinds[name] for name in sorted(self._rows)},
         )  # fmt: skip
         tensors = [(name, *self._tensor(name)) for name in (*_INDEX_ARRAYS, *sorted(self._rows))]
         tensors.sort(key=lambda tensor: -tensor[1].itemsize)
@@ -154,10 +167,13 @@ class Shard:
         parts = self._rows.setdefault(name, [])
         if len(rows) != count:
             raise self._differs(item, f"it has {len(rows)} rows of {name}, and {count} of its other points")
-        if parts and (parts[0].shape[1], parts[0].dtype) != (rows.shape[1], rows.dtype):
-            raise self._differs(item, f"its rows of {name} are {rows.shape[1]} × {rows.dtype}")
+        dtype = self._dtype or rows.dtype
+        kind = (dtype.name, rows.shape[1])
+        first = self.kinds.setdefault(name, kind)
+        if kind != first:
+            raise self._differs(item, f"its rows of {name} are {kind_text(kind)}, and those before {kind_text(first)}")
         parts.append(rows)
-        self.bytes += rows.shape[0] * rows.shape[1] * (self._dtype or rows.dtype).itemsize
+        self.bytes += rows.shape[0] * rows.shape[1] * dtype.itemsize
 
     def _line(self, item: Item, rows: int) -> dict[str, Any]:
         first = self._offsets[-1]
@@ -189,9 +205,15 @@ class Shard:
 
     def _differs(self, item: Item, how: str) -> InvalidRequest:
         return InvalidRequest(
-            f"{item.where}: {how}. All prompts of a job need rows of the same shape. Use one model and encoding.",
+            f"{item.where}: {how}. All prompts of a job need rows of the same kind. Use services of one model, "
+            "dtype and encoding.",
             reason="INVALID_FIELD",
         )
+
+
+def kind_text(kind: tuple[str, int]) -> str:
+    """Return an element type and a width for people."""
+    return f"{kind[1]} × {kind[0]}"
 
 
 def read_info(path: Path) -> ShardInfo:

@@ -14,6 +14,7 @@ from google.protobuf import json_format
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.sampling import sampling_parameters
 from residuum.values.captures.capture import Capture
+from residuum.values.model.info import ModelInfo
 from residuum.values.steering.operation_list import steering_spec
 from residuum.values.steering.operations import Operation
 
@@ -25,6 +26,9 @@ OnLong = Literal["fail", "skip", "truncate"]
 
 _SHORTEST_WINDOW = 2
 DEFAULT_SHARD_BYTES = 256 << 20
+
+ROWS = "rows"
+"""What the services decide of the rows, in a job's document. Those of earlier versions lack it."""
 
 
 @dataclass(frozen=True)
@@ -98,19 +102,19 @@ class JobSpec:
                 f"separator={self.separator!r} needs tokenizer=, the model's folder. Or give a token ID, or None."
             )
 
-    def document(self, prompts: int, model: str, packing: Mapping[str, Any]) -> dict[str, Any]:
+    def document(self, prompts: int, info: ModelInfo, packing: Mapping[str, Any]) -> dict[str, Any]:
         """Return everything that decides which rows the job makes.
 
         Args:
             prompts: The number of prompts.
-            model: The model that the services serve.
+            info: What the services say of themselves.
             packing: For packed prompts: the ID of the token between documents, and the tokenizer's digest.
         """
         return {
             "capture": json_format.MessageToDict(self.capture.to_proto(), preserving_proto_field_name=True),
             "steering": json_format.MessageToDict(steering_spec(self.steer)) if self.steer else {},
             "sampling": dict(sorted(self.sampling.items())),
-            "model": model,
+            "model": info.model,
             "adapter": self.model or "",
             "column": self.column,
             "keep": list(self.keep),
@@ -122,8 +126,15 @@ class JobSpec:
             "dtype": self.dtype,
             "shard_bytes": self.shard_bytes,
             "prompts": prompts,
+            ROWS: self._rows(info),
             **packing,
         }
+
+    def _rows(self, info: ModelInfo) -> dict[str, str]:
+        """Return what the services decide: the encoding, if the capture names none, and the dtype of rows in files."""
+        encoding = self.capture.encoding or info.default_encoding
+        stored = {"raw": info.dtype, "fp16": "float16", "bf16": "bfloat16"}.get(encoding, "float32")
+        return {"dtype": stored if self.dtype == "stored" else self.dtype, "encoding": encoding}
 
 
 def digest_of(document: Mapping[str, Any]) -> str:

@@ -386,7 +386,12 @@ async def test_no_room_on_the_disk(client, prompts, tmp_path):
 async def test_a_full_store_stops_the_job(client, peer, prompts, tmp_path):
     peer.script.failures = [None, Failure(Reason.ERROR_REASON_STORE_FULL, "The store is full.")] * 9
     await stopped(
-        client, prompts, tmp_path / "out", "store is full. .*smaller shard_bytes", residuum.StoreFull, on_error="skip"
+        client,
+        prompts,
+        tmp_path / "out",
+        "store is full. .*smaller max_concurrency",
+        residuum.StoreFull,
+        on_error="skip",
     )
 
 

@@ -170,7 +170,7 @@ async def test_a_service_that_dies_is_left_out_and_taken_back(client, peer, stor
     thread = threading.Thread(target=die)
     thread.start()
     try:
-        with pytest.warns(residuum.OutageWarning, match="leaves out .*other services continue"):
+        with pytest.warns(residuum.OutageWarning, match="leaves out .*The other service continues"):
             found = await client.extract(
                 source, tmp_path / "out", capture=WHAT, endpoints=[dying.endpoint], max_concurrency=8, progress=False,
                 max_tokens=1,

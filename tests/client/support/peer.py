@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -121,6 +123,10 @@ class Script:
     clock_skew: float = 0.0  # seconds by which this service's clock is ahead
     skipped: bool = False  # say that the capture existed already
     scored_probes: int | None = None  # send the scores of only so many probes
+    dtype: int = tensor_pb2.DATA_TYPE_BFLOAT16  # of the model
+    stated_dtype: int = 0  # what GetModelInfo has instead
+    default_encoding: int = capture_pb2.ENCODING_RAW
+    places: Callable | None = None  # returns a context for the time that a generation runs, which may refuse it
     is_old: bool = False  # an older service, which reports neither its clock nor its check of the store
 
 
@@ -166,10 +172,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
             stores = [self.store_endpoint] if self.store_endpoint else []
         response = inference_pb2.GetModelInfoResponse(
             model=self.script.model, num_layers=self.script.num_layers, hidden_size=HIDDEN,
-            dtype=tensor_pb2.DATA_TYPE_BFLOAT16,
+            dtype=self.script.stated_dtype or self.script.dtype,
             sites=[capture_pb2.SITE_RESID_POST, capture_pb2.SITE_RESID_PRE],
             steering_operations=["add", "ablate", "cap", "replace", "set"], encodings=ENCODINGS.values(),
-            reductions=facts().reductions, default_encoding=capture_pb2.ENCODING_RAW,
+            reductions=facts().reductions, default_encoding=self.script.default_encoding,
             limits=inference_pb2.Limits(
                 max_model_len=4096, max_operations=256, max_vectors=1000, max_probe_outputs=256,
                 capture_pool_bytes=3 << 30, ring_bytes=1 << 28, table_bytes=5 << 20,
@@ -306,6 +312,10 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
 
     def Generate(self, request, context):
         self._begin("Generate", request)
+        with self.script.places() if self.script.places else nullcontext():
+            yield from self._generate(request, context)
+
+    def _generate(self, request, context):
         if self.script.drop_vectors:
             self.script.drop_vectors = False
             self.vectors.clear()
@@ -351,7 +361,16 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                 raise Failure(
                     Reason.ERROR_REASON_UNKNOWN_LAYER, f"No layer {layer}.", layer=layer, layers=LAYERS
                 ) from None
-            resolve_capture(spec.capture, facts())
+            resolve_capture(spec.capture, self._facts())
+
+    def _facts(self):
+        return SimpleNamespace(
+            **{
+                **vars(facts()),
+                "dtype": self.script.dtype,
+                "capture_defaults": CaptureDefaults(encoding=self.script.default_encoding),
+            }
+        )
 
     def _missing(self, digests):
         return [digest for digest in dict.fromkeys(digests) if digest not in self.vectors]
@@ -449,7 +468,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
     def _open(self, name, spec, prompt, sequences, text):
         description = capture_pb2.CaptureDescription(
             capture_id=name, model="peer", hidden_size=HIDDEN, num_layers=LAYERS,
-            dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=resolve_capture(spec.capture, facts()),
+            dtype=self.script.dtype, spec=resolve_capture(spec.capture, self._facts()),
             prompt_token_ids=prompt, num_sequences=sequences,
             prompt_text=text if spec.capture.keep_prompt else "",
             layout=capture_pb2.ParallelLayout(tensor_parallel_size=1, pipeline_parallel_size=1),
@@ -547,15 +566,15 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer):
                     yield store_pb2.AppendChunksRequest(capture_id=name, chunk=made)
 
     def _encoded(self, capture, sequence, site, layers, positions, values) -> capture_pb2.Chunk:
-        spec = resolve_capture(capture, facts())
-        what = capture_pb2.CaptureDescription(hidden_size=HIDDEN, dtype=tensor_pb2.DATA_TYPE_BFLOAT16, spec=spec)
+        spec = resolve_capture(capture, self._facts())
+        what = capture_pb2.CaptureDescription(hidden_size=HIDDEN, dtype=self.script.dtype, spec=spec)
         form = RowFormat.of_capture(what)
         vectors = [np.frombuffer(self.vectors[digest], np.float32) for digest in spec.encoding_options.vectors]
         features = spec.encoding_options.sae
         basis = basis_of(form, spec.encoding_options, vectors)
         if features.digest:
             basis = replace(self.saes[features.digest], chosen=tuple(features.chosen))
-        payload = form.encode(values, basis)
+        payload = form.encode(values.astype(numpy_dtype(self.script.dtype)), basis)
         header = capture_pb2.ChunkHeader(
             sequence=sequence, site=site, layers=layers, positions=[int(position) for position in positions],
             dtype=form.dtype, width=form.width, encoding=form.encoding, dimensions=form.dimensions, axis=form.axis,

@@ -1,0 +1,329 @@
+"""What a job does where services differ, refuse prompts, or have little room."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from extraction_files import write_extraction
+from peer import HIDDEN, POST, RunningPeer, rows
+from test_extract import check_rows, files, job_id, write_prompts
+
+import residuum
+from inference_svc.requests.concurrency import Places
+from residuum._async.client import AsyncClient
+from residuum.extraction.folder import JobFolder
+from residuum.extraction.packing import PackedItems
+from residuum.extraction.services import Services
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, tensor_pb2
+from svc_common.security.tokens_file import Limits
+
+WHAT = residuum.Capture(layers=[1, 4])
+BF16, FP16 = tensor_pb2.DATA_TYPE_BFLOAT16, tensor_pb2.DATA_TYPE_FLOAT16
+
+
+@pytest.fixture
+def kind():
+    """Both clients run the same job."""
+    return residuum.Client
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write_prompts(tmp_path / "prompts.jsonl", 40)
+
+
+@pytest.fixture
+def second(store):
+    running = RunningPeer(store.endpoint)
+    yield running
+    running.stop()
+
+
+class Busy:
+    """The real service's count of requests, for the threads of the peer; `theirs` are those of others."""
+
+    def __init__(self, total, *, quota=None, theirs=0):
+        self.lock, self.refused, self.most = threading.Lock(), 0, 0
+        limits = Limits(max_requests=quota)
+        self.places = Places(total, lambda tenant: limits)
+        self.others = contextlib.ExitStack()
+        for _ in range(theirs):
+            self.others.enter_context(self.places.taken("them"))
+
+    @contextlib.contextmanager
+    def __call__(self):
+        mine = contextlib.ExitStack()
+        with self.lock:
+            try:
+                mine.enter_context(self.places.taken("me"))
+            except Failure:
+                self.refused += 1
+                raise
+            self.most = max(self.most, self.places.num_taken)
+        try:
+            time.sleep(0.02)
+            yield
+        finally:
+            with self.lock:
+                mine.close()
+
+
+# ------------------------------------------------------------------------------------------- services that differ
+
+
+def as_by_an_earlier_version(folder):
+    """Remove what the services decide from job.json."""
+    document = json.loads((folder / "job.json").read_text())
+    del document["spec"]["rows"]
+    (folder / "job.json").write_text(json.dumps(document))
+
+
+async def half(client, prompts, folder, **more):
+    """Run a job that stops at its prompt 30, with some files on the disk."""
+    lines = prompts.read_text().splitlines()
+    prompts.write_text("\n".join([*lines[:30], "{", *lines[31:]]))
+    with pytest.raises(residuum.ExtractStopped):
+        await client.extract(prompts, folder, capture=WHAT, shard_bytes=300, progress=False, **more)
+    prompts.write_text("\n".join(lines))
+    assert 0 < len(residuum.Extracted(folder).prompts) < 40
+    await client.delete(prefix=f"{job_id(folder)}-")
+
+
+@pytest.mark.parametrize("version", ["this", "earlier"])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"dtype": FP16}, r'rows\.dtype was "bfloat16" and is "float16"\. Run the job as it was with a service of'),
+        ({"default_encoding": capture_pb2.ENCODING_FULL8}, r'rows\.dtype was "bfloat16" and is "float32"'),
+    ],
+)
+async def test_a_job_continues_only_with_the_same_kind_of_rows(client, peer, prompts, tmp_path, change, match, version):
+    out = tmp_path / "out"
+    await half(client, prompts, out)
+    if version == "earlier":
+        as_by_an_earlier_version(out)
+    before = files(out)
+    vars(peer.script).update(change)
+    with pytest.raises(residuum.InvalidRequest, match=match):
+        await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False)
+    assert files(out) == before
+    peer.reset()
+    check_rows(await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False), 40)
+
+
+async def test_encodings_whose_rows_have_one_dtype_are_told_apart(client, peer, prompts, tmp_path):
+    peer.script.default_encoding = capture_pb2.ENCODING_FULL8
+    await half(client, prompts, tmp_path / "out")
+    peer.script.default_encoding = capture_pb2.ENCODING_TOPK8
+    with pytest.raises(residuum.InvalidRequest, match=r'rows\.encoding was "full8" and is "topk8"'):
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, shard_bytes=300, progress=False)
+
+
+async def test_a_job_in_float32_continues_on_a_service_of_another_dtype(client, peer, prompts, tmp_path):
+    """bfloat16 and float16 have the peer's values exactly."""
+    out = tmp_path / "out"
+    await half(client, prompts, out, dtype="float32")
+    peer.script.dtype = FP16
+    found = await client.extract(prompts, out, capture=WHAT, shard_bytes=300, dtype="float32", progress=False)
+    assert found.layer(4).dtype == np.float32
+    assert np.array_equal(np.asarray(found.layer(4)), rows(0, POST, 4, found.positions).astype(np.float32))
+
+
+async def test_rows_of_another_kind_than_those_in_files_stop_the_job(client, peer, prompts, tmp_path):
+    """The service says that it has one dtype, and captures in another."""
+    out = tmp_path / "out"
+    await half(client, prompts, out)
+    peer.script.dtype, peer.script.stated_dtype = FP16, BF16
+    wrong = rf"resid_post.1 are {HIDDEN} × float16, and those before {HIDDEN} × bfloat16"
+    with pytest.raises(residuum.InvalidRequest, match=wrong):
+        await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False)
+    await client.delete(prefix=f"{job_id(out)}-")
+    peer.reset()
+    check_rows(await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False), 40)
+
+
+async def test_services_that_encode_rows_differently_are_refused(client, second, prompts, tmp_path):
+    both = {"endpoints": [second.endpoint], "progress": False}
+    second.servicer.script.default_encoding = capture_pb2.ENCODING_FULL8
+    with pytest.raises(residuum.InvalidRequest, match=r"default encoding at .* is 'full8', and at another one 'raw'"):
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, **both)
+    named = residuum.Capture(layers=[1, 4], encoding="raw")
+    check_rows(await client.extract(prompts, tmp_path / "out", capture=named, **both), 40)
+    second.servicer.script.dtype = FP16
+    with pytest.raises(residuum.InvalidRequest, match=r"different models: .* dtype is 'float16'"):
+        await client.extract(prompts, tmp_path / "two", capture=named, **both)
+
+
+@pytest.mark.parametrize("width", [4, 6])
+def test_a_folder_with_rows_of_different_kinds_is_refused(tmp_path, width):
+    """An earlier version could write one, and training read one dtype as the other."""
+    folder = write_extraction(tmp_path / "job", [[3], [3]], dtype=ml_dtypes.bfloat16, total=4)
+    other = write_extraction(tmp_path / "other", [[3], [3]], dtype=np.float16, width=width)
+    (other / "rows-00001.safetensors").rename(folder / "rows-00001.safetensors")
+    wrong = (
+        rf"rows-00001\.safetensors has rows of resid_post.3 that are {width} × float16, and .* 4 × bfloat16: .* Delete"
+    )
+    with pytest.raises(residuum.InvalidRequest, match=wrong):
+        residuum.Extracted(folder)
+
+
+def test_parts_of_different_dtypes_are_no_rows_of_one_layer():
+    parts = [np.zeros((2, 4), np.float16), np.zeros((2, 4), ml_dtypes.bfloat16)]
+    with pytest.raises(ValueError, match="4 × bfloat16"):
+        residuum.LayerRows(parts, 4, np.dtype(ml_dtypes.bfloat16))
+
+
+# ------------------------------------------------------------------------------------- services that refuse prompts
+
+
+@pytest.mark.parametrize("busy", [{"total": 5, "theirs": 2}, {"total": 99, "quota": 3}])
+async def test_a_job_sends_fewer_prompts_at_once_if_a_service_refuses_some(client, peer, prompts, tmp_path, busy):
+    peer.script.places = Busy(**busy)
+    found = await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=16, progress=False)
+    check_rows(found, 40)
+    assert found.summary.failed == 0
+    assert peer.script.places.most == 3 + busy.get("theirs", 0)
+    assert 13 <= peer.script.places.refused < 30  # each of the first prompts that are too many, and now and then one
+
+
+async def test_a_refused_prompt_goes_to_another_service(client, peer, second, prompts, tmp_path):
+    peer.script.places, second.servicer.script.places = Busy(1), Busy(8)
+    found = await client.extract(
+        prompts, tmp_path / "out", capture=WHAT, max_concurrency=8, endpoints=[second.endpoint], progress=False
+    )
+    check_rows(found, 40)
+    assert second.servicer.script.places.most > 4
+    assert peer.script.places.most == 1
+
+
+async def test_a_service_that_is_full_of_others_requests_is_waited_for(client, peer, prompts, tmp_path):
+    peer.script.places = busy = Busy(4, theirs=4)
+    timer = threading.Timer(1.0, busy.others.close)
+    timer.start()
+    with pytest.warns(residuum.OutageWarning, match="takes no prompts at the moment: 4 requests already run or wait"):
+        found = await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=8, progress=False)
+    timer.join()
+    check_rows(found, 40)
+    assert busy.most > 1  # it gets more again
+
+
+@pytest.mark.filterwarnings("ignore::residuum.OutageWarning")
+@pytest.mark.parametrize(
+    ("busy", "kind_of_error"),
+    [({"total": 2, "theirs": 2}, residuum.LimitReached), ({"total": 9, "quota": 0}, residuum.QuotaExceeded)],
+)
+async def test_a_service_that_refuses_every_prompt_ends_the_job(
+    client, peer, prompts, tmp_path, busy, kind_of_error
+):  # fmt: skip
+    peer.script.places = Busy(**busy)
+    began = time.monotonic()
+    with pytest.raises(kind_of_error, match="run or wait") as caught:
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, timeout=1.0, progress=False)
+    assert 1.0 <= time.monotonic() - began < 5
+    assert "more room" not in str(caught.value)
+    assert peer.script.places.refused < 50  # each prompt once, and then one at a time with pauses
+
+
+@pytest.mark.filterwarnings("ignore::residuum.OutageWarning")
+async def test_a_job_waits_while_a_prompt_runs_longer_than_its_patience(endpoint):
+    services = Services([AsyncClient(endpoint)], 2, 0.2)
+    await services.begin()
+    async with services.slot() as service:
+        services.note_refused(service, residuum.LimitReached("full"))
+    async with services.slot():
+        waiting = asyncio.ensure_future(contextlib.AsyncExitStack().enter_async_context(services.slot()))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 5)
+    await services.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "limit", "advises"),
+    [
+        (Reason.ERROR_REASON_STORE_FULL, "", True),
+        (Reason.ERROR_REASON_QUOTA_EXCEEDED, "max_bytes", True),
+        (Reason.ERROR_REASON_QUOTA_EXCEEDED, "max_sae_bytes", False),
+    ],
+)
+async def test_only_the_store_gets_advice_about_room(client, peer, prompts, tmp_path, reason, limit, advises):
+    peer.script.failures = [None, Failure(reason, "No.", limit=limit)] * 9
+    with pytest.raises(residuum.ResourceExhausted, match=r"^No\.") as caught:
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False)
+    assert ("more room" in str(caught.value)) == advises
+
+
+async def test_one_other_service_continues(client, peer, second, prompts, tmp_path):
+    peer.script.failures = [None, Failure(Reason.ERROR_REASON_STORE_UNREACHABLE, "No store.")]
+    with pytest.warns(residuum.OutageWarning, match=r"until it answers again\. The other service continues\. No store"):
+        await client.extract(
+            prompts, tmp_path / "out", capture=WHAT, endpoints=[second.endpoint], max_concurrency=2, progress=False
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- a slow disk
+
+
+@pytest.mark.parametrize(("concurrency", "unread"), [(1, 4), (2, 4), (6, 6)])
+async def test_few_captures_wait_in_the_store_for_a_slow_disk(
+    endpoint, peer, tmp_path, monkeypatch, concurrency, unread
+):  # fmt: skip
+    """Two captures of 96 bytes fill a file. One file is being written, and the next one is full."""
+    commit, may_write = JobFolder.commit, threading.Event()
+    monkeypatch.setattr(JobFolder, "commit", lambda *arguments: (may_write.wait(30), commit(*arguments))[1])
+    async with residuum.AsyncClient(endpoint) as client:
+        job = asyncio.ensure_future(
+            client.extract(
+                ["a b c"] * 40, tmp_path / "out", capture=WHAT, shard_bytes=192, max_concurrency=concurrency,
+                progress=False,
+            )
+        )  # fmt: skip
+        counts = [0, 1]
+        while counts[-1] == 0 or counts[-2] < counts[-1]:  # until it sends no more
+            await asyncio.to_thread(time.sleep, 0.5)
+            counts.append(peer.calls.count("Generate"))
+        may_write.set()
+        assert counts[-1] == 2 + 2 + unread
+        assert len(await job) == 120
+
+
+# ---------------------------------------------------------------------------- the documents that packing reads first
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    """A file of documents, each of which takes 2 ms to read."""
+    tokens_of = PackedItems._tokens_of
+    monkeypatch.setattr(PackedItems, "_tokens_of", lambda *arguments: (time.sleep(0.002), tokens_of(*arguments))[1])
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"text": [2, 3]}\n' * 300)
+    flags = ["--capture", 1, "--pack", "--context-length", 100, "--separator", "none"]
+    return [path, "--output", tmp_path / "out", *flags]
+
+
+def test_the_command_shows_how_many_documents_it_has_read(cli, documents, monkeypatch):
+    monkeypatch.setattr("residuum.extraction.progress._SECONDS", 0.02)
+    code, _, errors = cli("extract", *documents)
+    assert code == 0
+    shown = [int(count) for count in re.findall(r"reading documents: (\d+) of 300", errors)]
+    assert len(shown) > 5
+    assert shown == sorted(shown)
+    assert shown[0] < 100
+    assert 200 < shown[-1] <= 300
+
+
+def test_an_estimate_includes_the_time_to_read_the_documents(cli, documents):
+    code, printed, _ = cli("extract", *documents, "--dry-run", "--json")
+    assert code == 0
+    estimate = json.loads(printed)
+    assert estimate["prompts"] == 6
+    assert estimate["seconds"] > 300 * 0.002
