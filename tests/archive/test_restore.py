@@ -6,19 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+import residuum
 from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, Objects
 from residuum.v1 import archive_pb2, capture_pb2, errors_pb2, store_pb2
 from residuum.wire.archive import CAPTURES, pack, unpack_capture
 from store_svc.archive.restore import Restore
 from store_svc.archive.restore import main as restore_main
 from store_svc.captures.capture_names import CaptureName
-from store_svc.database.db import DamagedError, Database
+from store_svc.database.db import DamagedError, Database, Table
+from store_svc.server import Store
 from tests.archive.support import (
     COPIED,
     LAYERS,
@@ -197,14 +199,22 @@ def test_a_damaged_capture_is_left_out_and_named(tmp_path: Path, url: str) -> No
         assert len(chunk_objects(objects)) == 2, "the rows of a damaged capture are kept"
 
 
-def life_after_an_old_copy(tmp_path: Path, url: str, name: str, first: int, second: int) -> None:
-    """Write a capture, go back to an older copy of the folder, and write another one, which gets the same number."""
+def life_after_an_old_copy(
+    tmp_path: Path, url: str, name: str, first: int, second: int, before: Sequence[str] = ()
+) -> None:
+    """Write a capture, go back to an older copy of the folder, and write another one.
+
+    The other one gets the same number, or a lower one if the first life writes captures `before` its own.
+    """
     store, copy = tmp_path / "store", tmp_path / "copy"
     with serving(store, archive=url) as (_, client):
         capture(client, "zero")
         wait_for_state(client, COPIED, ["zero"])
     shutil.copytree(store, copy)
     with serving(store, archive=url) as (_, client):
+        for other in before:
+            capture(client, other)
+        wait_for_state(client, COPIED, before)
         capture(client, "a", prompt=8, at_once=first)
         label = capture_pb2.Label(name="split", text="train")
         client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="a", labels=[label]))
@@ -237,14 +247,27 @@ def test_captures_with_one_number_are_both_restored(tmp_path: Path, url: str, fi
         assert client.read("b")[0] == grid(LAYERS, range(6))
 
 
-def test_the_newer_capture_of_one_number_and_name_is_restored(tmp_path: Path, url: str) -> None:
-    life_after_an_old_copy(tmp_path, url, "a", 1, 1)
+@pytest.mark.parametrize("before", [(), ("x", "y")], ids=["one number", "a lower number"])
+def test_the_newer_capture_of_one_name_is_restored(tmp_path: Path, url: str, before: tuple[str, ...]) -> None:
+    """Its number is not greater than that of the older one, which an earlier life of the store has left behind."""
+    life_after_an_old_copy(tmp_path, url, "a", 1, 1, before)
+    numbers = [item.number for item in captures(Objects(url)).values() if item.manifest.num_rows == 6 * len(LAYERS)]
+    assert numbers == [2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert residuum.Archive(url).activations("a")[0].shape[0] == 6
     assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
-    with serving(tmp_path / "store", archive=url) as (_, client):
+    with serving(tmp_path / "store", archive=url) as (store, client):
         assert client.read("a")[0] == grid(LAYERS, range(6))
-        wait_for(lambda: archived_ids(Objects(url)) == ["a", "zero"], "deletion")
-        time.sleep(0.5)  # the older one's rows are freed, under its number
+        wait_for(lambda: archived_ids(Objects(url)) == sorted(["a", "zero", *before]), "deletion")
+        wait_for(lambda: not doomed(store), "end of the purge, which frees the older one's rows under its number")
         assert client.read("a")[0] == grid(LAYERS, range(6))
+
+
+def doomed(store: Store) -> bool:
+    """Return whether a deleted capture still has rows in the database."""
+    with store._db.read() as txn:
+        return txn.next_key(Table.DOOMED, b"") is not None
 
 
 def test_the_number_of_a_damaged_capture_is_not_used_again(tmp_path: Path, url: str) -> None:

@@ -65,7 +65,10 @@ def age_of(key: str, manifest: capture_pb2.CaptureManifest) -> tuple[int, int]:
         key: The capture's name in the archive.
         manifest: Its manifest.
     """
-    return number_of(key), manifest.open_time.ToNanoseconds()
+    # The time comes first: a store that goes on from an old copy of its folder starts again at a lower number. The
+    # number decides between equal times. If the clock went back between two captures with one name, the time is
+    # wrong; then that matters only if the store ended before it deleted the older one from the archive.
+    return manifest.open_time.ToNanoseconds(), number_of(key)
 
 
 def capture_path(key: str) -> str:
