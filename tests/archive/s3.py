@@ -72,6 +72,8 @@ class Call:
         """Counted from 1."""
         self.method = handler.command
         self.path = urlsplit(handler.path).path.removeprefix(f"/{BUCKET}")
+        self.first_byte = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        """Where the wanted bytes of the object begin."""
         self._handler = handler
 
     def answer(self, status: int, code: str) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from residuum.rpc.errors import Failure
 from residuum.rpc.objects import ArchiveError, Objects
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.captures.capture_names import CaptureName
 from store_svc.database.db import Table
 from store_svc.database.keys import pack_number
+from store_svc.reading.frame_access import FrameAccess
 from tests.archive.support import (
     COPIED,
     LAYERS,
@@ -113,6 +115,25 @@ def test_a_capture_that_is_read_while_it_is_dropped_is_read_whole(
         assert state(client, "big") == MOVED
         fetched = store._archive.fetcher.num_bytes
         assert 0 < fetched < 12 * client.get("big").num_bytes, "some rows came from each side"
+
+
+def test_a_frame_that_is_dropped_before_it_is_read_is_fetched_unless_the_caller_cancels(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read has the key of the frame since the capture was open."""
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
+        capture(client)
+        with store._db.read() as txn:
+            keys = [key for key, _ in txn.items(Table.FRAMES)]
+        wait_for(lambda: store._db.num_chunks() == 0, "empty database")
+        frames = FrameAccess(store._db, store._archive.fetcher)
+        with frames.frame(keys[0], "a", lambda: False) as frame:
+            assert frame.parse().verify()
+        free = threading.Event()
+        monkeypatch.setattr(Objects, "get_range", lambda *_: free.wait(60))
+        with pytest.raises(Failure, match="cancelled the call"), frames.frame(keys[1], "a", lambda: True):
+            pass
+        free.set()
 
 
 def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -> None:

@@ -149,6 +149,55 @@ def test_rows_in_an_archive_that_fails_are_unavailable_until_it_works(tmp_path: 
         assert client.read()[0] == grid(LAYERS, range(4))
 
 
+@pytest.mark.parametrize(
+    ("many", "num_fetched"),
+    [(False, 0), (False, 8), (True, 0)],
+    ids=["the first rows", "later rows", "rows of many captures"],
+)
+def test_a_cancelled_read_does_not_wait_for_an_archive_that_hangs(
+    tmp_path: Path, url: str, s3: Proxy, monkeypatch: pytest.MonkeyPatch, num_fetched: int, *, many: bool
+) -> None:
+    """It frees its slot and its threads. A thread of its own fetches later rows; see `store_svc.reading.prefetch`."""
+    monkeypatch.setattr("store_svc.archive.fetching._RANGE_BYTES", 1)  # each chunk is fetched alone
+    free, no_copies = threading.Event(), failing_puts(503, "SlowDown")
+
+    def hang(call: Call) -> None:
+        if call.method == "GET" and call.first_byte >= num_fetched * num_bytes:
+            free.wait(120)
+        no_copies(call)
+
+    def read() -> grpc.Call:
+        if many:
+            return client.stub.ReadCaptures(store_pb2.ReadCapturesRequest(capture_ids=["moved"]))
+        return client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="moved"))
+
+    def num_prefetching() -> int:
+        return len([thread for thread in threading.enumerate() if thread.name == "ahead"])
+
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, max_streams=2) as (store, client):
+        capture(client, "moved", prompt=40)
+        wait_for_state(client, MOVED, ["moved"])
+        wait_for(lambda: store._db.num_chunks() == 0, "empty database")
+        num_bytes = client.get("moved").num_bytes // 40
+        s3.before = hang
+        capture(client, "local")
+        calls = store._servicer.calls
+        reads = [read() for _ in range(2)]
+        wait_for(lambda: calls.num_reading == 2, "two reads")
+        wait_for(lambda: num_prefetching() == (2 if num_fetched else 0), "threads of later rows")
+        with failing_with(errors_pb2.ERROR_REASON_LIMIT_REACHED):
+            client.read("local")
+        for item in reads:
+            item.cancel()
+        wait_for(lambda: calls.num_reading == 0, "free slots")
+        assert store._archive.fetcher.failures == 0, "the reads have waited for a timeout"
+        assert num_prefetching() == 0
+        assert client.read("local")[0] == grid(LAYERS, range(4))
+        free.set()
+        s3.work()
+        assert client.read("moved")[0] == grid(LAYERS, range(40))
+
+
 def refused(path: Path, *flags: str) -> str:
     """Start a store that must refuse to start; return its log."""
     command = [sys.executable, "-m", "store_svc", "--listen", "127.0.0.1:0", "--path", str(path), *flags]

@@ -149,7 +149,7 @@ def test_a_reader_holds_at_most_two_large_ranges(monkeypatch: pytest.MonkeyPatch
     frames = [Away(b"%05d" % at, Place(0, starts[at], size, 0), "key") for at, size in enumerate(sizes)]
     fetcher = Fetcher(Fake())  # type: ignore[arg-type]
     seen = 0
-    for found in fetcher.ahead(frames, "a"):
+    for found in fetcher.ahead(frames, "a", tick=10):
         assert found is not None
         assert len(found[1] or b"") == sizes[seen]
         seen += 1
