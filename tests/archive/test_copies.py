@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from residuum.rpc.objects import Objects
+from residuum.rpc.objects import ArchiveRefusedError, Objects
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
 from residuum.wire.archive import CAPTURES, unpack_capture
 from store_svc.database.db import Table
@@ -118,6 +118,37 @@ def test_a_deleted_capture_is_deleted_in_the_archive(tmp_path: Path, url: str) -
         wait_for(lambda: len(chunk_objects(objects)) == 1, "deletion of chunks")
         assert client.read("b")[0] == grid(LAYERS, range(4))
         assert store._catalog.num_bytes == 0
+
+
+def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, whole = Objects(url), Objects.delete
+    names = [f"c{at}" for at in range(5)]
+    with serving(tmp_path / "store", archive=url) as (store, client):
+        for name in names:
+            capture(client, name)
+        wait_for_state(client, COPIED, names)
+        manifests = {path: unpack_capture(objects.get(path)).manifest for path in objects.list(CAPTURES)}
+        (locked,) = [path for path, manifest in manifests.items() if manifest.description.capture_id == "c0"]
+
+        def delete(self: Objects, paths: list[str]) -> None:
+            if locked in paths:
+                raise ArchiveRefusedError("AccessDenied: the object is locked")
+            whole(self, paths)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Objects, "delete", delete)
+            store._writer.call("", lambda batch: batch.begin_deletions(["a-foreign-folder"]))
+            for name in names[:4]:
+                client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=name))
+            label = capture_pb2.Label(name="split", text="train")
+            client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="c4", labels=[label]))
+            wait_for(lambda: archived_ids(objects) == ["c0", "c4"], "deletion of the others")
+            wait_for(lambda: [1 for path in objects.list(CAPTURES) if b"split" in objects.get(path)], "label")
+            wait_for(lambda: "locked" in stats(client).why_behind, "why")
+        wait_for(lambda: archived_ids(objects) == ["c4"], "deletion once it is not locked")
+        wait_for(lambda: len(chunk_objects(objects)) == 1, "deletion of chunks")
 
 
 def test_a_replaced_capture_leaves_only_the_new_one(tmp_path: Path, url: str) -> None:

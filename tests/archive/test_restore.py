@@ -16,6 +16,7 @@ import residuum
 from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, Objects
 from residuum.v1 import archive_pb2, capture_pb2, errors_pb2, store_pb2
 from residuum.wire.archive import CAPTURES, pack, unpack_capture
+from store_svc.archive import records
 from store_svc.archive.restore import Restore
 from store_svc.archive.restore import main as restore_main
 from store_svc.captures.capture_names import CaptureName
@@ -109,6 +110,44 @@ def test_chunks_without_their_capture_are_deleted_after_a_restore(tmp_path: Path
     with serving(tmp_path / "store", archive=url) as (_, client):
         wait_for(lambda: len(chunk_objects(objects)) == 1, "deletion")
         assert client.read()[0] == grid(LAYERS, range(4))
+
+
+def test_a_restore_leaves_foreign_objects_alone(tmp_path: Path, url: str) -> None:
+    """Somebody keeps other things in the archive: backups, a copy of a capture, a name that is a number."""
+    objects = Objects(url)
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client)
+        wait_for_state(client, COPIED)
+    (path,) = objects.list(CAPTURES)
+    key = path.removeprefix("captures/")
+    data = objects.get(path)
+    foreign = {f"captures/{name}" for name in (f"{key}.bak", f"backup/{key}", "dead-beef", "f" * 17 + "-0", f"{key}0")}
+    folders = ("backup-2025", "dead-beef", "f" * 17 + "-0123456789abcdef", f"{key}.bak", key.upper(), "x" * 600)
+    foreign |= {f"chunks/{name[:200]}/{'x' * 200}" for name in folders} | {"chunks/a file"}
+    for other in foreign:
+        objects.put(other, data)
+    objects.put("chunks/00000000000000ff-0123456789abcdef/00000", b"half a copy")
+    shutil.rmtree(tmp_path / "store")
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    with serving(tmp_path / "store", archive=url) as (store, client):
+        assert client.read()[0] == grid(LAYERS, range(4))
+        capture(client, "next")
+        number = store._catalog.number_of(CaptureName("", "next"))
+        assert number is not None
+        assert number < 0xDEAD, "a foreign name uses no number"
+        wait_for_state(client, COPIED, ["next"])
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+        wait_for(lambda: not objects_to_delete(store), "deletion")
+        (left,) = {path for path in objects.list(CAPTURES) if path not in foreign}
+        (chunks,) = {path for path in objects.list("chunks") if path not in foreign}
+        assert chunks.split("/")[1] == left.split("/")[1]
+    assert foreign <= {*objects.list("captures"), *objects.list("chunks")}
+
+
+def objects_to_delete(store: Store) -> list[str]:
+    """Return what the archive must still delete."""
+    with store._db.read() as txn:
+        return records.deletions(txn, 100)
 
 
 def test_the_newer_of_two_captures_with_one_name_is_restored(tmp_path: Path, url: str) -> None:
