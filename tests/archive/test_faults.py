@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +46,12 @@ def test_captures_are_copied_to_a_bucket_and_restored_from_it(tmp_path: Path, ur
     with serving(tmp_path / "other", archive=url) as (_, client):
         for at in range(12):
             assert client.read(f"c{at}")[0] == grid(LAYERS, range(4 + at))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no call to the archive time out: what does not wait for the archive goes on while such a call hangs."""
+    monkeypatch.setenv("AWS_TIMEOUT", "10m")
 
 
 def failing_puts(status: int, code: str) -> Callable[[Call], None]:
@@ -111,22 +116,22 @@ def test_an_upload_whose_answer_is_lost_is_there_once(tmp_path: Path, url: str, 
     assert len(chunk_objects(Objects(url))) == len(archived_ids(Objects(url))) == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_slow_archive_makes_nobody_wait(tmp_path: Path, url: str, s3: Proxy) -> None:
-    """Writers and readers of rows in the database are as fast as without an archive, whatever waits for the archive."""
-    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
+    """Writers and readers of rows in the database go on, whatever waits for the archive."""
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
         capture(client, "moved")
         wait_for_state(client, MOVED, ["moved"])
         free = threading.Event()
-        s3.before = lambda _: free.wait(20) and None
+        s3.before = lambda _: free.wait(300) and None
         readers = [threading.Thread(target=lambda: client.read("moved")) for _ in range(8)]
         for reader in readers:
             reader.start()
-        start = time.monotonic()
         for at in range(8):
             capture(client, f"new{at}")
             assert client.read(f"new{at}")[0] == grid(LAYERS, range(4))
-        assert time.monotonic() - start < 10, "the store waited for its archive"
-        assert stats(client).captures_pending == 8
+        wait_for(lambda: stats(client).captures_pending == 8, "catalog")
+        assert store._archive.link.failures == store._archive.fetcher.failures == 0, "no call to the archive has ended"
         free.set()
         for reader in readers:
             reader.join(30)
@@ -149,6 +154,7 @@ def test_rows_in_an_archive_that_fails_are_unavailable_until_it_works(tmp_path: 
         assert client.read()[0] == grid(LAYERS, range(4))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("many", "num_fetched"),
     [(False, 0), (False, 8), (True, 0)],
@@ -163,7 +169,7 @@ def test_a_cancelled_read_does_not_wait_for_an_archive_that_hangs(
 
     def hang(call: Call) -> None:
         if call.method == "GET" and call.first_byte >= num_fetched * num_bytes:
-            free.wait(120)
+            free.wait(300)
         no_copies(call)
 
     def read() -> grpc.Call:
@@ -235,20 +241,19 @@ def test_a_store_starts_while_its_archive_is_away(start: Start, s3: Proxy, url: 
     assert archived_ids(Objects(url)) == ["a"]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_store_stops_while_its_archive_is_away(start: Start, s3: Proxy, url: str) -> None:
     store = start("--archive", url, "--grace-seconds", "1")
     free, waiting = threading.Event(), threading.Event()
 
     def hang(_: Call) -> None:
         waiting.set()
-        free.wait(30)
+        free.wait(300)
 
     s3.before = hang
     capture(store.client)
     assert waiting.wait(30), "nothing is sent"
-    before = time.monotonic()
     assert store.end() == 0
-    assert time.monotonic() - before < 15
     free.set()
     s3.work()
     store = start("--archive", url, NOW)
@@ -256,6 +261,7 @@ def test_a_store_stops_while_its_archive_is_away(start: Start, s3: Proxy, url: s
     assert store.client.read()[0] == grid(LAYERS, range(4))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("method", ["GET", "POST"], ids=["read", "deletion"])
 def test_a_store_stops_while_a_read_or_a_deletion_waits_for_the_archive(
     start: Start, s3: Proxy, url: str, method: str
@@ -269,7 +275,7 @@ def test_a_store_stops_while_a_read_or_a_deletion_waits_for_the_archive(
     def hang(call: Call) -> None:
         if call.method == method:
             waiting.set()
-            free.wait(60)
+            free.wait(300)
 
     s3.before = hang
     if method == "GET":
@@ -281,10 +287,8 @@ def test_a_store_stops_while_a_read_or_a_deletion_waits_for_the_archive(
         threading.Thread(target=read, daemon=True).start()
     else:
         store.client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
-    assert waiting.wait(10), "nothing is sent"
-    before = time.monotonic()
+    assert waiting.wait(30), "nothing is sent"
     assert store.end() == 0
-    assert time.monotonic() - before < 8, "the process waits for a thread"
     free.set()
     s3.work()
     store = start("--archive", url, NOW)
