@@ -19,7 +19,7 @@ import residuum
 from residuum.cli.doctor import _examine_stats
 from residuum.v1 import store_pb2
 from tests.archive.s3 import Call, Proxy
-from tests.archive.support import MOVED, capture, wait_for, wait_for_state
+from tests.archive.support import MOVED, capture, listed_states, wait_for, wait_for_state
 from tests.store.support import POST, Client, describe, row, serving
 
 NOBODY = "127.0.0.1:1"
@@ -42,7 +42,7 @@ def test_a_client_waits_for_the_archive_and_reads_from_it(plain: Client, client:
     capture(plain)
     manifest = client.manifest("a", wait=20, archived=True)
     assert manifest.archive_state in ("copied", "moved")
-    wait_for_state(plain, MOVED)
+    wait_for(lambda: listed_states(plain) == {"a": MOVED}, "move")
     acts = client.activations("a")
     expected = np.stack([row((0, POST, 2, at)) for at in range(4)])
     np.testing.assert_array_equal(acts[2], expected)

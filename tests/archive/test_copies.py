@@ -22,6 +22,7 @@ from tests.archive.support import (
     capture,
     chunk_objects,
     file_url,
+    listed_states,
     state,
     stats,
     wait_for,
@@ -44,8 +45,7 @@ def test_an_ended_capture_is_copied_and_read_from_the_database(tmp_path: Path, u
         assert client.read()[0] == cells
         assert archived_ids(Objects(url)) == ["a"]
         assert stats(client).bytes_fetched == 0
-        (found,) = client.stub.ListCaptures(store_pb2.ListCapturesRequest()).captures
-        assert found.archive_state == COPIED
+        wait_for(lambda: listed_states(client) == {"a": COPIED}, "state in the list")
 
 
 @ONE_AND_SEVERAL

@@ -25,15 +25,15 @@ from tests.archive.support import (
     COPIED,
     LAYERS,
     MOVED,
-    PENDING,
     capture,
     file_url,
+    listed_states,
     state,
     stats,
     wait_for,
     wait_for_state,
 )
-from tests.store.support import Client, grid, serving
+from tests.store.support import grid, serving
 
 WIDTH = 1024
 NUM_BYTES = 3 * 8 * WIDTH * 4
@@ -45,18 +45,13 @@ def url(tmp_path: Path) -> str:
     return file_url(tmp_path / "archive")
 
 
-def states(client: Client) -> dict[str, int]:
-    listed = client.stub.ListCaptures(store_pb2.ListCapturesRequest()).captures
-    return {item.capture_id: item.archive_state for item in listed}
-
-
 def test_rows_stay_while_there_are_few(tmp_path: Path, url: str) -> None:
     with serving(tmp_path / "store", archive=url) as (store, client):
         for at in range(5):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
         wait_for(lambda: stats(client).captures_copied == 5, "copies")
         store._archive._dropper.drop()
-        assert set(states(client).values()) == {COPIED}
+        assert set(listed_states(client).values()) == {COPIED}
 
 
 def test_captures_that_were_not_read_for_longest_are_dropped_first(tmp_path: Path, url: str) -> None:
@@ -67,11 +62,11 @@ def test_captures_that_were_not_read_for_longest_are_dropped_first(tmp_path: Pat
             wait_for_state(client, COPIED, [f"c{at}"])
         client.read("c0")
         expected = dict.fromkeys(("c0", "c1", "c2"), COPIED)
-        wait_for(lambda: states(client) == expected, "copies")
+        wait_for(lambda: listed_states(client) == expected, "copies")
         for dropped, new in (("c1", "c3"), ("c2", "c4")):
             capture(client, new, width=WIDTH, prompt=8)
             expected |= {dropped: MOVED, new: COPIED}
-            wait_for(lambda: states(client) == expected, "drop")  # noqa: B023
+            wait_for(lambda: listed_states(client) == expected, "drop")  # noqa: B023
         assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_bytes <= keep
         for at in range(5):
             assert client.read(f"c{at}")[0] == grid(LAYERS, range(8))
@@ -98,7 +93,7 @@ def test_a_full_store_makes_room_by_dropping(tmp_path: Path, url: str) -> None:
         for name in names:
             assert client.read(name)[0] == grid(LAYERS, range(300))
         assert refusals
-        assert MOVED in states(client).values()
+        assert MOVED in listed_states(client).values()
 
 
 def test_a_capture_that_is_read_while_it_is_dropped_is_read_whole(
@@ -157,9 +152,11 @@ def test_a_frame_that_is_dropped_before_it_is_read_is_fetched_unless_the_caller_
 
 
 def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -> None:
-    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, retain_hours=3 / 3600) as (_, client):
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
         capture(client)
-        wait_for(lambda: not states(client), "expiry")
+        wait_for_state(client, MOVED)
+    with serving(tmp_path / "store", archive=url, retain_hours=1e-6) as (_, client):
+        wait_for(lambda: not listed_states(client), "expiry")
         wait_for(lambda: not list((tmp_path / "archive" / "captures").glob("*")), "deletion")
         wait_for(lambda: not list((tmp_path / "archive" / "chunks").glob("*/*")), "deletion of chunks")
 
@@ -169,9 +166,9 @@ def test_captures_in_the_archive_do_not_expire_by_size(tmp_path: Path, url: str)
     with serving(tmp_path / "store", archive=url, retain_bytes=2 * NUM_BYTES + 1000) as (store, client):
         for at in range(6):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
-            wait_for(lambda at=at: states(client)[f"c{at}"] != PENDING, "copy")
+            wait_for(lambda at=at: listed_states(client)[f"c{at}"] in (COPIED, MOVED), "copy")
         wait_for(lambda: store._db.num_chunks() == 2 * 8, "free rows")
-        assert {name: state == COPIED for name, state in states(client).items()} == {
+        assert {name: state == COPIED for name, state in listed_states(client).items()} == {
             f"c{at}": at >= 4 for at in range(6)
         }
         assert store._writer.counters.expired_by_size == 0
@@ -187,7 +184,7 @@ def test_captures_that_wait_for_the_archive_expire_by_size(
         monkeypatch.setattr(Objects, "put", failing_operation)
         for at in range(4):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
-        wait_for(lambda: set(states(client)) == {"c2", "c3"}, "expiry")
+        wait_for(lambda: set(listed_states(client)) == {"c2", "c3"}, "expiry")
         wait_for(lambda: not store._archive._copier._waiting, "the deleted captures wait no more")
 
 
@@ -215,7 +212,7 @@ def test_rows_are_dropped_while_the_archive_is_slow_or_away(
         client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="c0", labels=[label]))
         assert blocked.wait(10)
         store._archive._dropper.keep_bytes = 0
-        wait_for(lambda: set(states(client).values()) == {MOVED}, "drop")
+        wait_for(lambda: set(listed_states(client).values()) == {MOVED}, "drop")
         release.set()
 
 

@@ -55,10 +55,10 @@ def test_a_store_is_made_again_from_its_archive(tmp_path: Path, url: str, shards
     with serving(tmp_path / "store", archive=url) as (_, client):
         for capture_id, prompt in (("a", 4), ("b", 40), ("deleted", 4)):
             capture(client, capture_id, prompt=prompt)
-        client.stub.LabelCapture(
-            store_pb2.LabelCaptureRequest(capture_id="a", labels=[capture_pb2.Label(name="split", text="train")])
-        )
+        label = capture_pb2.Label(name="split", text="train")
+        client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="a", labels=[label]))
         wait_for_state(client, COPIED, ["a", "b", "deleted"])
+        wait_for_label(Objects(url), label)
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="deleted"))
         wait_for(lambda: archived_ids(Objects(url)) == ["a", "b"], "deletion")
         before = {name: client.get(name) for name in ("a", "b")}
@@ -234,8 +234,9 @@ def test_a_damaged_capture_is_left_out_and_named(tmp_path: Path, url: str) -> No
     done = restore(url, tmp_path / "store")
     assert done.returncode == 0
     assert paths["a"].removeprefix("captures/") in done.stderr
-    with serving(tmp_path / "store", archive=url) as (_, client):
+    with serving(tmp_path / "store", archive=url) as (store, client):
         assert client.read("b")[0] == grid(LAYERS, range(4))
+        assert not objects_to_delete(store)
         assert len(chunk_objects(objects)) == 2, "the rows of a damaged capture are kept"
 
 
@@ -258,14 +259,17 @@ def life_after_an_old_copy(
         capture(client, "a", prompt=8, at_once=first)
         label = capture_pb2.Label(name="split", text="train")
         client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="a", labels=[label]))
-        objects = Objects(url)
-        wait_for(lambda: [c.manifest.labels for c in captures(objects).values()].count([label]) == 1, "label")
+        wait_for_label(Objects(url), label)
     shutil.rmtree(store)
     shutil.copytree(copy, store)
     with serving(store, archive=url) as (_, client):
         capture(client, name, prompt=6, at_once=second)
         wait_for_state(client, COPIED, [name])
     shutil.rmtree(store)
+
+
+def wait_for_label(objects: Objects, label: capture_pb2.Label) -> None:
+    wait_for(lambda: [item.manifest.labels for item in captures(objects).values()].count([label]) == 1, "label")
 
 
 def captures(objects: Objects) -> dict[str, archive_pb2.ArchivedCapture]:
