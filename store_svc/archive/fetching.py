@@ -26,9 +26,6 @@ _AHEAD_BYTES = 4 << 20
 _MAX_AHEAD = 8
 """Ranges, or frames in the database, that wait at most."""
 
-_LOOK_SECONDS = 0.5
-"""How often a read that waits looks whether the store is stopping."""
-
 _THREADS = 32
 """Ranges that are fetched at once, for all readers."""
 
@@ -70,14 +67,14 @@ class Fetcher:
         self._stopped = False
 
     def ahead(
-        self, frames: Iterable[Away | bytes], capture_id: str, tick: float | None = None
+        self, frames: Iterable[Away | bytes], capture_id: str, tick: float
     ) -> Iterator[tuple[bytes, memoryview | None] | None]:
         """Yield the key and the bytes of each frame, in order, while the next ones are fetched.
 
         Args:
             frames: The frames. A key alone is that of a frame in the database; its bytes are None.
             capture_id: Their capture, for errors.
-            tick: Yield None whenever nothing has come for this many seconds; None: wait.
+            tick: Yield None whenever nothing has come for this many seconds, so that the caller can end the wait.
 
         Raises:
             Failure: ARCHIVE_UNREACHABLE, CHECKSUM_MISMATCH if an object is missing or damaged, or NOT_SERVING after
@@ -101,31 +98,22 @@ class Fetcher:
                 if found.future is not None:
                     found.future.cancel()
 
-    def one(self, frame: Away, capture_id: str) -> memoryview:
-        """Return the bytes of one frame.
-
-        Raises:
-            Failure: As `ahead`.
-        """
-        future = self._threads.submit(self._fetch, [frame])
-        while not self._is_done(future, _LOOK_SECONDS):
-            pass
-        return _checked(frame, _outcome(future, capture_id), capture_id)
-
     def stop(self) -> None:
         """End the reads that wait for the archive, and the threads."""
         self._stopped = True
         self._threads.close()
 
     def _unpacked(
-        self, found: _Range, capture_id: str, tick: float | None
+        self, found: _Range, capture_id: str, tick: float
     ) -> Iterator[tuple[bytes, memoryview | None] | None]:
         if found.future is None:
             yield found.local_key, None
             return
-        while not self._is_done(found.future, tick or _LOOK_SECONDS):
-            if tick is not None:
+        try:
+            while not self._is_done(found.future, tick):
                 yield None
+        finally:
+            found.future.cancel()  # no thread fetches it any more if the caller has ended the wait
         data = _outcome(found.future, capture_id)
         at = 0
         for item in found.items:

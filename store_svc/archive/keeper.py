@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from residuum.rpc.objects import ArchiveError
-from residuum.wire.archive import capture_path, chunks_folder, number_of
+from residuum.wire.archive import capture_path, chunks_folder, is_capture_key, number_of
 from store_svc.archive import records
 from store_svc.archive.access import ArchiveAccess
 from store_svc.archive.copier import Copier
@@ -39,9 +39,11 @@ class Keeper:
             while True:
                 try:
                     self._claim()
-                    while self._delete_some():
-                        pass
-                    self._write_labels()
+                    try:
+                        while self._delete_some():
+                            pass
+                    finally:  # an object that cannot be deleted keeps no label from being written
+                        self._write_labels()
                 except ArchiveError:
                     link.pause()
                 except StoppedError:
@@ -73,15 +75,21 @@ class Keeper:
         access = self._access
         with access.read() as txn:
             keys = records.deletions(txn, _DELETED_AT_ONCE)
+        if foreign := [key for key in keys if not is_capture_key(key)]:
+            _log.warning("folders in the archive that are not of captures are left alone", folders=foreign)
+            access.change(lambda batch: batch.end_deletions(foreign))
+            return True
         copied_now = self._copier.copied_now()
         keys = [key for key in keys if number_of(key) not in copied_now]
         if not keys:
             return False
         access.change(lambda batch: batch.begin_deletions(keys))
-        for done in [self._deleters.submit(self._delete, key) for key in keys]:
-            done.result()
-        access.change(lambda batch: batch.end_deletions(keys))
-        access.counters.captures_deleted += len(keys)
+        deletions = {key: self._deleters.submit(self._delete, key) for key in keys}
+        deleted = [key for key, deletion in deletions.items() if deletion.exception() is None]
+        access.change(lambda batch: batch.end_deletions(deleted))
+        access.counters.captures_deleted += len(deleted)
+        for deletion in deletions.values():
+            deletion.result()
         return True
 
     def _delete(self, key: str) -> None:

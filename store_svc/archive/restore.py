@@ -13,7 +13,16 @@ from typing import NamedTuple, TypeVar
 
 from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, MissingObjectError, Objects
 from residuum.v1 import archive_pb2, capture_pb2
-from residuum.wire.archive import CAPTURES, CHUNKS, LayoutError, age_of, capture_path, number_of, unpack_capture
+from residuum.wire.archive import (
+    CAPTURES,
+    CHUNKS,
+    LayoutError,
+    age_of,
+    capture_path,
+    is_capture_key,
+    number_of,
+    unpack_capture,
+)
 from store_svc.archive import records
 from store_svc.archive.link import Link
 from store_svc.archive.owner import read_owner
@@ -98,7 +107,8 @@ class Restore:
             except BaseException:
                 self._link.stop()  # no thread tries again
                 raise
-        leftovers = {path.split("/")[1] for path in self._list(CHUNKS) if path.count("/") > 1} - set(keys)
+        folders = {path.split("/")[1] for path in self._list(CHUNKS) if path.count("/") > 1}
+        leftovers = set(filter(is_capture_key, folders)) - set(keys)
         self._db.write(lambda txn: _end(txn, leftovers))
         self._db.sync()
         return len(self._latest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from residuum.wire.frame_keys import unpack_frame
 from residuum.wire.frames import FrameError
@@ -12,11 +12,18 @@ from store_svc.captures.capture_names import unknown_capture
 from store_svc.database.db import Database, Table, Txn
 from store_svc.database.frames import StoredFrame
 from store_svc.database.keys import after_group, pack_number
+from store_svc.reading.open_read import check_not_cancelled
 from store_svc.reading.query import Query
 from store_svc.reading.stored_chunks import damaged
 
 _KEYS_AT_ONCE = 1024
 """Keys that one read transaction looks at."""
+
+_LOOK_SECONDS = 0.25
+"""How often a read that waits for the archive looks whether its caller has cancelled."""
+
+IsCancelled = Callable[[], bool]
+"""Returns whether the caller has cancelled."""
 
 
 class Frame:
@@ -27,13 +34,20 @@ class Frame:
     """
 
     def __init__(
-        self, db: Database, fetcher: Fetcher | None, key: bytes, capture_id: str, data: memoryview | None = None
+        self,
+        db: Database,
+        fetcher: Fetcher | None,
+        key: bytes,
+        capture_id: str,
+        is_cancelled: IsCancelled,
+        data: memoryview | None = None,
     ) -> None:
         """Prepare to read a frame. `data` are its bytes, if they were fetched already."""
         self.key = key
         self._db = db
         self._fetcher = fetcher
         self._capture_id = capture_id
+        self._is_cancelled = is_cancelled
         self._data = data
 
     def __enter__(self) -> StoredFrame:
@@ -54,7 +68,8 @@ class Frame:
             self._reading.__exit__()
             if self._fetcher is None:
                 raise unknown_capture(self._capture_id)
-            self._data = self._fetcher.one(away, self._capture_id)
+            fetched = _fetched(self._fetcher, [away], self._capture_id, self._is_cancelled)
+            self._data = next(data for _, data in fetched if data is not None)
         try:
             return StoredFrame.of(None, self._data)
         except FrameError:
@@ -85,24 +100,22 @@ class FrameAccess:
         self._db = db
         self._fetcher = fetcher
 
-    def frame(self, key: bytes, capture_id: str) -> Frame:
+    def frame(self, key: bytes, capture_id: str, is_cancelled: IsCancelled) -> Frame:
         """Return a frame."""
-        return Frame(self._db, self._fetcher, key, capture_id)
+        return Frame(self._db, self._fetcher, key, capture_id, is_cancelled)
 
-    def wanted(self, number: int, query: Query) -> Iterator[Frame]:
+    def wanted(self, number: int, query: Query, is_cancelled: IsCancelled) -> Iterator[Frame]:
         """Yield the wanted frames of an ended capture. Those in the archive are fetched ahead.
 
         Raises:
-            Failure: ARCHIVE_UNREACHABLE or CHECKSUM_MISMATCH.
+            Failure: ARCHIVE_UNREACHABLE or CHECKSUM_MISMATCH, or the caller has cancelled.
         """
         found = self._scan(number, query)
         if self._fetcher is None:
-            yield from (Frame(self._db, None, _key(item), query.capture_id) for item in found)
+            yield from (Frame(self._db, None, _key(item), query.capture_id, is_cancelled) for item in found)
             return
-        for item in self._fetcher.ahead(found, query.capture_id):
-            if item is not None:
-                key, data = item
-                yield Frame(self._db, self._fetcher, key, query.capture_id, data)
+        for key, data in _fetched(self._fetcher, found, query.capture_id, is_cancelled):
+            yield Frame(self._db, self._fetcher, key, query.capture_id, is_cancelled, data)
 
     def _scan(self, number: int, query: Query) -> Iterator[bytes | Away]:
         """Yield the keys of the wanted frames, with their places if they are only in the archive."""
@@ -130,6 +143,21 @@ class FrameAccess:
                     found.append(located(txn, raw, record))
                 at = raw + b"\0"
         return found, at
+
+
+def _fetched(
+    fetcher: Fetcher, frames: Iterable[Away | bytes], capture_id: str, is_cancelled: IsCancelled
+) -> Iterator[tuple[bytes, memoryview | None]]:
+    """Yield the key and the bytes of each frame; None for those of a frame in the database.
+
+    Raises:
+        Failure: As `Fetcher.ahead`, or the caller has cancelled while the archive did not answer.
+    """
+    for item in fetcher.ahead(frames, capture_id, _LOOK_SECONDS):
+        if item is None:
+            check_not_cancelled(is_cancelled)
+        else:
+            yield item
 
 
 def located(txn: Txn, key: bytes, record: records.Record | None) -> bytes | Away:

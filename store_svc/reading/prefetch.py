@@ -22,7 +22,7 @@ def ahead(items: Generator[_T, None, None], depth: int = 1) -> Generator[_T, Non
     closing manifest, costs no thread.
 
     Exceptions of `items` are raised here. Closing this generator ends the thread and closes `items`; it waits until
-    `items` returns from whatever it waits for. So that wait must end when the caller has disconnected.
+    `items` returns from whatever it waits for. So that wait must end soon after the caller has disconnected.
     """
     try:
         for _ in range(_OWN_ITEMS):

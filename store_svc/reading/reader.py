@@ -92,7 +92,7 @@ class Reader:
         placing = Placing(is_cancelled, memory)
         with self._catalog.reading(name) as (number, feed):
             if feed is None:
-                yield from joined(self._read_ended(number, request, placing), memory)
+                yield from joined(self._read_ended(number, request, is_cancelled, placing), memory)
             else:
                 feed_seen(feed)
                 yield from joined(self._read_open(feed, request, is_cancelled, placing), memory)
@@ -175,7 +175,7 @@ class Reader:
         try:
             with self._catalog.reading(name) as (number, feed):
                 if feed is None:
-                    fields = self._fields_of_ended(number, name.capture_id, request, placing)
+                    fields = self._fields_of_ended(number, name.capture_id, request, is_cancelled, placing)
                 else:
                     feed_seen(feed)
                     fields = self._read_open(feed, request, is_cancelled, placing)
@@ -204,7 +204,7 @@ class Reader:
                     if feed is None:  # it has ended meanwhile
                         yield from self._fields_of_one(index, name, request, is_cancelled, feed_seen, placing)
                         continue
-                    read = self._open_read(feed, request, placing)
+                    read = self._open_read(feed, request, is_cancelled, placing)
                 except Failure as error:
                     yield index, _failed(error)
                     continue
@@ -236,21 +236,25 @@ class Reader:
             if read.is_done:
                 yield index, end_field()
 
-    def _fields_of_ended(self, number: int, capture_id: str, request: Selection, placing: Placing) -> Iterator[bytes]:
+    def _fields_of_ended(
+        self, number: int, capture_id: str, request: Selection, is_cancelled: Callable[[], bool], placing: Placing
+    ) -> Iterator[bytes]:
         """Yield the manifest and the rows of an ended capture, as fields of a response."""
         data = self._ended_record(number, capture_id)
         manifest = capture_pb2.CaptureManifest.FromString(data)
         query = Query(request, manifest.description, manifest.sequences)
         self._catalog.touch(number)
-        frames = self._frames.wanted(number, query)
+        frames = self._frames.wanted(number, query, is_cancelled)
         first = list(islice(frames, 1))  # if it cannot be fetched, the caller gets nothing, and knows that it must wait
         yield _manifest_field(data)
         for frame in chain(first, frames):
             yield from self._rows(frame, query, placing)
         self._ended_record(number, capture_id)  # raises if it was deleted meanwhile
 
-    def _read_ended(self, number: int, request: store_pb2.ReadChunksRequest, placing: Placing) -> Iterator[bytes]:
-        yield from self._fields_of_ended(number, request.capture_id, request, placing)
+    def _read_ended(
+        self, number: int, request: store_pb2.ReadChunksRequest, is_cancelled: Callable[[], bool], placing: Placing
+    ) -> Iterator[bytes]:
+        yield from self._fields_of_ended(number, request.capture_id, request, is_cancelled, placing)
         yield _manifest_field(self._ended_record(number, request.capture_id))
 
     def _read_open(
@@ -260,16 +264,18 @@ class Reader:
 
         An empty response says that the next one may take long to come.
         """
-        read = self._open_read(feed, request, placing)
+        read = self._open_read(feed, request, is_cancelled, placing)
         yield read.begin()
         yield b""
         while not read.is_done:
             read.wait(is_cancelled)
             yield from read.news(is_cancelled)
 
-    def _open_read(self, feed: Feed, request: Selection, placing: Placing) -> OpenRead:
+    def _open_read(
+        self, feed: Feed, request: Selection, is_cancelled: Callable[[], bool], placing: Placing
+    ) -> OpenRead:
         def rows(key: bytes, query: Query) -> Iterator[bytes]:
-            return self._rows(self._frames.frame(key, query.capture_id), query, placing)
+            return self._rows(self._frames.frame(key, query.capture_id, is_cancelled), query, placing)
 
         return OpenRead(feed, request, self._catalog, rows, self._live_manifest)
 

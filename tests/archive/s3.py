@@ -6,10 +6,10 @@ import contextlib
 import http.client
 import http.server
 import os
+import select
 import socket
 import subprocess
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +21,16 @@ import pytest
 PYTHON = Path(__file__).parents[2] / ".venv-s3" / "bin" / "python"
 BUCKET = "captures"
 
+_SERVER = """
+import threading
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
+"""The server chooses its port: one that is found free before it starts may be taken by then."""
+
 
 class S3Server:
     """An S3 server with one empty bucket."""
@@ -30,19 +40,16 @@ class S3Server:
             if os.environ.get("RESIDUUM_TEST_S3") == "required":
                 pytest.fail(f"{PYTHON} is missing: make .venv-s3/stamp")
             pytest.skip("the S3 server is not installed: make .venv-s3/stamp")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        command = [str(PYTHON), "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-        until = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                break
-            assert self.process.poll() is None, "the S3 server has ended"
-            assert time.monotonic() < until, "the S3 server did not start"
-            time.sleep(0.05)
+        self.process = subprocess.Popen(
+            [str(PYTHON), "-c", _SERVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+        assert self.process.stdout is not None
+        is_ready, _, _ = select.select([self.process.stdout], [], [], 60)
+        assert is_ready, "the S3 server did not start"
+        line = self.process.stdout.readline()
+        assert line, "the S3 server has ended"
+        self.port = int(line)
         self.empty()
 
     def empty(self) -> None:
@@ -54,6 +61,8 @@ class S3Server:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 Fault = Callable[["Call"], None]
@@ -72,6 +81,8 @@ class Call:
         """Counted from 1."""
         self.method = handler.command
         self.path = urlsplit(handler.path).path.removeprefix(f"/{BUCKET}")
+        self.first_byte = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        """Where the wanted bytes of the object begin."""
         self._handler = handler
 
     def answer(self, status: int, code: str) -> None:

@@ -63,6 +63,12 @@ def wait_for_state(client: Client, wanted: int, capture_ids: Sequence[str] = ("a
         wait_for(lambda: state(client, capture_id) == wanted, f"{capture_id} in state {wanted}", seconds)  # noqa: B023
 
 
+def listed_states(client: Client) -> dict[str, int]:
+    """Return the states of all captures, as a list has them: a moment later than `state`."""
+    found = client.stub.ListCaptures(store_pb2.ListCapturesRequest()).captures
+    return {item.capture_id: item.archive_state for item in found}
+
+
 def stats(client: Client) -> store_pb2.ArchiveStats:
     return client.stub.GetStats(store_pb2.GetStatsRequest()).archive
 

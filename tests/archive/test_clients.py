@@ -19,7 +19,7 @@ import residuum
 from residuum.cli.doctor import _examine_stats
 from residuum.v1 import store_pb2
 from tests.archive.s3 import Call, Proxy
-from tests.archive.support import MOVED, capture, wait_for, wait_for_state
+from tests.archive.support import MOVED, capture, listed_states, wait_for, wait_for_state
 from tests.store.support import POST, Client, describe, row, serving
 
 NOBODY = "127.0.0.1:1"
@@ -42,7 +42,7 @@ def test_a_client_waits_for_the_archive_and_reads_from_it(plain: Client, client:
     capture(plain)
     manifest = client.manifest("a", wait=20, archived=True)
     assert manifest.archive_state in ("copied", "moved")
-    wait_for_state(plain, MOVED)
+    wait_for(lambda: listed_states(plain) == {"a": MOVED}, "move")
     acts = client.activations("a")
     expected = np.stack([row((0, POST, 2, at)) for at in range(4)])
     np.testing.assert_array_equal(acts[2], expected)
@@ -58,11 +58,18 @@ def test_a_client_waits_for_an_archive_that_is_away(plain: Client, client: resid
     wait_for(lambda: not plain.stub.GetStats(store_pb2.GetStatsRequest()).num_chunks, "empty database")
     s3.before = lambda call: call.answer(403, "ExpiredToken")
     with pytest.raises(residuum.ArchiveUnreachable, match="only in the archive"):
-        client.activations("a", timeout=0.5)
+        read_soon(client)
     timer = threading.Timer(1.0, s3.work)
     timer.start()
-    assert client.activations("a", timeout=20).manifest.is_complete
+    assert client.activations("a", timeout=60).manifest.is_complete
     timer.join()
+
+
+def read_soon(client: residuum.Client) -> None:
+    try:
+        client.activations("a", timeout=0.5)
+    except residuum.DeadlineExceeded:  # on a busy machine, no attempt had an answer
+        client.activations("a", timeout=30)
 
 
 def test_archived_alone_waits_and_a_limit_ends_the_wait(plain: Client, client: residuum.Client, s3: Proxy) -> None:

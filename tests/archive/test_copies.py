@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from residuum.rpc.objects import Objects
+from residuum.rpc.objects import ArchiveRefusedError, Objects
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
 from residuum.wire.archive import CAPTURES, unpack_capture
 from store_svc.database.db import Table
@@ -22,6 +22,7 @@ from tests.archive.support import (
     capture,
     chunk_objects,
     file_url,
+    listed_states,
     state,
     stats,
     wait_for,
@@ -44,8 +45,7 @@ def test_an_ended_capture_is_copied_and_read_from_the_database(tmp_path: Path, u
         assert client.read()[0] == cells
         assert archived_ids(Objects(url)) == ["a"]
         assert stats(client).bytes_fetched == 0
-        (found,) = client.stub.ListCaptures(store_pb2.ListCapturesRequest()).captures
-        assert found.archive_state == COPIED
+        wait_for(lambda: listed_states(client) == {"a": COPIED}, "state in the list")
 
 
 @ONE_AND_SEVERAL
@@ -142,6 +142,37 @@ def test_many_captures_are_deleted_in_both(tmp_path: Path, url: str) -> None:
         assert client.read("kept")[0] == grid(LAYERS, range(4))
         assert store._catalog.num_bytes == 0
         wait_for(lambda: store._db.num_chunks() == 0, "the frames are freed")
+
+
+def test_an_object_that_cannot_be_deleted_keeps_nothing_else_from_being_done(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, whole = Objects(url), Objects.delete
+    names = [f"c{at}" for at in range(5)]
+    with serving(tmp_path / "store", archive=url) as (store, client):
+        for name in names:
+            capture(client, name)
+        wait_for_state(client, COPIED, names)
+        manifests = {path: unpack_capture(objects.get(path)).manifest for path in objects.list(CAPTURES)}
+        (locked,) = [path for path, manifest in manifests.items() if manifest.description.capture_id == "c0"]
+
+        def delete(self: Objects, paths: list[str]) -> None:
+            if locked in paths:
+                raise ArchiveRefusedError("AccessDenied: the object is locked")
+            whole(self, paths)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Objects, "delete", delete)
+            store._writer.call("", lambda batch: batch.begin_deletions(["a-foreign-folder"]))
+            for name in names[:4]:
+                client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id=name))
+            label = capture_pb2.Label(name="split", text="train")
+            client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="c4", labels=[label]))
+            wait_for(lambda: archived_ids(objects) == ["c0", "c4"], "deletion of the others")
+            wait_for(lambda: [1 for path in objects.list(CAPTURES) if b"split" in objects.get(path)], "label")
+            wait_for(lambda: "locked" in stats(client).why_behind, "why")
+        wait_for(lambda: archived_ids(objects) == ["c4"], "deletion once it is not locked")
+        wait_for(lambda: len(chunk_objects(objects)) == 1, "deletion of chunks")
 
 
 def test_a_replaced_capture_leaves_only_the_new_one(tmp_path: Path, url: str) -> None:
@@ -306,7 +337,7 @@ def test_a_copy_that_a_bug_prevents_is_tried_again(tmp_path: Path, url: str, mon
             assert state(client) == PENDING
             assert store._archive.seconds_behind > 0
         wait_for_state(client, COPIED)
-        assert store._archive.seconds_behind == 0
+        wait_for(lambda: store._archive.seconds_behind == 0, "end of the copy")  # it notes that after the state
 
 
 def test_a_capture_of_many_small_chunks_is_copied_in_parts(

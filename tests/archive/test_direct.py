@@ -14,6 +14,7 @@ import residuum
 from residuum.cli import main
 from residuum.rpc.objects import Objects
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.archive import CAPTURES, CHUNKS
 from tests.archive.s3 import Proxy
 from tests.archive.support import COPIED, capture, chunk_objects, file_url, wait_for, wait_for_state
 from tests.store.support import INCOMPLETE, POST, Client, describe, make_chunk, row, serving
@@ -123,9 +124,12 @@ def test_a_replaced_capture_is_not_read_although_its_objects_are_left(
     store: Client, archive: residuum.Archive, folder: Path
 ) -> None:
     archived(store, "a")
-    copies = {path: (folder / path).read_bytes() for path in [*chunk_objects(Objects(archive.url))]}
+    copies = {path: (folder / path).read_bytes() for path in chunk_objects(Objects(archive.url))}
     old = {path: path.read_bytes() for path in (folder / "captures").iterdir()}
+    objects = Objects(archive.url)
     store.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+    # Otherwise, the store could delete them again once they are back.
+    wait_for(lambda: not [*objects.list(CAPTURES), *objects.list(CHUNKS)], "deletion")
     archived(store, "a", prompt=7)
     for path, content in {**{folder / path: data for path, data in copies.items()}, **old}.items():
         path.parent.mkdir(parents=True, exist_ok=True)

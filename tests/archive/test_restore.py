@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+import residuum
 from residuum.rpc.objects import ArchiveError, ArchiveRefusedError, Objects
 from residuum.v1 import archive_pb2, capture_pb2, errors_pb2, store_pb2
 from residuum.wire.archive import CAPTURES, pack, unpack_capture
+from store_svc.archive import records
 from store_svc.archive.restore import Restore
 from store_svc.archive.restore import main as restore_main
 from store_svc.captures.capture_names import CaptureName
-from store_svc.database.db import DamagedError, Database
+from store_svc.database.db import DamagedError, Database, Table
+from store_svc.server import Store
 from tests.archive.support import (
     COPIED,
     LAYERS,
@@ -51,10 +55,10 @@ def test_a_store_is_made_again_from_its_archive(tmp_path: Path, url: str, shards
     with serving(tmp_path / "store", archive=url) as (_, client):
         for capture_id, prompt in (("a", 4), ("b", 40), ("deleted", 4)):
             capture(client, capture_id, prompt=prompt)
-        client.stub.LabelCapture(
-            store_pb2.LabelCaptureRequest(capture_id="a", labels=[capture_pb2.Label(name="split", text="train")])
-        )
+        label = capture_pb2.Label(name="split", text="train")
+        client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="a", labels=[label]))
         wait_for_state(client, COPIED, ["a", "b", "deleted"])
+        wait_for_label(Objects(url), label)
         client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="deleted"))
         wait_for(lambda: archived_ids(Objects(url)) == ["a", "b"], "deletion")
         before = {name: client.get(name) for name in ("a", "b")}
@@ -107,6 +111,44 @@ def test_chunks_without_their_capture_are_deleted_after_a_restore(tmp_path: Path
     with serving(tmp_path / "store", archive=url) as (_, client):
         wait_for(lambda: len(chunk_objects(objects)) == 1, "deletion")
         assert client.read()[0] == grid(LAYERS, range(4))
+
+
+def test_a_restore_leaves_foreign_objects_alone(tmp_path: Path, url: str) -> None:
+    """Somebody keeps other things in the archive: backups, a copy of a capture, a name that is a number."""
+    objects = Objects(url)
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client)
+        wait_for_state(client, COPIED)
+    (path,) = objects.list(CAPTURES)
+    key = path.removeprefix("captures/")
+    data = objects.get(path)
+    foreign = {f"captures/{name}" for name in (f"{key}.bak", f"backup/{key}", "dead-beef", "f" * 17 + "-0", f"{key}0")}
+    folders = ("backup-2025", "dead-beef", "f" * 17 + "-0123456789abcdef", f"{key}.bak", key.upper(), "x" * 600)
+    foreign |= {f"chunks/{name[:200]}/{'x' * 200}" for name in folders} | {"chunks/a file"}
+    for other in foreign:
+        objects.put(other, data)
+    objects.put("chunks/00000000000000ff-0123456789abcdef/00000", b"half a copy")
+    shutil.rmtree(tmp_path / "store")
+    assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
+    with serving(tmp_path / "store", archive=url) as (store, client):
+        assert client.read()[0] == grid(LAYERS, range(4))
+        capture(client, "next")
+        number = store._catalog.number_of(CaptureName("", "next"))
+        assert number is not None
+        assert number < 0xDEAD, "a foreign name uses no number"
+        wait_for_state(client, COPIED, ["next"])
+        client.stub.DeleteCapture(store_pb2.DeleteCaptureRequest(capture_id="a"))
+        wait_for(lambda: not objects_to_delete(store), "deletion")
+        (left,) = {path for path in objects.list(CAPTURES) if path not in foreign}
+        (chunks,) = {path for path in objects.list("chunks") if path not in foreign}
+        assert chunks.split("/")[1] == left.split("/")[1]
+    assert foreign <= {*objects.list("captures"), *objects.list("chunks")}
+
+
+def objects_to_delete(store: Store) -> list[str]:
+    """Return what the archive must still delete."""
+    with store._db.read() as txn:
+        return records.deletions(txn, 100)
 
 
 def test_the_newer_of_two_captures_with_one_name_is_restored(tmp_path: Path, url: str) -> None:
@@ -192,30 +234,42 @@ def test_a_damaged_capture_is_left_out_and_named(tmp_path: Path, url: str) -> No
     done = restore(url, tmp_path / "store")
     assert done.returncode == 0
     assert paths["a"].removeprefix("captures/") in done.stderr
-    with serving(tmp_path / "store", archive=url) as (_, client):
+    with serving(tmp_path / "store", archive=url) as (store, client):
         assert client.read("b")[0] == grid(LAYERS, range(4))
+        assert not objects_to_delete(store)
         assert len(chunk_objects(objects)) == 2, "the rows of a damaged capture are kept"
 
 
-def life_after_an_old_copy(tmp_path: Path, url: str, name: str, first: int, second: int) -> None:
-    """Write a capture, go back to an older copy of the folder, and write another one, which gets the same number."""
+def life_after_an_old_copy(
+    tmp_path: Path, url: str, name: str, first: int, second: int, before: Sequence[str] = ()
+) -> None:
+    """Write a capture, go back to an older copy of the folder, and write another one.
+
+    The other one gets the same number, or a lower one if the first life writes captures `before` its own.
+    """
     store, copy = tmp_path / "store", tmp_path / "copy"
     with serving(store, archive=url) as (_, client):
         capture(client, "zero")
         wait_for_state(client, COPIED, ["zero"])
     shutil.copytree(store, copy)
     with serving(store, archive=url) as (_, client):
+        for other in before:
+            capture(client, other)
+        wait_for_state(client, COPIED, before)
         capture(client, "a", prompt=8, at_once=first)
         label = capture_pb2.Label(name="split", text="train")
         client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id="a", labels=[label]))
-        objects = Objects(url)
-        wait_for(lambda: [c.manifest.labels for c in captures(objects).values()].count([label]) == 1, "label")
+        wait_for_label(Objects(url), label)
     shutil.rmtree(store)
     shutil.copytree(copy, store)
     with serving(store, archive=url) as (_, client):
         capture(client, name, prompt=6, at_once=second)
         wait_for_state(client, COPIED, [name])
     shutil.rmtree(store)
+
+
+def wait_for_label(objects: Objects, label: capture_pb2.Label) -> None:
+    wait_for(lambda: [item.manifest.labels for item in captures(objects).values()].count([label]) == 1, "label")
 
 
 def captures(objects: Objects) -> dict[str, archive_pb2.ArchivedCapture]:
@@ -237,14 +291,27 @@ def test_captures_with_one_number_are_both_restored(tmp_path: Path, url: str, fi
         assert client.read("b")[0] == grid(LAYERS, range(6))
 
 
-def test_the_newer_capture_of_one_number_and_name_is_restored(tmp_path: Path, url: str) -> None:
-    life_after_an_old_copy(tmp_path, url, "a", 1, 1)
+@pytest.mark.parametrize("before", [(), ("x", "y")], ids=["one number", "a lower number"])
+def test_the_newer_capture_of_one_name_is_restored(tmp_path: Path, url: str, before: tuple[str, ...]) -> None:
+    """Its number is not greater than that of the older one, which an earlier life of the store has left behind."""
+    life_after_an_old_copy(tmp_path, url, "a", 1, 1, before)
+    numbers = [item.number for item in captures(Objects(url)).values() if item.manifest.num_rows == 6 * len(LAYERS)]
+    assert numbers == [2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert residuum.Archive(url).activations("a")[0].shape[0] == 6
     assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0
-    with serving(tmp_path / "store", archive=url) as (_, client):
+    with serving(tmp_path / "store", archive=url) as (store, client):
         assert client.read("a")[0] == grid(LAYERS, range(6))
-        wait_for(lambda: archived_ids(Objects(url)) == ["a", "zero"], "deletion")
-        time.sleep(0.5)  # the older one's rows are freed, under its number
+        wait_for(lambda: archived_ids(Objects(url)) == sorted(["a", "zero", *before]), "deletion")
+        wait_for(lambda: not doomed(store), "end of the purge, which frees the older one's rows under its number")
         assert client.read("a")[0] == grid(LAYERS, range(6))
+
+
+def doomed(store: Store) -> bool:
+    """Return whether a deleted capture still has rows in the database."""
+    with store._db.read() as txn:
+        return txn.next_key(Table.DOOMED, b"") is not None
 
 
 def test_the_number_of_a_damaged_capture_is_not_used_again(tmp_path: Path, url: str) -> None:
@@ -271,11 +338,12 @@ def test_a_restore_waits_for_the_archive_and_fetches_each_capture_once(
         wait_for(lambda: stats(client).captures_copied == 6, "copies")
     shutil.rmtree(tmp_path / "store")
     calls: list[str] = []
+    numbers = itertools.count(1)
     error = ArchiveError("503 for a moment")
 
     def failing(self: Objects, path: str, original: Callable[..., bytes] = Objects.get) -> bytes:
         calls.append(path)
-        if len(calls) == 6:
+        if next(numbers) == 6:
             raise error
         return original(self, path)
 
@@ -284,6 +352,7 @@ def test_a_restore_waits_for_the_archive_and_fetches_each_capture_once(
     assert len(calls) == 1 + 6 + 1, "the owner, each capture, and one again"
     shutil.rmtree(tmp_path / "store")
     calls.clear()
+    numbers = itertools.count(1)
     error = ArchiveRefusedError("403 ExpiredToken")
     assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 1
     assert restore_main(["--archive", url, "--path", str(tmp_path / "store")]) == 0

@@ -11,6 +11,7 @@ Objects are written whole. Those of chunks never change: a copy that begins agai
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from typing import TypeVar
 
@@ -33,6 +34,8 @@ CHUNKS = "chunks"
 PROBE = "probe"
 """The folder of objects that show whether the store can write and delete."""
 
+_KEY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+
 _MAGIC = b"residuum archive 1\n"
 _HEAD = struct.Struct(f">{len(_MAGIC)}sI")
 
@@ -54,8 +57,19 @@ def capture_key(number: int, description: capture_pb2.CaptureDescription, opened
 
 
 def number_of(key: str) -> int:
-    """Return the internal number of a capture with this name."""
+    """Return the internal number of a capture with this name.
+
+    Raises:
+        ValueError: It is not what `capture_key` returns, so the object or folder is not of an archive.
+    """
+    if not is_capture_key(key):
+        raise ValueError(f"{key!r} is not the name of a capture")
     return int(key.partition("-")[0], 16)
+
+
+def is_capture_key(key: str) -> bool:
+    """Return whether `capture_key` can have returned a name. Others may put objects and folders into an archive."""
+    return _KEY.fullmatch(key) is not None
 
 
 def age_of(key: str, manifest: capture_pb2.CaptureManifest) -> tuple[int, int]:
@@ -65,7 +79,10 @@ def age_of(key: str, manifest: capture_pb2.CaptureManifest) -> tuple[int, int]:
         key: The capture's name in the archive.
         manifest: Its manifest.
     """
-    return number_of(key), manifest.open_time.ToNanoseconds()
+    # The time comes first: a store that goes on from an old copy of its folder starts again at a lower number. The
+    # number decides between equal times. If the clock went back between two captures with one name, the time is
+    # wrong; then that matters only if the store ended before it deleted the older one from the archive.
+    return manifest.open_time.ToNanoseconds(), number_of(key)
 
 
 def capture_path(key: str) -> str:
