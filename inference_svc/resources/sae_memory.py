@@ -267,6 +267,7 @@ class SAEMemory:
         try:
             while (state := await self._state(name)) is not True:
                 if state == _NO_ROOM and self._drop_oldest():
+                    self._loading[name] = kept, path, next(self._uploads)  # workers try each number only once
                     continue
                 if state == _NO_ROOM:
                     raise self._full(

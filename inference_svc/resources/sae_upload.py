@@ -24,8 +24,11 @@ _T = TypeVar("_T")
 IDLE_SECONDS = 30.0
 """How long the next message of an upload may take."""
 
-SLOWEST_BYTES_PER_SECOND = 100e3
+SLOWEST_BYTES_PER_SECOND = 1e6
 """An upload may take `IDLE_SECONDS` more than at this speed. A slower one would keep its room from others for long."""
+
+LONGEST_SECONDS = 900.0
+"""No upload may take longer than this, however large it is."""
 
 _CHECKED_BYTES = 16 << 20
 """How much of a file is checked for finite numbers at once."""
@@ -61,7 +64,7 @@ async def receive(
             coming, or cannot be written.
     """
     sha, size = shape.begin_digest(), 0
-    deadline = _deadline(shape.nbytes)
+    deadline = _Deadline(min(IDLE_SECONDS + shape.nbytes / SLOWEST_BYTES_PER_SECOND, LONGEST_SECONDS))
 
     def add(piece: bytes) -> None:
         sha.update(piece)
@@ -101,8 +104,8 @@ async def receive(
 
 
 async def drain(messages: AsyncIterator[inference_pb2.PutSAERequest], max_bytes: int) -> None:
-    """Read what a call still sends, up to `max_bytes`, unless it stops sending or is too slow."""
-    size, deadline = 0, _deadline(max_bytes)
+    """Read what a call still sends, up to `max_bytes` and for `IDLE_SECONDS`. Until then it keeps its call slot."""
+    size, deadline = 0, _Deadline(IDLE_SECONDS)
     try:
         while size <= max_bytes and (message := await _next(messages, deadline)) is not None:
             size += len(message.data)
@@ -133,20 +136,26 @@ async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
         raise
 
 
-def _deadline(num_bytes: int) -> float:
-    """Return when an upload that begins now must have ended."""
-    return time.monotonic() + IDLE_SECONDS + num_bytes / SLOWEST_BYTES_PER_SECOND
+class _Deadline:
+    """When an upload that begins now must have ended."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
 
 
 async def _next(
-    messages: AsyncIterator[inference_pb2.PutSAERequest], deadline: float
+    messages: AsyncIterator[inference_pb2.PutSAERequest], deadline: _Deadline
 ) -> inference_pb2.PutSAERequest | None:
     """Return the next message; None after the last one.
 
     Raises:
         Failure: It does not come in time.
     """
-    left = deadline - time.monotonic()
+    left = deadline.left()
     try:
         return await asyncio.wait_for(anext(messages), max(min(IDLE_SECONDS, left), 0.0))
     except StopAsyncIteration:
@@ -155,7 +164,7 @@ async def _next(
         problem = (
             f"The next message of the upload did not arrive within {IDLE_SECONDS:g} s"
             if left > IDLE_SECONDS
-            else f"The upload is slower than {SLOWEST_BYTES_PER_SECOND / 1e3:g} kB/s"
+            else f"The upload did not end within {deadline.seconds:.3g} s, which is the limit for its size"
         )
         raise Failure(
             Reason.ERROR_REASON_CALLER_STALLED,

@@ -27,6 +27,7 @@ from inference_svc.shipping.worker.producer import Filled, RingProducer
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from svc_common.launcher import OWN_GROUP
+from tests import ports
 
 _T = TypeVar("_T")
 
@@ -115,7 +116,7 @@ class Store:
     def __init__(self, folder: Path, *flags: str, before: Sequence[str] = ()) -> None:
         self.folder = folder
         self.flags = flags
-        self.port = 0
+        self.port = ports.reserve()
         self.process: subprocess.Popen[bytes] | None = None
         self._port_file, self.log = folder / "store.port", folder / "store.log"
         self.channel: grpc.Channel | None = None
@@ -128,7 +129,7 @@ class Store:
         return f"127.0.0.1:{self.port}"
 
     def start(self, *, wait: bool = True, before: Sequence[str] = ()) -> None:
-        """Start the process on its previous port. `before` is a command prefix."""
+        """Start the process, always on the same port. `before` is a command prefix."""
         self._port_file.unlink(missing_ok=True)
         command = [*before, sys.executable, "-m", "store_svc", "--listen", self.endpoint]
         command += ["--path", str(self.folder / "data"), "--port-file", str(self._port_file), *self.flags]
@@ -147,7 +148,6 @@ class Store:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.02)
             assert process.returncode is None, f"the store ended with {process.returncode}\n{self.log.read_text()}"
-        self.port = int(self._port_file.read_text())
 
     def kill(self) -> None:
         """Kill it with SIGKILL."""

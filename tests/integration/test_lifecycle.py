@@ -17,7 +17,7 @@ import pytest
 
 import residuum
 from svc_common.launcher import OWN_GROUP, ROOT, Service, start_store
-from tests import one_process, warm_start
+from tests import one_process, ports, warm_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,11 +85,7 @@ def test_the_store_may_start_late_and_be_killed_without_losing_rows(
 
     If the store is killed during a capture and restarted, it finally has every row.
     """
-    placeholder = run(start_store(tmp_path / "placeholder"))
-    placeholder.wait_until_serving(30)
-    port = int(placeholder.endpoint.rpartition(":")[2])
-    placeholder.stop()  # its port is now known, free and unused
-
+    port = ports.reserve()
     arguments = [*EAGER, one_process.FLAG]
     inference = run(warm_start.start_inference(tmp_path, str(tiny_llama), f"127.0.0.1:{port}", arguments))
     inference.wait_until_serving(START_SECONDS)

@@ -10,7 +10,7 @@ import pytest
 import residuum
 from residuum.wire.placement import first_rank
 from svc_common.launcher import Service, start_store
-from tests import one_process
+from tests import one_process, ports
 from tests.warm_start import start_inference
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def test_killing_one_store_does_not_affect_the_other(tiny_llama: Path, tmp_path:
             stack.callback(service.stop)
             return service
 
-        stores = {name: run(start_store(tmp_path / name)) for name in NAMES}
+        stores = {name: run(start_store(tmp_path / name, port=ports.reserve())) for name in NAMES}
         for store in stores.values():
             store.wait_until_serving(30)
         listed = ",".join(f"{name}={store.endpoint}" for name, store in stores.items())

@@ -17,6 +17,7 @@ import residuum.v1
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.v1 import capture_pb2, errors_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire import frames
+from tests import ports
 
 DEADLINE = 20.0
 ROOTS = (Path(inference_svc.__file__).parents[1], Path(next(iter(residuum.v1.__path__))).parents[1])
@@ -95,7 +96,7 @@ class ScriptedStore(store_pb2_grpc.StoreServiceServicer):
         self.changed = threading.Condition()
         self.server = grpc.server(ThreadPoolExecutor(16), options=SERVER_OPTIONS)
         store_pb2_grpc.add_StoreServiceServicer_to_server(self, self.server)
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{port or ports.reserve()}")
         self.endpoint = f"127.0.0.1:{self.port}"
         self.server.start()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from inference_svc.shipping.shipper.program import main
+from tests import ports
 from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
 
 WORKER = """
@@ -38,13 +38,6 @@ def work(start_producer):
 def publish_some(work, count=16):
     for number in range(count):
         work.publish(f"capture-{number}", range(number * 32, number * 32 + 32))
-
-
-def unreachable_endpoint():
-    """A port that was free and where no server listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def test_a_killed_shippers_rows_are_delivered_by_the_next(work, start_store, start_shipper):
@@ -177,7 +170,7 @@ def test_sigterm_delivers_items_and_accepts_no_more(work, start_store, start_shi
 
 
 def test_sigterm_without_a_store_ends_at_the_grace_and_loses_nothing(work, start_store, start_shipper):
-    shipper = start_shipper(unreachable_endpoint(), "--grace", "0.3")
+    shipper = start_shipper(f"127.0.0.1:{ports.reserve()}", "--grace", "0.3")
     publish_some(work, count=4)
     wait_until(lambda: work.producer.stats().connected_shippers)
     shipper.send_signal(signal.SIGINT)

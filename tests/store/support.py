@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -24,6 +23,7 @@ from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.frames import append_prefix, checksum, chunk_prefix
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
+from tests.waiting import wait_for
 
 ONE_AND_SEVERAL = pytest.mark.parametrize("shards", [1, 3], indirect=True, ids=["one shard", "three shards"])
 """Runs tests with databases of one file and of several."""
@@ -287,11 +287,8 @@ class Process:
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        deadline = time.monotonic() + 30
-        while not port_file.exists():  # the store writes it once its port is open
-            assert self.process.poll() is None, self.log_path.read_text()
-            assert time.monotonic() < deadline, "the store did not start"
-            time.sleep(0.02)
+        wait_for(lambda: port_file.exists() or self.process.poll() is not None, self.log_path.read_text)
+        assert port_file.exists(), self.log_path.read_text()
         self.client = Client(int(port_file.read_text()))
 
     def end(self, number: int = signal.SIGTERM) -> int:

@@ -18,6 +18,7 @@ from playwright.sync_api import expect
 
 import residuum
 from tests.ui.conftest import LESS, MORE
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.shares_engine("ui")]
 
@@ -350,7 +351,8 @@ def test_a_sweep_shows_dose_and_response(address, visit, client):
     low, middle, high = (float(row[1]) for row in rows[1:])
     assert low < middle < high  # what is added along a direction moves the projection onto it
     expect(sweep.get_by_role("img", name=re.compile("Mean projection by scale"))).to_be_visible()
-    assert len(list(client.captures())) == before
+    # The server deletes the captures after the last point.
+    wait_for(lambda: len(list(client.captures())) == before, "the captures of the sweep are deleted")
 
 
 def test_a_conversation_is_generated(address, visit):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from svc_common.launcher import OWN_GROUP
-from tests import warm_start
+from tests import ports, warm_start
 from tests.one_process import ENGINE_ARGS
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Server:
 
 
 def start_server(folder: Path, model: Path, *arguments: str, fork: bool = False, **environment: str) -> Server:
-    """Start `vllm serve` on a free port, without waiting until it is ready.
+    """Start `vllm serve`, without waiting until it is ready.
 
     Args:
         folder: The folder for its log and temporary files.
@@ -80,9 +79,7 @@ def start_server(folder: Path, model: Path, *arguments: str, fork: bool = False,
         fork: Start a fork of a process that has imported vLLM; see `tests.warm_start`.
         environment: More environment variables.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = ports.reserve()  # vLLM imports for half a minute before it listens
     command = [
         "vllm-serve",
         str(model),

@@ -53,7 +53,7 @@ async def make(request: Request) -> Response:
     gallery: Gallery = request.app.state.gallery
     body = await body_of(request)
     name, method = str(body.get("name", "")), body.get("method", "difference_of_means")
-    gallery.free_path(name)
+    gallery.check_new(name)
     if method not in _METHODS:
         raise invalid(f"There is no method {method!r}. Choose among {', '.join(_METHODS)}.")
     sides = [_prompts(body, side) for side in ("positive", "negative")]
@@ -87,7 +87,7 @@ async def upload(request: Request) -> Response:
     asked = request.query_params
     layer = whole_number(request.query_params, "layer") if asked.get("layer") else None
     gallery: Gallery = request.app.state.gallery
-    gallery.free_path(asked.get("name", ""))
+    gallery.check_new(asked.get("name", ""))
     content = await bytes_of(request)
     found = await asyncio.to_thread(read_file, asked.get("file", ""), content, layer)
     gallery.save(asked.get("name", ""), found)

@@ -126,31 +126,30 @@ class Gallery:
 
         Raises:
             InvalidRequest: The name cannot be used.
-            FileExistsError: The name is taken.
+            FileExistsError: The name is taken, perhaps by another page or program while the directions were made.
         """
-        path = self.free_path(name)
+        target = self._path(name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        content.save(path)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=self.folder) as scratch:
+            path = Path(scratch) / target.name
+            content.save(path)
+            self._move(path, name)
         if notes:
             self._notes(name).write_text(json.dumps(notes))
 
-    def free_path(self, name: str) -> Path:
-        """Return the path for a new name.
+    def check_new(self, name: str) -> None:
+        """Check a new name early. `save` notices if the name is taken meanwhile.
 
         Raises:
             InvalidRequest: The name cannot be used.
             FileExistsError: The name is taken.
         """
-        path = self._path(name)
-        if path.exists():
-            raise FileExistsError(f"There is a direction {name!r} already. Choose another name.")
-        return path
+        if self._path(name).exists():
+            raise _taken(name)
 
     def rename(self, name: str, to: str) -> None:
-        """Give a file another name; the errors are those of `delete` and `free_path`."""
-        self._existing(name)
-        target = self.free_path(to)
-        self._path(name).rename(target)
+        """Give a file another name; the errors are those of `delete` and `check_new`."""
+        self._move(self._existing(name), to)
         if self._notes(name).exists():
             self._notes(name).rename(self._notes(to))
 
@@ -163,6 +162,24 @@ class Gallery:
         """
         self._existing(name).unlink()
         self._notes(name).unlink(missing_ok=True)
+
+    def _move(self, path: Path, name: str) -> None:
+        """Move a file of the folder to a new name. This never replaces a file, as a rename would."""
+        target = self._path(name)
+        try:
+            os.link(path, target)
+        except FileExistsError:
+            raise _taken(name) from None
+        except FileNotFoundError:
+            raise
+        except OSError:  # the file system has no hard links
+            try:
+                target.touch(exist_ok=False)  # takes the name
+            except FileExistsError:
+                raise _taken(name) from None
+            path.replace(target)
+        else:
+            path.unlink()
 
     def _existing(self, name: str) -> Path:
         path = self._path(name)
@@ -181,6 +198,10 @@ class Gallery:
                 "underscores, with a letter or digit first."
             )
         return self.folder / f"{name}{_SUFFIX}"
+
+
+def _taken(name: str) -> FileExistsError:
+    return FileExistsError(f"There is a direction {name!r} already. Choose another name.")
 
 
 def _format_of(path: Path) -> str:

@@ -170,8 +170,8 @@ class InferenceServiceServicer:
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
         are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
         * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
-        * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes 30 s longer than at
-        100 kB/s.
+        * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes more than 30 s
+        and 1 s for each MB, or more than 15 minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -94,8 +94,8 @@ class InferenceServiceStub:
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
       are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
     * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
-    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes 30 s longer than at
-      100 kB/s.
+    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes more than 30 s
+      and 1 s for each MB, or more than 15 minutes.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text from a prompt. The events come in this order:
@@ -232,8 +232,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
       are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
     * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
-    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes 30 s longer than at
-      100 kB/s.
+    * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes more than 30 s
+      and 1 s for each MB, or more than 15 minutes.
     """
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text from a prompt. The events come in this order:
@@ -397,8 +397,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         * RESOURCE_EXHAUSTED, LIMIT_REACHED: it does not fit into the server's memory for encoders, of which requests that
           are registered or running need the rest; the message says what is left. Or the server cannot write it to a file.
         * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: it does not fit next to the encoders that requests of its tenant need.
-        * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes 30 s longer than at
-          100 kB/s.
+        * CANCELLED, CALLER_STALLED: the next message did not arrive within 30 s, or the upload takes more than 30 s
+          and 1 s for each MB, or more than 15 minutes.
         """
 
     @_abc_1.abstractmethod

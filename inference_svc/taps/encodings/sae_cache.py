@@ -43,7 +43,7 @@ class WantedSAE(NamedTuple):
     path: str
     """The file with its bytes; empty if the worker has them."""
     upload: int
-    """The number of the upload, because a later one may have a file of the same path."""
+    """The number of the attempt to load it. A later upload may have a file of the same path."""
 
 
 class SAECache:
@@ -72,8 +72,8 @@ class SAECache:
         """Keep these encoders and no others. Start to load those that are missing.
 
         Returns:
-            For each encoder, whether it is ready. If it could not be loaded, the name of the error, once; the next call
-            tries again. MemoryError: there is no piece of memory of its size.
+            For each encoder, whether it is ready. If it could not be loaded, the name of the error. A call with
+            another number tries again. MemoryError: there is no piece of memory of its size.
         """
         with self._lock:
             self._wanted = frozenset(wanted)
@@ -104,7 +104,7 @@ class SAECache:
         if item.name in self._encoders:
             return True
         if item in self._errors:
-            return self._errors.pop(item)
+            return self._errors[item]  # kept: this may be the call of another upload, which ignores it
         if item != self._loading and item not in self._to_load:
             self._to_load.append(item)
         return False

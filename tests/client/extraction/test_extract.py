@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import errno
 import json
+import threading
 import time
 
 import numpy as np
@@ -109,16 +110,32 @@ async def test_all_rows_arrive_in_the_order_of_the_prompts(client, prompts, tmp_
     assert await client.captures(prefix=job_id(found.folder)) == []
 
 
-async def test_the_asyncio_client(endpoint, prompts, tmp_path):
+class Hold(threading.Event):
+    """Holds the scripted service, and says when a request is held."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self, timeout=None):
+        self.reached.set()
+        return super().wait(timeout)
+
+
+async def test_the_asyncio_client(endpoint, peer, prompts, tmp_path):
+    job = {"capture": WHAT, "max_tokens": 1, "progress": False}
     async with residuum.AsyncClient(endpoint) as client:
-        found = await client.extract(prompts, tmp_path / "out", capture=WHAT, progress=False)
+        found = await client.extract(prompts, tmp_path / "out", **job)
         check_rows(found, 40)
-        stopping = asyncio.ensure_future(client.extract(prompts, tmp_path / "two", capture=WHAT, progress=False))
-        await asyncio.sleep(0.05)
+        peer.script.hold = Hold()  # the end of the call releases it
+        stopping = asyncio.ensure_future(client.extract(prompts, tmp_path / "two", **job, max_concurrency=1))
+        assert await asyncio.to_thread(peer.script.hold.reached.wait, 60)
         stopping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopping
-        await client.extract(prompts, tmp_path / "two", capture=WHAT, progress=False)
+        manifest = await client.manifest(f"{job_id(tmp_path / 'two')}-000000000", wait=60)
+        assert manifest.state == "aborted"
+        await client.extract(prompts, tmp_path / "two", **job)
     assert files(tmp_path / "two") == files(tmp_path / "out")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import uuid
@@ -76,10 +77,13 @@ async def test_a_batch_gives_up_after_its_timeout(make, endpoint, peer, timeout)
     began = time.monotonic()
     with (
         pytest.warns(residuum.OutageWarning),
-        pytest.raises(residuum.BatchFailed, match=r"50 of 50 .*tried again for 0\.[5-9] s") as caught,
+        pytest.raises(residuum.BatchFailed, match=r"50 of 50 .*tried again for [\d.]+ s") as caught,
     ):
         await client.generate_many(["a"] * 50, max_tokens=1, timeout=timeout)
-    assert time.monotonic() - began < 5
+    took = time.monotonic() - began
+    assert took < 60, "it did not wait as long as without a timeout"
+    tried = float(re.search(r"tried again for ([\d.]+) s", str(caught.value))[1])
+    assert 0.5 <= tried <= took + 0.05, "the message is rounded"
     assert all(isinstance(error, residuum.Unavailable) for error in caught.value.errors.values())
 
 
@@ -161,7 +165,7 @@ def test_ctrl_c_ends_the_wait(endpoint, peer, monkeypatch):
         pytest.raises(residuum.BatchInterrupted, match="if_exists='skip'"),
     ):
         client.generate_many(["a"] * 50, capture=residuum.Capture(layers=[1]), request_ids=names)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "it did not wait for the end of the outage, up to 300 s"
 
 
 def test_the_command_line_prints_an_outage_once_and_continues(cli, peer, tmp_path):

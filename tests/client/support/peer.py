@@ -47,6 +47,7 @@ from residuum.wire.rules import RuleWatch
 from residuum.wire.sae import Encoder, EncoderShape
 from residuum.wire.selection import expected_rows, is_reduced, resolve_layers, wanted_positions
 from svc_common.rpc.serving import ErrorInterceptor, add_health_and_reflection
+from tests import ports
 
 LAYERS, HIDDEN = 6, 8
 SERVICE = "residuum.v1.InferenceService"
@@ -654,7 +655,7 @@ def _tokens(request) -> list[int]:
 
 
 class RunningPeer:
-    """Serve the peer on loopback."""
+    """Serve the peer on loopback. Another one may be started on the same port later."""
 
     def __init__(self, store_endpoint: str | None, port: int = 0) -> None:
         self.servicer = Peer(store_endpoint)
@@ -663,7 +664,7 @@ class RunningPeer:
         self.server = grpc.server(ThreadPoolExecutor(48), interceptors=[interceptor], options=SERVER_OPTIONS)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.servicer, self.server)
         add_health_and_reflection(self.server, SERVICE, self.health)
-        self.endpoint = f"127.0.0.1:{self.server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.endpoint = f"127.0.0.1:{self.server.add_insecure_port(f'127.0.0.1:{port or ports.reserve()}')}"
         self.server.start()
 
     def stop(self) -> None:

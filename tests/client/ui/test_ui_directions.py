@@ -1,6 +1,8 @@
 """The app of `residuum ui`: the gallery of directions, new ones, searches, and health."""
 
+import errno
 import json
+import os
 import time
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import residuum
+from residuum.ui.gallery import Gallery
 from residuum.ui.separation import separations
 from tests.client.support.captured import activations
 from tests.client.support.peer import HIDDEN, LAYERS
@@ -52,6 +55,45 @@ def test_files_are_uploaded_listed_renamed_and_deleted(page, joy, tmp_path):
     assert page("direction/delete", {"name": "Joy 2"}) == {}
     assert page("directions")["directions"] == []
     assert list((tmp_path / "gallery").iterdir()) == []
+
+
+@pytest.fixture(params=["links", "no links"])
+def file_system(request, monkeypatch):
+    """File systems with and without hard links."""
+
+    def refused(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", refused)
+
+
+class SavedMeanwhile:
+    """Directions. While they are written, another program saves others under the same name."""
+
+    def __init__(self, own, path, others):
+        self.own, self.path, self.others = own, path, others
+
+    def save(self, path):
+        self.own.save(path)
+        self.others.save(self.path)
+
+
+def test_directions_that_another_program_saved_meanwhile_are_kept(file_system, tmp_path):
+    gallery = Gallery(tmp_path / "gallery")
+    one, two = (residuum.Directions({1: np.full(HIDDEN, value)}) for value in (1.0, 2.0))
+    gallery.save("one", one, {"a": 1})
+    gallery.check_new("two")
+    with pytest.raises(FileExistsError, match="a direction 'two' already"):
+        gallery.save("two", SavedMeanwhile(one, tmp_path / "gallery/two.safetensors", two), {"b": 2})
+    with pytest.raises(FileExistsError, match="a direction 'two' already"):
+        gallery.rename("one", "two")
+    assert (gallery.load("one")[1], gallery.load("two")[1]) == (one[1], two[1])
+    assert (gallery.notes("one"), gallery.notes("two")) == ({"a": 1}, {})
+    gallery.rename("one", "three")
+    assert (gallery.load("three")[1], gallery.notes("three")) == (one[1], {"a": 1})
+    names = ["three.residuum.json", "three.safetensors", "two.safetensors"]
+    assert sorted(path.name for path in gallery.folder.iterdir()) == names
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\\b", "a\0b", "é", "x" * 81, "-x", "a\nb", '"'])

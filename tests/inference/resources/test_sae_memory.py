@@ -277,26 +277,36 @@ async def test_the_file_of_an_upload_is_closed_after_the_last_write(monkeypatch)
         assert service.parts.saes.free_bytes == SIZE
 
 
-async def test_an_upload_in_tiny_messages_is_ended_and_its_room_is_free(monkeypatch):
+async def in_tiny_messages(one):
     """Each message arrives in time, but all together would take for ever."""
-    monkeypatch.setattr(sae_upload, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(sae_upload, "SLOWEST_BYTES_PER_SECOND", SIZE / 0.2)
-    sent = []
+    yield inference_pb2.PutSAERequest(header=header_of(one))
+    while True:
+        yield inference_pb2.PutSAERequest(data=b"x")
+        await asyncio.sleep(0.02)
 
-    async def slow():
-        yield inference_pb2.PutSAERequest(header=header_of(numbered(1)))
-        while True:
-            sent.append(1)
-            yield inference_pb2.PutSAERequest(data=b"x")
-            await asyncio.sleep(0.02)
 
+@pytest.mark.parametrize(
+    ("limit", "value", "seconds"), [("SLOWEST_BYTES_PER_SECOND", SIZE / 0.2, 1.2), ("LONGEST_SECONDS", 0.5, 0.5)]
+)
+async def test_an_upload_in_tiny_messages_is_ended_and_its_room_is_free(monkeypatch, limit, value, seconds):
+    monkeypatch.setattr(sae_upload, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(sae_upload, limit, value)
     async with running_service(engine=engine(SIZE)) as service:
-        failure = await asyncio.wait_for(failure_of(service.stub.PutSAE(slow())), 10)
+        failure = await asyncio.wait_for(failure_of(service.stub.PutSAE(in_tiny_messages(numbered(1)))), 60)
         assert failure.reason_name == "CALLER_STALLED"
-        assert "slower than" in str(failure)
-        assert len(sent) >= 5
+        assert f"did not end within {seconds} s" in str(failure)
         assert service.parts.saes.free_bytes == SIZE
+        monkeypatch.undo()
         assert not (await service.stub.PutSAE(messages(numbered(2)))).existed
+
+
+async def test_what_an_answered_call_still_sends_is_read_for_a_short_time_only(monkeypatch):
+    async with running_service(engine=engine(SIZE)) as service:
+        await service.stub.PutSAE(messages(numbered(1)))
+        monkeypatch.setattr(sae_upload, "IDLE_SECONDS", 0.3)
+        service.parts.saes._max_bytes = 1 << 40
+        answer = await asyncio.wait_for(service.stub.PutSAE(in_tiny_messages(numbered(1))), 60)
+        assert answer.existed
 
 
 @pytest.mark.parametrize("num_sent", [1, 2], ids=["after the header", "after some bytes"])
@@ -315,6 +325,7 @@ async def test_an_upload_that_stalls_is_ended_and_its_room_is_free(monkeypatch, 
         assert failure.reason_name == "CALLER_STALLED"
         assert "did not arrive within 0.3 s" in str(failure)
         assert service.parts.saes.free_bytes == SIZE
+        monkeypatch.undo()
         assert not (await service.stub.PutSAE(messages(numbered(2)))).existed
         left.set()
 
@@ -390,15 +401,17 @@ async def test_a_worker_without_a_large_enough_piece_gets_room():
     async with running_service(engine=engine()) as service:
         for seed in (1, 2):
             await service.stub.PutSAE(messages(numbered(seed)))
-        plain, calls = service.engine.keep_saes, []
+        plain, calls, attempts = service.engine.keep_saes, [], set()
 
         async def crowded(wanted):
             calls.append(len(wanted))
+            attempts.update(attempt for *_, path, attempt in wanted if path)
             return [True if path == "" or len(wanted) == 1 else "MemoryError" for *_, path, _ in wanted]
 
         service.engine.keep_saes = service.parts.saes._keep = crowded
         assert not (await service.stub.PutSAE(messages(numbered(3)))).existed
         assert calls == [3, 2, 1]
+        assert len(attempts) == 3, "workers report the error of an attempt until there is another one"
         service.parts.saes._is_leased = lambda name: True
         failure = await failure_of(service.stub.PutSAE(messages(numbered(4))))
         assert (failure.reason_name, "not in one piece" in str(failure)) == ("LIMIT_REACHED", True)

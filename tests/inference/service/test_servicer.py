@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from contextlib import suppress
 
@@ -19,6 +18,7 @@ from residuum.v1.store_pb2_grpc import add_StoreServiceServicer_to_server
 from residuum.wire.limits import DIGEST_BYTES, MAX_DIGESTS_PER_CALL, MAX_MESSAGE_BYTES, MAX_VECTORS_PER_CALL
 from svc_common.rpc.serving import add_health_and_reflection
 from svc_common.rpc.stall_timeouts import MAX_WATCHES
+from tests import ports
 from tests.inference.service_support import (
     ADD_JOY,
     CAPTURE,
@@ -238,9 +238,7 @@ async def test_an_unreachable_store_is_called_again_over_a_new_connection(servic
 
 
 async def test_a_store_that_comes_back_is_found():
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    port = ports.reserve()
     async with running_service(f"127.0.0.1:{port}") as service:
         failure = await failure_of(service.register(spec("r", CAPTURE)))
         assert failure.reason_name == "STORE_UNREACHABLE"

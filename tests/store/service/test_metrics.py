@@ -17,6 +17,7 @@ from residuum.rpc.errors import Reason
 from residuum.v1 import store_pb2
 from store_svc.server import main
 from store_svc.writing.changes import Batch
+from tests import ports
 from tests.store.support import (
     ABORTED,
     OpenStream,
@@ -145,8 +146,9 @@ def test_metrics_are_off_by_default(start: Start) -> None:
 
 
 def test_a_store_stops_with_its_listener_and_may_start_again(start: Start) -> None:
-    process = start("--metrics", "127.0.0.1:0")
-    (port,) = (line["port"] for line in log_of(process) if line["event"] == "metrics")
+    port = ports.reserve()
+    process = start("--metrics", f"127.0.0.1:{port}")
+    assert scrape(port)
     assert process.end() == 0
     with pytest.raises(OSError, match="refused"):
         scrape(port)

@@ -23,6 +23,7 @@ from residuum.wire.sae import JUMP_RELU, LAYER_NORM, RELU, TOP_K, EncoderShape
 from tests.encoding_cases import B16, F16, F32, encoder
 from tests.inference.taps.encodings.test_encoding_sink import HIDDEN, MLP, POST, Engine
 from tests.inference.taps_support import select
+from tests.waiting import wait_for
 
 CPU = torch.device("cpu")
 FEATURES, WIDTH = 150, 48
@@ -197,7 +198,7 @@ def test_a_new_encoder_waits_for_the_memory_of_one_that_is_in_use(tmp_path):
     assert until_ready(cache, [item]) == [True]
 
 
-def test_what_cannot_be_loaded_is_reported_once(tmp_path, monkeypatch):
+def test_what_cannot_be_loaded_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sae_cache, "_LEAVING_SECONDS", 0.0)
     one = encoder(FEATURES, WIDTH)
     item = wanted(tmp_path, "a", one)
@@ -209,10 +210,30 @@ def test_what_cannot_be_loaded_is_reported_once(tmp_path, monkeypatch):
     assert until_ready(cache, [item]) == [True]
 
 
+def test_an_error_is_not_lost_to_the_call_of_another_upload(tmp_path, monkeypatch):
+    """The calls of all uploads ask for all encoders that load, and each looks only at its own answer."""
+    loads, load, goes_on = [], sae_cache.load_encoder, threading.Event()
+
+    def counted(path, *arguments):
+        loads.append(path.name)
+        assert path.name == "none" or goes_on.wait(60)
+        return load(path, *arguments)
+
+    monkeypatch.setattr(sae_cache, "load_encoder", counted)
+    one, two = (wanted(tmp_path, name, encoder(FEATURES, WIDTH, seed=seed)) for seed, name in enumerate("ab"))
+    fails = two._replace(path=str(tmp_path / "none"))
+    cache = SAECache(3 * encoder(FEATURES, WIDTH).shape.nbytes, CPU)
+    assert until_ready(cache, [fails, one]) == ["FileNotFoundError", False]
+    assert cache.keep([fails, one]) == ["FileNotFoundError", False]
+    goes_on.set()
+    until_idle(cache)
+    assert cache.keep([fails, one]) == ["FileNotFoundError", True]
+    assert loads == ["none", "a"]
+    assert until_ready(cache, [two._replace(upload=2), one]) == [True, True]
+
+
 def until_idle(cache):
-    done = threading.Event()
-    while cache._loader is not None:
-        done.wait(0.01)
+    wait_for(lambda: cache._loader is None, "the thread that loads has ended")
 
 
 def test_an_error_of_an_upload_that_was_given_up_is_not_that_of_the_next(tmp_path):
@@ -244,7 +265,7 @@ def test_the_bytes_of_another_upload_are_not_loaded(tmp_path):
     assert until_ready(cache, [item]) == ["OSError"]
     with pytest.raises(KeyError):
         cache.get("a")
-    assert until_ready(cache, [wanted(tmp_path, "a", one)]) == [True]
+    assert until_ready(cache, [wanted(tmp_path, "a", one)._replace(upload=2)]) == [True]
 
 
 def test_memory_is_allocated_once_however_often_encoders_change(tmp_path):
@@ -267,7 +288,7 @@ def test_memory_in_pieces_is_reported_at_once(tmp_path):
     assert until_ready(cache, small) == [True] * 3
     large = wanted(tmp_path, "large", encoder(100, WIDTH))
     assert until_ready(cache, [small[1], large]) == [True, "MemoryError"]
-    assert until_ready(cache, [large]) == [True]
+    assert until_ready(cache, [large._replace(upload=2)]) == [True]
     assert until_ready(cache, [large, small[0]]) == [True, True]
 
 
