@@ -12,9 +12,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from extraction_files import write_extraction
-from peer import HIDDEN, POST, RunningPeer, rows
-from test_extract import check_rows, files, job_id, write_prompts
 
 import residuum
 from inference_svc.requests.concurrency import Places
@@ -25,6 +22,9 @@ from residuum.extraction.services import Services
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, tensor_pb2
 from svc_common.security.tokens_file import Limits
+from tests.client.extraction.test_extract import check_rows, files, job_id, write_prompts
+from tests.client.support.extraction_files import write_extraction
+from tests.client.support.peer import HIDDEN, POST, RunningPeer, rows
 
 WHAT = residuum.Capture(layers=[1, 4])
 BF16, FP16 = tensor_pb2.DATA_TYPE_BFLOAT16, tensor_pb2.DATA_TYPE_FLOAT16
