@@ -73,9 +73,10 @@ def extract(
 ) -> Dataset:
     """Return the rows of all prompts as a dataset: `Client.extract` with Ray's nodes, readers and writers.
 
-    Actors send the prompts, each actor to all services: a prompt goes to the service that has the fewest, one that does
-    not answer is left out until it does, and its prompts are sent to another one. The captures are deleted from the
-    stores once their rows are in a block. Nothing runs before the dataset is used, for example by `write_parquet`.
+    Actors send the prompts, each actor to all services. A prompt goes to the service that is working on the fewest
+    prompts of its actor. A service that does not answer is left out until it does, and its prompts are sent to another
+    one. The captures are deleted from the stores once their rows are in a block. Nothing runs before the dataset is
+    used, for example by `write_parquet`.
 
     The dataset has one row for each token, with these columns: one for each point, such as `blocks.12.hook_resid_post`,
     a list of the captured dtype or of float32; `token_ids`, `positions` and `sequences`; `prompt_sha256`, a digest of
