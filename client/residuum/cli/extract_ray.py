@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from residuum.cli.output import Output
 from residuum.cli.parser import positive_count
+from residuum.extraction.spec import DEFAULT_SHARD_BYTES
 
-_NOT_WITH_RAY = ("pack", "tokenizer", "export", "dry_run", "keep_captures", "shuffle")
-"""Flags that have no effect with Ray, or another one."""
+_NOT_WITH_RAY = {
+    "pack": False, "separator": "bos", "tokenizer": None, "shuffle": None, "shard_bytes": DEFAULT_SHARD_BYTES,
+    "export": None, "dry_run": False, "keep_captures": False,
+}  # fmt: skip
+"""Flags that have no effect with Ray, or another one, and their defaults."""
 
+_WITH_RAY = {"actors": 1}
+"""Flags that need --ray, and their defaults."""
 
 _WITH_SERVE = {"services": 1, "gpus": 1.0, "serve_flags": "", "python": None}
 """Flags that need --serve, and their defaults."""
@@ -62,20 +69,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(options: argparse.Namespace) -> None:
     """Check that the flags can be used with --ray, or without it."""
     if not options.serve:
-        for name, default in _WITH_SERVE.items():
-            if getattr(options, name) != default:
-                options.usage_error(f"--{name.replace('_', '-')} needs --serve")
+        for name in _given(options, _WITH_SERVE):
+            options.usage_error(f"{name} needs --serve")
     if not options.ray:
         if options.serve:
             options.usage_error("--serve needs --ray; without it, start `residuum serve` and use --endpoint")
+        for name in _given(options, _WITH_RAY):
+            options.usage_error(f"{name} needs --ray")
         return
-    for name in _NOT_WITH_RAY:
-        if getattr(options, name) not in {None, False}:
-            options.usage_error(f"--{name.replace('_', '-')} cannot be used with --ray")
+    for name in _given(options, _NOT_WITH_RAY):
+        options.usage_error(f"{name} cannot be used with --ray")
     if options.dtype != "stored":
         options.usage_error("--dtype cannot be used with --ray: rows are float32 or the captured dtype")
     if options.serve and options.endpoint:
         options.usage_error("--serve starts services, and --endpoint names others. Choose one of them.")
+
+
+def flag(name: str) -> str:
+    """Return the flag with a name."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _given(options: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:
+    """Return the flags whose value is not their default. 0 is not None and not False."""
+    values = [(name, getattr(options, name), default) for name, default in defaults.items()]
+    return [flag(name) for name, value, default in values if (value, type(value)) != (default, type(default))]
 
 
 def extract_with_ray(options: argparse.Namespace, spec: dict[str, Any], connection: Any, output: Output) -> int:
