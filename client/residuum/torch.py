@@ -89,7 +89,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
     `len(data)` is the number of batches of an epoch in this process; see `num_batches` for workers.
 
     Args:
-        endpoint: The inference service, host:port; not used if `store` is given.
+        endpoint: The inference service, host:port; not needed if `store` is given.
         captures: The captures, as IDs or replies. None means all captures that `prefix` and `where` select: the dataset
             looks them up once, when it is created, and waits for open ones for up to `timeout` seconds. It leaves out
             those that are not complete with a warning (LeftOutWarning), unless `allow_partial` is true. All captures
@@ -120,14 +120,16 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         world_size: The number of processes that train together.
         concurrent_reads: Captures that a worker reads at once, so that the buffer mixes rows of several captures.
         store: The store's address, or the URL of its archive, such as "s3://bucket/prefix"; see `Archive`. This and the
-            next four arguments are as for `Client`.
+            next five arguments are as for `Client`.
         timeout: Seconds that a call may take.
+        tenant: The tenant whose captures are read; None for the token's own, and for the default tenant in an archive.
         token: The bearer token.
         tls: TLS settings.
         insecure: Whether a token may be sent in plain text.
 
     Raises:
-        InvalidRequest: There is no capture to read; captures differ, or lack selected rows; or an argument is invalid.
+        InvalidRequest: There is no capture to read; captures differ, or lack selected rows; an argument is invalid; or
+            neither `endpoint` nor `store` is given.
         UnknownCapture: A named capture does not exist.
         CaptureNotComplete: A named capture is open; or it is not complete and partial captures are not allowed.
 
@@ -141,7 +143,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str = "",
         captures: Iterable[RequestLike] | None = None,
         *,
         prefix: str = "",
@@ -163,6 +165,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         concurrent_reads: int = 4,
         store: str | Iterable[str] | None = None,
         timeout: float | None = 30.0,
+        tenant: str | None = None,
         token: Token = None,
         tls: TLS | bool | None = None,
         insecure: bool | None = None,
@@ -180,9 +183,11 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
             check_choice(captures, prefix, where)
         stores = store if store is None or isinstance(store, str) else tuple(store)
         self._connection: dict[str, Any] = {
-            "endpoint": endpoint, "store": stores, "timeout": timeout, "token": token, "tls": tls, "insecure": insecure,
+            "endpoint": endpoint, "store": stores, "timeout": timeout, "tenant": tenant, "token": token, "tls": tls,
+            "insecure": insecure,
         }  # fmt: skip
-        self._archive = Archive(stores) if isinstance(stores, str) and is_archive(stores) else None
+        is_url = isinstance(stores, str) and is_archive(stores)
+        self._archive = Archive(str(stores), tenant=tenant or "") if is_url else None
         self._choice = RowChoice(
             layers=layers,
             sites=sites,

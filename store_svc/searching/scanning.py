@@ -40,7 +40,7 @@ OPEN, NO_LAYER = store_pb2.LEFT_OUT_REASON_OPEN, store_pb2.LEFT_OUT_REASON_NO_LA
 OTHER_WIDTH, ENCODING = store_pb2.LEFT_OUT_REASON_OTHER_WIDTH, store_pb2.LEFT_OUT_REASON_ENCODING
 DAMAGED, GONE = store_pb2.LEFT_OUT_REASON_DAMAGED, store_pb2.LEFT_OUT_REASON_GONE
 
-_NOT_ROWS = RANDOM_PROJECTIONS | {PROJECT, SAE}
+NOT_SEARCHED = RANDOM_PROJECTIONS | {PROJECT, SAE}
 """Encodings that decode to something else than the row."""
 
 _FAILURES = {
@@ -286,7 +286,7 @@ class _CaptureScan:
         if layer not in self._query.layers_at(site):
             raise LeftOutError(NO_LAYER)
         form = RowFormat.of_capture(manifest.description, site)
-        if form.encoding in _NOT_ROWS:
+        if form.encoding in NOT_SEARCHED:
             raise LeftOutError(ENCODING)
         if form.decoded_width != width:
             raise LeftOutError(OTHER_WIDTH)

@@ -9,10 +9,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from residuum import exceptions as exc
+from residuum.captures.archive_index import ArchiveIndex, Entry, tenant_name
 from residuum.captures.archived_chunks import chunks_of
 from residuum.exports.job import Export, ExportJob
 from residuum.protocol.deadlines import Deadline, list_request
@@ -27,6 +28,7 @@ from residuum.protocol.many import (
 )
 from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
+from residuum.protocol.tenants import check_tenant
 from residuum.rpc.extras import install_extra
 from residuum.rpc.objects import SCHEMES, ArchiveError, MissingObjectError, Objects
 from residuum.transport.progress import progress_bar
@@ -57,20 +59,12 @@ def is_archive(address: object) -> bool:
     return isinstance(address, str) and address.startswith(SCHEMES)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A capture in the archive."""
-
-    key: str
-    age: tuple[int, int]
-    summary: CaptureSummary
-
-
 class Archive:
     """The captures in an archive: an object storage to which a store copies its captures (`store_svc --archive`).
 
-    It needs no service. The program reads the objects itself, so it needs the right to read and list them. Then it can
-    read the captures of all tenants. The methods are those of `Client` for captures.
+    It needs no service. The program reads the objects itself, so it needs the right to read and list them. A program
+    with this right may read the captures of all tenants. An `Archive` has those of one tenant. The methods are those of
+    `Client` for captures.
 
     The archive has no list of IDs, so the first call reads the manifests of all captures. Call `refresh` to find those
     that are copied later.
@@ -78,9 +72,10 @@ class Archive:
     Args:
         url: The archive's URL, as the store has it: `s3://bucket/prefix`, `gs://`, `az://` or `file:///folder`.
             Credentials come from the environment, as for the store.
-        tenant: The tenant whose captures are read; empty for the default tenant.
+        tenant: The tenant whose captures are read; empty for the default tenant. `tenants` lists those that there are.
 
     Raises:
+        InvalidRequest: It is not the URL of an archive, or the tenant's name is invalid.
         ArchiveUnreachable: The URL cannot be used.
         ImportError: The package obstore is not installed (extra `archive`).
 
@@ -97,13 +92,15 @@ class Archive:
             )
         if importlib.util.find_spec("obstore") is None:
             raise ImportError(f"To read an archive, the client needs the package obstore: {install_extra('archive')}.")
+        if tenant:
+            check_tenant(tenant)
         self.url = url
         """The URL."""
         self.tenant = tenant
         """The tenant whose captures are read."""
         self._objects = self._reading(lambda: Objects(url, create=False))
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] | None = None
+        self._known: ArchiveIndex | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -113,14 +110,23 @@ class Archive:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep what is known of the captures, so that a copy in another process does not look them up again."""
-        return _restored, (self.url, self.tenant, self._entries)
+        return _restored, (self.url, self.tenant, self._known)
 
     def close(self) -> None:
         """Do nothing. An archive keeps no connection that must be closed."""
 
     def refresh(self) -> None:
         """Forget which captures there are, so that the next call looks again."""
-        self._entries = None
+        self._known = None
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """The tenants that have captures in the archive, sorted; "" is the default tenant.
+
+        Raises:
+            ArchiveUnreachable: The archive does not answer, or refuses this program.
+        """
+        return tuple(self._index().tenants)
 
     def captures(
         self, *, prefix: str = "", states: str | Iterable[str] = (), where: str = ""
@@ -133,7 +139,7 @@ class Archive:
         """
         list_request(prefix, states, where)  # it checks them
         wanted, conditions = {states} if isinstance(states, str) else set(states), parse_where(where)
-        for entry in sorted(self._index().values(), key=lambda entry: entry.age, reverse=True):
+        for entry in sorted(self._index().captures.values(), key=lambda entry: entry.age, reverse=True):
             item = entry.summary
             is_chosen = item.capture_id.startswith(prefix) and (not wanted or item.state in wanted)
             if is_chosen and all(condition.holds(item.labels) for condition in conditions):
@@ -305,7 +311,7 @@ class Archive:
     ) -> Iterator[Activations]:
         """Yield the activations of captures in order. A few are read at the same time."""
         index = self._index()
-        missing = [self._unknown(name) for name in capture_ids if name not in index]
+        missing = [self._unknown(name) for name in capture_ids if name not in index.captures]
         if missing:
             raise not_found(missing, len(capture_ids))
 
@@ -325,7 +331,15 @@ class Archive:
         where: str,
         deadline: Deadline | None = None,  # noqa: ARG002 - as `Client._selected`
     ) -> list[CaptureSummary]:
-        return sorted(self.captures(prefix=prefix, where=where), key=lambda item: item.capture_id)
+        found = sorted(self.captures(prefix=prefix, where=where), key=lambda item: item.capture_id)
+        if not found and (advice := self._index().advice_if_none()):
+            like = f" whose ID starts with {prefix!r}" if prefix else ""
+            labelled = f" with labels {where!r}" if where else ""
+            raise exc.InvalidRequest(
+                f"There is no capture of {tenant_name(self.tenant)}{like}{labelled} in {self.url}. {advice}",
+                reason="INVALID_FIELD",
+            )
+        return found
 
     def _read(self, reading: Reading) -> Iterator[tuple[list[Piece], int]]:
         """Read a capture, and yield the pieces of each chunk and its bytes."""
@@ -334,7 +348,7 @@ class Archive:
         reading.begin()
         reading.add_manifest(capture.manifest)
         fetch = functools.partial(self._fetch, name)
-        for chunk, count in chunks_of(capture, self._index()[name].key, reading.request, fetch):
+        for chunk, count in chunks_of(capture, self._index().captures[name].key, reading.request, fetch):
             yield reading.add_chunk(chunk), count
         reading.end()
 
@@ -350,7 +364,7 @@ class Archive:
 
     def _capture(self, name: str) -> archive_pb2.ArchivedCapture:
         """Return a capture's own object."""
-        entry = self._index().get(name)
+        entry = self._index().captures.get(name)
         if entry is None:
             raise self._unknown(name)
         try:
@@ -364,36 +378,38 @@ class Archive:
             ) from None
 
     def _unknown(self, name: str) -> exc.UnknownCapture:
+        advice, of_tenant = self._index().advice(name), f" of {tenant_name(self.tenant)}"
         return exc.UnknownCapture(
-            f"There is no capture {name} in {self.url}. It was never copied there, or was deleted. List captures "
-            "with captures(); if it was copied just now, call refresh().",
+            f"There is no capture {name}{of_tenant if advice or self.tenant else ''} in {self.url}. "
+            + (
+                advice
+                or "It was never copied there, or was deleted. List captures with captures(); if it was copied just "
+                "now, call refresh()."
+            ),
             reason="UNKNOWN_CAPTURE",
             metadata={"capture_id": name},
         )
 
-    def _index(self) -> dict[str, _Entry]:
+    def _index(self) -> ArchiveIndex:
         with self._lock:
-            if self._entries is None:
-                self._entries = self._load()
-            return self._entries
+            if self._known is None:
+                self._known = self._load()
+            return self._known
 
-    def _load(self) -> dict[str, _Entry]:
+    def _load(self) -> ArchiveIndex:
         """Read the manifests of all captures."""
         paths = self._reading(lambda: list(self._objects.list(CAPTURES)))
-        entries: dict[str, _Entry] = {}
+        index = ArchiveIndex(self.tenant)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="archive") as pool:
             for entry in pool.map(self._entry, [path.removeprefix(f"{CAPTURES}/") for path in paths]):
-                if entry is None or entry.summary.tenant != self.tenant:
-                    continue
-                known = entries.get(entry.summary.capture_id)
-                if known is None or known.age < entry.age:  # a replaced capture may not be deleted yet
-                    entries[entry.summary.capture_id] = entry
-        return entries
+                if entry is not None:
+                    index.add(entry)
+        return index
 
-    def _entry(self, key: str) -> _Entry | None:
+    def _entry(self, key: str) -> Entry | None:
         try:
             capture = self._unpacked(key)
-            return _Entry(key, age_of(key, capture.manifest), _summary(capture))
+            return Entry(key, age_of(key, capture.manifest), _summary(capture))
         except MissingObjectError:
             return None  # it was deleted after it was listed
         except (LayoutError, ValueError) as error:
@@ -426,9 +442,9 @@ class Archive:
             ) from None
 
 
-def _restored(url: str, tenant: str, entries: dict[str, _Entry] | None) -> Archive:
+def _restored(url: str, tenant: str, known: ArchiveIndex | None) -> Archive:
     archive = Archive(url, tenant=tenant)
-    archive._entries = entries  # noqa: SLF001 - the same module
+    archive._known = known  # noqa: SLF001 - the same module
     return archive
 
 

@@ -84,8 +84,15 @@ def list_captures(options: argparse.Namespace, output: Output) -> int:
             optional=("model", "labels", "store", "num_rows", "age"),
         )
     if not shown and not silent:
-        output.note("no captures" + (" match" if _filter_of(options) else ""))
+        output.note("no captures" + (" match" if _filter_of(options) else "") + _other_tenants(client))
     return 1 if silent else 0
+
+
+def _other_tenants(client: residuum.Client | residuum.Archive) -> str:
+    """Return which other tenants have captures in an archive, for a list that is empty."""
+    others = [] if isinstance(client, residuum.Client) else [name for name in client.tenants if name != client.tenant]
+    names = ", ".join(name or "default" for name in others)
+    return f"; the archive has captures of the tenants {names}: choose one with --tenant" if others else ""
 
 
 def _totals_by(label: str, summaries: Iterable[residuum.CaptureSummary], output: Output) -> list[dict[str, Any]]:
@@ -155,7 +162,7 @@ def pull(options: argparse.Namespace, output: Output) -> int:
     with open_captures(options) as client, advice_if_cut_off("The captures that were printed are written."):
         found = list(client.captures(**chosen))
         if not found:
-            output.note("no captures match")
+            output.note("no captures match" + _other_tenants(client))
         folder.mkdir(parents=True, exist_ok=True)
         for item in found:
             if item.state in {"incomplete", "aborted"} and not options.allow_partial:

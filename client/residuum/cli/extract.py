@@ -102,8 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--on-error",
         choices=("stop", "skip"),
-        default="stop",
-        help="what to do if a row is broken or its prompt fails: stop, or leave it out and record why (default: stop)",
+        help="what to do if a row is broken or its prompt fails: stop, or leave it out and record why (default: stop; "
+        "with --ray: skip)",
     )
     _add_job(parser)
     extract_ray.add_arguments(parser)
@@ -121,7 +121,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency",
         type=positive_count,
         metavar="N",
-        help="the most prompts that are sent at once, to all services together (default: twice as many as they run)",
+        help="the most prompts that are sent at once, to all services together; with --ray, by each actor (default: "
+        "twice as many as they run)",
     )
     group.add_argument(
         "--dtype",
@@ -170,9 +171,9 @@ def extract(options: argparse.Namespace, output: Output) -> int:
     if options.ray:
         return extract_ray.extract_with_ray(options, spec, _Connection(options), output)
     job, clients = job_of(
-        _Connection(options), str(source), options.output, spec, options.endpoint or (), on_error=options.on_error,
-        keep_captures=options.keep_captures, timeout=options.timeout, max_concurrency=options.max_concurrency,
-        progress=not output.as_json, lines=not output.as_json,
+        _Connection(options), str(source), options.output, spec, options.endpoint or (),
+        on_error=options.on_error or "stop", keep_captures=options.keep_captures, timeout=options.timeout,
+        max_concurrency=options.max_concurrency, progress=not output.as_json, lines=not output.as_json,
     )  # fmt: skip
     if options.export and Path(options.export[1]).exists():
         raise FileExistsError(f"{options.export[1]} exists already. Delete it, or choose another folder for --export.")

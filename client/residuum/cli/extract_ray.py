@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import shlex
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from residuum.cli.output import Output
-from residuum.cli.parser import positive_count
+from residuum.cli.parser import positive_count, positive_seconds
+from residuum.exceptions import ResiduumError
+from residuum.extraction.spec import DEFAULT_SHARD_BYTES
 
-_NOT_WITH_RAY = ("pack", "tokenizer", "export", "dry_run", "keep_captures", "shuffle")
-"""Flags that have no effect with Ray, or another one."""
+_NOT_WITH_RAY = {
+    "pack": False, "separator": "bos", "tokenizer": None, "shuffle": None, "shard_bytes": DEFAULT_SHARD_BYTES,
+    "export": None, "dry_run": False, "keep_captures": False,
+}  # fmt: skip
+"""Flags that have no effect with Ray, or another one, and their defaults."""
 
+_WITH_RAY = {"actors": 1, "batch_size": None}
+"""Flags that need --ray, and their defaults."""
 
-_WITH_SERVE = {"services": 1, "gpus": 1.0, "serve_flags": "", "python": None}
+_WITH_SERVE = {
+    "services": 1, "gpus": 1.0, "serve_flags": "", "python": None, "node_timeout": None, "max_restarts": None,
+}  # fmt: skip
 """Flags that need --serve, and their defaults."""
+
+
+_NOT_WITH_SERVE = dict.fromkeys(("tls", "tls_ca", "tls_server_name", "client_cert", "client_key", "insecure"))
+"""Flags of a connection that --serve chooses itself."""
+
+
+_OTHER_NAMES = {"num_gpus": "gpus"}
+"""Flags that have another name than their arguments."""
+
+_ARGUMENTS = (
+    "column", "keep", "chat", "model", "context_length", "on_long", "on_error", "max_concurrency", "batch_size",
+    "actors", "store", "tenant", "timeout", "services", "num_gpus", "python", "node_timeout", "max_restarts", "limit",
+)  # fmt: skip
+"""Arguments that errors may name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Ray)",
     )
     group.add_argument(
-        "--actors", type=positive_count, default=1, metavar="N", help="with --ray: how many send prompts (default: 1)"
+        "--actors",
+        type=positive_count,
+        default=1,
+        metavar="N",
+        help="with --ray: how many actors send prompts, each to all services; one keeps about four services busy "
+        "(default: 1)",
+    )
+    group.add_argument(
+        "--batch-size",
+        type=positive_count,
+        metavar="N",
+        help="with --ray: how many prompts an actor takes at once; it works on two batches at the same time, so it has "
+        "at most 2 × N prompts at the services (default: 256)",
     )
     group.add_argument(
         "--serve",
@@ -57,25 +95,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --serve: the Python that has residuum-server on the nodes (default: that of Ray)",
     )
+    group.add_argument(
+        "--node-timeout",
+        type=positive_seconds,
+        metavar="S",
+        help="with --serve: seconds to wait until the cluster has a place for all services; give more if it adds nodes "
+        "(default: 60)",
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=_restarts,
+        metavar="N",
+        help="with --serve: how often each service may be started again; -1 for no limit (default: 3)",
+    )
 
 
 def check(options: argparse.Namespace) -> None:
     """Check that the flags can be used with --ray, or without it."""
     if not options.serve:
-        for name, default in _WITH_SERVE.items():
-            if getattr(options, name) != default:
-                options.usage_error(f"--{name.replace('_', '-')} needs --serve")
+        for name in _given(options, _WITH_SERVE):
+            options.usage_error(f"{name} needs --serve")
     if not options.ray:
         if options.serve:
             options.usage_error("--serve needs --ray; without it, start `residuum serve` and use --endpoint")
+        for name in _given(options, _WITH_RAY):
+            options.usage_error(f"{name} needs --ray")
         return
-    for name in _NOT_WITH_RAY:
-        if getattr(options, name) not in {None, False}:
-            options.usage_error(f"--{name.replace('_', '-')} cannot be used with --ray")
+    for name in _given(options, _NOT_WITH_RAY):
+        options.usage_error(f"{name} cannot be used with --ray")
     if options.dtype != "stored":
         options.usage_error("--dtype cannot be used with --ray: rows are float32 or the captured dtype")
-    if options.serve and options.endpoint:
+    if options.serve:
+        _check_serve(options)
+
+
+def _check_serve(options: argparse.Namespace) -> None:
+    """Check that the flags can be used with --serve."""
+    if options.endpoint:
         options.usage_error("--serve starts services, and --endpoint names others. Choose one of them.")
+    for name in _given(options, _NOT_WITH_SERVE):
+        options.usage_error(f"{name} cannot be used with --serve: its services use plain text and a token of the job")
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _restarts(text: str) -> int:
+    if text.removeprefix("-").isdecimal() and int(text) >= -1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least -1")
+
+
+def flag(name: str) -> str:
+    """Return the flag with a name."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _given(options: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:
+    """Return the flags whose value is not their default. 0 is not None and not False."""
+    values = [(name, getattr(options, name), default) for name, default in defaults.items()]
+    return [flag(name) for name, value, default in values if (value, type(value)) != (default, type(default))]
+
+
+@contextlib.contextmanager
+def _flags_in_errors() -> Iterator[None]:
+    """Name flags of the command in errors that name arguments of the functions that it calls."""
+    try:
+        yield
+    except ResiduumError as error:
+        # Ray wraps the failure of an actor in one with the actor's traceback.
+        found = getattr(error, "cause", error)
+        found.args = tuple(with_flags(part) if isinstance(part, str) else part for part in found.args)
+        raise found from None
+
+
+def with_flags(text: str) -> str:
+    """Return a text with flags of the command in place of arguments: `--on-error skip` for `on_error='skip'`."""
+
+    def replaced(found: re.Match[str]) -> str:
+        name, value = found[1], found[3]
+        return f"{flag(_OTHER_NAMES.get(name, name))}{f' {value}' if value else ''}"
+
+    return re.sub(rf"\b({'|'.join(_ARGUMENTS)})=(['\"]?)([\w.-]*\w)?\2", replaced, text)
 
 
 def extract_with_ray(options: argparse.Namespace, spec: dict[str, Any], connection: Any, output: Output) -> int:
@@ -84,13 +186,16 @@ def extract_with_ray(options: argparse.Namespace, spec: dict[str, Any], connecti
 
     settings = {**connection.settings(), "timeout": options.timeout}
     serving = _serving(options, settings) if options.serve else None
-    written = extract_files(
-        str(options.input), options.output, options.endpoint or [connection.endpoint],
-        address=options.ray, limit=options.limit, column=options.column, keep=options.keep, chat=options.chat,
-        capture=spec["capture"], steer=spec["steer"], model=options.model, context_length=options.context_length,
-        on_long=options.on_long, on_error=options.on_error, max_concurrency=options.max_concurrency,
-        actors=options.actors, serving=serving, progress=not output.as_json, **settings, **spec["sampling"],
-    )  # fmt: skip
+    given = _without_none({"batch_size": options.batch_size})
+    with _flags_in_errors():
+        written = extract_files(
+            str(options.input), options.output, options.endpoint or [connection.endpoint],
+            address=options.ray, limit=options.limit, column=options.column, keep=options.keep, chat=options.chat,
+            capture=spec["capture"], steer=spec["steer"], model=options.model, context_length=options.context_length,
+            on_long=options.on_long, on_error=options.on_error or "skip", max_concurrency=options.max_concurrency,
+            actors=options.actors, serving=serving, progress=not output.as_json,
+            **given, **settings, **spec["sampling"],
+        )  # fmt: skip
     if output.as_json:
         output.json({"folder": options.output, **written._asdict()})
         return 0
@@ -102,6 +207,7 @@ def extract_with_ray(options: argparse.Namespace, spec: dict[str, Any], connecti
 
 def _serving(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
     """Return the services to start. What they need of the connection's settings is taken from these."""
+    from residuum.ray.files import Serving
     from residuum.ray.services import Need, make_plan
 
     try:
@@ -111,4 +217,5 @@ def _serving(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
     plan = make_plan(
         options.serve, flags, store=settings.pop("store"), token=settings.pop("token"), python=options.python
     )
-    return plan, Need(options.services, options.gpus, num_cpus=0.0)
+    further = {name: getattr(options, name) for name in ("node_timeout", "max_restarts")}
+    return Serving(plan, Need(options.services, options.gpus, 0.0), _without_none(further))

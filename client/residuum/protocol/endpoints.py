@@ -12,6 +12,12 @@ def check_endpoint(endpoint: str) -> str:
     Raises:
         InvalidRequest: It has another form.
     """
+    if not endpoint:
+        raise InvalidRequest(
+            "'' is not an endpoint. Give an inference service as host:port, such as localhost:50051, or only a store, "
+            "with store=.",
+            reason="INVALID_FIELD",
+        )
     try:
         parse_endpoint(endpoint)
     except ValueError:

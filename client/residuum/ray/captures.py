@@ -72,7 +72,7 @@ def read_captures(
     when the dataset is used. A task holds one piece of a large capture in memory, or a few small captures.
 
     Args:
-        endpoint: The inference service, host:port; not used if `store` is given.
+        endpoint: The inference service, host:port; not needed if `store` is given.
         captures: The captures, as IDs or replies. None reads those that `prefix` and `where` select.
         store: The store's address, or the URL of its archive, such as "s3://bucket/prefix"; see `Archive`.
         prefix: The prefix of the captures' IDs; "" means all captures.
@@ -87,7 +87,7 @@ def read_captures(
         concurrency: The most read tasks at once; None means as many as Ray Data wants.
         timeout: Seconds that a call may take, and that a store may be away; this and the next four arguments are as for
             `Client`. Every worker uses the same credentials.
-        tenant: The tenant whose captures are read.
+        tenant: The tenant whose captures are read; None for the token's own, and for the default tenant in an archive.
         token: The bearer token.
         tls: TLS settings. Their files must exist on all nodes.
         insecure: Whether a token may be sent in plain text.

@@ -73,9 +73,10 @@ def extract(
 ) -> Dataset:
     """Return the rows of all prompts as a dataset: `Client.extract` with Ray's nodes, readers and writers.
 
-    Actors send the prompts, each actor to all services: a prompt goes to the service that has the fewest, one that does
-    not answer is left out until it does, and its prompts are sent to another one. The captures are deleted from the
-    stores once their rows are in a block. Nothing runs before the dataset is used, for example by `write_parquet`.
+    Actors send the prompts, each actor to all services. A prompt goes to the service that is working on the fewest
+    prompts of its actor. A service that does not answer is left out until it does, and its prompts are sent to another
+    one. The captures are deleted from the stores once their rows are in a block. Nothing runs before the dataset is
+    used, for example by `write_parquet`.
 
     The dataset has one row for each token, with these columns: one for each point, such as `blocks.12.hook_resid_post`,
     a list of the captured dtype or of float32; `token_ids`, `positions` and `sequences`; `prompt_sha256`, a digest of
@@ -100,9 +101,12 @@ def extract(
         on_long: What to do with a longer one: "fail", "skip" or "truncate".
         on_error: "skip" turns a prompt that fails into a row with `error`; "stop" raises.
         max_concurrency: The most prompts that each actor sends at once, to all services together. None: twice as many
-            as the services run at once.
-        batch_size: How many prompts an actor takes at once. The rows of about that many may be waiting in the stores.
-        actors: How many actors send prompts, or the fewest and the most. One keeps several services busy.
+            as the services run at once, but never more than the actor has.
+        batch_size: How many prompts an actor takes at once. It works on two batches at the same time, so it has at most
+            2 × batch_size prompts at the services. The rows of about that many may be waiting in the stores.
+        actors: How many actors send prompts, or the fewest and the most. Start one for every four services, or more if
+            their `max_num_seqs` is larger than 64. All actors together have at most actors × 2 × batch_size prompts at
+            the services, which must allow that many (`max_requests`, also of the tenant).
         num_cpus: The CPUs that each actor reserves.
         store: As for `Client`; so are the next five arguments. Every actor uses the same credentials. The services of
             `serve` have their own.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import PurePath
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -13,13 +15,22 @@ from pyarrow import fs
 from residuum.exceptions import InvalidRequest
 from residuum.ray.extracting import extract
 from residuum.ray.service_actor import ServicePlan
-from residuum.ray.services import Need, running
+from residuum.ray.services import Need, RayServices, running
 
 LOCAL = "local"
 """The address that stands for this machine alone."""
 
 _READERS = {".jsonl": "read_json", ".ndjson": "read_json", ".parquet": "read_parquet", ".txt": "read_text"}
 _SHOWN_ERRORS = 5
+
+
+class Serving(NamedTuple):
+    """The services to start for a job; see `serve`."""
+
+    plan: ServicePlan
+    need: Need
+    options: Mapping[str, Any]
+    """`node_timeout` and `max_restarts`, if they are given."""
 
 
 class Written(NamedTuple):
@@ -41,15 +52,16 @@ def extract_files(
     address: str,
     limit: int | None,
     column: str,
-    serving: tuple[ServicePlan, Need] | None = None,
+    serving: Serving | None = None,
     progress: bool = False,
     **choice: Any,
 ) -> Written:
     """Send the prompts of files, and write Parquet files.
 
     Args:
-        source: A file that ends in .jsonl, .txt or .parquet, or a folder with Parquet files; a path or a URL.
-        output: The folder to write; a path or a URL. It must be empty, or not exist.
+        source: A file that ends in .jsonl, .txt or .parquet, or a folder with Parquet files; a path or a URL. On a
+            cluster of several nodes, it must be a URL: file:///... for a disk that all nodes have.
+        output: The folder to write; likewise a path or a URL. It must be empty, or not exist.
         endpoints: The inference services, if they run already.
         address: The cluster's address, "auto" on one of its nodes, or "local" for this machine.
         limit: The most prompts.
@@ -59,19 +71,28 @@ def extract_files(
         choice: The further arguments of `extract`.
 
     Raises:
-        InvalidRequest: The kind of the input is unknown, or the output has files. The other errors are those of
-            `extract` and `serve`.
+        InvalidRequest: The kind of the input is unknown, the output has files, or one of them is a path and there are
+            several nodes. The other errors are those of `extract` and `serve`.
     """
+    suffix = _suffix(source)
     _check_empty(output)
     ray.init(
-        address=None if address == LOCAL else address, ignore_reinit_error=True, log_to_driver=False,
+        address=None if address == LOCAL else address, ignore_reinit_error=True, log_to_driver=True,
         logging_level="warning",
     )  # fmt: skip
-    if serving is not None and address == LOCAL:  # no nodes come
-        serving[1].check_nodes()
-    prompts = _read(source, column)
-    with contextlib.nullcontext(endpoints) if serving is None else running(*serving, progress=progress) as services:
-        rows = extract(prompts if limit is None else prompts.limit(limit), services, column=column, **choice)
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    _check_reach("input", source, nodes)
+    _check_reach("output", output, nodes)
+    source, output = _absolute(source), _absolute(output)
+    prompts = _read(source, suffix, column)
+    prompts = prompts if limit is None else prompts.limit(limit)
+    if serving is not None:
+        if address == LOCAL:  # no nodes come
+            serving.need.check_nodes()
+        # The checks of the job: the services load their model only for one that can run. Nothing is sent.
+        extract(prompts, RayServices((), (), {}), column=column, **choice)
+    with contextlib.nullcontext(endpoints) if serving is None else _running(serving, progress=progress) as services:
+        rows = extract(prompts, services, column=column, **choice)
         rows.write_parquet(output)
     errors = ray.data.read_parquet(output, columns=["error"])
     failures = errors.filter(lambda row: row["error"] is not None).materialize()
@@ -82,7 +103,7 @@ def extract_files(
 def _check_empty(output: str) -> None:
     """Refuse a folder with files: Ray would add the rows to those of an earlier job, so rows would be there twice."""
     try:
-        files, path = fs.FileSystem.from_uri(output) if "://" in output else (fs.LocalFileSystem(), output)
+        files, path = fs.FileSystem.from_uri(output) if _is_url(output) else (fs.LocalFileSystem(), output)
     except pa.ArrowInvalid:
         return  # a scheme that Arrow does not know: Ray says so, or has a file system for it
     if files.get_file_info(fs.FileSelector(path, allow_not_found=True)):
@@ -93,7 +114,31 @@ def _check_empty(output: str) -> None:
         )
 
 
-def _read(source: str, column: str) -> Any:
+def _running(serving: Serving, *, progress: bool) -> AbstractContextManager[RayServices]:
+    return running(serving.plan, serving.need, progress=progress, **serving.options)
+
+
+def _check_reach(what: str, place: str, nodes: int) -> None:
+    """Refuse a path if there are several nodes: each would use its own disk."""
+    if nodes > 1 and not _is_url(place):
+        raise InvalidRequest(
+            f"The {what} {place} is a path, and the cluster has {nodes} nodes, each with its own disk. Give the URL of "
+            f"an object storage, such as s3://bucket/{PurePath(place).name}. If all nodes have this disk at the same "
+            f"place, give file://{PurePath(_absolute(place)).as_posix()}.",
+            reason="INVALID_FIELD",
+        )
+
+
+def _is_url(place: str) -> bool:
+    return "://" in place
+
+
+def _absolute(place: str) -> str:
+    """Return a URL as it is, and the absolute path of a file: Ray's workers run in other folders."""
+    return place if _is_url(place) else str(Path(place).absolute())
+
+
+def _suffix(source: str) -> str:
     suffix = PurePath(source).suffix
     if suffix not in {*_READERS, ""}:
         raise InvalidRequest(
@@ -101,6 +146,10 @@ def _read(source: str, column: str) -> Any:
             "with Parquet files.",
             reason="INVALID_FIELD",
         )
+    return suffix
+
+
+def _read(source: str, suffix: str, column: str) -> Any:
     reader = _READERS.get(suffix, "read_parquet")
     found = getattr(ray.data, reader)(source, **({"lines": True} if reader == "read_json" else {}))
     return found.rename_columns({"text": column}) if reader == "read_text" and column != "text" else found

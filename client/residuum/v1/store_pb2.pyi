@@ -95,7 +95,7 @@ class _LeftOutReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeftOut
     LEFT_OUT_REASON_OTHER_WIDTH: _LeftOutReason.ValueType  # 3
     """Its rows have another width than the vector."""
     LEFT_OUT_REASON_ENCODING: _LeftOutReason.ValueType  # 4
-    """Its encoding does not decode to the row itself: rp, rp8 or project."""
+    """Its encoding does not decode to the row itself: rp, rp8, project or sae."""
     LEFT_OUT_REASON_DAMAGED: _LeftOutReason.ValueType  # 5
     """A row of a hit does not match its checksum, or a chunk cannot be parsed."""
     LEFT_OUT_REASON_GONE: _LeftOutReason.ValueType  # 6
@@ -113,7 +113,7 @@ LEFT_OUT_REASON_NO_LAYER: LeftOutReason.ValueType  # 2
 LEFT_OUT_REASON_OTHER_WIDTH: LeftOutReason.ValueType  # 3
 """Its rows have another width than the vector."""
 LEFT_OUT_REASON_ENCODING: LeftOutReason.ValueType  # 4
-"""Its encoding does not decode to the row itself: rp, rp8 or project."""
+"""Its encoding does not decode to the row itself: rp, rp8, project or sae."""
 LEFT_OUT_REASON_DAMAGED: LeftOutReason.ValueType  # 5
 """A row of a hit does not match its checksum, or a chunk cannot be parsed."""
 LEFT_OUT_REASON_GONE: LeftOutReason.ValueType  # 6

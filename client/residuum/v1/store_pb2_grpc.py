@@ -317,7 +317,7 @@ class StoreServiceServicer:
         store: OK
 
         The store searches captures that have ended, whatever their state, in the encodings that decode to the row itself:
-        all but rp, rp8 and project. `progress` counts the captures that it left out, with the reason. The store scans in
+        all but rp, rp8, project and sae. `progress` counts the captures that it left out, with the reason. The store scans in
         float32, and computes the scores of hits in float64. Hits with equal scores are sorted by capture, sequence and
         position. A row that is missed scores less than the last hit, up to the rounding of float32. The store compares the
         rows of hits with their checksums, not those of other rows. Rows without a finite score are counted and left out.

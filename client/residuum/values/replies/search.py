@@ -22,7 +22,7 @@ _WORDS = {
     "open": "still open",
     "no_layer": "without the layer and site",
     "other_width": "with rows of another width",
-    "encoding": "with projected rows (rp, rp8 or project)",
+    "encoding": "in an encoding that is not searched (rp, rp8, project or sae)",
     "damaged": "damaged",
     "gone": "deleted meanwhile",
 }

@@ -1,0 +1,115 @@
+"""`residuum extract --ray`: what it refuses before it starts services or sends prompts, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pyarrow import dataset as tables
+
+import residuum
+from residuum.cli.main import make_parser
+from residuum.ray import services as serving
+from residuum.ray.extracting import extract
+
+CLIENT = str(Path(residuum.__file__).parents[1])
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "residuum", "extract", *map(str, arguments)],
+        check=False, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": CLIENT}, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("The sea", "word " * 500, "A train")))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--keep", "label"], "no column 'label'. It has 'text'. Name the column with the prompt with --column"),
+        (["--column", "prompt"], "no column 'prompt'. It has 'text'"),
+    ],
+)
+def test_a_job_that_cannot_run_starts_no_service(prompts, tmp_path, flags, message):
+    done = command(
+        prompts, "--output", tmp_path / "rows", "--capture", "0", "--ray", "local", "--gpus", "0",
+        "--serve", "/no/model", *flags,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "/no/model" not in done.stderr, "no service has tried to start"
+
+
+def test_a_prompt_that_fails_is_a_row_and_stop_ends_the_job(services, prompts, tmp_path):
+    endpoints = [part for name in services["inference"] for part in ("--endpoint", name)]
+    job = [prompts, "--capture", "0", "--ray", "local", *endpoints]
+    # The output is a path relative to the folder of the command, and Ray's workers run in other folders.
+    # One service is away.
+    done = command(*job, "--endpoint", "127.0.0.1:1", "--output", "rows", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 prompts failed" in done.stdout
+    assert "OutageWarning: The job leaves out 127.0.0.1:1 until it answers again" in done.stderr
+    assert tables.dataset(tmp_path / "rows").to_table()["error"].null_count
+    done = command(*job, "--output", tmp_path / "stopped", "--on-error", "stop")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"residuum: row 1 of a batch of the dataset: .* or use --on-error skip\.", last), last
+
+
+SEVERAL_NODES = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """The address of a cluster of two nodes, which is not the cluster of the other tests."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SEVERAL_NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process.stdout.readline().strip()
+        process.stdin.close()
+
+
+def test_on_several_nodes_paths_are_refused(services, two_nodes, prompts, tmp_path):
+    job = ["--capture", "0", "--ray", two_nodes, "--endpoint", services["inference"][0]]
+    done = command(prompts, "--output", f"file://{tmp_path}/rows", *job)
+    assert done.returncode == 1
+    assert f"The input {prompts} is a path, and the cluster has 2 nodes" in done.stderr
+    done = command(f"file://{prompts}", "--output", "rows", *job, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "The output rows is a path, and the cluster has 2 nodes, each with its own disk" in done.stderr
+    assert f"file://{tmp_path}/rows" in done.stderr
+    assert not (tmp_path / "rows").exists()
+    done = command(f"file://{prompts}", "--output", f"file://{tmp_path}/rows", *job)
+    assert done.returncode == 0, done.stderr
+    assert tables.dataset(tmp_path / "rows").count_rows()
+
+
+def test_the_help_has_the_defaults():
+    """The command cannot import them, because it also runs without Ray."""
+    (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    help_of = {action.dest: action.help for action in commands.choices["extract"]._actions}
+    size = inspect.signature(extract).parameters["batch_size"].default
+    assert help_of["batch_size"].endswith(f"(default: {size})")
+    assert help_of["node_timeout"].endswith(f"(default: {serving.NODE_SECONDS:g})")
+    assert help_of["max_restarts"].endswith(f"(default: {serving.RESTARTS})")
