@@ -1,4 +1,4 @@
-"""Captured rows as training data for torch. This is the only module of the client that needs torch.
+"""Captured rows as training data for torch. Only this module and `residuum.training` need torch.
 
 Example:
     >>> from residuum.torch import ActivationDataset

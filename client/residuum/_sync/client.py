@@ -449,7 +449,8 @@ class Client(SearchClient):
             folder: The folder to write. It must not exist, be empty, or have the same job.
             capture: What to capture of every prompt.
             column: The column with the prompt: a text, a list of token IDs, or a conversation as a list of messages.
-            keep: The columns to keep as labels, as a list or separated by commas.
+            keep: The columns to keep, as a list or separated by commas. `rows.labels` has their values. They are not
+                labels of the captures, so filters on labels do not see them; `capture.labels` sets these.
             chat: Whether a text is a user's message in a chat.
             steer: How to steer every prompt.
             model: The LoRA adapter to use, or the model that you expect, as for `generate`.
@@ -476,7 +477,8 @@ class Client(SearchClient):
                 stores hold the captures of these, and of the prompts that run or wait to be read: up to two files
                 more, or `max_concurrency` captures if these are larger.
             keep_captures: Keep the captures in the stores. By default they are deleted when their rows are on the disk.
-            endpoints: Further inference services of the same model. Each prompt goes to the one that has the fewest.
+            endpoints: Further inference services of the same model. Each prompt goes to the one that is
+                working on the fewest.
             timeout: Seconds that each prompt may take.
             max_concurrency: The most prompts that are sent at once, to all services together. None: twice as many as
                 the services run at once, so that they never wait for prompts. A service that refuses a prompt, because

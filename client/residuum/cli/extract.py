@@ -63,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the column with the prompt: a text, token IDs, or a conversation as a list of messages (default: text)",
     )
     group.add_argument(
-        "--keep", metavar="NAMES", default="", help="the columns to keep as labels, separated by commas (default: none)"
+        "--keep",
+        metavar="NAMES",
+        default="",
+        help="the columns whose values the rows keep, separated by commas; they are not labels of the captures, which "
+        "--label sets (default: none)",
     )
     group.add_argument("--chat", action="store_true", help="treat a text as a user's message (default: as plain text)")
     group.add_argument("--limit", type=positive_count, metavar="N", help="at most this many prompts (default: all)")

@@ -316,6 +316,8 @@ class Extracted:
     def labels(self, name: str) -> list[Any]:
         """Return a kept column's value for each row.
 
+        Kept columns are not labels of the captures, by which the store can filter; `Capture.labels` sets these.
+
         Raises:
             KeyError: The job did not keep this column; the message lists those that it kept.
 
