@@ -155,4 +155,4 @@ def test_a_definite_refusal_ends_a_read_at_once(store: Store) -> None:
         for ask in (client.activations, client.manifest):
             with pytest.raises(residuum.UnknownCapture):
                 ask("nobody")
-    assert time.monotonic() - began < OUTAGE_SECONDS
+    assert time.monotonic() - began < DEADLINE, "it did not retry, which takes up to 5 minutes"
