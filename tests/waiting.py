@@ -16,7 +16,10 @@ PATIENCE_SECONDS = 60.0
 
 
 def wait_for(
-    probe: Callable[[], _T], what: str | Callable[[], str], seconds: float = PATIENCE_SECONDS, every: float = 0.01
+    probe: Callable[[], _T],
+    what: str | Callable[[], str] = "the condition holds",
+    seconds: float = PATIENCE_SECONDS,
+    every: float = 0.01,
 ) -> _T:
     """Poll until a probe returns something true, and return it.
 

@@ -12,10 +12,10 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import numpy as np
@@ -28,8 +28,6 @@ from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from svc_common.launcher import OWN_GROUP
 from tests import ports
-
-_T = TypeVar("_T")
 
 DEADLINE = 60.0
 """A generous timeout for expected events, so that a busy machine does not fail tests."""
@@ -46,15 +44,6 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'client
 
 Row = tuple[int, int]
 """Layer and position."""
-
-
-def wait_until(holds: Callable[[], _T], what: str, deadline: float = DEADLINE) -> _T:
-    """Poll until a condition holds, and return its value."""
-    end = time.monotonic() + deadline
-    while not (result := holds()):
-        assert time.monotonic() < end, f"{what}: not within {deadline:g} s"
-        time.sleep(0.01)
-    return result
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import residuum
 from svc_common.launcher import ROOT
 from tests import warm_start
 from tests.faults.support import Store
+from tests.waiting import wait_for
 
 NO_ROWS = residuum.Capture(layers="all", positions=residuum.Positions.of([(1000, None)]))
 """A capture that is complete as soon as it is sealed: the scripted engine sends no rows."""
@@ -25,10 +26,12 @@ class ScriptedService:
     def __init__(self, store: str, log: Path) -> None:
         log.touch()
         self.process = warm_start.launch("tests.faults.scripted_service", [store], ROOT, log)
-        while not (lines := [line for line in log.read_text().splitlines() if line.startswith("127.0.0.1:")]):
+
+        def address() -> str | None:
             assert self.process.poll() is None, f"the service did not start: {log.read_text()}"
-            time.sleep(0.05)
-        self.endpoint = lines[0]
+            return next((line for line in log.read_text().splitlines() if line.startswith("127.0.0.1:")), None)
+
+        self.endpoint = wait_for(address, lambda: f"the service prints its address\n{log.read_text()}", seconds=120)
 
     def kill(self) -> None:
         self.process.kill()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.soak import Soak, Tally
-from tests.faults.support import DEADLINE, ENVIRONMENT, Capture, Ring, Shippers, Store, wait_until
+from tests.faults.support import DEADLINE, ENVIRONMENT, Capture, Ring, Shippers, Store
+from tests.waiting import wait_for
 
 SMALL = {"writers": 2, "length": 1024}
 
@@ -67,12 +68,12 @@ def test_the_only_shipper_is_killed_with_rows_in_hand(
         for block in acked:
             ring.publish_rows(capture, block)
         assert ring.drain(DEADLINE)
-        (pid,) = wait_until(shippers.pids, "a running shipper")
+        (pid,) = wait_for(shippers.pids, "a running shipper")
         with store.standing_still():  # so it acknowledges nothing
             for block in in_hand:
                 ring.publish_rows(capture, block)
             assert shippers.kill(pid)
-            wait_until(lambda restarts=restarts: shippers.restarts == restarts, "another shipper")
+            wait_for(lambda restarts=restarts: shippers.restarts == restarts, "another shipper")
         assert ring.acked(capture) <= set(store.read(capture).times)
         assert ring.drain(DEADLINE)
     assert not blocks

@@ -15,9 +15,10 @@ import pytest
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import store_pb2
 from residuum.wire.frames import append_prefix, checksum, chunk_prefix
-from tests.faults.support import BLOCK, COMPLETE, DEADLINE, LAYERS, Capture, Ring, Shippers, Store, wait_until
+from tests.faults.support import BLOCK, COMPLETE, DEADLINE, LAYERS, Capture, Ring, Shippers, Store
 from tests.small_disk import fill
 from tests.small_disk import small_disk as disk
+from tests.waiting import wait_for
 
 MIB = 1 << 20
 DISK_BYTES = 24 * MIB
@@ -77,7 +78,7 @@ def test_a_full_disk_delays_rows_until_there_is_room(
     filler = small_disk / "filler"
     fill(filler)
     step = publish_all(ring, capture)
-    wait_until(lambda: ring.stats().waits, "a full ring")
+    wait_for(lambda: ring.stats().waits, "a full ring")
     failure = refusal(store, capture)
     assert failure
     assert (failure.reason, failure.code) == (Reason.ERROR_REASON_STORE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -110,8 +111,8 @@ def test_a_full_map_delays_rows_until_a_capture_is_deleted(
         store.seal_and_check(earlier)
 
     step = publish_all(ring, capture)
-    wait_until(lambda: ring.stats().waits, "a full ring")
-    wait_until(lambda: "the store is full" in store.log.read_text(), "a full store")
+    wait_for(lambda: ring.stats().waits, "a full ring")
+    wait_for(lambda: "the store is full" in store.log.read_text(), "a full store")
     assert step.is_alive()
     for earlier in (kept, doomed):
         check_earlier(store, earlier)

@@ -25,8 +25,8 @@ from tests.faults.support import (
     Store,
     named_rows,
     present_rows,
-    wait_until,
 )
+from tests.waiting import wait_for
 
 OUTAGE_SECONDS = float(os.environ.get("OUTAGE_SECONDS", "2"))
 """The least duration of an outage in seconds. Shippers retry at least every 5 s, and faster at first."""
@@ -85,7 +85,7 @@ def test_the_model_waits_for_the_store_and_continues(
     store.kill()
     step = threading.Thread(target=model.compute, args=(blocks[4:],))
     step.start()
-    wait_until(lambda: ring.stats().waits, "a full ring")
+    wait_for(lambda: ring.stats().waits, "a full ring")
     assert model.sent - 4 in FULL, "the model continues until the ring is full"
     stay_away(store, lambda: model.sent - 4 in FULL and step.is_alive())
     step.join(DEADLINE)

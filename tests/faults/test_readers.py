@@ -20,8 +20,8 @@ from tests.faults.support import (
     Shippers,
     Store,
     collect,
-    wait_until,
 )
+from tests.waiting import wait_for
 
 MIB = 1 << 20
 WIDE = 4096
@@ -121,4 +121,4 @@ def test_a_reader_that_vanishes_frees_its_slot(
             return False
         return set(found.times) == capture.rows()
 
-    wait_until(read_again, "room for another reader")
+    wait_for(read_again, "room for another reader")

@@ -7,7 +7,8 @@ import pytest
 
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.placement import first_rank
-from tests.faults.support import BLOCK, COMPLETE, INCOMPLETE, LAYERS, Capture, Ring, Shippers, Store, wait_until
+from tests.faults.support import BLOCK, COMPLETE, INCOMPLETE, LAYERS, Capture, Ring, Shippers, Store
+from tests.waiting import wait_for
 
 NAMES = ("a", "b", "c")
 RING_BYTES = 768 << 10
@@ -134,7 +135,7 @@ def test_an_unreachable_store_sheds_only_blocks_of_its_captures(stores, ring, st
 def test_a_shipper_that_stops_delivers_to_the_stores_that_answer(stores, ring, start_shippers):
     """It leaves the other store's rows to the next shipper."""
     shippers = start_shippers(1, "--grace", "2")
-    wait_until(lambda: ring.stats().connected_shippers, "the shipper is there")
+    wait_for(lambda: ring.stats().connected_shippers, "the shipper is there")
     alive, dead = captures_of("a", 1)[0], captures_of("b", 1)[0]
     for name, capture in (("a", alive), ("b", dead)):
         stores[name].open(capture)
@@ -143,7 +144,7 @@ def test_a_shipper_that_stops_delivers_to_the_stores_that_answer(stores, ring, s
     stores["a"].seal(alive)
     shippers.stop()
     assert stores["a"].manifest(alive, wait=True).state == COMPLETE
-    wait_until(lambda: not ring.stats().connected_shippers, "the shipper has gone")
+    wait_for(lambda: not ring.stats().connected_shippers, "the shipper has gone")
     assert ring.acked(dead) == set()
     stores["b"].start()
     start_shippers(1)

@@ -22,8 +22,8 @@ from tests.faults.support import (
     Shippers,
     Store,
     named_rows,
-    wait_until,
 )
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -145,15 +145,15 @@ def test_a_shipper_that_continues_after_it_was_replaced_duplicates_nothing(
     capture = Capture("twice", 8 * BLOCK)
     store.open(capture)
     start_shippers(store.endpoint)
-    wait_until(lambda: ring.stats().connected_shippers == 1, "a shipper")
+    wait_for(lambda: ring.stats().connected_shippers == 1, "a shipper")
     with store.standing_still():
         for block in capture.blocks():
             ring.publish_rows(capture, block)
-        wait_until(lambda: not ring._dispatcher._inbox, "a shipper with rows")
+        wait_for(lambda: not ring._dispatcher._inbox, "a shipper with rows")
         (link,) = ring._dispatcher._links
         link.connection.shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: link not in ring._dispatcher._links, "a broken connection")
-        wait_until(lambda: ring.stats().connected_shippers == 1, "a new connection of the shipper")
+        wait_for(lambda: link not in ring._dispatcher._links, "a broken connection")
+        wait_for(lambda: ring.stats().connected_shippers == 1, "a new connection of the shipper")
     assert ring.drain(DEADLINE)
     store.seal_and_check(capture)
     stats = store.stub.GetStats(store_pb2.GetStatsRequest())

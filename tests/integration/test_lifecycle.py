@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ import pytest
 import residuum
 from svc_common.launcher import OWN_GROUP, ROOT, Service, start_store
 from tests import one_process, ports, warm_start
+from tests.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,13 +42,6 @@ def run() -> Iterator[Callable[[Service], Service]]:
     yield note
     for service in reversed(started):
         service.stop()
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "the condition did not hold in time"
-        time.sleep(0.05)
 
 
 def children_of(pid: int) -> set[int]:
@@ -142,14 +135,14 @@ def test_sigterm_drains_requests_and_leaves_no_processes(
             generated = pool.submit(generate)
             # Do not wait for a first token: if the scheduler favours other processes, it may arrive when all requests
             # have finished, and none is left to drain.
-            wait_until(lambda: is_stored(client, "drained"))
+            wait_for(lambda: is_stored(client, "drained"))
             inference.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: b"draining" in inference.log.read_bytes())
+            wait_for(lambda: b"draining" in inference.log.read_bytes())
             with pytest.raises(residuum.Unavailable):
                 client.generate([5, 6, 7], max_tokens=1)
             assert generated.result(120) == "drained"
         assert inference.process.wait(60) == 0
-        wait_until(lambda: not any(alive(pid) for pid in family))
+        wait_for(lambda: not any(alive(pid) for pid in family))
         acts = client.activations("drained")
         for sequence in range(12):
             assert len(acts.select(sequence=sequence).positions) == 3 + 80 - 1
@@ -218,7 +211,7 @@ def test_a_killed_service_leaves_no_process(
         next(iter(streams[0]))
         store.process.send_signal(signal.SIGSTOP)
         inference.process.kill()
-        wait_until(lambda: not any(alive(pid) for pid in family), 60)
+        wait_for(lambda: not any(alive(pid) for pid in family), 60)
     store.process.send_signal(signal.SIGCONT)
 
 
@@ -253,10 +246,10 @@ def test_ctrl_c_stops_all_processes_of_the_demo(smollm2: Path, tmp_path: Path) -
         text=True,
         **OWN_GROUP,
     )
-    wait_until(lambda: len(children_of(demo.pid)) >= 3, 60)  # the store, the inference service, its engine
+    wait_for(lambda: len(children_of(demo.pid)) >= 3, 60)  # the store, the inference service, its engine
     family = children_of(demo.pid)
     demo.send_signal(signal.SIGINT)
     output, _ = demo.communicate(timeout=120)
     assert demo.returncode == 130
     assert "loading the model ... " in output, "while the services start, the demo says for how long"
-    wait_until(lambda: not any(alive(pid) for pid in family))
+    wait_for(lambda: not any(alive(pid) for pid in family))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,15 +21,6 @@ from tests import ports
 DEADLINE = 20.0
 ROOTS = (Path(inference_svc.__file__).parents[1], Path(next(iter(residuum.v1.__path__))).parents[1])
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, ROOTS))}
-
-
-def wait_until(condition, what="the condition", deadline=DEADLINE):
-    """Poll until a condition holds that has no event to wait for."""
-    end = time.monotonic() + deadline
-    while not (result := condition()):
-        assert time.monotonic() < end, f"{what} did not happen in {deadline} s"
-        time.sleep(0.01)
-    return result
 
 
 def make_header(positions, layers=4, width=64, dtype=tensor_pb2.DATA_TYPE_FLOAT32):

@@ -8,7 +8,8 @@ import threading
 from inference_svc.shipping import figures
 from inference_svc.shipping.figures import FigureFile, figures_by_store, figures_path, read_figures
 from inference_svc.shipping.supervisor import ShipperSupervisor
-from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
+from tests.shipping.support import DEADLINE, ENVIRONMENT, Work
+from tests.waiting import wait_for
 
 
 def test_a_file_is_written_when_something_changed_and_not_too_often(tmp_path, monkeypatch):
@@ -63,7 +64,7 @@ async def test_a_worker_and_a_shipper_report_their_figures(
         for number in range(4):
             work.publish(f"capture-{number}", range(32))
         assert await asyncio.to_thread(work.producer.drain, DEADLINE)
-        ring = await asyncio.to_thread(wait_until, lambda: _settled(figures_path(control_path)))
+        ring = await asyncio.to_thread(wait_for, lambda: _settled(figures_path(control_path)))
         assert (ring["published"], ring["freed"], ring["under_way"], ring["bytes_used"]) == (4, 4, 0, 0)
         assert (ring["ring_bytes"], ring["connected_shippers"]) == (work.producer.ring_bytes, 1)
 
@@ -71,7 +72,7 @@ async def test_a_worker_and_a_shipper_report_their_figures(
             own = _of(supervisor, store)
             return own.get("settled") == store.messages and own
 
-        own = await asyncio.to_thread(wait_until, settled)
+        own = await asyncio.to_thread(wait_for, settled)
         assert own["acked_bytes"] == sum(map(len, work.expected.values()))
         assert (own["rejected"], own["unacked_bytes"], own["streams"]) == (0, 0, 1)
         assert own["ack_lag_seconds"] == 0
@@ -95,9 +96,9 @@ async def test_a_store_that_owes_an_acknowledgement_shows(
             own = _of(supervisor, store)
             return own.get("ack_lag_seconds", 0) > 0.5 and own
 
-        shipper = await asyncio.to_thread(wait_until, lags)
+        shipper = await asyncio.to_thread(wait_for, lags)
         assert (shipper["settled"], shipper["unacked_bytes"]) == (0, sum(map(len, work.expected.values())))
-        ring = await asyncio.to_thread(wait_until, lambda: read_figures(figures_path(control_path)))
+        ring = await asyncio.to_thread(wait_for, lambda: read_figures(figures_path(control_path)))
         assert (ring["under_way"], ring["freed"]) == (1, 0)
         assert ring["bytes_used"] > 0
         answers.set()
@@ -109,7 +110,7 @@ async def test_a_store_that_owes_an_acknowledgement_shows(
 
 def test_nothing_is_left_behind(start_producer, control_path):
     producer = start_producer()
-    wait_until(lambda: figures_path(control_path).exists())
+    wait_for(lambda: figures_path(control_path).exists())
     producer.close()
     assert not figures_path(control_path).exists()
 

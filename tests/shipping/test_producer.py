@@ -23,7 +23,8 @@ from inference_svc.shipping.worker import dispatcher
 from inference_svc.shipping.worker import producer as producer_module
 from inference_svc.shipping.worker.producer import Filled, ProducerClosedError, RingProducer
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
-from tests.shipping.support import DEADLINE, make_header, wait_until
+from tests.shipping.support import DEADLINE, make_header
+from tests.waiting import wait_for
 
 HEADER = make_header([0, 1])
 NBYTES = 2048
@@ -68,7 +69,7 @@ def connect(control_path):
         before = producer.stats().connected_shippers if producer else 0
         shippers.append(FakeShipper(control_path))
         if producer:
-            wait_until(lambda: producer.stats().connected_shippers == before + 1)
+            wait_for(lambda: producer.stats().connected_shippers == before + 1)
         return shippers[-1]
 
     yield connect
@@ -194,9 +195,9 @@ def test_acquire_waits_until_an_extent_is_given_back(start_producer, connect):
     shipper = connect()
     tickets = [shipper.receive().ticket for _ in range(2)]
     thread, result = in_thread(lambda: producer.acquire(PAGE, block=True))
-    wait_until(lambda: producer.stats().waits)
+    wait_for(lambda: producer.stats().waits)
     shipper.send(Done(tickets[1]))
-    wait_until(lambda: producer.stats().freed)
+    wait_for(lambda: producer.stats().freed)
     assert thread.is_alive()  # only half of the room is free
     shipper.send(Done(tickets[0]))
     thread.join(DEADLINE)
@@ -208,7 +209,7 @@ def test_releasing_wakes_a_waiting_acquire(start_producer):
     producer = start_producer(ring_bytes=PAGE)
     extent = producer.acquire(1, block=False)
     thread, result = in_thread(lambda: producer.acquire(PAGE, block=True))
-    wait_until(lambda: producer.stats().waits)
+    wait_for(lambda: producer.stats().waits)
     producer.release(extent)
     thread.join(2)  # see below
     assert result == [Extent(0, PAGE)]
@@ -218,7 +219,7 @@ def test_closing_wakes_a_waiting_acquire(start_producer):
     producer = start_producer(ring_bytes=PAGE)
     publish(producer, "a", "a")
     thread, result = in_thread(lambda: producer.acquire(1, block=True))
-    wait_until(lambda: producer.stats().waits)
+    wait_for(lambda: producer.stats().waits)
     producer.close()
     thread.join(2)  # the dispatcher also wakes up every 5 s; that must not be the reason
     assert not thread.is_alive()
@@ -254,7 +255,7 @@ def test_drain_waits_for_extents_and_losses(start_producer, connect):
     ready, report = shipper.receive(), shipper.receive()
     assert report == LossReport(report.ticket, "a", loss)
     shipper.send(Done(ready.ticket))
-    wait_until(lambda: producer.stats().freed)
+    wait_for(lambda: producer.stats().freed)
     assert not producer.drain(0)
     shipper.send(Done(report.ticket))
     assert producer.drain(DEADLINE)
@@ -344,7 +345,7 @@ class Allotted(RuleBasedStateMachine):
         extent = data.draw(st.sampled_from([extent for extent, ticket in self.taken.items() if ticket]))
         freed = self.producer.stats().freed
         self.shipper.send(Done(self.taken.pop(extent)))
-        wait_until(lambda: self.producer.stats().freed > freed)
+        wait_for(lambda: self.producer.stats().freed > freed)
 
     @precondition(lambda self: all(self.taken.values()))
     @rule()
@@ -382,7 +383,7 @@ def test_a_lost_shippers_extents_go_to_the_next_one_in_order(start_producer, con
     first = connect()
     messages = [first.receive() for _ in range(3)]
     first.send(Done(messages[1].ticket))
-    wait_until(lambda: producer.stats().freed)
+    wait_for(lambda: producer.stats().freed)
     first.close()
     second = connect()
     assert [second.receive() for _ in range(2)] == [messages[0], messages[2]]
@@ -395,7 +396,7 @@ def test_a_lost_shipper_is_forgotten_although_a_new_process_still_has_its_connec
     kept = producer._dispatcher._links[0].connection.fileno()
     with subprocess.Popen(["sleep", "60"], pass_fds=[kept]) as process:
         first.close()
-        wait_until(lambda: producer.stats().connected_shippers == 1, "the end of the connection")
+        wait_for(lambda: producer.stats().connected_shippers == 1, "the end of the connection")
         publish(producer, "capture")
         second.send(Done(second.receive().ticket))
         assert producer.drain(DEADLINE)
@@ -446,7 +447,7 @@ def test_a_capture_without_items_under_way_goes_to_the_shipper_with_the_fewest_b
     publish(producer, "a", "b")
     ticket = second.receive().ticket if first.receive().capture_id == "a" else 0
     second.send(Done(ticket))
-    wait_until(lambda: producer.stats().freed)
+    wait_for(lambda: producer.stats().freed)
     publish(producer, "b", "c", "a")
     assert [second.receive().capture_id for _ in range(1)] == ["b"]
     assert sorted(first.receive().capture_id for _ in range(2)) == ["a", "c"]
@@ -458,7 +459,7 @@ def test_a_leaving_shipper_keeps_its_items_and_gets_no_more(start_producer, conn
     shipper = connect()
     ticket = shipper.receive().ticket
     shipper.send(Leaving(), Done(ticket))
-    wait_until(lambda: producer.stats().freed)
+    wait_for(lambda: producer.stats().freed)
     publish(producer, "b")
     other = connect()
     assert other.receive().capture_id == "b"
@@ -472,7 +473,7 @@ def test_returned_items_go_out_before_newer_ones(start_producer, connect):
     publish(producer, "a", "b")
     leaving = connect(producer)
     leaving.send(Leaving())
-    wait_until(lambda: producer.stats().connected_shippers == 0)
+    wait_for(lambda: producer.stats().connected_shippers == 0)
     publish(producer, "c")
     leaving.close()
     other = connect(producer)
@@ -571,7 +572,7 @@ def test_acknowledgements_may_wait_while_there_is_room_and_nobody_waits_for_them
     publish(producer, "a")
     assert producer._may_pause()
     thread, result = in_thread(lambda: producer.acquire(4 * PAGE, block=True))
-    wait_until(lambda: producer.stats().waits)
+    wait_for(lambda: producer.stats().waits)
     assert not producer._may_pause()
     producer.close()
     thread.join(DEADLINE)
@@ -595,7 +596,7 @@ def test_a_call_that_does_not_wait_takes_the_room_of_acknowledgements_that_gathe
     producer = start_producer(ring_bytes=4 * PAGE)
     shipper = connect()
     publish(producer, "a")
-    wait_until(lambda: producer._dispatcher.is_pausing, "a pause")
+    wait_for(lambda: producer._dispatcher.is_pausing, "a pause")
     shipper.send(Done(shipper.receive().ticket))
     assert producer.acquire(4 * PAGE, block=False)
     assert producer.stats().waits == 0

@@ -19,8 +19,9 @@ from residuum.v1 import store_pb2
 from residuum.wire.limits import MAX_CHUNK_BYTES, TARGET_PLACED_CHUNK_BYTES
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
 from tests.faults.support import COMPLETE, LAYERS, Capture, Ring, collect
-from tests.shipping.support import DEADLINE, wait_until
+from tests.shipping.support import DEADLINE
 from tests.store.support import describe, serving
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 
@@ -112,7 +113,7 @@ def test_several_rings_of_one_shipper(running, ship):
         open_capture(client, capture)
         publish(ship(client, capture.name, rings=rings)[0], capture)
     for capture in captures:
-        wait_until(lambda capture=capture: client.get(capture.name).num_rows == len(capture.rows()))
+        wait_for(lambda capture=capture: client.get(capture.name).num_rows == len(capture.rows()))
         check(client, capture)
     assert written(store) == 32 * BLOCK_BYTES
 

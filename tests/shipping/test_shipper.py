@@ -13,7 +13,8 @@ import pytest
 
 from inference_svc.shipping.shipper.program import main
 from tests import ports
-from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
+from tests.shipping.support import DEADLINE, ENVIRONMENT, Work
+from tests.waiting import wait_for
 
 WORKER = """
 import sys
@@ -45,7 +46,7 @@ def test_a_killed_shippers_rows_are_delivered_by_the_next(work, start_store, sta
     store = start_store(lambda store, request, context: request.number > 4 and gate.wait(DEADLINE) and None)
     first = start_shipper(store.endpoint)
     publish_some(work)
-    wait_until(lambda: work.producer.stats().freed == 4)
+    wait_for(lambda: work.producer.stats().freed == 4)
     first.kill()
     first.wait()
     gate.set()
@@ -103,7 +104,7 @@ def own_bytes(process):
 def test_two_shippers_share_captures_and_one_takes_over_from_the_other(work, start_store, start_shipper):
     store = start_store()
     shippers = [start_shipper(store.endpoint) for _ in range(2)]
-    wait_until(lambda: work.producer.stats().connected_shippers == 2)
+    wait_for(lambda: work.producer.stats().connected_shippers == 2)
     for _ in range(3):
         publish_some(work)
     assert work.producer.drain(DEADLINE)
@@ -159,7 +160,7 @@ def test_sigterm_delivers_items_and_accepts_no_more(work, start_store, start_shi
     store.wait_for(lambda: store.messages)
     handed_over = dict(work.expected)
     shipper.terminate()
-    wait_until(lambda: work.producer.stats().connected_shippers == 0)
+    wait_for(lambda: work.producer.stats().connected_shippers == 0)
     work.publish("later", range(4))
     gate.set()
     assert shipper.wait(DEADLINE) == 0
@@ -172,7 +173,7 @@ def test_sigterm_delivers_items_and_accepts_no_more(work, start_store, start_shi
 def test_sigterm_without_a_store_ends_at_the_grace_and_loses_nothing(work, start_store, start_shipper):
     shipper = start_shipper(f"127.0.0.1:{ports.reserve()}", "--grace", "0.3")
     publish_some(work, count=4)
-    wait_until(lambda: work.producer.stats().connected_shippers)
+    wait_for(lambda: work.producer.stats().connected_shippers)
     shipper.send_signal(signal.SIGINT)
     assert shipper.wait(DEADLINE) in (0, 1)  # 0 if it had not read the socket yet
     store = start_store()

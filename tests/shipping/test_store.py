@@ -10,7 +10,8 @@ import pytest
 
 from residuum.rpc.channels import open_channel
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
-from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
+from tests.shipping.support import DEADLINE, ENVIRONMENT, Work
+from tests.waiting import wait_for
 
 LAYERS, WIDTH = 4, 64
 
@@ -35,7 +36,7 @@ class RealStore:
         port_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "store_svc", "--listen", self.endpoint, "--path", str(self.folder / "data")]
         self.process = subprocess.Popen([*command, "--port-file", str(port_file)], env=ENVIRONMENT)
-        wait_until(lambda: port_file.exists() and port_file.read_text().strip(), "the store's port")
+        wait_for(lambda: port_file.exists() and port_file.read_text().strip(), "the store's port")
         self.port = int(port_file.read_text())
 
     def kill(self):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from inference_svc.shipping.supervisor import ShipperSupervisor
-from tests.shipping.support import DEADLINE, ENVIRONMENT, Work, wait_until
+from tests.shipping.support import DEADLINE, ENVIRONMENT, Work
+from tests.waiting import wait_for
 
 PARENT = """
 import asyncio, sys
@@ -46,7 +47,7 @@ def niceness_of_threads(pid):
 
 
 async def until(condition):
-    await asyncio.to_thread(wait_until, condition)
+    await asyncio.to_thread(wait_for, condition)
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_no_shipper_outlives_a_killed_parent(control_path):
     finally:
         parent.kill()
         parent.communicate()
-    wait_until(lambda: not any(map(is_running, pids)), "the end of the shippers")
+    wait_for(lambda: not any(map(is_running, pids)), "the end of the shippers")
 
 
 async def test_shippers_give_way_to_the_engine(start_producer, start_supervisor, start_store):

@@ -13,7 +13,8 @@ from inference_svc.shipping.shipper.uploader import Uploader
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, errors_pb2, store_pb2
 from svc_common.backoff import Backoff
-from tests.shipping.support import DEADLINE, EndOfStream, Work, wait_until
+from tests.shipping.support import DEADLINE, EndOfStream, Work
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def test_a_silent_store_is_given_up_and_tried_again(work, start_store, start_upl
     store = start_store(first_stream_is_silent)
     uploader, outbox = start_uploader(store.endpoint)
     publish_some(work, count=4)
-    wait_until(lambda: outbox.seconds_without_ack() > 0.1)
+    wait_for(lambda: outbox.seconds_without_ack() > 0.1)
     uploader.restart_stream("test")
     assert work.producer.drain(DEADLINE)
     released.set()
@@ -153,7 +154,7 @@ def test_no_more_than_the_limit_is_under_way(work, start_store, start_uploader):
     extent_bytes = 4 * 32 * 64 * 4
     _, outbox = start_uploader(store.endpoint, max_unacked_bytes=3 * extent_bytes)
     publish_some(work, count=8)
-    wait_until(lambda: (len(outbox._in_flight), len(outbox._sources)) == (3, 5))
+    wait_for(lambda: (len(outbox._in_flight), len(outbox._sources)) == (3, 5))
     assert outbox._unacked_bytes == 3 * extent_bytes
     gate.set()
     assert work.producer.drain(DEADLINE)

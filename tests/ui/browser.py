@@ -11,6 +11,8 @@ import urllib.parse
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.waiting import read_line
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 AWAY = "Failed to load resource: "
@@ -31,7 +33,7 @@ def serving(endpoint: str, gallery: Path, *flags: str):
         [*command, "--gallery", str(gallery), *flags], stdout=subprocess.PIPE, text=True, env=environment
     )
     try:
-        yield json.loads(process.stdout.readline())["address"]
+        yield json.loads(read_line(process.stdout, "the address of the page"))["address"]
     finally:
         process.terminate()
         process.wait(20)

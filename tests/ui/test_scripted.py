@@ -4,7 +4,6 @@ import json
 import os
 import re
 import threading
-import time
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,6 +22,7 @@ from residuum.wire.frames import append_prefix, checksum, chunk_prefix
 from residuum.wire.labels import to_label
 from tests.store.support import POST, describe
 from tests.ui.browser import serving
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -461,8 +461,9 @@ def test_ten_thousand_captures_are_listed_and_scrolled_smoothly(scripted, addres
 
         with ThreadPoolExecutor(64) as pool:
             list(pool.map(make, range(10_000)))
-        while any(item.state == capture_pb2.CAPTURE_STATE_OPEN for item in states(stub)):
-            time.sleep(0.1)  # the store ends them in the background
+        # The store ends them in the background.
+        is_open = capture_pb2.CAPTURE_STATE_OPEN
+        wait_for(lambda: all(item.state != is_open for item in states(stub)), "all have ended", seconds=120, every=0.1)
     page = visit(address).open("captures")
     expect(page.get_by_text("10,000 of 10,000")).to_be_visible(timeout=MINUTE)
     assert page.locator("tbody tr").count() < 120

@@ -6,7 +6,6 @@ import base64
 import http.client
 import json
 import threading
-import time
 import urllib.parse
 
 import numpy as np
@@ -14,6 +13,7 @@ import uvicorn
 
 import residuum
 from residuum.ui.app import make_app
+from tests.waiting import wait_for
 
 TOKEN = "the-token-of-the-tests"
 
@@ -28,9 +28,8 @@ class Page:
         self.server.config.timeout_graceful_shutdown = 1
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
-        while not self.server.started:
-            assert self.thread.is_alive()
-            time.sleep(0.01)
+        wait_for(lambda: self.server.started or not self.thread.is_alive(), "the app is served")
+        assert self.server.started
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
         self.host = f"127.0.0.1:{self.port}"
         status, headers, _ = self.raw("POST", "/api/session", {"token": TOKEN}, {})

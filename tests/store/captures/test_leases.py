@@ -68,7 +68,7 @@ def test_a_service_that_lives_keeps_its_captures_open(tmp_path: Path) -> None:
             assert renew(client, "lives") == pytest.approx(LEASE)
             time.sleep(LEASE / 4)
         assert client.get("a").state == OPEN
-        assert client.get("b").incomplete_reason == GONE
+        assert client.get("b", wait=30).incomplete_reason == GONE
 
 
 def until_abandoned(store: Store) -> None:
@@ -81,11 +81,11 @@ def until_abandoned(store: Store) -> None:
 
 def test_rows_that_arrive_after_the_lease_has_run_out_are_waited_for(tmp_path: Path) -> None:
     """Shippers outlive their service for a while."""
-    wait = 2.0
+    wait = 3.0
     with store(tmp_path, ending_timeout_seconds=wait) as (running, client):
         open_of(client, "s")
         until_abandoned(running)
-        time.sleep(wait / 2)
+        time.sleep(wait / 4)
         start = time.monotonic()
         client.append([make_chunk(LAYERS, [0])])
         assert client.get(wait=30).incomplete_reason == GONE

@@ -8,7 +8,6 @@ import mmap
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +49,7 @@ from tests.store.support import (
     row,
     serving,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("shared_memory")
 
@@ -227,13 +227,13 @@ class TestPeersThatBreakRules:
             if number == 1:
                 peer.given.send(encode_released(change(peer.end)))
         assert rows.cells == EVERY
-        until(lambda: not len(running[0]._shared_memory.memories))
+        wait_for(lambda: not len(running[0]._shared_memory.memories))
         assert not peer.given.is_held()
 
     def test_a_release_between_reads_drops_the_memory(self, running):
         peer = Peer(*running)
         peer.given.send(encode_released(1))
-        until(lambda: not peer.given.is_held())
+        wait_for(lambda: not peer.given.is_held())
 
     def test_a_peer_that_closes_gives_its_memory_free_also_during_a_read(self, running):
         write(running[1])
@@ -244,14 +244,7 @@ class TestPeersThatBreakRules:
         peer.given.close()
         seen += answers
         assert sum(item.HasField("chunk") + len(item.placed_chunks) for item in seen) == 8
-        until(lambda: not len(memories) and not memories._read_bytes)
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        wait_for(lambda: not len(memories) and not memories._read_bytes)
 
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2
@@ -363,7 +356,7 @@ class TestHandshake:
         with pytest.raises(SharedMemoryError, match="refused"):
             Peer(*running, size=size)
         peers.pop().given.close()
-        until(lambda: running[0]._shared_memory.memories._read_bytes < MAX_READ_BYTES_IN_ALL)
+        wait_for(lambda: running[0]._shared_memory.memories._read_bytes < MAX_READ_BYTES_IN_ALL)
         Peer(*running, size=size).given.close()
         for peer in peers:
             peer.given.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -28,6 +28,7 @@ from tests.store.support import (
     rejections,
     serving,
 )
+from tests.waiting import wait_for
 
 LIMIT = Reason.ERROR_REASON_LIMIT_REACHED
 HASTY = {"first_message_seconds": 0.6, "stall_seconds": 0.6}
@@ -59,20 +60,13 @@ def call_and_say_nothing(client: Client, method: str) -> grpc.StatusCode:
     return caught.value.code()
 
 
-def wait_until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("method", ["GetStats", "AppendChunks", "ReadChunks"])
 def test_a_call_that_sends_nothing_is_cancelled(tmp_path: Path, method: str) -> None:
     with capture_logs() as logs, serving(tmp_path / "store", **HASTY) as (store, client):
         assert call_and_say_nothing(client, method) is grpc.StatusCode.CANCELLED
         client.open()
         registry = store._metrics.registry
-        wait_until(lambda: registry.get_sample_value("residuum_call_seconds_count", {"method": method}))
+        wait_for(lambda: registry.get_sample_value("residuum_call_seconds_count", {"method": method}))
     assert "call failed" not in {line["event"] for line in logs}, "a caller that stalls is no bug of the store"
 
 
@@ -98,7 +92,7 @@ def test_a_reader_that_does_not_read_is_cancelled(tmp_path: Path) -> None:
         request = store_pb2.ReadChunksRequest(capture_id="a")
         reader = client.stub.ReadChunks(request, timeout=30)
         next(reader)
-        wait_until(lambda: store._servicer.calls.num_reading == 0)
+        wait_for(lambda: store._servicer.calls.num_reading == 0)
         with pytest.raises(grpc.RpcError) as caught:
             list(reader)
         assert caught.value.code() is grpc.StatusCode.CANCELLED
@@ -146,7 +140,7 @@ def test_health_watches_leave_room_for_calls(client: Client) -> None:
     assert health.Check(request, timeout=30).status == health_pb2.HealthCheckResponse.SERVING
     client.open()
     watches.pop().cancel()
-    wait_until(lambda: _is_watched(health.Watch(request, timeout=30)))
+    wait_for(lambda: _is_watched(health.Watch(request, timeout=30)))
     for watch in watches:
         watch.cancel()
 

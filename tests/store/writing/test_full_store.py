@@ -28,6 +28,7 @@ from tests.store.support import (
     serving,
 )
 from tests.store.wide import MIB, append_until_full, open_wide, try_to_append, wide_chunk
+from tests.waiting import wait_for
 
 pytestmark = ONE_AND_SEVERAL
 
@@ -58,13 +59,6 @@ def delete(client: Client, name: str) -> None:
 
 def stats(client: Client) -> store_pb2.GetStatsResponse:
     return client.stub.GetStats(store_pb2.GetStatsRequest())
-
-
-def until(holds: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.02)
 
 
 def metric(store: Store, name: str) -> float:
@@ -103,8 +97,8 @@ def test_ending_and_deleting_need_no_room(small_store: Serve) -> None:
         assert all(client.get(name, wait=20).state == ABORTED for name in names)
         for name in [*names, "a"]:
             delete(client, name)
-        until(lambda: stats(client).num_chunks == 0)
-        until(lambda: not stats(client).why_full)  # the store looks for room after it has freed the last chunk
+        wait_for(lambda: stats(client).num_chunks == 0)
+        wait_for(lambda: not stats(client).why_full)  # the store looks for room after it has freed the last chunk
 
 
 def test_many_captures_of_a_full_store_are_deleted_with_one_call(small_store: Serve) -> None:
@@ -148,16 +142,16 @@ def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve
 
 def test_captures_that_waited_continue_when_there_is_room(small_store: Serve) -> None:
     """The time while the store is full does not count towards the timeout for rows."""
-    with small_store(seal_timeout_seconds=1.0, full_timeout_seconds=60.0) as (_, client):
+    with small_store(seal_timeout_seconds=2.0, full_timeout_seconds=60.0) as (_, client):
         for name in ("doomed", "waiting"):
             open_wide(client, name)
         append_until_full(client, "doomed")
         assert try_to_append(client, "waiting", 0) is not None
         client.seal("waiting", generated=[0])
-        time.sleep(1.5)  # longer than the seal's timeout
+        time.sleep(2.5)  # longer than the seal's timeout
         assert client.get("waiting").state == OPEN
         delete(client, "doomed")
-        until(lambda: try_to_append(client, "waiting", 1) is None)
+        wait_for(lambda: try_to_append(client, "waiting", 1) is None)
         ended = client.get("waiting", wait=20)
         assert (ended.state, ended.incomplete_reason) == (INCOMPLETE, TIMED_OUT), "the timeout runs again"
 
@@ -173,6 +167,6 @@ def test_a_store_on_a_disk_that_others_filled(tmp_path: Path) -> None:
         with failing_with(Reason.ERROR_REASON_STORE_FULL):
             client.open(describe("b"))
         (disk / "filler").unlink()
-        until(lambda: not stats(client).why_full)  # without any write, the store notices that it has room
+        wait_for(lambda: not stats(client).why_full)  # without any write, the store notices that it has room
         client.open(describe("b", layers=[0], prompt=1))
         client.seal("b", generated=[1], outcome=COMPLETE)

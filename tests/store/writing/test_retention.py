@@ -36,6 +36,7 @@ from tests.store.support import (
     make_chunk,
     serving,
 )
+from tests.waiting import wait_for
 
 PENDING, COPIED = capture_pb2.ARCHIVE_STATE_PENDING, capture_pb2.ARCHIVE_STATE_COPIED
 MOVED = capture_pb2.ARCHIVE_STATE_MOVED
@@ -253,19 +254,12 @@ def stats_of(client: Client) -> store_pb2.GetStatsResponse:
     return client.stub.GetStats(store_pb2.GetStatsRequest())
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_retention_by_size_keeps_the_newest_and_open_captures(start: Start) -> None:
     process = start("--retain-bytes", "200KiB")
     client = process.client
     make(client, "open", sealed=False)
     sizes = {name: make(client, name) for name in "abcdef"}
-    until(lambda: stats_of(client).num_bytes <= 200 << 10)
+    wait_for(lambda: stats_of(client).num_bytes <= 200 << 10)
     assert listed(client) == ["open", "d", "e", "f"], "three captures of 48 KiB and the open one"
     stats = stats_of(client)
     assert stats.num_chunks >= 4
@@ -292,13 +286,13 @@ def test_retention_by_age_deletes_ended_captures_and_keeps_open_ones(start: Star
     for name in "abc":
         make(client, name)
     assert listed(client) == ["open", "a", "b", "c"]
-    until(lambda: listed(client) == ["open"])
+    wait_for(lambda: listed(client) == ["open"])
     retention = stats_of(client).retention
     assert (retention.captures_expired_by_age, retention.captures_expired_by_size) == (3, 0)
     assert retention.max_age.ToMilliseconds() == 2880
     client.seal("open", generated=[1])
-    until(lambda: not listed(client))
-    until(lambda: not stats_of(client).num_chunks)
+    wait_for(lambda: not listed(client))
+    wait_for(lambda: not stats_of(client).num_chunks)
 
 
 def test_captures_expire_while_the_store_is_stopped(start: Start) -> None:
@@ -307,7 +301,7 @@ def test_captures_expire_while_the_store_is_stopped(start: Start) -> None:
         make(process.client, name)
     process.end()  # the next start takes longer than the retention time
     client = start("--retain-hours", str(0.01 / 3600)).client
-    until(lambda: not listed(client))
+    wait_for(lambda: not listed(client))
 
 
 def test_the_order_survives_a_restart(start: Start) -> None:
@@ -318,7 +312,7 @@ def test_the_order_survives_a_restart(start: Start) -> None:
     process.client.seal("last", generated=[1])
     process.end()
     client = start("--retain-bytes", "100KiB").client
-    until(lambda: len(listed(client)) == 2)
+    wait_for(lambda: len(listed(client)) == 2)
     assert set(listed(client)) == {"b", "last"}
 
 
@@ -327,10 +321,10 @@ def test_a_capture_larger_than_the_limit_goes_when_it_has_ended(start: Start) ->
     client = process.client
     make(client, "large", sealed=False, positions=5)
     make(client, "next")
-    until(lambda: listed(client) == ["large"])
+    wait_for(lambda: listed(client) == ["large"])
     assert client.get("large").state == OPEN
     assert client.seal("large", generated=[1]).state == COMPLETE
-    until(lambda: not listed(client))
+    wait_for(lambda: not listed(client))
     process.end()
     warnings = [line for line in process.log_path.read_text().splitlines() if "captures exceed retain-bytes" in line]
     assert len(warnings) == 1
@@ -344,7 +338,7 @@ def test_freed_pages_are_used_again(start: Start) -> None:
         make(client, f"c{number}", positions=32)  # 1.5 MiB
         above += stats_of(client).num_bytes > 6 << 20
     assert above <= 5, "above the limit only until retention runs after the commit"
-    until(lambda: stats_of(client).num_bytes <= 6 << 20)
+    wait_for(lambda: stats_of(client).num_bytes <= 6 << 20)
     stats = stats_of(client)
     assert listed(client)[-1] == "c109"
     assert stats.disk_bytes <= 16 << 20
@@ -361,13 +355,13 @@ def test_a_reader_keeps_what_it_reads(tmp_path: Path) -> None:
         next(answers)
         for number in range(10):
             make(client, f"c{number}", positions=10)
-        until(lambda: stats_of(client).num_bytes <= 20 << 20)
+        wait_for(lambda: stats_of(client).num_bytes <= 20 << 20)
         assert listed(client)[0] == "slow"
         assert "c0" not in listed(client), "captures that are being read count, too"
         assert sum(len(answer.chunk.header.positions) for answer in answers) == 400
         make(client, "after")
         make(client, "more", positions=10)
-        until(lambda: "slow" not in listed(client))
+        wait_for(lambda: "slow" not in listed(client))
         assert "after" in listed(client)
 
 
@@ -378,14 +372,14 @@ def test_a_follower_gets_every_row_of_a_capture_that_expires_when_it_ends(tmp_pa
         follower = threading.Thread(target=lambda: found.append(client.read("a", follow=True)))
         follower.start()
         client.append([make_chunk(LAYERS, [0], width=WIDE)])
-        until(lambda: client.get().num_rows)
+        wait_for(lambda: client.get().num_rows)
         client.append([make_chunk(LAYERS, [at], width=WIDE) for at in range(1, 50)])
         client.seal(generated=[1])
         follower.join(DEADLINE)
         ((cells, manifest),) = found
         assert cells == grid(LAYERS, range(50))
         assert manifest.state == COMPLETE
-        until(lambda: not listed(client))
+        wait_for(lambda: not listed(client))
 
 
 def test_a_capture_that_is_being_read_can_be_deleted_and_its_reader_fails(tmp_path: Path) -> None:
@@ -402,7 +396,7 @@ def test_an_id_is_free_again_when_its_capture_has_expired(tmp_path: Path) -> Non
     with serving(tmp_path / "store", retain_bytes=1) as (_, client):
         for _ in range(2):
             make(client, "a")
-            until(lambda: not listed(client))
+            wait_for(lambda: not listed(client))
         client.open(describe("a"))
         client.seal("a", generated=[1], outcome=ABORTED)
 
