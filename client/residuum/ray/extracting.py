@@ -207,7 +207,7 @@ class Extractor:
         plan = self._plan
         services = await plan.places.services(plan.max_concurrency, plan.timeout)
         try:
-            await services.begin()
+            await services.begin(plan.spec.capture)
             if get_runtime_context().was_current_actor_reconstructed:
                 await clean_up(services.all, self._name, keep_captures=False)
             return services, await with_stored_rows(plan.spec, services)

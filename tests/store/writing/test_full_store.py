@@ -112,8 +112,8 @@ def test_many_captures_of_a_full_store_are_deleted_with_one_call(small_store: Se
         results = client.stub.DeleteCaptures(request, timeout=60).results
         assert not any(result.HasField("error") for result in results)
         assert results[-1].freed_bytes > MIB
-        until(lambda: stats(client).num_chunks == 0)
-        until(lambda: not stats(client).why_full)
+        wait_for(lambda: stats(client).num_chunks == 0)
+        wait_for(lambda: not stats(client).why_full)
         open_wide(client, "b")
 
 
