@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from residuum.rpc.objects import MissingObjectError, Objects
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.archive import CAPTURES, CHUNKS, unpack_capture
 from tests.store.support import Cell, Client, describe, grid, make_chunk
+from tests.waiting import wait_for
 
 PENDING, COPIED = capture_pb2.ARCHIVE_STATE_PENDING, capture_pb2.ARCHIVE_STATE_COPIED
 MOVED = capture_pb2.ARCHIVE_STATE_MOVED
@@ -19,17 +18,6 @@ MOVED = capture_pb2.ARCHIVE_STATE_MOVED
 LAYERS = (0, 1, 2)
 PROMPT = 4
 WIDTH = 4
-
-_T = TypeVar("_T")
-
-
-def wait_for(probe: Callable[[], _T], what: str, seconds: float = 30) -> _T:
-    """Return what `probe` returns, once that is true."""
-    until = time.monotonic() + seconds
-    while not (found := probe()):
-        assert time.monotonic() < until, f"no {what}"
-        time.sleep(0.02)
-    return found
 
 
 def capture(

@@ -19,8 +19,9 @@ import residuum
 from residuum.cli.doctor import _examine_stats
 from residuum.v1 import store_pb2
 from tests.archive.s3 import Call, Proxy
-from tests.archive.support import MOVED, capture, listed_states, wait_for, wait_for_state
+from tests.archive.support import MOVED, capture, listed_states, wait_for_state
 from tests.store.support import POST, Client, describe, row, serving
+from tests.waiting import wait_for
 
 NOBODY = "127.0.0.1:1"
 """No inference service. Reading needs none."""

@@ -16,8 +16,9 @@ from residuum.rpc.objects import Objects
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.archive import CAPTURES, CHUNKS
 from tests.archive.s3 import Proxy
-from tests.archive.support import COPIED, capture, chunk_objects, file_url, wait_for, wait_for_state
+from tests.archive.support import COPIED, capture, chunk_objects, file_url, wait_for_state
 from tests.store.support import INCOMPLETE, POST, Client, describe, make_chunk, row, serving
+from tests.waiting import wait_for
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from residuum.v1 import capture_pb2, errors_pb2, store_pb2
 from residuum.wire.archive import CAPTURES, unpack_capture
 from store_svc.archive.restore import main as restore_main
 from tests.archive.s3 import Call, Proxy
-from tests.archive.support import LAYERS, MOVED, PROMPT, capture, chunk_objects, stats, wait_for, wait_for_state
+from tests.archive.support import LAYERS, MOVED, PROMPT, capture, chunk_objects, stats, wait_for_state
 from tests.store.support import Client, Process, failing_with, grid, serving
+from tests.waiting import wait_for
 
 Start = Callable[..., Process]
 

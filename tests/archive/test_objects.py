@@ -19,7 +19,7 @@ from store_svc.archive.records import Place
 from store_svc.archive.workers import Workers
 from store_svc.settings import StoreSettings
 from tests.archive.s3 import BUCKET, Call, Proxy
-from tests.archive.support import wait_for
+from tests.waiting import wait_for
 
 
 class _NoContainer(http.server.BaseHTTPRequestHandler):

@@ -13,8 +13,9 @@ from residuum.captures.archive_index import ArchiveIndex, Entry
 from residuum.cli import main
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.values.replies.capture_summaries import CaptureSummary
-from tests.archive.support import LAYERS, capture, file_url, stats, wait_for
+from tests.archive.support import LAYERS, capture, file_url, stats
 from tests.store.support import POST, Client, describe, make_chunk, row, serving
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from bench.host.serving import Batch, Load, Worker
 from bench.host.waiting import main
 from inference_svc.taps.plan import Capture
 from residuum.v1 import selection_pb2
-from tests.shipping.support import wait_until
+from tests.waiting import wait_for
 
 LOAD = Load(requests=8, prompt_tokens=40, new_tokens=64, layers=2, sites=2)
 
@@ -84,7 +84,7 @@ def test_blocks_that_come_in_a_pause_leave_together(tmp_path, monkeypatch, group
     monkeypatch.setattr(serving.streamed_sink, "SHORT_PAUSE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         send(worker, [0])
-        wait_until(lambda: groups == [1], "the first block, which finds the sink idle")
+        wait_for(lambda: groups == [1], "the first block, which finds the sink idle")
         for position in range(1, 5):
             send(worker, [position])
         worker.drain()
@@ -100,13 +100,13 @@ def test_blocks_of_a_reply_wait_until_something_urgent_comes(tmp_path, monkeypat
     monkeypatch.setattr(serving.streamed_sink, "PAUSE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         send(worker, range(32), may_gather=True)
-        wait_until(lambda: groups == [1], "the first block, which finds the sink idle")
+        wait_for(lambda: groups == [1], "the first block, which finds the sink idle")
         send(worker, range(32, 64), may_gather=True)
         send(worker, range(64, 96), may_gather=True)
-        wait_until(lambda: worker.sink._gathers, "the pause for such blocks")
+        wait_for(lambda: worker.sink._gathers, "the pause for such blocks")
         assert groups == [1]
         send(worker, positions, may_gather=may_gather)
-        wait_until(lambda: groups == [1, 3], "all of them")
+        wait_for(lambda: groups == [1, 3], "all of them")
         worker.drain()
 
 
@@ -118,7 +118,7 @@ def test_rows_that_cannot_be_sent_are_not_reported_as_sent(tmp_path, monkeypatch
         monkeypatch.setattr(worker.sink._writer, "publish", fail)
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
         send(worker, [0])
-        wait_until(lambda: worker.sink._failed, "the end of the thread")
+        wait_for(lambda: worker.sink._failed, "the end of the thread")
         assert not worker.sink.flush(1000.0)
 
 

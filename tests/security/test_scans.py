@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from svc_common.launcher import start_store
-from tests.shipping.support import wait_until
+from tests.waiting import wait_for
 
 KNOCKS = 100
 
@@ -52,7 +52,7 @@ def knocked(tmp_path, authority, server_pair):
         store = start_store(tmp_path, list(map(str, flags)))
         try:
             port_file = tmp_path / "store.port"
-            wait_until(lambda: port_file.exists() or store.process.poll() is not None, "the store's port")
+            wait_for(lambda: port_file.exists() or store.process.poll() is not None, "the store's port")
             assert port_file.exists(), store.log.read_text()
             port = urlsplit(f"//{store.endpoint}").port
             for number in range(KNOCKS):

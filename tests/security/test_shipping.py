@@ -19,7 +19,8 @@ from residuum.rpc.credentials import TLS, Credentials
 from residuum.v1 import capture_pb2, store_pb2, tensor_pb2
 from residuum.wire.placement import StoreAddress
 from residuum.wire.tokens import tenant_path
-from tests.shipping.support import ENVIRONMENT, make_header, wait_until
+from tests.shipping.support import ENVIRONMENT, make_header
+from tests.waiting import wait_for
 
 LAYERS, WIDTH, POSITIONS = 4, 64, 8
 
@@ -31,7 +32,7 @@ def secure_store(tmp_path, tokens, authority, server_pair):
     flags = ["--tls-cert", server_pair.cert, "--tls-key", server_pair.key, "--tls-client-ca", authority.path]
     flags += ["--tokens", tokens.path, "--listen", "127.0.0.1:0", "--path", tmp_path / "db", "--port-file", port]
     process = subprocess.Popen([sys.executable, "-m", "store_svc", *map(str, flags)], env=ENVIRONMENT)
-    wait_until(lambda: port.exists() and port.read_text().strip(), "the store's port")
+    wait_for(lambda: port.exists() and port.read_text().strip(), "the store's port")
     yield f"127.0.0.1:{port.read_text().strip()}"
     process.terminate()
     assert process.wait(30) == 0
@@ -166,7 +167,7 @@ def test_a_shipper_waits_for_a_token_that_works(secure_store, own, start_shipper
         await keeper.close(20)
 
     asyncio.run(open_and_seal())
-    wait_until(lambda: "UNAUTHENTICATED" in log.read_text(), "the shipper's refusal")
+    wait_for(lambda: "UNAUTHENTICATED" in log.read_text(), "the shipper's refusal")
     own.token_file.write_text(good)
     token = tokens.add("alice", "read")
     with residuum.Client("localhost:1", store=secure_store, token=token, tls=own.tls, timeout=20) as client:
