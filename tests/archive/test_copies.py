@@ -25,10 +25,10 @@ from tests.archive.support import (
     listed_states,
     state,
     stats,
-    wait_for,
     wait_for_state,
 )
 from tests.store.support import ABORTED, POST, describe, failing_with, grid, make_chunk, row, serving
+from tests.waiting import wait_for
 
 ONE_AND_SEVERAL = pytest.mark.parametrize("shards", [1, 3], ids=["one shard", "three shards"])
 

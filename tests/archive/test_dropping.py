@@ -30,10 +30,10 @@ from tests.archive.support import (
     listed_states,
     state,
     stats,
-    wait_for,
     wait_for_state,
 )
 from tests.store.support import grid, serving
+from tests.waiting import wait_for
 
 WIDTH = 1024
 NUM_BYTES = 3 * 8 * WIDTH * 4

@@ -26,10 +26,10 @@ from tests.archive.support import (
     chunk_objects,
     state,
     stats,
-    wait_for,
     wait_for_state,
 )
 from tests.store.support import Process, failing_with, grid, serving
+from tests.waiting import wait_for
 
 Start = Callable[..., Process]
 NOW = "--archive-keep-bytes=0"

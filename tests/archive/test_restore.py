@@ -33,10 +33,10 @@ from tests.archive.support import (
     file_url,
     state,
     stats,
-    wait_for,
     wait_for_state,
 )
 from tests.store.support import failing_with, grid, seal_request, serving
+from tests.waiting import wait_for
 
 
 @pytest.fixture
