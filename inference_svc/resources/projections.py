@@ -65,6 +65,7 @@ class Projections:
         self._least_bytes = least_bytes
         self._kept: OrderedDict[Projection, asyncio.Task[None]] = OrderedDict()  # least recently used first
         self._users: Counter[Projection] = Counter()
+        self._causes: dict[Projection, str] = {}  # why signs cannot be made, for the tasks that wait for them
         self._turns: deque[tuple[Projection, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
@@ -154,15 +155,17 @@ class Projections:
         Raises:
             Failure: A worker cannot make them.
         """
-        while True:
+        self._causes.pop(projection, None)
+        while projection not in self._causes:
             kept = list(self._kept)
             states = dict(zip(kept, await self._keep(kept), strict=True))
-            state = states.get(projection, False)
-            if isinstance(state, str):
-                raise _not_made(projection, state)
-            if state:
+            # Workers say only once that they cannot make signs, perhaps to the task of another projection.
+            self._causes.update((item, state) for item, state in states.items() if isinstance(state, str))
+            if states.get(projection) is True:
                 return
-            await asyncio.sleep(_POLL_SECONDS)
+            if projection not in self._causes:
+                await asyncio.sleep(_POLL_SECONDS)
+        raise _not_made(projection, self._causes.pop(projection))
 
     def _size(self, projection: Projection) -> int:
         return max(4 * self._width * projection.dimensions, self._least_bytes)

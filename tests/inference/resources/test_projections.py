@@ -190,6 +190,34 @@ async def test_signs_that_cannot_be_made_fail_their_requests_and_are_retried():
             assert set(workers.kept) == {numbered(1), numbered(2)}
 
 
+async def test_an_error_that_workers_tell_the_task_of_another_projection_is_not_lost():
+    class Once(Workers):
+        """Says only once that signs cannot be made, as workers do."""
+
+        async def keep(self, projections):
+            answers = await super().keep(projections)
+            self.bad.clear()
+            asked.set()
+            return answers
+
+    workers, asked = Once(), asyncio.Event()
+    workers.ready.clear()
+    projections = made(workers)
+
+    async def hold(projection):
+        async with projections.held(projection):
+            pass
+
+    first = asyncio.create_task(hold(numbered(1)))
+    await asked.wait()
+    workers.bad[numbered(1)] = "OutOfMemoryError"
+    second = asyncio.create_task(hold(numbered(2)))  # asks next
+    with pytest.raises(Failure, match=r"seed 1, .*OutOfMemoryError"):
+        await asyncio.wait_for(first, LONG)
+    workers.ready.set()
+    await asyncio.wait_for(second, LONG)
+
+
 @pytest.fixture
 def engine():
     engine = FakeEngine()
