@@ -106,7 +106,7 @@ def extract(
             2 × batch_size prompts at the services. The rows of about that many may be waiting in the stores.
         actors: How many actors send prompts, or the fewest and the most. Start one for every four services, or more if
             their `max_num_seqs` is larger than 64. All actors together have at most actors × 2 × batch_size prompts at
-            the services, which must allow that many (`max_requests`, also of the tenant).
+            the services, or as many as these and the tenant's limit allow (`max_requests`).
         num_cpus: The CPUs that each actor reserves.
         store: As for `Client`; so are the next five arguments. Every actor uses the same credentials. The services of
             `serve` have their own.
