@@ -340,6 +340,24 @@ def test_a_link_is_followed_as_soon_as_it_is_there(address, browser):
         expect(page.get_by_role("heading", level=1)).to_have_text("Health")
 
 
+def test_a_link_is_followed_although_the_url_is_to_be_written(scripted, address, visit):
+    """The timer that writes the state of the view into the URL may run between a link and its event."""
+    write(scripted.store.endpoint, "moved", ["a", "b", "c"], width=8)
+    page = visit(address).open("capture", id="moved", layer=1, position=0)
+    expect(page.get_by_role("application")).to_be_visible()
+    page.evaluate("""() => {
+        const map = document.querySelector("[role=application]");
+        const real = window.setTimeout, timers = [];
+        window.setTimeout = (call) => timers.push(call);
+        for (let at = 0; at < 2; at += 1)
+            map.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
+        location.hash = "#health";
+        window.setTimeout = real;
+        for (const call of timers) call();
+    }""")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Health")
+
+
 def test_links_that_make_no_sense_leave_a_page(scripted, address, visit):
     write(scripted.store.endpoint, "x", ["a"])
     seen = visit(address)

@@ -5,6 +5,7 @@ const PAUSE = 400; // milliseconds between two changes of the URL. Browsers allo
 let waiting = null; // the hash that is to be written
 let timer = 0;
 let written = -Infinity;
+let shown = location.hash; // the hash of the current view. If it differs, a link was followed, and its event comes.
 
 export function parse(hash) {
   const [view, query = ""] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
@@ -23,9 +24,11 @@ export function useRoute() {
   useLayoutEffect(() => { // an effect begins later, and would miss a link that is followed at once
     const listen = () => {
       forget();
-      setRoute(parse(location.hash));
+      shown = location.hash;
+      setRoute(parse(shown));
     };
     addEventListener("hashchange", listen);
+    if (location.hash !== shown) listen();
     addEventListener("click", write, true); // before a link leads away
     addEventListener("pagehide", write);
     return () => {
@@ -35,6 +38,7 @@ export function useRoute() {
     };
   }, []);
   const change = (changes) => {
+    if (location.hash !== shown) return;
     const now = parse(waiting ?? location.hash);
     waiting = link(now.view, { ...now.state, ...changes });
     setRoute(parse(waiting));
@@ -48,8 +52,11 @@ export function useRoute() {
 // Write the waiting state into the URL.
 function write() {
   if (waiting === null) return;
-  history.replaceState(null, "", waiting);
-  written = performance.now();
+  if (location.hash === shown) {
+    history.replaceState(null, "", waiting);
+    shown = location.hash;
+    written = performance.now();
+  }
   forget();
 }
 
