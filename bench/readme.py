@@ -110,6 +110,7 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         "end_to_end.json": end_to_end,
         "encodings.json": encodings,
         "store.json": store,
+        "extract.json": extraction,
         "steering.json": steering,
         "steering-engine.json": steering,
         "service.json": service,
@@ -268,6 +269,21 @@ def store(result: Mapping[str, Any], link: str) -> str:
     text = "; ".join(texts)
     return fill(
         f"{text[0].upper()}{text[1:]}. `bench.store` at {short_revision(result)} ([results]({link}/store.json)).",
+        _WIDTH,
+    )
+
+
+def extraction(result: Mapping[str, Any], link: str) -> str:
+    """Return how fast a job over a dataset runs beside the engine alone, measured by `bench.extract`."""
+    if "job" not in result["parts"]:
+        return ""
+    job = result["parts"]["job"]
+    parameters, ratio = job["parameters"], job["ratio"]
+    return fill(
+        f"On {machine_name(result)}, `residuum extract` runs {parameters['prompts']:,} prompts of {parameters['prefill']} "
+        f"tokens through {parameters['model']} at {ratio['median']:.2f} of the prompts per second of vLLM's AsyncLLM "
+        f"without capture ({ratio['lowest']:.2f} to {ratio['highest']:.2f}). `bench.extract` at {short_revision(result)} "
+        f"([results]({link}/extract.json)).",
         _WIDTH,
     )
 

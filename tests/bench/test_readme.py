@@ -17,6 +17,7 @@ from bench.readme import (
     enabled_sites,
     encodings,
     end_to_end,
+    extraction,
     figures,
     main,
     service,
@@ -188,6 +189,15 @@ def test_a_search_is_reported_beside_numpy():
     text = store({**CONTEXT, "parts": {"search": search}}, "folder").replace("\n", " ")
     assert text.startswith("A search of one layer (20 GiB) scans 2.6 GB/s of rows per core, or 1.9 GB/s for a cosine; ")
     assert "numpy alone, on the same pages, 4.0 GB/s." in text
+
+
+def test_a_job_is_reported_beside_the_engine_alone():
+    parameters = {"model": "M", "prompts": 2000, "prefill": 64}
+    job = {"parameters": parameters, "ratio": {"median": 0.93, "lowest": 0.9, "highest": 0.94}}
+    text = extraction({**CONTEXT, "parts": {"job": job}}, "folder").replace("\n", " ")
+    assert "2,000 prompts of 64 tokens through M at 0.93 of the prompts per second" in text
+    assert "(0.90 to 0.94)" in text
+    assert extraction({**CONTEXT, "parts": {"shuffle": {}}}, "folder") == ""
 
 
 def test_the_services_overhead_is_reported_for_each_number_of_streams():
