@@ -280,10 +280,10 @@ def extraction(result: Mapping[str, Any], link: str) -> str:
     job = result["parts"]["job"]
     parameters, ratio = job["parameters"], job["ratio"]
     return fill(
-        f"On {machine_name(result)}, `residuum extract` runs {parameters['prompts']:,} prompts of {parameters['prefill']} "
-        f"tokens through {parameters['model']} at {ratio['median']:.2f} of the prompts per second of vLLM's AsyncLLM "
-        f"without capture ({ratio['lowest']:.2f} to {ratio['highest']:.2f}). `bench.extract` at {short_revision(result)} "
-        f"([results]({link}/extract.json)).",
+        f"On {machine_name(result)}, `residuum extract` runs {parameters['prompts']:,} prompts of "
+        f"{parameters['prefill']} tokens through {parameters['model']} at {ratio['median']:.2f} of the prompts per "
+        f"second of vLLM's AsyncLLM without capture ({ratio['lowest']:.2f} to {ratio['highest']:.2f}). "
+        f"`bench.extract` at {short_revision(result)} ([results]({link}/extract.json)).",
         _WIDTH,
     )
 
