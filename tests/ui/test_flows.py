@@ -89,6 +89,8 @@ def test_a_capture_shows_its_numbers(address, visit, client, joy, captured):
     page = visit(address).open("capture", id="tale", measure="projection", direction="joy", layer=12)
     acts = client.activations("tale")
     wanted = joy.project(acts)[12]
+    expect(page.get_by_role("application")).to_be_visible()  # it moves the text down
+    expect(page.get_by_text("Computing…")).to_have_count(0)
     token = page.locator(".token").nth(5)
     token.hover()
     expect(page.get_by_role("status").filter(has_text="position 5")).to_contain_text(f"token {acts.token_ids[5]} ")

@@ -312,6 +312,7 @@ async def test_what_an_answered_call_still_sends_is_read_for_a_short_time_only(m
 @pytest.mark.parametrize("num_sent", [1, 2], ids=["after the header", "after some bytes"])
 async def test_an_upload_that_stalls_is_ended_and_its_room_is_free(monkeypatch, num_sent):
     monkeypatch.setattr(sae_upload, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(sae_upload, "SLOWEST_BYTES_PER_SECOND", SIZE / 60)  # the limit for the whole upload is far away
     left = asyncio.Event()
 
     async def stalled():
