@@ -146,6 +146,7 @@ class Projections:
             if total + size <= self._max_bytes:
                 break
             self._kept.pop(item).cancel()
+            self._causes.pop(item, None)
             total -= self._size(item)
         return True
 
@@ -160,7 +161,9 @@ class Projections:
             kept = list(self._kept)
             states = dict(zip(kept, await self._keep(kept), strict=True))
             # Workers say only once that they cannot make signs, perhaps to the task of another projection.
-            self._causes.update((item, state) for item, state in states.items() if isinstance(state, str))
+            for item, state in states.items():
+                if isinstance(state, str) and item in self._kept:
+                    self._causes[item] = state
             if states.get(projection) is True:
                 return
             if projection not in self._causes:

@@ -80,8 +80,8 @@ def age_of(key: str, manifest: capture_pb2.CaptureManifest) -> tuple[int, int]:
         manifest: Its manifest.
     """
     # The time comes first: a store that goes on from an old copy of its folder starts again at a lower number. The
-    # number decides between equal times. If the clock went back between two captures with one name, the time is
-    # wrong; then that matters only if the store ended before it deleted the older one from the archive.
+    # number decides between equal times. If the clock went back between two captures with one name, the wrong one
+    # counts as newer. Both are in the archive only until the store has deleted the older one.
     return manifest.open_time.ToNanoseconds(), number_of(key)
 
 
