@@ -87,18 +87,19 @@ async def test_an_encoder_is_sent_once():
         assert len(service.engine.saes) == calls
 
 
+async def halting(encoder, event):
+    """Yield the messages of an upload that goes on after the first one when an event is set."""
+    parts = messages(encoder)
+    yield next(parts)
+    await event.wait()
+    for part in parts:
+        yield part
+
+
 async def test_the_same_encoder_from_two_calls_at_once_is_loaded_once():
     one, started = numbered(1), asyncio.Event()
-
-    async def slowly():
-        parts = messages(one)
-        yield next(parts)
-        await started.wait()
-        for part in parts:
-            yield part
-
     async with running_service(engine=engine(SIZE)) as service:
-        first = asyncio.ensure_future(service.stub.PutSAE(slowly()))
+        first = asyncio.ensure_future(service.stub.PutSAE(halting(one, started)))
         await until(lambda: service.parts.saes._arriving)
         second = asyncio.ensure_future(service.stub.PutSAE(iter([next(messages(one))])))
         await asyncio.sleep(0.05)
@@ -351,17 +352,9 @@ async def test_a_call_that_waits_for_an_upload_that_fails_sends_its_own():
 
 async def test_an_encoder_that_is_dropped_before_a_waiting_call_goes_on_is_received_again():
     one, started = numbered(1), asyncio.Event()
-
-    async def slowly():
-        parts = messages(one)
-        yield next(parts)
-        await started.wait()
-        for part in parts:
-            yield part
-
     async with running_service(engine=engine(SIZE)) as service:
         saes = service.parts.saes
-        first = asyncio.ensure_future(service.stub.PutSAE(slowly()))
+        first = asyncio.ensure_future(service.stub.PutSAE(halting(one, started)))
         await until(lambda: saes._arriving)
         second = asyncio.ensure_future(service.stub.PutSAE(messages(one)))
         await asyncio.sleep(0.05)
