@@ -1,7 +1,8 @@
 """`python -m bench.extract`: how fast jobs over datasets run, and how fast their rows are read in a random order.
 
 Parts: `job` compares prompts per second with the engine alone, `shuffle` compares bytes per second with reading the
-same files in their order.
+same files in their order. `documents` compares tokens per second with the engine alone and with other systems, for all
+tokens of long documents; it is meant for GPUs.
 """
 
 from __future__ import annotations
@@ -9,12 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +20,30 @@ import ml_dtypes
 import numpy as np
 
 import residuum
-from bench.capture.processes import environment_of
-from bench.capture.workload import Runner
+from bench.documents import part as documents
+from bench.documents.job import Way
+from bench.documents.service import serving
+from bench.isolated.run import PEERS_FOLDER
 from bench.machine import Machine
-from bench.options import add_engine_args, add_model, add_output, model_of, positive, words
-from bench.output import Bar, table
+from bench.options import add_engine_args, add_model, add_output, model_of, numbers, positive, words
+from bench.output import Bar
 from bench.parts import Part, run_parts
-from bench.processes import Helper, running_store
-from bench.service.load import Load, Measured
+from bench.rates import compared, shown
+from bench.service.load import Load
 from residuum.exports.safetensors import header
 from residuum.extraction import shards
 from residuum.extraction.shards import ShardInfo
 from residuum.training import ActivationBatches
 
-PARTS = ("job", "shuffle")
+DEFAULT_PARTS = ("job", "shuffle")
+PARTS = (*DEFAULT_PARTS, "documents")
 _LEAST_RATE = 0.9
 """The bar: the least share of AsyncLLM's prompts per second."""
+_SETTINGS = {
+    "--max-num-batched-tokens": "most tokens that one step computes",
+    "--ring-mib": "the ring between worker and shippers",
+    "--shippers": "processes that send rows to the store",
+}
 _WIDTH, _BATCH = 576, 4096
 """The rows of the part `shuffle`: SmolLM2's width, in bfloat16."""
 
@@ -45,23 +51,32 @@ _WIDTH, _BATCH = 576, 4096
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the result."""
     options = parse(arguments)
-    measure = {"job": _job, "shuffle": _shuffle}
+    measure = {"job": _job, "shuffle": _shuffle, "documents": documents.measure}
     run_parts("bench.extract", Machine.describe(), options.parts, options.output, lambda name: measure[name](options))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.extract", description=__doc__)
-    parser.add_argument("--parts", type=words(PARTS), default=list(PARTS), help="parts, separated by commas")
+    parser.add_argument("--parts", type=words(PARTS), default=list(DEFAULT_PARTS), help="parts, separated by commas")
     add_model(parser)
     parser.add_argument("--prompts", type=positive, default=2000, help="prompts of a job")
     parser.add_argument("--prefill", type=positive, default=64, help="tokens of a prompt")
-    parser.add_argument("--layer", type=int, default=12, help="the captured layer")
+    parser.add_argument("--layer", type=int, default=12, help="the captured layer of the part job")
+    parser.add_argument("--layers", type=numbers, help="those of the part documents (default: three, evenly spread)")
     parser.add_argument("--concurrency", type=positive, default=64, help="prompts that the engine runs at once")
     parser.add_argument("--mib", type=positive, default=2048, help="size of the files of the part shuffle")
     parser.add_argument("--rounds", type=positive, default=3, help="rounds, each with all ways")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument("--folder", type=Path, help="where files are written (default: that of temporary files)")
+    parser.add_argument("--store-folder", type=Path, help="where the store has its data (default: the same)")
+    for name, what in _SETTINGS.items():
+        parser.add_argument(name, type=positive, help=f"{what} (default: the service's own)")
+    parser.add_argument("--peers", type=words(Way), default=list(Way), help="other ways of the part documents")
+    parser.add_argument("--peer-prompts", type=positive, default=64, help="the most documents of each of them")
+    parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="folder of packages for peers only")
+    parser.add_argument("--peer-seconds", type=float, default=600.0, help="the longest time for each of them")
+    parser.add_argument("--batch", type=positive, default=8, help="documents in a batch of transformers")
     add_engine_args(parser)
     add_output(parser, parts=True)
     return parser.parse_args(arguments)
@@ -76,41 +91,31 @@ def _job(options: argparse.Namespace) -> Part:
     Both ways have twice as many prompts there as the engine runs at once, which is the default of a job.
     """
     model, engine_args = model_of(options)
-    flags = [
-        *("--model", model, "--max-model-len", str(max(options.prefill + 2, 64))),
-        *("--max-num-seqs", str(options.concurrency)),
-        *("--engine-args", json.dumps({**engine_args, "enable_prefix_caching": False, **options.engine_args})),
-        *(["--enforce-eager"] if options.eager else []),
-    ]
     seconds: dict[str, list[float]] = {"AsyncLLM": [], "residuum extract": []}
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="residuum-", dir=options.folder)))
-        flags += ["--store", stack.enter_context(running_store(scratch / "store")).endpoint]
-        environment = environment_of(scratch, Runner.DEFAULT)
-        host = Helper("bench.service.host", flags, scratch / "service.log", environment)
-        stack.callback(host.stop)
-        client = stack.enter_context(residuum.Client(f"127.0.0.1:{host.first['port']}", timeout=None))
+    with (
+        tempfile.TemporaryDirectory(prefix="residuum-", dir=options.folder) as name,
+        serving(model, engine_args, options, Path(name)) as served,
+    ):
         for number in range(-1, options.rounds):  # round -1 is a warm-up
             count = options.prompts if number >= 0 else min(options.prompts, 2 * options.concurrency)
-            load = Load(f"round{number}", 2 * options.concurrency, count, options.prefill, 1, host.first["vocab_size"])
-            folder = scratch / f"rows{number}"
-            for name in seconds if number % 2 == 0 else [*seconds][::-1]:
-                if name == "AsyncLLM":
-                    taken = Measured(**host.call(asdict(load))).seconds
+            load = Load(f"round{number}", 2 * options.concurrency, count, options.prefill, 1, served.vocab_size)
+            for way in seconds if number % 2 == 0 else [*seconds][::-1]:
+                if way == "AsyncLLM":
+                    taken = served.alone(load)
                 else:
-                    taken = _extract(client, load, folder, options)
+                    taken = _extract(served.client, load, Path(name, f"rows{number}"), options)
                 if number >= 0:
-                    seconds[name].append(taken)
+                    seconds[way].append(taken)
     rates = {name: [options.prompts / each for each in taken] for name, taken in seconds.items()}
     data = {
         "parameters": {
             "model": Path(model).name, "prompts": options.prompts, "prefill": options.prefill, "layer": options.layer,
             "concurrency": options.concurrency, "eager": options.eager,
         },
-        **_compared("prompts_per_second", rates, "residuum extract", "AsyncLLM"),
+        **compared("prompts_per_second", rates, "residuum extract", "AsyncLLM"),
     }  # fmt: skip
     bar = Bar("prompts/s of a job over those of AsyncLLM", data["ratio"]["median"], _LEAST_RATE, at_most=False)
-    return Part(data, [_shown("prompts/s", rates, data)], [bar])
+    return Part(data, [shown("prompts/s", rates, data)], [bar])
 
 
 def _extract(client: residuum.Client, load: Load, folder: Path, options: argparse.Namespace) -> float:
@@ -150,9 +155,9 @@ def _shuffle(options: argparse.Namespace) -> Part:
                         raise RuntimeError(f"{name} has read {count} of {len(rows)} rows")
                     if number >= 0:
                         rates[name].append(size / taken)
-            found = _compared("mb_per_second", rates, "residuum.training, shuffled", "numpy memmap, in order")
+            found = compared("mb_per_second", rates, "residuum.training, shuffled", "numpy memmap, in order")
             data[state] = found
-            lines.append(f"{state}\n{_shown('MB/s', rates, found)}")
+            lines.append(f"{state}\n{shown('MB/s', rates, found)}")
     return Part(data, lines)
 
 
@@ -209,31 +214,6 @@ def _drop_from_memory(folder: Path) -> None:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(handle)
-
-
-# ------------------------------------------------------------------------------------------------------------- figures
-
-
-def _compared(unit: str, rates: Mapping[str, Sequence[float]], ours: str, other: str) -> dict[str, Any]:
-    """Return the rates of all rounds, and the ratios of two ways round by round."""
-    ratios = [one / two for one, two in zip(rates[ours], rates[other], strict=True)]
-    return {
-        unit: {name: [round(rate, 3) for rate in found] for name, found in rates.items()},
-        "ratio": {
-            "median": round(statistics.median(ratios), 4), "lowest": round(min(ratios), 4),
-            "highest": round(max(ratios), 4),
-        },
-    }  # fmt: skip
-
-
-def _shown(unit: str, rates: Mapping[str, Sequence[float]], data: Mapping[str, Any]) -> str:
-    lines = [[name, f"{statistics.median(found):.1f}", f"{min(found):.1f}", f"{max(found):.1f}"]
-             for name, found in rates.items()]  # fmt: skip
-    ratio = data["ratio"]
-    return (
-        table([unit, "median", "lowest", "highest"], lines)
-        + f"\nratio: {ratio['median']:.3f} ({ratio['lowest']:.3f} to {ratio['highest']:.3f})"
-    )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,11 @@ class Lens(VllmPeer):
         tensors = [self._captured.pop(name) for name in names]
         return [[tensor.contiguous().view(torch.uint8).numpy()] for tensor in tensors]
 
+    async def capture(self, name: str, prompt: Sequence[int]) -> torch.Tensor:
+        """Run one request, and return its rows: [layers, positions, hidden]."""
+        await self._generate(name, prompt)
+        return self._captured.pop(name)
+
     async def synchronise(self) -> None:
         """See `Peer`. Does nothing: vllm-lens occupies the worker extension, and its rows are already on the host."""
 

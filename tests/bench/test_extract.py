@@ -10,7 +10,7 @@ import pytest
 import residuum
 
 torch = pytest.importorskip("torch")
-from bench import extract  # noqa: E402 - only if torch is there
+from bench import extract, rates  # noqa: E402 - only if torch is there
 
 
 def test_files_are_those_of_a_job(tmp_path):
@@ -31,5 +31,5 @@ def test_a_small_run_reads_every_row(tmp_path, capsys):
 
 
 def test_ratios_are_taken_round_by_round():
-    found = extract._compared("x", {"ours": [9.0, 20.0, 4.0], "other": [10.0, 10.0, 8.0]}, "ours", "other")
+    found = rates.compared("x", {"ours": [9.0, 20.0, 4.0], "other": [10.0, 10.0, 8.0]}, "ours", "other")
     assert found["ratio"] == {"median": 0.9, "lowest": 0.5, "highest": 2.0}
