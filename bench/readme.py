@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -275,17 +276,49 @@ def store(result: Mapping[str, Any], link: str) -> str:
 
 def extraction(result: Mapping[str, Any], link: str) -> str:
     """Return how fast a job over a dataset runs beside the engine alone, measured by `bench.extract`."""
-    if "job" not in result["parts"]:
-        return ""
-    job = result["parts"]["job"]
-    parameters, ratio = job["parameters"], job["ratio"]
-    return fill(
-        f"On {machine_name(result)}, `residuum extract` runs {parameters['prompts']:,} prompts of "
-        f"{parameters['prefill']} tokens through {parameters['model']} at {ratio['median']:.2f} of the prompts per "
-        f"second of vLLM's AsyncLLM without capture ({ratio['lowest']:.2f} to {ratio['highest']:.2f}). "
-        f"`bench.extract` at {short_revision(result)} ([results]({link}/extract.json)).",
-        _WIDTH,
+    parts = result["parts"]
+    where = f"`bench.extract` at {short_revision(result)} ([results]({link}/extract.json))"
+    texts = []
+    if "job" in parts:
+        job = parts["job"]
+        parameters, ratio = job["parameters"], job["ratio"]
+        text = (
+            f"On {machine_name(result)}, `residuum extract` runs {parameters['prompts']:,} prompts of "
+            f"{parameters['prefill']} tokens through {parameters['model']} at {ratio['median']:.2f} of the prompts per "
+            f"second of vLLM's AsyncLLM without capture ({ratio['lowest']:.2f} to {ratio['highest']:.2f}). {where}."
+        )
+        texts.append(fill(text, _WIDTH))
+    if "documents" in parts:
+        texts.append(_documents(parts["documents"], result, where))
+    return "\n\n".join(texts)
+
+
+def _documents(part: Mapping[str, Any], result: Mapping[str, Any], where: str) -> str:
+    """Return the table of all ways that wrote all rows of long documents to files."""
+    parameters, over = part["parameters"], part["over_stock"]
+    rows = []
+    for name, rates in part["tokens_per_second"].items():
+        captures = name in over
+        rows.append(
+            (
+                {"AsyncLLM": "AsyncLLM, nothing captured", "residuum extract": "**`residuum extract`**"}.get(
+                    name, name
+                ),
+                f"{statistics.median(rates):,.0f}",
+                f"{statistics.median(over[name]):.2f}" if captures else "",
+                f"{min(over[name]):.2f} to {max(over[name]):.2f}" if captures else "",
+                f"{statistics.median(part['mb_per_second'][name]):,.0f} MB/s" if captures else "",
+            )
+        )
+    intro = (
+        f"All tokens of documents of {parameters['prefill']:,} tokens at {len(parameters['layers'])} layers of "
+        f"{parameters['model']}, until the rows are files on the disk, in the same run on {machine_name(result)} with "
+        f"vLLM {vllm_version(result)}. {where}:"
     )
+    absent = "; ".join(f"{name} ({why})" for name, why in part.get("absent", {}).items())
+    table = markdown_table(("", "tokens/s", "AsyncLLM = 1", "by round", "rows"), rows)
+    notes = [fill(f"Could not run there: {absent}.", _WIDTH)] if absent else []
+    return "\n\n".join([fill(intro, _WIDTH), table, *notes])
 
 
 def service(result: Mapping[str, Any], _: str) -> str:

@@ -200,6 +200,26 @@ def test_a_job_is_reported_beside_the_engine_alone():
     assert extraction({**CONTEXT, "parts": {"shuffle": {}}}, "folder") == ""
 
 
+def test_documents_are_reported_beside_the_engine_alone_and_other_ways():
+    documents = {
+        "parameters": {"model": "M", "prefill": 2048, "layers": [1, 2, 3]},
+        "tokens_per_second": {
+            "AsyncLLM": [1000.0, 1200.0],
+            "residuum extract": [950.0, 960.0],
+            "SAELens": [80.0, 90.0],
+        },
+        "mb_per_second": {"residuum extract": [11.0, 12.0], "SAELens": [1.0, 1.0]},
+        "over_stock": {"residuum extract": [0.95, 0.8], "SAELens": [0.08, 0.075]},
+        "absent": {"vllm-lens": "not installed"},
+    }
+    text = extraction({**CONTEXT, "parts": {"documents": documents}}, "folder")
+    assert "All tokens of documents of 2,048 tokens at 3 layers of M" in text
+    assert "| AsyncLLM, nothing captured | 1,100 |  |  |  |" in text
+    assert "| **`residuum extract`** | 955 | 0.88 | 0.80 to 0.95 | 12 MB/s |" in text
+    assert "| SAELens | 85 | 0.08 | 0.07 to 0.08 | 1 MB/s |" in text
+    assert text.endswith("Could not run there: vllm-lens (not installed).")
+
+
 def test_the_services_overhead_is_reported_for_each_number_of_streams():
     difference = {"tokens_per_second_ratio": 0.958, "added_first_token_ms": 21.9, "added_token_ms": 0.004}
     part = {
