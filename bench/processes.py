@@ -94,7 +94,7 @@ def run_child(
             process.wait()
     if status != 0 or not result_file.exists():
         how = "took too long" if status is None else f"ended with code {status}"
-        raise RunFailedError(f"{what}: {how}\n{_end_of(log_file)}", log_file.read_text(errors="replace"))
+        raise RunFailedError(f"{what}: {how}\n{end_of(log_file)}", log_file.read_text(errors="replace"))
     return json.loads(result_file.read_text())
 
 
@@ -189,7 +189,7 @@ class Helper:
         reap(self.process)
 
     def _failed(self, how: str) -> RunFailedError:
-        return RunFailedError(f"{self._name} {how}\n{_end_of(self._log) if self._log else 'The log above says why.'}")
+        return RunFailedError(f"{self._name} {how}\n{end_of(self._log) if self._log else 'The log above says why.'}")
 
     @staticmethod
     def _pipe(pipe: IO[str] | None) -> IO[str]:
@@ -224,7 +224,7 @@ def reap(process: subprocess.Popen[Any]) -> None:
         process.wait()
 
 
-def _end_of(log: Path) -> str:
+def end_of(log: Path) -> str:
     """Return the first errors of a log, which name the cause, and its last lines."""
     lines = log.read_text(errors="replace").splitlines()
     errors = dict.fromkeys(line.strip() for line in lines if _ERROR.search(line))

@@ -33,6 +33,13 @@ BEGIN = "<!-- figures: made by `python -m bench.readme` from bench/results; do n
 END = "<!-- end of the figures -->"
 
 _COMPARED = ("conformance*.json", "parallel*.json")
+_SERVED = {
+    "vllm serve, taps": "`vllm serve` with taps, without capture",
+    "vllm serve, captures": "`vllm serve`, last prompt token and reply captured at all layers",
+    "residuum": "the inference service, without capture",
+    "captures": "the inference service, last prompt token and reply captured at all layers",
+}
+"""The ways with a server, by their names in results of `bench.service`."""
 _PLOT = "peers.png"
 _PLOT_WORDS = "Seconds to generate, and to fetch all layers of every token: stock vLLM, residuum and other ways"
 _WIDTH = 118
@@ -115,6 +122,7 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         "steering.json": steering,
         "steering-engine.json": steering,
         "service.json": service,
+        "service-served.json": served,
         "capture-batch-invariant.json": batch_invariant,
     }
     sections = []
@@ -337,6 +345,28 @@ def service(result: Mapping[str, Any], _: str) -> str:
     compared = f"`Generate` compared with AsyncLLM called directly, {_model(parameters)}"
     head = f"{compared}, `bench.service` at {short_revision(result)}"
     return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
+
+
+def served(result: Mapping[str, Any], _: str) -> str:
+    """Return the overhead of each way with a server over stock `vllm serve`, measured by `bench.service --served`."""
+    rows = []
+    for part in result["parts"].values():
+        for level in part["levels"]:
+            for way, words in _SERVED.items():
+                if more := level["over_served"].get(way):
+                    rounds = more["first_token_ratios"]
+                    at_a_time = f"{level['streams']} at a time, runner {part['model_runner'].upper()}"
+                    figures = (
+                        f"{more['first_token_ratio']:.3f} ({rounds[0]:.3f} to {rounds[-1]:.3f})",
+                        f"{more['token_ratio']:.3f}",
+                    )
+                    rows.append((f"{at_a_time}, {words}", *figures))
+    parameters = next(iter(result["parts"].values()))["parameters"]
+    compared = f"Compared with stock `vllm serve` through HTTP, {_model(parameters)}"
+    if parameters["shared_prefix"]:
+        compared += f", prompts share {parameters['shared_prefix']:,} tokens"
+    head = f"{compared}, `bench.service --served` at {short_revision(result)}"
+    return markdown_table((head, "to the first token, stock = 1 (rounds)", "each further token, stock = 1"), rows)
 
 
 def suite(result: Mapping[str, Any], link: str) -> str:

@@ -8,15 +8,21 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.capture.workload import Runner
 from bench.machine import Machine
 from bench.options import add_engine_args, add_model, add_output, model_of, positives, words
 from bench.parts import Part, run_parts
-from bench.service.compare import ServiceJob, bars, measure, show
+from bench.service.compare import ServiceJob, measure
+from bench.service.report import bars, show
 
 _SAE_MIB = 512
 """Enough for an encoder of 65,536 features of 2560 elements in 16 bits."""
+_ENGINES = 3
+"""With --served: the service's, and those of `vllm serve` without and with taps."""
+_KV_CACHE_GIB = 4.0
+"""With --served, of each engine: 64 streams of 2,200 tokens of a model of 1.5 billion parameters fit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,8 +46,12 @@ def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
     model, engine_args = model_of(options)
     engine_args = {**engine_args, "enable_prefix_caching": options.shared_prefix > 0, **options.engine_args}
     length = options.shared_prefix + options.prefill + options.decode
+    if options.served:  # together they leave a tenth of the device's memory free
+        engine_args = {"gpu_memory_utilization": 0.9 / _ENGINES, **engine_args}
+        options.kv_cache_gib = options.kv_cache_gib or _KV_CACHE_GIB
     flags = [
         *("--model", model, "--max-model-len", str(max(length, 64)), "--max-num-seqs", str(max(options.streams))),
+        *("--kv-cache-gib", str(options.kv_cache_gib)),
         *("--engine-args", json.dumps(engine_args), "--max-num-batched-tokens", str(options.max_num_batched_tokens)),
         *(["--enforce-eager"] if options.eager else []),
         *(["--sae-mib", str(_SAE_MIB)] if options.features else []),
@@ -56,10 +66,27 @@ def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
         captures=options.captures,
         probes=options.probes,
         features=options.features,
+        served=_vllm_arguments(model, length, options, engine_args) if options.served else None,
         runner=runner,
         shown={"model": Path(model).name, "eager": options.eager, "engine_args": engine_args},
         **{**quick, **({"rounds": options.rounds} if options.rounds else {})},
     )
+
+
+def _vllm_arguments(
+    model: str, length: int, options: argparse.Namespace, engine_args: dict[str, Any]
+) -> dict[str, Any]:
+    """Return vLLM's arguments for the same engine as the service's."""
+    return {
+        "model": model,
+        "max_model_len": max(length, 64),
+        "max_num_seqs": max(options.streams),
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "enforce_eager": options.eager,
+        "kv_cache_memory_bytes": int(options.kv_cache_gib * (1 << 30)),
+        "disable_log_stats": True,
+        **engine_args,
+    }
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,6 +102,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--captures", action="store_true",
         help="also measure requests that capture the prompt's last token and the reply, at all layers",
+    )  # fmt: skip
+    parser.add_argument(
+        "--served", action="store_true",
+        help="also measure `vllm serve` through HTTP: stock, with taps, and with captures (--captures), with "
+        "two more engines on the same device",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-cache-gib", type=float, default=0.0,
+        help=f"the KV cache of each engine in GiB (default: the service's; with --served {_KV_CACHE_GIB:g})",
     )  # fmt: skip
     parser.add_argument(
         "--probes", type=int, default=0, help="also measure requests with this number of linear probes (default: none)"

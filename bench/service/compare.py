@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 import residuum
 from bench.capture.processes import environment_of
 from bench.capture.workload import Runner
-from bench.output import Bar, table
 from bench.processes import Helper, RunFailedError, running_store
-from bench.service.load import Load, Measured, Start, run_load
-
-WAYS = ("AsyncLLM", "residuum")
-"""The two ways: vLLM's engine, called within its process, and `residuum.AsyncClient` in another process."""
-MORE = ("captures", "probes", "features")
-"""What requests of further ways have, if the job has it. Each is compared with `residuum` without it."""
-
-_ADDED = ("first_token_ms", "token_ms", "request_ms", "request_cpu_ms", "token_cpu_us")
-"""The figures whose difference is reported. The last two are the CPU time of the service's process for a request of one
-token, and for each further token."""
-
-_BAR_STREAMS = 32
-_LEAST_RATE, _MOST_TOKEN_MS, _MOST_FIRST_MS = 0.95, 0.2, 5.0
-"""The bars: the least share of vLLM's tokens per second, and the most added time in ms, for each token and to the first
-one."""
-_MOST_TOKEN_RATIO = {"probes": 1.01, "features": 1.05}
-"""The bars for probes and features: the time of each token, over that without them."""
-_MOST_FIRST_RATIO = 1.05
-"""The bar if prompts share their start: the time to the first token, over vLLM's. The cache makes it short."""
+from bench.service.http_client import new_session
+from bench.service.load import Load, Measured, run_load
+from bench.service.report import show
+from bench.service.served import STOCK, starting_servers
+from bench.service.ways import ADDED, MORE, WAYS, Way, http_ways, more_ways, through_grpc
 
 
 @dataclass(frozen=True)
@@ -59,6 +41,8 @@ class ServiceJob:
     features: int = 0
     """The features of an autoencoder at a layer, of which another way captures the strongest 32 of each token; 0: there
     is no such way."""
+    served: Mapping[str, Any] | None = None
+    """vLLM's arguments for `vllm serve`, if that is compared, too."""
     runner: Runner = Runner.DEFAULT
     shown: dict[str, Any] = field(default_factory=dict)
     """Further fields of the workload for the result."""
@@ -66,18 +50,32 @@ class ServiceJob:
 
 async def measure(job: ServiceJob, folder: Path, data: Path) -> dict[str, Any]:
     """Measure, and return the part of the result. The store's data is in `data`."""
-    with ExitStack() as stack:
-        flags = list(job.flags)
+    environment = environment_of(folder, job.runner)
+    async with AsyncExitStack() as stack:
+        flags, store, servers = list(job.flags), "", {}
         if job.captures or job.features:
-            flags += ["--store", stack.enter_context(running_store(data)).endpoint]
-        host = Helper("bench.service.host", flags, folder / "service.log", environment_of(folder, job.runner))
+            store = stack.enter_context(running_store(data)).endpoint
+            flags += ["--store", store]
+        if job.served is not None:  # all engines start at the same time
+            servers = stack.enter_context(starting_servers(job.served, folder, environment, store))
+        host = Helper("bench.service.host", flags, folder / "service.log", environment)
         stack.callback(host.stop)
-        async with residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None) as client:
-            ways = {WAYS[1]: _through(client), **_more_ways(job, client, await client.info())}
-            levels = []
-            for streams in job.streams:
-                levels.append(await _level(job, streams, host, ways))
-                print(*show({"levels": levels[-1:]}), sep="\n", flush=True)  # a run that is stopped shows these
+        for server in servers.values():
+            server.wait_until_serving()
+        client = residuum.AsyncClient(f"127.0.0.1:{host.first['port']}", timeout=None)
+        await stack.enter_async_context(client)
+        session = await stack.enter_async_context(new_session())
+        pid = host.process.pid
+        ways = {
+            WAYS[0]: Way(pid, None),
+            WAYS[1]: Way(pid, through_grpc(client)),
+            **more_ways(job, client, pid, await client.info()),
+            **http_ways(servers, session, has_captures=job.captures),
+        }
+        levels = []
+        for streams in job.streams:
+            levels.append(await _level(job, streams, host, ways, client))
+            print(*show({"levels": levels[-1:]}), sep="\n", flush=True)  # a run that is stopped shows these
     return {
         "parameters": {**{name: value for name, value in asdict(job).items() if name not in _UNSHOWN}, **job.shown},
         "model_runner": host.first["model_runner"],
@@ -85,45 +83,13 @@ async def measure(job: ServiceJob, folder: Path, data: Path) -> dict[str, Any]:
     }
 
 
-_UNSHOWN = {"flags", "shown", "runner"}
-_CAPTURE = residuum.Capture(layers="all", positions=[(-1, None)])
-_STRONGEST = 32
+_UNSHOWN = {"flags", "shown", "runner", "served"}
 
 
-def _more_ways(job: ServiceJob, client: residuum.AsyncClient, info: residuum.ModelInfo) -> dict[str, Start]:
-    """Return the further ways of a job, by the names in MORE."""
-    ways = {}
-    if job.captures:
-        ways["captures"] = _through(client, capture=_CAPTURE)
-    if job.probes:
-        ways["probes"] = _through(client, probes=make_probes(info, job.probes))
-    if job.features:
-        sae, layer = make_sae(info, job.features), info.num_layers // 2
-        capture = residuum.Capture(layers=[layer], positions=_CAPTURE.positions, sae=sae, dimensions=_STRONGEST)
-        ways["features"] = _through(client, capture=capture)
-    return ways
-
-
-def make_probes(info: residuum.ModelInfo, number: int) -> list[residuum.Probe]:
-    """Return linear probes of random weights, spread over the layers."""
-    source = np.random.default_rng(5)
-    return [
-        residuum.Probe(
-            source.standard_normal(info.hidden_size), layer=at * info.num_layers // number, name=f"probe-{at}"
-        )
-        for at in range(number)
-    ]
-
-
-def make_sae(info: residuum.ModelInfo, features: int) -> residuum.SAE:
-    """Return a ReLU autoencoder of random weights in 16 bits, as published ones have."""
-    source = np.random.default_rng(6)
-    weights = source.standard_normal((features, info.hidden_size), dtype=np.float32).astype(ml_dtypes.bfloat16)
-    return residuum.SAE(weights, weights)
-
-
-async def _level(job: ServiceJob, streams: int, host: Helper, ways: Mapping[str, Start]) -> dict[str, Any]:
-    names = (WAYS[0], *ways)
+async def _level(
+    job: ServiceJob, streams: int, host: Helper, ways: Mapping[str, Way], client: residuum.AsyncClient
+) -> dict[str, Any]:
+    names = tuple(ways)
     summaries: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(-1, job.rounds):  # round -1 is a warm-up: threads start, buffers are allocated
         for name in names if number % 2 == 0 else names[::-1]:
@@ -132,8 +98,8 @@ async def _level(job: ServiceJob, streams: int, host: Helper, ways: Mapping[str,
                 f"{names.index(name)}-{streams}-{number}", streams, requests, job.prefill, job.decode,
                 host.first["vocab_size"], job.shared_prefix,
             )  # fmt: skip
-            measured, cpu_seconds = await _run(load, host, ways.get(name))
-            _, short_cpu_seconds = await _run(load.shortened(), host, ways.get(name))
+            measured, cpu_seconds = await _run(load, host, ways[name], client)
+            _, short_cpu_seconds = await _run(load.shortened(), host, ways[name], client)
             if number >= 0:
                 summaries[name].append({**measured.summary(), **cpu_of(load, cpu_seconds, short_cpu_seconds)})
     return {
@@ -142,20 +108,31 @@ async def _level(job: ServiceJob, streams: int, host: Helper, ways: Mapping[str,
         "difference": difference(summaries, *WAYS),
         "over_vllm": {name: difference(summaries, WAYS[0], name) for name in ways if name in MORE},
         "over_residuum": {name: difference(summaries, WAYS[1], name) for name in ways if name in MORE},
+        **({"over_served": over_served(summaries)} if STOCK in ways else {}),
     }
 
 
-async def _run(load: Load, host: Helper, start: Start | None) -> tuple[Measured, float]:
-    """Return the measurements of a load, and the CPU seconds of the service's process meanwhile.
+async def _run(load: Load, host: Helper, way: Way, client: residuum.AsyncClient) -> tuple[Measured, float]:
+    """Return the measurements of a load, and the CPU seconds of the way's process meanwhile.
+
+    If its requests capture, wait until the store has all rows, so that they do not disturb the next load.
 
     Args:
         load: The load.
-        host: The process of the service.
-        start: Starts a request; None: the host calls its engine directly.
+        host: The process of the service, which calls its engine directly for the way without a start.
+        way: How to run it.
+        client: Asks the store for captures.
     """
-    before = processor_seconds(host.process.pid)
-    measured = Measured(**host.call(asdict(load))) if start is None else await run_load(load, start)
-    return measured, processor_seconds(host.process.pid) - before
+    before = processor_seconds(way.pid)
+    measured = Measured(**host.call(asdict(load))) if way.start is None else await run_load(load, way.start)
+    seconds = processor_seconds(way.pid) - before
+    if way.capture_id is not None:
+        for index in range(load.requests):
+            capture_id = way.capture_id.format(f"{load.name}-{index}")
+            manifest = await client.manifest(capture_id, wait=True)
+            if manifest.state != "complete":
+                raise RunFailedError(f"capture {capture_id} ended {manifest.state}")
+    return measured, seconds
 
 
 def processor_seconds(pid: int) -> float:
@@ -178,23 +155,6 @@ def cpu_of(load: Load, seconds: float, short_seconds: float) -> dict[str, float]
     }
 
 
-def _through(
-    client: residuum.AsyncClient, capture: residuum.Capture | None = None, probes: Sequence[residuum.Probe] = ()
-) -> Start:
-    async def start(name: str, prompt: Sequence[int], decode: int) -> AsyncGenerator[int, None]:
-        stream = client.stream(
-            list(prompt), request_id=name, max_tokens=decode, temperature=0.0, ignore_eos=True, capture=capture,
-            probes=probes,
-        )  # fmt: skip
-        async with stream:
-            async for delta in stream:
-                if {len(scores) for scores in (delta.scores or {}).values()} - {len(delta.token_ids)}:
-                    raise RunFailedError(f"a message of {name} lacks scores of its tokens")
-                yield len(delta.token_ids)
-
-    return start
-
-
 def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]], base: str, other: str) -> dict[str, float]:
     """Return the overhead of a way over another: medians over the rounds of the difference between them."""
     pairs = list(zip(summaries[base], summaries[other], strict=True))
@@ -208,57 +168,23 @@ def difference(summaries: Mapping[str, Sequence[Mapping[str, float]]], base: str
         ),
         "first_token_ratio": median(ours["first_token_ms"] / vllm["first_token_ms"] for vllm, ours in pairs),
         "token_ratio": median(ours["token_ms"] / vllm["token_ms"] for vllm, ours in pairs),
-        **{f"added_{name}": median(ours[name] - vllm[name] for vllm, ours in pairs) for name in _ADDED},
+        **{f"added_{name}": median(ours[name] - vllm[name] for vllm, ours in pairs) for name in ADDED},
     }
 
 
-def bars(part: Mapping[str, Any]) -> list[Bar]:
-    """Return the bars for 32 streams; none if 32 streams were not measured."""
-    level = next((level for level in part["levels"] if level["streams"] == _BAR_STREAMS), None)
-    if level is None:
-        return []
-    streams, more = f"{_BAR_STREAMS} streams", level["difference"]
-    rate, added = more["tokens_per_second_ratio"], more["added_token_ms"]
-    found = [
-        Bar(f"tokens/s of {streams}, over AsyncLLM's", rate, _LEAST_RATE, at_most=False),
-        Bar(f"ms more a token, of {streams}", added, _MOST_TOKEN_MS),
-    ]
-    if part["parameters"]["shared_prefix"]:
-        ratio = more["first_token_ratio"]
-        found.append(Bar(f"to the first token, of {streams}, over AsyncLLM's", ratio, _MOST_FIRST_RATIO))
-        for base in ("over_vllm", "over_residuum") if "captures" in level["over_vllm"] else ():
-            than = {"over_vllm": "over AsyncLLM's", "over_residuum": "over without"}[base]
-            ratio = level[base]["captures"]["first_token_ratio"]
-            found.append(Bar(f"to the first token with captures, of {streams}, {than}", ratio, _MOST_FIRST_RATIO))
-    else:
-        found.append(Bar(f"ms more to the first token, of {streams}", more["added_first_token_ms"], _MOST_FIRST_MS))
-    for name, limit in _MOST_TOKEN_RATIO.items():
-        if name in level["over_residuum"]:
-            ratio, number = level["over_residuum"][name]["token_ratio"], part["parameters"][name]
-            found.append(Bar(f"each token with {number} {name}, over without, {streams}", ratio, limit))
-    return found
+def over_served(summaries: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, Any]]:
+    """Return the overhead of each way over stock `vllm serve`, but of the way without a server.
 
-
-def show(part: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table. Further ways have a row of their own, and one with what they add to `residuum`."""
-    head = [
-        *("streams", "way", "tokens/s", "requests/s", "first token, ms", "each token, ms", "request, ms"),
-        *("CPU of a request, ms", "of a token, us"),
-    ]
-    rows = []
-    for level in part["levels"]:
-        for way, summaries in ((way, level[way]) for way in (*WAYS, *MORE) if way in level):
-            columns = ("tokens_per_second", "requests_per_second", *_ADDED)
-            medians = [statistics.median(summary[name] for summary in summaries) for name in columns]
-            name = f"residuum, {way}" if way in MORE else way
-            rows.append([str(level["streams"]), name, *(f"{value:.4g}" for value in medians)])
-        rows.append(_difference_row("residuum - AsyncLLM", level["difference"]))
-        rows += [_difference_row(f"{way} - residuum", more) for way, more in level["over_residuum"].items()]
-    yield table(head, rows)
-
-
-def _difference_row(name: str, more: Mapping[str, float]) -> list[str]:
-    return [
-        *("", name, f"x{more['tokens_per_second_ratio']:.3f}", ""),
-        *(f"{more[f'added_{figure}']:+.3f}" for figure in _ADDED),
-    ]
+    `first_token_ratios` has the ratios of the rounds, sorted.
+    """
+    return {
+        name: {
+            **difference(summaries, STOCK, name),
+            "first_token_ratios": sorted(
+                round(ours["first_token_ms"] / stock["first_token_ms"], 4)
+                for stock, ours in zip(summaries[STOCK], rounds, strict=True)
+            ),
+        }
+        for name, rounds in summaries.items()
+        if name not in {STOCK, WAYS[0]}
+    }

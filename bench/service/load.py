@@ -82,13 +82,13 @@ class Measured:
 
 async def run_load(load: Load, start: Start) -> Measured:
     """Run a load."""
-    waiting = list(enumerate(load.prompts()))[::-1]
+    # A start may prepare its request when it is called, before its time begins.
+    waiting = [start(f"{load.name}-{at}", prompt, load.decode) for at, prompt in enumerate(load.prompts())][::-1]
     times: list[tuple[float, float, float]] = []
 
     async def stream() -> None:
         while waiting:
-            index, prompt = waiting.pop()
-            times.append(await _run_one(start(f"{load.name}-{index}", prompt, load.decode), load.decode))
+            times.append(await _run_one(waiting.pop(), load.decode))
 
     began = time.perf_counter()
     await asyncio.gather(*(stream() for _ in range(load.streams)))

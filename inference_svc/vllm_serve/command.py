@@ -19,14 +19,19 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument.partition("=")[0] == "--worker-cls" for argument in arguments):
         print(f"residuum: vllm-serve sets --worker-cls itself ({WORKER}); leave it out", file=sys.stderr)  # noqa: T201
         return 2
+    run_vllm_serve([*arguments, f"--worker-cls={WORKER}", f"--middleware={MIDDLEWARE}"])
+    return 0
+
+
+def run_vllm_serve(arguments: Sequence[str]) -> None:
+    """Run `vllm serve` with exactly these arguments, and on a CPU with a KV cache of moderate size, until it ends."""
     metadata.version = _version_of(metadata.version)  # type: ignore[assignment]
     from vllm.entrypoints.cli.main import main as run  # seconds
     from vllm.platforms import current_platform
 
     memory = cpu_memory(arguments, os.environ) if current_platform.is_cpu() else []
-    sys.argv = ["vllm", "serve", *arguments, *memory, f"--worker-cls={WORKER}", f"--middleware={MIDDLEWARE}"]
+    sys.argv = ["vllm", "serve", *arguments, *memory]
     run()
-    return 0
 
 
 def cpu_memory(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:

@@ -20,6 +20,7 @@ from bench.readme import (
     extraction,
     figures,
     main,
+    served,
     service,
     spliced,
     store,
@@ -230,6 +231,20 @@ def test_the_services_overhead_is_reported_for_each_number_of_streams():
     assert "| 32 at a time, runner V1 | 0.958 | +21.9 ms | +0.004 ms |" in service(
         {**CONTEXT, "parts": {"v1": part}}, ""
     )
+
+
+def test_each_way_with_a_server_is_reported_over_stock_vllm_serve_with_the_spread_of_its_rounds():
+    more = {"first_token_ratio": 1.03, "first_token_ratios": [1.01, 1.03, 1.06], "token_ratio": 1.002}
+    part = {
+        "parameters": {"model": "SmolLM2", "engine_args": {}, "shared_prefix": 2000},
+        "model_runner": "v2",
+        "levels": [{"streams": 32, "over_served": {"vllm serve, captures": more, "captures": more}}],
+    }
+    text = served({**CONTEXT, "parts": {"v2": part}}, "")
+    assert "prompts share 2,000 tokens" in text
+    for server in ("`vllm serve`", "the inference service"):
+        row = f"| 32 at a time, runner V2, {server}, last prompt token and reply captured at all layers |"
+        assert f"{row} 1.030 (1.010 to 1.060) | 1.002 |" in text
 
 
 def test_the_cost_of_the_batch_invariant_mode_is_over_stock_as_usual():
