@@ -39,7 +39,7 @@ def serving(model: str, engine_args: dict[str, object], options: argparse.Namesp
         model: The model's folder or name.
         engine_args: The arguments of vLLM that the model needs.
         options: The command line of bench.extract.
-        scratch: A folder for sockets and logs, and for the store's data if the command line names no folder for it.
+        scratch: A folder for the store's data, if the command line names no folder for it.
     """
     flags = [
         *("--model", model, "--max-model-len", str(max(options.prefill + 2, 64))),
@@ -55,8 +55,10 @@ def serving(model: str, engine_args: dict[str, object], options: argparse.Namesp
             stack.enter_context(tempfile.TemporaryDirectory(prefix="residuum-", dir=options.store_folder))
         )
         store = stack.enter_context(running_store((folder or scratch) / "store"))
-        environment = environment_of(scratch, Runner.DEFAULT)
-        host = Helper("bench.service.host", [*flags, "--store", store.endpoint], scratch / "service.log", environment)
+        # The paths of sockets must be short, and `scratch` may be anywhere.
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="residuum-")))
+        environment = environment_of(own, Runner.DEFAULT)
+        host = Helper("bench.service.host", [*flags, "--store", store.endpoint], own / "service.log", environment)
         stack.callback(host.stop)
         client = stack.enter_context(residuum.Client(f"127.0.0.1:{host.first['port']}", timeout=None))
         yield Served(client, host, host.first["vocab_size"])

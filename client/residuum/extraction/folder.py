@@ -39,6 +39,8 @@ class JobFolder:
         """The shards on the disk."""
         self.job_id = ""
         """The start of the names of the job's captures."""
+        self._prepared: dict[int, ShardInfo] = {}
+        """The shards whose files have not got their names yet, by number."""
 
     @property
     def done(self) -> int:
@@ -90,8 +92,30 @@ class JobFolder:
             for line in read_lines(self.path / shard.prompts_file):
                 yield line["sha256"]
 
+    def prepare(self, shard: Shard) -> None:
+        """Write and sync the files of a shard under other names. Several threads may do so at once.
+
+        Raises:
+            OSError: They cannot be written. None of them is left.
+        """
+        rows, prompts = self._parts(shard)
+        try:
+            info = shard.write(rows, prompts)
+            _sync(prompts)
+            _sync(rows)
+        except OSError as error:
+            self.discard(shard)
+            raise _with_room(error, self.path, shard.bytes) from None
+        self._prepared[shard.number] = info
+
+    def discard(self, shard: Shard) -> None:
+        """Delete the files of a shard that has not been committed."""
+        self._prepared.pop(shard.number, None)
+        for part in self._parts(shard):
+            part.unlink(missing_ok=True)
+
     def commit(self, shard: Shard, total: int) -> ShardInfo:
-        """Write a shard, so that it survives a crash of the process or of the machine.
+        """Add a shard, so that it survives a crash of the process or of the machine. Write it if it is not prepared.
 
         Args:
             shard: The rows.
@@ -100,17 +124,18 @@ class JobFolder:
         Raises:
             OSError: The shard cannot be written. The files on the disk are those from before.
         """
-        rows, prompts = (self.path / f"{kind}-{shard.number:05}{_PART}" for kind in ("rows", "prompts"))
+        if shard.number not in self._prepared:
+            self.prepare(shard)
+        rows, prompts = self._parts(shard)
+        info = self._prepared[shard.number]
         try:
-            info = shard.write(rows, prompts)
-            for part, name in ((prompts, info.prompts_file), (rows, info.rows_file)):
-                _sync(part)
-                part.replace(self.path / name)
+            prompts.replace(self.path / info.prompts_file)
+            rows.replace(self.path / info.rows_file)
             _sync(self.path)
         except OSError as error:
-            for part in (rows, prompts):
-                part.unlink(missing_ok=True)
+            self.discard(shard)
             raise _with_room(error, self.path, shard.bytes) from None
+        del self._prepared[shard.number]
         self.shards.append(info)
         self.write_index(total)
         return info
@@ -128,6 +153,11 @@ class JobFolder:
         """Return whether a run of the job, this one included, was told to keep its captures."""
         with (self.path / LOG).open(encoding="utf-8") as file:
             return any('"keep_captures": true' in line for line in file)
+
+    def _parts(self, shard: Shard) -> tuple[Path, Path]:
+        """Return the files of rows and of prompts before they have their names."""
+        rows, prompts = (self.path / f"{kind}-{shard.number:05}{_PART}" for kind in ("rows", "prompts"))
+        return rows, prompts
 
     def _id(self) -> str:
         """Return the job's own ID: that of the log's first line, or a new one."""

@@ -31,6 +31,8 @@ _AHEAD = 4
 """How many prompts may wait to be read for each that runs. They wait for one that is slower."""
 _UNREAD_SHARDS = 2
 """How many files the captures of these prompts may fill, so that the stores need room for few."""
+_WRITES = 2
+"""How many files are written at once: while the disk syncs one, the next is copied to it."""
 _LOST_ATTEMPTS = 3
 """How often a prompt is sent whose capture was lost or is not complete."""
 _DELETING_SECONDS = 5.0
@@ -54,8 +56,19 @@ class ShardOutput(Protocol):
         """The number of prompts in these shards."""
         ...
 
+    def prepare(self, shard: Shard) -> None:
+        """Do what needs not wait for the shards before it. It runs in a thread, for several shards at once."""
+        ...
+
+    def discard(self, shard: Shard) -> None:
+        """Undo `prepare`: a shard before it could not be written."""
+        ...
+
     def commit(self, shard: Shard, total: int) -> object:
-        """Take a shard of a job of `total` prompts. It runs in a thread. When it returns, the captures are deleted."""
+        """Take a shard of a job of `total` prompts, in order. It runs in a thread.
+
+        When it returns, the captures are deleted.
+        """
         ...
 
 
@@ -88,7 +101,7 @@ class Runner:
         self._was_read = asyncio.Event()
         self._capture_bytes = _READ_BYTES // 8  # until the first capture is known
         self._used: list[tuple[Service, str]] = []
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: deque[asyncio.Task[None]] = deque()
         self._deleting: set[asyncio.Task[None]] = set()
         self.totals = Totals()
         """What this run has done."""
@@ -107,8 +120,8 @@ class Runner:
             await asyncio.gather(*self._deleting)
         finally:
             await _cancel([feeding, *self._waiting])
-            if self._writing is not None:  # a thread cannot be cancelled; the shard that it writes is whole
-                await asyncio.gather(self._writing, return_exceptions=True)
+            # A thread cannot be cancelled; the shards that are being written become whole.
+            await asyncio.gather(*self._writing, return_exceptions=True)
             if self._deleting:  # also of the captures of that shard
                 _, late = await asyncio.wait(self._deleting, timeout=_DELETING_SECONDS)
                 await _cancel(late)
@@ -141,8 +154,7 @@ class Runner:
             self._report(self.totals)
         if shard.prompts:
             await self._finish(shard, total)
-        if self._writing is not None:
-            await asyncio.shield(self._writing)  # a cancelled job waits for the thread in `run`
+        await self._written(0)
 
     async def _next(self, feeding: asyncio.Task[None]) -> list[Outcome]:
         """Wait for the next prompt, and return it with those after it that have ended, too."""
@@ -263,14 +275,29 @@ class Runner:
         return Shard(number, first, as_float32=self._spec.dtype == "float32", kinds=kinds)
 
     async def _finish(self, shard: Shard, total: int) -> Shard:
-        """Write a shard in a thread, after the one before it, and return the next shard."""
-        if self._writing is not None:
-            await asyncio.shield(self._writing)  # a cancelled job waits for the thread in `run`
+        """Begin to write a shard, and return the next one. It waits while others are written."""
+        await self._written(_WRITES - 1)
         used, self._used = self._used, []
-        self._writing = asyncio.ensure_future(self._write(shard, total, used))
+        before = self._writing[-1] if self._writing else None
+        self._writing.append(asyncio.ensure_future(self._write(shard, total, used, before)))
         return self._new_shard(after=shard)
 
-    async def _write(self, shard: Shard, total: int, used: list[tuple[Service, str]]) -> None:
+    async def _written(self, left: int) -> None:
+        """Wait until at most `left` shards are still being written."""
+        while len(self._writing) > left:
+            await asyncio.shield(self._writing[0])  # a cancelled job waits for the threads in `run`
+            self._writing.popleft()
+
+    async def _write(
+        self, shard: Shard, total: int, used: list[tuple[Service, str]], before: asyncio.Task[None] | None
+    ) -> None:
+        await asyncio.to_thread(self._output.prepare, shard)
+        if before is not None:
+            try:
+                await asyncio.shield(before)
+            except Exception:
+                await asyncio.to_thread(self._output.discard, shard)
+                raise
         await asyncio.to_thread(self._output.commit, shard, total)
         if not self._keep:
             task = asyncio.ensure_future(_delete(used))

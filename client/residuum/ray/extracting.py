@@ -241,6 +241,12 @@ class _Output:
         self._is_abandoned = threading.Event()
         self._number = 0
 
+    def prepare(self, shard: Shard) -> None:
+        """Do nothing: a shard is passed on as it is."""
+
+    def discard(self, shard: Shard) -> None:
+        """Do nothing, as `prepare`."""
+
     def commit(self, shard: Shard, total: int) -> None:  # noqa: ARG002 - as `JobFolder.commit`
         """Pass on a shard. It runs in a thread."""
         while not self._is_abandoned.is_set():

@@ -388,6 +388,44 @@ async def test_a_capture_that_no_prompt_can_have_stops_the_job(client, prompts, 
     )
 
 
+async def test_a_file_is_written_while_the_disk_syncs_the_one_before_and_appears_after_it(
+    client, prompts, tmp_path, monkeypatch
+):
+    """The first file waits until the second is written. If files were written one by one, it would wait in vain."""
+    out, prepare, second, names = tmp_path / "out", folder_module.JobFolder.prepare, threading.Event(), []
+
+    def late(folder, shard):
+        prepare(folder, shard)
+        if shard.number == 0:
+            assert second.wait(30)
+        elif shard.number == 1:
+            names.extend(sorted(path.name for path in out.glob("rows-*")))
+            second.set()
+
+    monkeypatch.setattr(folder_module.JobFolder, "prepare", late)
+    found = await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False)
+    assert names == ["rows-00000.part", "rows-00001.part"]
+    check_rows(found, 40)
+    assert list(out.glob("*.part")) == []
+
+
+async def test_no_room_for_a_file_while_the_next_one_is_written(client, prompts, tmp_path, monkeypatch):
+    out, prepare, second = tmp_path / "out", folder_module.JobFolder.prepare, threading.Event()
+
+    def fail(folder, shard):
+        if shard.number == 0:
+            assert second.wait(30)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        prepare(folder, shard)
+        second.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.JobFolder, "prepare", fail)
+        await stopped(client, prompts, out, "No space left", OSError, shard_bytes=300)
+    assert list(out.glob("rows-*")) == list(out.glob("prompts-*")) == []
+    check_rows(await client.extract(prompts, out, capture=WHAT, shard_bytes=300, progress=False), 40)
+
+
 async def test_no_room_on_the_disk(client, prompts, tmp_path):
     out = tmp_path / "out"
     await client.extract(prompts, tmp_path / "whole", capture=WHAT, shard_bytes=300, progress=False)

@@ -277,7 +277,7 @@ async def test_one_other_service_continues(client, peer, second, prompts, tmp_pa
 async def test_few_captures_wait_in_the_store_for_a_slow_disk(
     endpoint, peer, tmp_path, monkeypatch, concurrency, unread
 ):  # fmt: skip
-    """Two captures of 96 bytes fill a file. One file is being written, and the next one is full."""
+    """Two captures of 96 bytes fill a file. Two files are being written, and the next one is full."""
     commit, may_write = JobFolder.commit, threading.Event()
     monkeypatch.setattr(JobFolder, "commit", lambda *arguments: (may_write.wait(30), commit(*arguments))[1])
     async with residuum.AsyncClient(endpoint) as client:
@@ -292,7 +292,7 @@ async def test_few_captures_wait_in_the_store_for_a_slow_disk(
             await asyncio.to_thread(time.sleep, 0.5)
             counts.append(peer.calls.count("Generate"))
         may_write.set()
-        assert counts[-1] == 2 + 2 + unread
+        assert counts[-1] == 2 + 2 + 2 + unread
         assert len(await job) == 120
 
 
