@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.captures import resolve_capture
+from inference_svc.admission.captures import KeptCaptures
 from inference_svc.admission.fields import invalid
 from inference_svc.admission.probes import probe_digests, resolve_probes
 from inference_svc.admission.rules import STEER, check_steering_rules, has_action, resolve_rules, rule_digests
@@ -62,11 +62,11 @@ class ResolvedSpec:
     @property
     def digests(self) -> list[bytes]:
         """The digests of all vectors that the request needs: of its steering, projection, probes and rules."""
-        if self.capture is None and self.steering is None and self.probes is None:
-            return []
+        found = list(self.capture.encoding_options.vectors) if self.capture else []
+        if self.steering is None and self.probes is None:  # a capture names each vector only once
+            return found
         steering = digests_of(self.steering) if self.steering else []
-        projection = self.capture.encoding_options.vectors if self.capture else []
-        return list(dict.fromkeys((*steering, *projection, *probe_digests(self.probes), *rule_digests(self.probes))))
+        return list(dict.fromkeys((*steering, *found, *probe_digests(self.probes), *rule_digests(self.probes))))
 
     @property
     def sae_digest(self) -> bytes:
@@ -117,8 +117,15 @@ class ResolvedSpec:
         return fingerprint.hexdigest()
 
 
-def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> ResolvedSpec:
+def resolve_spec(
+    spec: inference_pb2.RequestSpec, facts: ModelFacts, captures: KeptCaptures | None = None
+) -> ResolvedSpec:
     """Check a spec against the model.
+
+    Args:
+        spec: The spec.
+        facts: The model's facts.
+        captures: Resolves the capture, and keeps results for later requests. None: nothing is kept.
 
     Raises:
         Failure: The spec is invalid. The reason and the metadata name the field.
@@ -128,7 +135,7 @@ def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> Resolved
             "request_id", "A request ID has 1 to 128 characters of a-z A-Z 0-9 . _ - and does not start with . or -."
         )
     adapter = _adapter_named(spec.model, facts)
-    capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
+    capture = (captures or KeptCaptures(facts)).resolve(spec.capture) if spec.HasField("capture") else None
     asked = spec.steering.operations or spec.steering.updatable
     steering = resolve_steering(spec.steering, facts) if asked else None
     probes = resolve_probes(spec.probes, facts) if spec.probes.probes or spec.probes.rules else None

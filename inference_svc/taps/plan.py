@@ -16,7 +16,7 @@ from inference_svc.taps.encodings.projections import is_computed
 from residuum.v1 import capture_pb2, selection_pb2
 from residuum.wire.encodings import RANDOM_PROJECTIONS, RowFormat
 from residuum.wire.limits import BLOCK_TOKENS
-from residuum.wire.selection import wanted_positions
+from residuum.wire.selection import selects_any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -283,7 +283,7 @@ class RequestPlan:
             return True
         if self.capture is None:
             return False
-        return bool(wanted_positions(self.capture.positions, self.prompt_tokens, 0, self.prompt_tokens - 1).any())
+        return selects_any(self.capture.positions, self.prompt_tokens, 0, self.prompt_tokens - 1)
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return the plan as the value of `SamplingParams.extra_args`."""

@@ -10,6 +10,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 import residuum
+from inference_svc.vllm_serve import xargs
 from inference_svc.vllm_serve.plugin import _check_untapped
 from inference_svc.vllm_serve.xargs import (
     check_argument_names,
@@ -135,3 +136,19 @@ def test_arguments_of_other_plugins_are_no_misspelt_ones():
     for arguments in (None, {}, dict.fromkeys(others, 1), dict.fromkeys(("residuum", "residuum_vectors"), "")):
         check_argument_names(arguments)
     check_argument_names({"residuum_plan": {}})
+
+
+def test_requests_with_the_same_text_share_no_message():
+    arguments = residuum.vllm_xargs(residuum.Capture(layers=[1]))
+    first, second = (read_residuum_arguments(arguments).spec for _ in range(2))
+    assert first == second
+    first.capture.layers.list.layers.append(7)
+    assert list(second.capture.layers.list.layers) == [1]
+    assert list(read_residuum_arguments(arguments).spec.capture.layers.list.layers) == [1]
+
+
+def test_a_long_spec_is_read_and_not_kept():
+    text = '{"capture": {"layers": {"all": true}}}' + " " * 5000
+    before = xargs._kept.cache_info().currsize
+    assert read_residuum_arguments({"residuum": text}).spec.capture.layers.all
+    assert xargs._kept.cache_info().currsize == before

@@ -17,6 +17,7 @@ from residuum.wire.selection import (
     check_positions,
     expected_rows,
     resolve_layers,
+    selects_any,
     to_ranges,
     wanted_positions,
 )
@@ -58,6 +59,12 @@ def test_wanted_positions(selection, prompt_tokens, first, count):
     wanted = wanted_positions(selection, prompt_tokens, first, count)
     assert wanted.shape == (count,)
     assert wanted.tolist() == [by_the_words(selection, prompt_tokens, first + at) for at in range(count)]
+
+
+@given(selections, st.integers(1, 20), st.integers(0, 30), st.integers(0, 40))
+def test_whether_any_position_is_selected(selection, prompt_tokens, first, count):
+    wanted = any(by_the_words(selection, prompt_tokens, first + at) for at in range(count))
+    assert selects_any(selection, prompt_tokens, first, count) == wanted
 
 
 @given(selections, st.integers(1, 20))

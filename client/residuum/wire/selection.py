@@ -132,6 +132,27 @@ def borders(selection: selection_pb2.PositionSelection, prompt_tokens: int) -> l
     return found
 
 
+def selects_any(selection: selection_pb2.PositionSelection, prompt_tokens: int, first: int, count: int) -> bool:
+    """Tell whether a selection selects any of some consecutive positions; see `wanted_positions` for the arguments.
+
+    It looks only at the first position and at the borders, so it takes the same time for a prompt of any length.
+    """
+    found = borders(selection, prompt_tokens)
+    if found is None:
+        return bool(wanted_positions(selection, prompt_tokens, first, count).any())
+    places = [first, *(place for place in found if first < place < first + count)] if count > 0 else []
+    return any(_is_selected(selection, prompt_tokens, place) for place in places)
+
+
+def _is_selected(selection: selection_pb2.PositionSelection, prompt_tokens: int, position: int) -> bool:
+    """Tell whether a selection without `every` selects a position."""
+    phase = selection_pb2.PHASE_PROMPT if position < prompt_tokens else selection_pb2.PHASE_GENERATED
+    if selection.phases and phase not in selection.phases:
+        return False
+    bounds = [_bounds(item, prompt_tokens) for item in selection.ranges]
+    return not bounds or any(low <= position <= high for low, high in bounds)
+
+
 def is_reduced(spec: capture_pb2.CaptureSpec) -> bool:
     """Tell whether a capture is reduced: whether it has one row for all positions of a phase."""
     return spec.reduction not in (capture_pb2.REDUCTION_UNSPECIFIED, capture_pb2.REDUCTION_NONE)

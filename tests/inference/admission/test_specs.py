@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from inference_svc.admission.captures import KeptCaptures, resolve_capture
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
 from inference_svc.admission.specs import resolve_spec
 from inference_svc.admission.steering import directions_of
@@ -45,6 +46,10 @@ def layer_list(*layers):
 
 def capturing(layers=ALL, **fields):
     return inference_pb2.RequestSpec(capture=capture_pb2.CaptureSpec(layers=layers, **fields))
+
+
+def label(key, value):
+    return capture_pb2.Label(name=key, text=value)
 
 
 def steered(*operations):
@@ -476,3 +481,34 @@ def test_a_capture_whose_manifest_would_not_fit_is_refused():
     long = inference_pb2.SamplingParameters(max_tokens=100_000)
     assert "at 7 sites has at most 74898 tokens" in str(refusal(check_capture_size, at_seven, 1000, long))
     check_capture_size(capture_pb2.CaptureSpec(sites=range(1, 5)), 1000, long)
+
+
+@pytest.mark.parametrize(
+    "spec", [capturing(), capturing(layer_list(1, 3)), capturing(labels=[label("a", "b")], flush_interval=3)]
+)
+def test_a_capture_that_is_resolved_again_is_the_same_and_a_message_of_its_own(spec):
+    kept, wanted = KeptCaptures(FACTS), resolve_capture(spec.capture, FACTS)
+    first = kept.resolve(spec.capture)
+    first.layers.list.layers.append(9)
+    second = resolve_spec(spec, FACTS, kept).capture
+    assert second == wanted
+    second.ClearField("layers")
+    assert kept.resolve(spec.capture) == wanted
+
+
+def test_an_invalid_capture_is_refused_each_time():
+    kept = KeptCaptures(FACTS)
+    for _ in range(2):
+        with pytest.raises(Failure, match="layer"):
+            kept.resolve(capturing(layer_list(4)).capture)
+
+
+def test_only_some_small_captures_are_kept():
+    kept = KeptCaptures(FACTS)
+    for number in range(1, 200):
+        capture = capturing(labels=[label("number", str(number))]).capture
+        assert kept.resolve(capture) == resolve_capture(capture, FACTS)
+    assert len(kept._kept) <= 64
+    large = capturing(labels=[label(f"l{number}", "x" * 200) for number in range(6)]).capture
+    assert kept.resolve(large) == resolve_capture(large, FACTS)
+    assert large.SerializeToString() not in kept._kept
