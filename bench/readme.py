@@ -411,7 +411,7 @@ def _enabled_sites(result: Mapping[str, Any], link: str) -> str:
     dear = [cost for cost in costs if cost.per_point is not None and 1 + cost.per_point > POINT_LIMIT]
     named = "; ".join(", ".join(f"`{site}`" for site in cost.sites) for cost in dear)
     share = percent(POINT_LIMIT).lstrip("+")
-    verdict = f"More than {share} for each point: {named}." if dear else f"No point costs more than {share}."
+    verdict = f"More than {share} for each point: {named}." if dear else f"In no group does a point cost more than {share}, on average."
     table = markdown_table((head, "points", "over stock vLLM", "each point"), rows)
     return f"{fill(intro, _WIDTH)}\n\n{table}\n\n{fill(verdict, _WIDTH)}"
 

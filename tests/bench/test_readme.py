@@ -99,7 +99,7 @@ def test_the_table_of_enabled_sites_names_those_that_cost_more(tmp_path):
     assert text.endswith("\n\nMore than 0.3 % for each point: `final_norm`.")
     result["groups"].pop()
     (tmp_path / "h200" / "sites.json").write_text(json.dumps(result))
-    assert enabled_sites(tmp_path).endswith("\n\nNo point costs more than 0.3 %.")
+    assert enabled_sites(tmp_path).endswith("\n\nIn no group does a point cost more than 0.3 %, on average.")
 
 
 def test_the_table_of_a_suite_lists_failed_configurations(tmp_path):
