@@ -91,8 +91,9 @@ def spliced(page: str, text: str) -> str:
 
 
 def _kinds(results: Path) -> list[Path]:
-    """Return the folders of all kinds of machines, GPUs first."""
-    return sorted((folder for folder in results.iterdir() if folder.is_dir()), key=lambda folder: folder.name == "cpu")
+    """Return the folders of all kinds of machines: GPUs first, of these those with the main table, `bench.capture`."""
+    folders = sorted(folder for folder in results.iterdir() if folder.is_dir())
+    return sorted(folders, key=lambda folder: (folder.name == "cpu", not (folder / "capture.json").exists()))
 
 
 def summary(results: Path, results_link: str = "bench/results") -> str:
@@ -411,7 +412,11 @@ def _enabled_sites(result: Mapping[str, Any], link: str) -> str:
     dear = [cost for cost in costs if cost.per_point is not None and 1 + cost.per_point > POINT_LIMIT]
     named = "; ".join(", ".join(f"`{site}`" for site in cost.sites) for cost in dear)
     share = percent(POINT_LIMIT).lstrip("+")
-    verdict = f"More than {share} for each point: {named}." if dear else f"In no group does a point cost more than {share}, on average."
+    verdict = (
+        f"More than {share} for each point: {named}."
+        if dear
+        else f"In no group does a point cost more than {share}, on average."
+    )
     table = markdown_table((head, "points", "over stock vLLM", "each point"), rows)
     return f"{fill(intro, _WIDTH)}\n\n{table}\n\n{fill(verdict, _WIDTH)}"
 
