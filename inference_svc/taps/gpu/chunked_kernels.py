@@ -73,7 +73,7 @@ def _opening(row, width, code, entry, count, bank, inverse_norms, CHUNK: tl.cons
     opening = tl.full((), 1.0, dtype=tl.float32)
     if code & GATED:
         gate = tl.load(entry + 3)
-        threshold, sharpness, factor = load_gate(gate, entry + count * ENTRY_FIELDS, inverse_norms)
+        threshold, sharpness, factor = load_gate(code, gate, entry + count * ENTRY_FIELDS, inverse_norms)
         measured = _sum_of_products(row, bank + (gate & VECTOR).to(tl.int64) * width, width, CHUNK) * factor
         if (gate >> KIND_SHIFT) == COSINE:
             measured /= tl.sqrt(_sum_of_products(row, row, width, CHUNK))

@@ -10,6 +10,10 @@ hold a whole row in registers; chunked_kernels.py has those for wider rows, and 
 
 A row is loaded as a head and a tail, because Triton's blocks are powers of two (see `_split`). Without a tail (TAIL is
 0), the tail variables are copies of the head and are ignored.
+
+A row waits for memory most of the time, so the kernel is faster if a multiprocessor holds more rows, and it holds more
+if each needs fewer registers. That is why a row is in registers only once: its copy from before steering is stored
+first, and the original is loaded again where it is needed.
 """
 
 from __future__ import annotations
@@ -86,6 +90,18 @@ def _load_if_not(ahead, at, limit, head, tail, HEAD: tl.constexpr, TAIL: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _load_again(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a row that was loaded before. `_load` would not: the compiler would keep the row in registers instead."""
+    columns = tl.arange(0, HEAD)
+    head = tl.load(at + columns, mask=columns < limit, other=0.0, eviction_policy="evict_first")
+    tail = head
+    if TAIL:
+        rest = HEAD + tl.arange(0, TAIL)
+        tail = tl.load(at + rest, mask=rest < limit, other=0.0, eviction_policy="evict_first")
+    return head, tail
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _store(at, head, tail, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store the elements of a row below index `limit`."""
     columns = tl.arange(0, HEAD)
@@ -95,20 +111,49 @@ def _store(at, head, tail, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # ty
         tl.store(at + rest, tail, mask=rest < limit)
 
 
+@triton.constexpr_function  # type: ignore[untyped-decorator, unused-ignore]
+def _warps(head, tail):  # type: ignore[no-untyped-def]
+    # Few warps with many elements each, because a reduction makes warps wait for each other. The numbers come from
+    # measurements with widths from 1536 to 4096. With more than 1280 elements, a warp would spill registers.
+    warps = min(32, max(1, min(4, head // 256), head // 1024))
+    return warps if head + tail <= 1280 * warps else 2 * warps
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _in_threads(x, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add up the elements that each thread holds, until there is one for each of THREADS."""
+    # Triton gives each thread up to 8 neighbours (16 bytes of a row), and then the same again further on. So elements
+    # first meet their neighbours, then those of the other half: no element leaves its thread.
+    for _ in tl.static_range(3):
+        if x.shape[0] > THREADS:
+            even, odd = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+            x = even + odd
+    for _ in tl.static_range(4):
+        if x.shape[0] > THREADS:
+            first, second = tl.split(tl.trans(tl.reshape(x, (2, x.shape[0] // 2))))
+            x = first + second
+    return x
+
+
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the inner product of two rows."""
-    total = tl.sum(a * b, axis=0)
+    products = a * b
     if TAIL:
-        total += tl.sum(a_tail * b_tail, axis=0)
-    return total
+        # One sum across threads instead of two, because threads wait for each other in each.
+        threads: tl.constexpr = 32 * _warps(a.shape[0], TAIL)
+        if threads <= TAIL:
+            products = _in_threads(products, threads) + _in_threads(a_tail * b_tail, threads)
+            return tl.sum(products, axis=0)
+        return tl.sum(products, axis=0) + tl.sum(a_tail * b_tail, axis=0)
+    return tl.sum(products, axis=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _opening(x, x_tail, g, g_tail, gate, numbers, inverse_norms, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _opening(  # type: ignore[no-untyped-def]
+    x, x_tail, g, g_tail, gate, threshold, sharpness, factor, TAIL: tl.constexpr
+):
     """Return how far a gate with the vector g is open for a row, from 0 to 1."""
-    # Loaded before the inner product, whose barriers no load passes.
-    threshold, sharpness, factor = load_gate(gate, numbers, inverse_norms)
     measured = _dot(x, x_tail, g, g_tail, TAIL) * factor
     if (gate >> KIND_SHIFT) == COSINE:
         measured /= tl.sqrt(_dot(x, x_tail, x, x_tail, TAIL))
@@ -121,8 +166,8 @@ def _apply(  # type: ignore[no-untyped-def]
 ):
     """Apply one operation along v to a row, in float32, as far as its gate is open.
 
-    Returns the row (head and tail), whether the operation moved it, and whether it moved it far. In that case `_steer`
-    must limit the row's elements.
+    Returns the row (head and tail), whether the operation moved it, and whether it moved it far. In that case its
+    elements must be `bounded`.
     """
     kind = code >> KIND_SHIFT
     factor = tl.where(is_direct(kind), 1.0, scale_or_low)
@@ -132,14 +177,15 @@ def _apply(  # type: ignore[no-untyped-def]
             tl.store(scores + gate, product)
         factor = factor_of(kind, product * inverse, scale_or_low, high, inverse)
     factor = gated(kind, factor, opening, scale_or_low, high)
-    moved, moved_tail = moved_by(kind, x, v, factor), moved_by(kind, x_tail, v_tail, factor)
+    before = 0.0
     if code & KEEP_NORM:
         before = _dot(x, x_tail, x, x_tail, TAIL)
-        after = _dot(moved, moved_tail, moved, moved_tail, TAIL)
-        rescaled = rescaling(before, after, factor)
-        moved *= rescaled
-        moved_tail *= rescaled
-    return moved, moved_tail, factor != 0.0, is_far_moved(kind, factor, inverse, max_abs)
+    x, x_tail = moved_by(kind, x, v, factor), moved_by(kind, x_tail, v_tail, factor)
+    if code & KEEP_NORM:
+        rescaled = rescaling(before, _dot(x, x_tail, x, x_tail, TAIL), factor)
+        x *= rescaled
+        x_tail *= rescaled
+    return x, x_tail, factor != 0.0, is_far_moved(kind, factor, inverse, max_abs)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -165,10 +211,11 @@ def _apply_rest(  # type: ignore[no-untyped-def]
         code, gate = tl.load(entry), tl.load(entry + 3)
         vector = code & VECTOR
         scale_or_low, high = number(entry + 1), number(entry + 2)
-        opening = tl.full((), 1.0, dtype=tl.float32)
+        opening = 1.0
         if code & GATED:
             g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, width, HEAD, TAIL)
-            opening = _opening(x, x_tail, g, g_tail, gate, entry + count * ENTRY_FIELDS, inverse_norms, TAIL)
+            threshold, sharpness, factor = load_gate(code, gate, entry + count * ENTRY_FIELDS, inverse_norms)
+            opening = _opening(x, x_tail, g, g_tail, gate, threshold, sharpness, factor, TAIL)
         inverse = tl.load(inverse_norms + vector)
         v, v_tail = _load(bank + vector.to(tl.int64) * width, width, HEAD, TAIL)
         x, x_tail, moves, strays = _apply(
@@ -191,6 +238,9 @@ def _steer(  # type: ignore[no-untyped-def]
     scale_or_low,
     high,
     gate,
+    threshold,
+    sharpness,
+    gate_factor,
     inverse,
     width,
     first,
@@ -203,46 +253,73 @@ def _steer(  # type: ignore[no-untyped-def]
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Apply all operations to a row, in float32. Return the row (head and tail), and whether any operation moved it."""
-    opening = tl.full((), 1.0, dtype=tl.float32)
+    """Apply all operations to a row, in float32; return as `_apply` does. What the first needs is loaded already."""
+    opening = 1.0
     if code & GATED:
-        opening = _opening(x, x_tail, g, g_tail, gate, entries + (first + count) * ENTRY_FIELDS, inverse_norms, TAIL)
-    steered, steered_tail, is_moved, is_far = _apply(
+        opening = _opening(x, x_tail, g, g_tail, gate, threshold, sharpness, gate_factor, TAIL)
+    x, x_tail, is_moved, is_far = _apply(
         x, x_tail, v, v_tail, code, scale_or_low, high, gate, inverse, max_abs, opening, scores, TAIL
     )
-    steered, steered_tail, is_moved, is_far = _apply_rest(
-        steered,
-        steered_tail,
-        is_moved,
-        is_far,
-        width,
-        first,
-        count,
-        entries,
-        bank,
-        inverse_norms,
-        max_abs,
-        scores,
-        HEAD,
-        TAIL,
+    return _apply_rest(
+        x, x_tail, is_moved, is_far, width, first, count, entries, bank, inverse_norms, max_abs, scores, HEAD, TAIL
     )
-    if is_far:
-        steered = bounded(steered, x, max_abs)
-        steered_tail = bounded(steered_tail, x_tail, max_abs)
-    return steered, steered_tail, is_moved
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _keep(  # type: ignore[no-untyped-def]
-    destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD: tl.constexpr, TAIL: tl.constexpr
+    x,
+    x_tail,
+    destination,
+    BEFORE: tl.constexpr,
+    width,
+    row_line,
+    pool,
+    DTYPE: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
-    """Store a row into its block, as it was before or after steering, if the destination is not NOT_KEPT."""
-    if destination >= 0:
-        target = place_of(destination, width, row_line, pool)
-        if destination & 1:
-            _store(target, before, before_tail, width, HEAD, TAIL)
-        else:
-            _store(target, after, after_tail, width, HEAD, TAIL)
+    """Store a row into its block if the destination is one for rows before steering (BEFORE is 1), or after it (0)."""
+    if (destination >= 0) & ((destination & 1) == BEFORE):  # NOT_KEPT is negative
+        _store(place_of(destination, width, row_line, pool), x.to(DTYPE), x_tail.to(DTYPE), width, HEAD, TAIL)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _write_back(  # type: ignore[no-untyped-def]
+    x,
+    x_tail,
+    is_moved,
+    is_far,
+    h_at,
+    r_at,
+    width,
+    max_abs,
+    DTYPE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Write what steering changed back into the hidden row; return the steered row as the model will compute it."""
+    h, h_tail = _load_again(h_at, width, HEAD, TAIL)
+    r, r_tail = h, h_tail
+    original, original_tail = h.to(tl.float32), h_tail.to(tl.float32)
+    if HAS_RESIDUAL:
+        r, r_tail = _load_again(r_at, width, HEAD, TAIL)
+        original += r.to(tl.float32)
+        original_tail += r_tail.to(tl.float32)
+    if is_moved:
+        if is_far:
+            x = bounded(x, original, max_abs)
+            x_tail = bounded(x_tail, original_tail, max_abs)
+        after = (h.to(tl.float32) + (x - original)).to(DTYPE)  # only the difference is written back
+        after_tail = (h_tail.to(tl.float32) + (x_tail - original_tail)).to(DTYPE)
+        _store(h_at, after, after_tail, width, HEAD, TAIL)
+        x, x_tail = after.to(tl.float32), after_tail.to(tl.float32)
+        if HAS_RESIDUAL:
+            x += r.to(tl.float32)
+            x_tail += r_tail.to(tl.float32)
+    else:  # a row that no operation moves keeps its bits, even negative zeros and infinities
+        x, x_tail = original, original_tail
+    return x, x_tail
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -289,34 +366,30 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     if (count == 0) & (first_destination < 0) & (second_destination < 0):
         return
     scale_or_low, high, gate = number(line + 5), number(line + 6), tl.load(line + 7)
-    vector = code & VECTOR
-    inverse = tl.load(inverse_norms + vector)
-    v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
+    inverse = tl.load(inverse_norms + (code & VECTOR))
+    v, v_tail = _load(bank + (code & VECTOR).to(tl.int64) * width, tl.where(count > 0, width, 0), HEAD, TAIL)
     is_gated = (code & GATED) != 0  # otherwise nothing is read
     g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
+    threshold, sharpness, gate_factor = load_gate(code, gate, entries + (first + count) * ENTRY_FIELDS, inverse_norms)
     h, h_tail = _load_if_not(ahead, h_at, width, h, h_tail, HEAD, TAIL)
     x, x_tail = h.to(tl.float32), h_tail.to(tl.float32)
     if HAS_RESIDUAL:
         r, r_tail = _load_if_not(ahead, r_at, width, r, r_tail, HEAD, TAIL)
         x += r.to(tl.float32)
         x_tail += r_tail.to(tl.float32)
-    dtype = hidden.dtype.element_ty
-    before, before_tail = x.to(dtype), x_tail.to(dtype)
-    after, after_tail = before, before_tail
+    dtype: tl.constexpr = hidden.dtype.element_ty
+    _keep(x, x_tail, first_destination, 1, width, row_line, pool, dtype, HEAD, TAIL)
+    _keep(x, x_tail, second_destination, 1, width, row_line, pool, dtype, HEAD, TAIL)
     if count > 0:
-        steered, steered_tail, is_moved = _steer(
-            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries,
-            bank, inverse_norms, max_abs, scores + row * SCORE_COLUMNS, HEAD, TAIL,
+        x, x_tail, is_moved, is_far = _steer(
+            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, threshold, sharpness, gate_factor, inverse,
+            width, first, count, entries, bank, inverse_norms, max_abs, scores + row * SCORE_COLUMNS, HEAD, TAIL,
         )  # fmt: skip
-        if is_moved:  # a row that no operation moves keeps its bits, even negative zeros and infinities
-            after = (h.to(tl.float32) + (steered - x)).to(dtype)  # only the difference is written back
-            after_tail = (h_tail.to(tl.float32) + (steered_tail - x_tail)).to(dtype)
-            _store(h_at, after, after_tail, width, HEAD, TAIL)
-            if HAS_RESIDUAL:
-                after = (after.to(tl.float32) + r.to(tl.float32)).to(dtype)
-                after_tail = (after_tail.to(tl.float32) + r_tail.to(tl.float32)).to(dtype)
-    _keep(first_destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
-    _keep(second_destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
+        x, x_tail = _write_back(
+            x, x_tail, is_moved, is_far, h_at, r_at, width, max_abs, dtype, HAS_RESIDUAL, HEAD, TAIL
+        )
+    _keep(x, x_tail, first_destination, 0, width, row_line, pool, dtype, HEAD, TAIL)
+    _keep(x, x_tail, second_destination, 0, width, row_line, pool, dtype, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -349,7 +422,6 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     program = tl.load(row_line)
     h, h_tail = _load(hidden + row.to(tl.int64) * hidden_stride, width, HEAD, TAIL)
     r, r_tail = _load(residual + row.to(tl.int64) * residual_stride, width, HEAD, TAIL)
-    w, w_tail = _load(weight, width, HEAD, TAIL)
     # No branches: all loads that a row with one operation needs are issued before the row itself is used.
     is_tapped = program >= 0
     line = lines + (tl.maximum(program, 0) * num_points + point) * LINE_FIELDS
@@ -362,27 +434,34 @@ def _tap_norm_kernel(  # type: ignore[no-untyped-def]
     scale_or_low = tl.load(line + 5, mask=is_steered, other=0).to(tl.float32, bitcast=True)
     high = tl.load(line + 6, mask=is_steered, other=0).to(tl.float32, bitcast=True)
     gate = tl.load(line + 7, mask=is_steered, other=0)
-    vector = code & VECTOR
-    inverse = tl.load(inverse_norms + vector, mask=is_steered, other=0.0)
-    v, v_tail = _load(bank + vector.to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
+    inverse = tl.load(inverse_norms + (code & VECTOR), mask=is_steered, other=0.0)
+    v, v_tail = _load(bank + (code & VECTOR).to(tl.int64) * width, tl.where(is_steered, width, 0), HEAD, TAIL)
     is_gated = (code & GATED) != 0  # otherwise nothing is read
     g, g_tail = _load(bank + (gate & VECTOR).to(tl.int64) * width, tl.where(is_gated, width, 0), HEAD, TAIL)
+    threshold, sharpness, gate_factor = load_gate(code, gate, entries + (first + count) * ENTRY_FIELDS, inverse_norms)
     x = h.to(tl.float32) + r.to(tl.float32)
     x_tail = h_tail.to(tl.float32) + r_tail.to(tl.float32)
-    dtype = hidden.dtype.element_ty
-    before, before_tail = x.to(dtype), x_tail.to(dtype)
+    dtype: tl.constexpr = hidden.dtype.element_ty
+    _keep(x, x_tail, first_destination, 1, width, row_line, pool, dtype, HEAD, TAIL)
+    _keep(x, x_tail, second_destination, 1, width, row_line, pool, dtype, HEAD, TAIL)
     if is_steered:
-        steered, steered_tail, is_moved = _steer(
-            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, inverse, width, first, count, entries,
-            bank, inverse_norms, max_abs, scores + row * SCORE_COLUMNS, HEAD, TAIL,
+        x, x_tail, is_moved, is_far = _steer(
+            x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, threshold, sharpness, gate_factor, inverse,
+            width, first, count, entries, bank, inverse_norms, max_abs, scores + row * SCORE_COLUMNS, HEAD, TAIL,
         )  # fmt: skip
-        if is_moved:  # otherwise x keeps its bits: steering turns negative zeros into positive ones
-            x = steered
-            x_tail = steered_tail
+        if is_far | (is_moved == 0):
+            h, h_tail = _load_again(hidden + row.to(tl.int64) * hidden_stride, width, HEAD, TAIL)
+            r, r_tail = _load_again(residual + row.to(tl.int64) * residual_stride, width, HEAD, TAIL)
+            original = h.to(tl.float32) + r.to(tl.float32)
+            original_tail = h_tail.to(tl.float32) + r_tail.to(tl.float32)
+            # A row that no operation moves keeps its bits: steering turns negative zeros into positive ones.
+            x = tl.where(is_moved, bounded(x, original, max_abs), original)
+            x_tail = tl.where(is_moved, bounded(x_tail, original_tail, max_abs), original_tail)
+    _keep(x, x_tail, first_destination, 0, width, row_line, pool, dtype, HEAD, TAIL)
+    _keep(x, x_tail, second_destination, 0, width, row_line, pool, dtype, HEAD, TAIL)
     after, after_tail = x.to(dtype), x_tail.to(dtype)
-    _keep(first_destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
-    _keep(second_destination, before, before_tail, after, after_tail, width, row_line, pool, HEAD, TAIL)
     _store(summed + row.to(tl.int64) * width, after, after_tail, width, HEAD, TAIL)
+    w, w_tail = _load(weight, width, HEAD, TAIL)
     # The norm is that of vLLM's fused_add_rms_norm: of the sum before rounding. It is rounded once, at the end. vLLM's
     # definition also rounds before it multiplies by the weight, but compiled models do not.
     rescaled = tl.rsqrt(_dot(x, x_tail, x, x_tail, TAIL) / width + epsilon)
@@ -454,6 +533,7 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         HEAD=head,
         TAIL=tail,
         num_warps=_warps(head, tail),
+        maxnreg=_registers(_tap_kernel, width),
     )
 
 
@@ -500,6 +580,7 @@ def tap_norm(
             HEAD=head,
             TAIL=tail,
             num_warps=_warps(head, tail),
+            maxnreg=_registers(_tap_norm_kernel, width),
         )
     return normed, summed
 
@@ -546,8 +627,14 @@ def _split(width: int) -> tuple[int, int]:
     return (head, tail) if tail < head else (2 * head, 0)
 
 
-def _warps(head: int, tail: int) -> int:
-    # Few warps with many elements each, because a reduction makes warps wait for each other. The numbers come from
-    # measurements with widths from 1536 to 4096. With more than 1280 elements, a warp would spill registers.
-    warps = min(32, max(1, min(4, head // 256), head // 1024))
-    return warps if head + tail <= 1280 * warps else 2 * warps
+_REGISTERS = {_tap_kernel: {2560: 96}, _tap_norm_kernel: {1536: 80, 2560: 96, 4096: 128}}
+"""The most registers of a thread, by kernel and width of a row."""
+
+
+def _registers(kernel: object, width: int) -> int | None:
+    """Return the most registers that a thread may have; None leaves it to the compiler.
+
+    A multiprocessor has 65,536. With the limits for 2560 and 4096, it holds one row more than with the compiler's
+    choice. With the choice for 1536, threads spill registers.
+    """
+    return _REGISTERS[kernel].get(width)

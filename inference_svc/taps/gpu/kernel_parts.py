@@ -43,14 +43,19 @@ def is_direct(kind):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def load_gate(gate, numbers, inverse_norms):  # type: ignore[no-untyped-def]
-    """Load a gate's threshold and sharpness, and the factor of its inner product.
+def load_gate(code, gate, at, inverse_norms):  # type: ignore[no-untyped-def]
+    """Load the threshold and sharpness of an operation's gate, and the factor of its inner product.
 
-    The factor is 1 for INNER_PRODUCT and FEATURE, and otherwise the inverse norm of the gate's vector.
+    The factor is 1 for INNER_PRODUCT and FEATURE, and otherwise the inverse norm of the gate's vector. Without a gate
+    nothing is read.
     """
-    is_scaled = ((gate >> KIND_SHIFT) != INNER_PRODUCT) & ((gate >> KIND_SHIFT) != FEATURE)
-    factor = tl.load(inverse_norms + (gate & VECTOR), mask=is_scaled, other=1.0)
-    return number(numbers), number(numbers + 1), factor
+    # Call this before an inner product: no load passes its barriers.
+    is_gated = (code & GATED) != 0
+    kind = gate >> KIND_SHIFT
+    is_scaled = is_gated & (kind != INNER_PRODUCT) & (kind != FEATURE)
+    threshold = tl.load(at, mask=is_gated, other=0).to(tl.float32, bitcast=True)
+    sharpness = tl.load(at + 1, mask=is_gated, other=0).to(tl.float32, bitcast=True)
+    return threshold, sharpness, tl.load(inverse_norms + (gate & VECTOR), mask=is_scaled, other=1.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
