@@ -63,8 +63,8 @@ class ResolvedSpec:
     def digests(self) -> list[bytes]:
         """The digests of all vectors that the request needs: of its steering, projection, probes and rules."""
         found = list(self.capture.encoding_options.vectors) if self.capture else []
-        if self.steering is None and self.probes is None:  # a capture names each vector only once
-            return found
+        if self.steering is None and self.probes is None:  # the usual case of a capture alone
+            return list(dict.fromkeys(found))
         steering = digests_of(self.steering) if self.steering else []
         return list(dict.fromkeys((*steering, *found, *probe_digests(self.probes), *rule_digests(self.probes))))
 
