@@ -14,7 +14,7 @@ import grpc.aio
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import Credentials, CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
-from residuum.rpc.methods import OPEN_CAPTURE, QUEUED
+from residuum.rpc.methods import OPEN_CAPTURE, QUEUED, SEAL_CAPTURE
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
 from residuum.wire.placement import StoreAddress
 from residuum.wire.tokens import tenant_path
@@ -276,9 +276,7 @@ class CaptureKeeper:
         while True:
             before = cause
             try:
-                await self._call(
-                    lambda channel: store_pb2_grpc.StoreServiceStub(channel).SealCapture(request, timeout=_SEAL_SECONDS)
-                )
+                await self._call(partial(_seal, request))
             except grpc.aio.AioRpcError as error:
                 cause = error.details() or error.code().name
                 if _is_final(error):
@@ -320,6 +318,14 @@ class CaptureKeeper:
             endpoint=self.store.endpoint,
             store=self.store.name,
         )
+
+
+async def _seal(request: store_pb2.SealCaptureRequest, channel: grpc.aio.Channel) -> store_pb2.SealCaptureResponse:
+    # One method, because every request with a capture calls it, and a stub makes all methods of the store.
+    call = channel.unary_unary(
+        SEAL_CAPTURE, store_pb2.SealCaptureRequest.SerializeToString, store_pb2.SealCaptureResponse.FromString
+    )
+    return await call(request, timeout=_SEAL_SECONDS)
 
 
 async def _renew(

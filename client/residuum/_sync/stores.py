@@ -149,10 +149,10 @@ class StoreClient:
                 "call, create a client with the endpoint of an inference service.",
                 reason="INVALID_FIELD",
             )
-        return inference_pb2_grpc.InferenceServiceStub(self._channels.get(self.endpoint))
+        return self._channels.stub(inference_pb2_grpc.InferenceServiceStub, self.endpoint)
 
     def _store(self, endpoint: str) -> store_pb2_grpc.StoreServiceStub:
-        return store_pb2_grpc.StoreServiceStub(self._channels.get(endpoint))
+        return self._channels.stub(store_pb2_grpc.StoreServiceStub, endpoint)
 
     def _known_stores(self) -> tuple[StoreAddress, ...]:
         return self._stores.stores or self._refreshed_stores(needs_all=False)

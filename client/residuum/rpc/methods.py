@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 OPEN_CAPTURE = "/residuum.v1.StoreService/OpenCapture"
+SEAL_CAPTURE = "/residuum.v1.StoreService/SealCapture"
 QUEUED = "residuum-queued"
 """The key in OpenCapture's initial metadata that says that chunks may be sent; see store.proto."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from residuum.exceptions import (
     ClientClosed,
@@ -19,6 +19,7 @@ from residuum.exceptions import (
 from residuum.protocol.deadlines import Deadline
 
 _Channel = TypeVar("_Channel")
+_Stub = TypeVar("_Stub")
 
 READ_CHUNKS = "/residuum.v1.StoreService/ReadChunks"
 READ_CAPTURES = "/residuum.v1.StoreService/ReadCaptures"
@@ -39,6 +40,7 @@ class Channels(Generic[_Channel]):
     def __init__(self, opener: Callable[[str], _Channel]) -> None:
         self._opener = opener
         self._channels: dict[tuple[str, str], _Channel] = {}
+        self._stubs: dict[tuple[str, object], Any] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._answered: set[str] = set()
@@ -65,12 +67,30 @@ class Channels(Generic[_Channel]):
                 self._channels[key] = self._opener(endpoint)
             return self._channels[key]
 
+    def stub(self, make: Callable[[_Channel], _Stub], endpoint: str) -> _Stub:
+        """Return the stub of a service at an endpoint. It is kept, because making one takes about as long as a call.
+
+        Args:
+            make: Makes the stub from a channel.
+            endpoint: The endpoint.
+
+        Raises:
+            ClientClosed: The client is closed.
+        """
+        channel, key = self.get(endpoint), (endpoint, make)
+        stub = self._stubs.get(key)
+        if stub is None:
+            stub = self._stubs[key] = make(channel)
+        found: _Stub = stub
+        return found
+
     def drain(self) -> list[_Channel]:
         """Refuse further use, and return the channels, which the caller must close."""
         with self._lock:
             self._closed = True
             channels = list(self._channels.values())
             self._channels.clear()
+            self._stubs.clear()
             return channels
 
 
