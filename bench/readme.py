@@ -11,9 +11,9 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from bench.conformance.page import tables as conformance_tables
@@ -79,6 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _link(page: Path) -> str:
     """Return how a page links to the results."""
     return {"docs": "../bench/results", "concepts": "../../bench/results"}.get(page.parent.name, "bench/results")
+
+
+def _filled(text: str) -> str:
+    """Return a paragraph in lines. Links stay whole: a target with a line break is no link."""
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
 def spliced(page: str, text: str) -> str:
@@ -167,9 +172,7 @@ def capture(result: Mapping[str, Any], link: str) -> str:
     head = f"{_workload(workload)}, `bench.capture` at {short_revision(result)}"
     where = f"on {machine_name(result)} ([results]({link}))"
     intro = f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}:"
-    return f"{fill(intro, _WIDTH)}\n\n" + markdown_table(
-        (head, *(f"runner {runner.upper()}" for runner in runners)), rows
-    )
+    return f"{_filled(intro)}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
 
 
 def batch_invariant(result: Mapping[str, Any], _: str) -> str:
@@ -184,7 +187,7 @@ def batch_invariant(result: Mapping[str, Any], _: str) -> str:
     head = f"{_workload(result['workload'])}, `bench.capture` at {short_revision(result)}"
     intro = f"Generation with vLLM {vllm_version(result)}, stock vLLM = 1, on {machine_name(result)}:"
     heads = (head, "as usual", "`VLLM_BATCH_INVARIANT=1`")
-    return f"{fill(intro, _WIDTH)}\n\n{markdown_table(heads, rows)}"
+    return f"{_filled(intro)}\n\n{markdown_table(heads, rows)}"
 
 
 def steering(result: Mapping[str, Any], _: str) -> str:
@@ -277,9 +280,8 @@ def store(result: Mapping[str, Any], link: str) -> str:
     if not texts:
         return ""
     text = "; ".join(texts)
-    return fill(
+    return _filled(
         f"{text[0].upper()}{text[1:]}. `bench.store` at {short_revision(result)} ([results]({link}/store.json)).",
-        _WIDTH,
     )
 
 
@@ -296,7 +298,7 @@ def extraction(result: Mapping[str, Any], link: str) -> str:
             f"{parameters['prefill']} tokens through {parameters['model']} at {ratio['median']:.2f} of the prompts per "
             f"second of vLLM's AsyncLLM without capture ({ratio['lowest']:.2f} to {ratio['highest']:.2f}). {where}."
         )
-        texts.append(fill(text, _WIDTH))
+        texts.append(_filled(text))
     if "documents" in parts:
         texts.append(_documents(parts["documents"], result, where))
     return "\n\n".join(texts)
@@ -315,19 +317,20 @@ def _documents(part: Mapping[str, Any], result: Mapping[str, Any], where: str) -
                 ),
                 f"{statistics.median(rates):,.0f}",
                 f"{statistics.median(over[name]):.2f}" if captures else "",
-                f"{min(over[name]):.2f} to {max(over[name]):.2f}" if captures else "",
+                f"{min(over[name]):.2f} to {max(over[name]):.2f}" if name == "residuum extract" else "",
                 f"{statistics.median(part['mb_per_second'][name]):,.0f} MB/s" if captures else "",
             )
         )
     intro = (
         f"All tokens of documents of {parameters['prefill']:,} tokens at {len(parameters['layers'])} layers of "
-        f"{parameters['model']}, until the rows are files on the disk, in the same run on {machine_name(result)} with "
-        f"vLLM {vllm_version(result)}. {where}:"
+        f"{parameters['model']}, written to files, on {machine_name(result)} with vLLM {vllm_version(result)}. "
+        f"`residuum extract` and AsyncLLM took turns. The others followed with at most "
+        f"{parameters['peer_prompts']} documents in each round, and did not sync their files. {where}:"
     )
     absent = "; ".join(f"{name} ({why})" for name, why in part.get("absent", {}).items())
     table = markdown_table(("", "tokens/s", "AsyncLLM = 1", "by round", "rows"), rows)
-    notes = [fill(f"Could not run there: {absent}.", _WIDTH)] if absent else []
-    return "\n\n".join([fill(intro, _WIDTH), table, *notes])
+    notes = [_filled(f"Could not run there: {absent}.")] if absent else []
+    return "\n\n".join([_filled(intro), table, *notes])
 
 
 def service(result: Mapping[str, Any], _: str) -> str:
@@ -387,10 +390,10 @@ def suite(result: Mapping[str, Any], link: str) -> str:
     missing = ", ".join(failures(result["parts"]))
     notes = [_rounds(measured)]
     if missing:
-        notes.append(fill(f"The report says why these could not run there: {missing}.", _WIDTH))
+        notes.append(_filled(f"The report says why these could not run there: {missing}."))
     columns = (head, "generation", "over stock", "fetch", "both, ours = 1")
     stock = ("stock vLLM", seconds(base.generation), "", "", "")
-    return "\n\n".join(filter(None, [fill(intro, _WIDTH), markdown_table(columns, [stock, *rows]), *notes]))
+    return "\n\n".join(filter(None, [_filled(intro), markdown_table(columns, [stock, *rows]), *notes]))
 
 
 def _enabled_sites(result: Mapping[str, Any], link: str) -> str:
@@ -415,10 +418,10 @@ def _enabled_sites(result: Mapping[str, Any], link: str) -> str:
     verdict = (
         f"More than {share} for each point: {named}."
         if dear
-        else f"In no group does a point cost more than {share}, on average."
+        else f"On average, a point costs at most {share} in every group."
     )
     table = markdown_table((head, "points", "over stock vLLM", "each point"), rows)
-    return f"{fill(intro, _WIDTH)}\n\n{table}\n\n{fill(verdict, _WIDTH)}"
+    return f"{_filled(intro)}\n\n{table}\n\n{_filled(verdict)}"
 
 
 def _rounds(measured: Mapping[str, Measured]) -> str:
@@ -434,7 +437,7 @@ def _rounds(measured: Mapping[str, Measured]) -> str:
     widest = max(max(values) - min(values) for values in ratios.values())
     if ZERO_LAYER in measured and widest > abs(measured[ALL_LAYERS].over(base) - measured[ZERO_LAYER].over(base)):
         text += " The rounds differ by more than these two rows of the table do: differences of that size say nothing."
-    return fill(text, _WIDTH)
+    return _filled(text)
 
 
 def _suite_row(item: Measured, base: Measured, ours: Measured) -> tuple[str, ...]:
@@ -491,7 +494,7 @@ def _engine(engine: Mapping[str, Any]) -> str:
         f"different vectors instead of one, throughput is {all_over_one:.3f} times as high. With one vector it is "
         f"{one_over_none:.2f} of unsteered throughput with idle taps."
     )
-    return fill(text, _WIDTH)
+    return _filled(text)
 
 
 def _over_stock(mode: Mapping[str, Any]) -> str:

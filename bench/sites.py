@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             costs = summarise(runs[None], measured)
             if options.output:
                 write_result(
-                    options.output, {**written, "groups": [asdict(cost) for cost in costs], "runs": plain(runs)}
+                    options.output,
+                    {**written, "rounds": number + 1, "groups": [asdict(cost) for cost in costs], "runs": plain(runs)},
                 )
     print(show(costs))
     print(*(bar.line() for bar in bars(costs)), sep="\n")

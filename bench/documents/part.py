@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace) -> Part:
         scratch = Path(name)
         reference = scratch / "reference.safetensors"
         with serving(model, engine_args, options, scratch) as served:
-            layers = options.layers or spread_layers(served.client.info().num_layers)
+            layers = tuple(sorted(options.layers)) if options.layers else spread_layers(served.client.info().num_layers)
             found = _in_turn(served, layers, options, scratch, reference)
             vocab_size = served.vocab_size
         # The engine has stopped, so the other ways have the whole device.

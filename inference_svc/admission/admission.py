@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Admission:
     """Checks requests against the model and the vectors on the server.
 
-    Its only state are captures that it has resolved before. In the cache, vectors that a checked request needs count as
+    Its only state is a cache of resolved captures. In the vectors' cache, those that a checked request needs count as
     used.
     """
 

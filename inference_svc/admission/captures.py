@@ -62,6 +62,7 @@ class KeptCaptures:
         data = spec.SerializeToString()
         known = self._kept.get(data)
         if known is not None:
+            self._kept[data] = self._kept.pop(data)  # now the newest
             return capture_pb2.CaptureSpec.FromString(known)
         resolved = resolve_capture(spec, self._facts)
         if len(data) <= _MAX_KEPT_BYTES:

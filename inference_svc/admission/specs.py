@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.captures import KeptCaptures
+from inference_svc.admission.captures import KeptCaptures, resolve_capture
 from inference_svc.admission.fields import invalid
 from inference_svc.admission.probes import probe_digests, resolve_probes
 from inference_svc.admission.rules import STEER, check_steering_rules, has_action, resolve_rules, rule_digests
@@ -135,7 +135,9 @@ def resolve_spec(
             "request_id", "A request ID has 1 to 128 characters of a-z A-Z 0-9 . _ - and does not start with . or -."
         )
     adapter = _adapter_named(spec.model, facts)
-    capture = (captures or KeptCaptures(facts)).resolve(spec.capture) if spec.HasField("capture") else None
+    capture = None
+    if spec.HasField("capture"):
+        capture = captures.resolve(spec.capture) if captures else resolve_capture(spec.capture, facts)
     asked = spec.steering.operations or spec.steering.updatable
     steering = resolve_steering(spec.steering, facts) if asked else None
     probes = resolve_probes(spec.probes, facts) if spec.probes.probes or spec.probes.rules else None

@@ -109,7 +109,7 @@ def _read(text: str) -> bytes:
 
 @lru_cache(maxsize=64)
 def _kept(text: str) -> bytes:
-    """Return the same. Reading JSON takes twenty times as long as reading bytes."""
+    """Return what `_read` does, and keep the last results: reading JSON takes much longer than reading bytes."""
     return _read(text)
 
 

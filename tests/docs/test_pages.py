@@ -42,6 +42,7 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", [*PAGES, *ELSEWHERE, *NOT_ON_THE_SITE], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_have_targets(page: Path):
+    assert not re.search(r"\]\([^)\s]*\n", prose(page)), "a link with a line break in its target is not a link"
     for target in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", target):
             continue

@@ -472,7 +472,7 @@ class AsyncClient(AsyncSearchClient):
                 Leave it out if the prompts are lists of token IDs. The job continues only with the same tokenizer.json.
             dtype: "stored" writes rows in the dtype in which they were captured, and decoded ones as float32. "float32"
                 writes all as float32.
-            shard_bytes: The approximate size of a file of rows. The client holds up to two of them in memory. The
+            shard_bytes: The approximate size of a file of rows. The client holds up to three of them in memory. The
                 stores hold the captures of these, and of the prompts that run or wait to be read: up to two files
                 more, or `max_concurrency` captures if these are larger.
             keep_captures: Keep the captures in the stores. By default they are deleted when their rows are on the disk.

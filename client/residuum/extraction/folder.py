@@ -40,7 +40,7 @@ class JobFolder:
         self.job_id = ""
         """The start of the names of the job's captures."""
         self._prepared: dict[int, ShardInfo] = {}
-        """The shards whose files have not got their names yet, by number."""
+        """The shards that are written under temporary names, by number."""
 
     @property
     def done(self) -> int:
@@ -103,9 +103,11 @@ class JobFolder:
             info = shard.write(rows, prompts)
             _sync(prompts)
             _sync(rows)
-        except OSError as error:
+        except BaseException as error:
             self.discard(shard)
-            raise _with_room(error, self.path, shard.bytes) from None
+            if isinstance(error, OSError):
+                raise _with_room(error, self.path, shard.bytes) from None
+            raise
         self._prepared[shard.number] = info
 
     def discard(self, shard: Shard) -> None:

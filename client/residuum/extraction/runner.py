@@ -57,7 +57,7 @@ class ShardOutput(Protocol):
         ...
 
     def prepare(self, shard: Shard) -> None:
-        """Do what needs not wait for the shards before it. It runs in a thread, for several shards at once."""
+        """Do the work that does not depend on earlier shards. It runs in a thread, for several shards at once."""
         ...
 
     def discard(self, shard: Shard) -> None:
@@ -276,6 +276,9 @@ class Runner:
 
     async def _finish(self, shard: Shard, total: int) -> Shard:
         """Begin to write a shard, and return the next one. It waits while others are written."""
+        for earlier in self._writing:
+            if earlier.done():
+                earlier.result()  # raises if it failed, before more is written
         await self._written(_WRITES - 1)
         used, self._used = self._used, []
         before = self._writing[-1] if self._writing else None
@@ -295,8 +298,8 @@ class Runner:
         if before is not None:
             try:
                 await asyncio.shield(before)
-            except Exception:
-                await asyncio.to_thread(self._output.discard, shard)
+            except BaseException:  # also if this is cancelled
+                self._output.discard(shard)
                 raise
         await asyncio.to_thread(self._output.commit, shard, total)
         if not self._keep:

@@ -232,7 +232,7 @@ class Extractor:
 
 
 class _Output:
-    """The shards of a batch: the runner adds them, and waits until the one before was taken, so few are in memory."""
+    """The shards of a batch. The queue holds one, and the runner waits while two wait for it, so few are in memory."""
 
     def __init__(self) -> None:
         self.shards: list[ShardInfo] = []

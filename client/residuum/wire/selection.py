@@ -141,16 +141,16 @@ def selects_any(selection: selection_pb2.PositionSelection, prompt_tokens: int, 
     if found is None:
         return bool(wanted_positions(selection, prompt_tokens, first, count).any())
     places = [first, *(place for place in found if first < place < first + count)] if count > 0 else []
-    return any(_is_selected(selection, prompt_tokens, place) for place in places)
-
-
-def _is_selected(selection: selection_pb2.PositionSelection, prompt_tokens: int, position: int) -> bool:
-    """Tell whether a selection without `every` selects a position."""
-    phase = selection_pb2.PHASE_PROMPT if position < prompt_tokens else selection_pb2.PHASE_GENERATED
-    if selection.phases and phase not in selection.phases:
-        return False
     bounds = [_bounds(item, prompt_tokens) for item in selection.ranges]
-    return not bounds or any(low <= position <= high for low, high in bounds)
+    inside = [(low, high) for low, high in bounds if max(low, first) <= min(high, first + count - 1)]
+    if bounds and not inside:
+        return False
+    phases = selection.phases or (selection_pb2.PHASE_PROMPT, selection_pb2.PHASE_GENERATED)
+    return any(
+        (selection_pb2.PHASE_PROMPT if place < prompt_tokens else selection_pb2.PHASE_GENERATED) in phases
+        and (not bounds or any(low <= place <= high for low, high in inside))
+        for place in places
+    )
 
 
 def is_reduced(spec: capture_pb2.CaptureSpec) -> bool:

@@ -91,7 +91,7 @@ def _load_if_not(ahead, at, limit, head, tail, HEAD: tl.constexpr, TAIL: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _load_again(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a row that was loaded before. `_load` would not: the compiler would keep the row in registers instead."""
+    """Load a row a second time. With `_load`, the compiler would merge both loads and keep the row in registers."""
     columns = tl.arange(0, HEAD)
     head = tl.load(at + columns, mask=columns < limit, other=0.0, eviction_policy="evict_first")
     tail = head
@@ -533,7 +533,7 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         HEAD=head,
         TAIL=tail,
         num_warps=_warps(head, tail),
-        maxnreg=_registers(_tap_kernel, width),
+        maxnreg=_registers(_tap_kernel, width, _capability(hidden.device)),
     )
 
 
@@ -580,7 +580,7 @@ def tap_norm(
             HEAD=head,
             TAIL=tail,
             num_warps=_warps(head, tail),
-            maxnreg=_registers(_tap_norm_kernel, width),
+            maxnreg=_registers(_tap_norm_kernel, width, _capability(hidden.device)),
         )
     return normed, summed
 
@@ -627,14 +627,25 @@ def _split(width: int) -> tuple[int, int]:
     return (head, tail) if tail < head else (2 * head, 0)
 
 
-_REGISTERS = {_tap_kernel: {2560: 96}, _tap_norm_kernel: {1536: 80, 2560: 96, 4096: 128}}
-"""The most registers of a thread, by kernel and width of a row."""
+_REGISTERS: dict[tuple[int, int], dict[object, dict[int, int]]] = {
+    (9, 0): {_tap_kernel: {2560: 96}, _tap_norm_kernel: {1536: 80, 2560: 96, 4096: 128}},
+    (10, 0): {_tap_kernel: {1536: 96}, _tap_norm_kernel: {4096: 128}},
+}
+"""The most registers of a thread, by the GPU's capability, the kernel and the width of a row.
+
+On an H100, a multiprocessor then holds one more row of 2560 or 4096 elements than with the compiler's own choice. In
+the other entries, that choice makes threads spill registers. No limit may make them spill: a test compiles all entries.
+"""
 
 
-def _registers(kernel: object, width: int) -> int | None:
-    """Return the most registers that a thread may have; None leaves it to the compiler.
+def _registers(kernel: object, width: int, capability: tuple[int, int]) -> int | None:
+    """Return the most registers that a thread may have; None leaves it to the compiler."""
+    return _REGISTERS.get(capability, {}).get(kernel, {}).get(width)
 
-    A multiprocessor has 65,536. With the limits for 2560 and 4096, it holds one row more than with the compiler's
-    choice. With the choice for 1536, threads spill registers.
-    """
-    return _REGISTERS[kernel].get(width)
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) for a CPU, where Triton's interpreter runs the kernels."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
