@@ -11,11 +11,13 @@ from inference_svc.admission.sampling import is_prefill_only
 from inference_svc.engine.sampling import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
 from inference_svc.requests.token_texts import texts_of
-from residuum.v1 import inference_pb2, probe_pb2
+from residuum.v1 import inference_pb2
 from residuum.wire.rules import FINISH_REASON
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
     from inference_svc.engine.engine import Engine
     from inference_svc.engine.streams import Delta, Scored
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
     from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
+    from residuum.v1 import probe_pb2
 
 
-_ALL = slice(None)
 _MESSAGE_SCORES = 1 << 17
 """Scores in one message: 512 KiB."""
 
@@ -175,14 +177,14 @@ class Generation:
     def _end_by_abort(self) -> None:
         self._queue.put_nowait(_Ended(self._running.aborted_failure()))
 
-    def _delta(self, index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
+    def _delta(self, index: int, delta: Delta) -> Iterable[inference_pb2.GenerateResponse]:
         """Record a delta, and return its messages: usually one, but many log-probabilities take several."""
         sequence = self._sequences[index]
         sequence.add(delta.token_ids, delta.finish_reason, delta.stop_reason, delta.stop_token_id)
         sequence.rule_events += delta.rule_events
         if self._kept_scores is not None:
             self._kept_scores.add(index, delta)
-        return (inference_pb2.GenerateResponse(delta=part) for part in _messages(index, delta))
+        return _messages(index, delta)
 
     def _finished(self) -> inference_pb2.GenerationFinished:
         return inference_pb2.GenerationFinished(
@@ -204,56 +206,71 @@ class Generation:
         )
 
 
-def _messages(index: int, delta: Delta) -> Iterable[inference_pb2.TokenDelta]:
+def _messages(index: int, delta: Delta) -> Iterable[inference_pb2.GenerateResponse]:
     if not delta.rule_events:
         return _plain_messages(index, delta)
     messages = list(_plain_messages(index, delta))  # there is one: the event is that of a token
-    messages[-1].rule_events.extend(delta.rule_events)
+    messages[-1].delta.rule_events.extend(delta.rule_events)
     return messages
 
 
-def _plain_messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
+def _plain_messages(index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
     if delta.prompt_scores:
         for piece in _pieces(delta.prompt_scores, 0, len(delta.prompt_scores[0])):
-            yield inference_pb2.TokenDelta(sequence=index, prompt_scores=_to_proto(delta.prompt_scores, piece))
+            message = _message(index)
+            _add_scores(message.delta.prompt_scores, delta.prompt_scores, piece)
+            yield message
     if delta.prompt_logprobs is not None:
         for part in delta.prompt_logprobs.parts():
-            yield inference_pb2.TokenDelta(sequence=index, prompt_logprobs=delta.prompt_logprobs.part(part))
+            message = _message(index)
+            message.delta.prompt_logprobs.CopyFrom(delta.prompt_logprobs.part(part))
+            yield message
     if delta.logprobs is None:
         if delta.scores:
             yield from _scored_messages(index, delta)
         elif delta.text or delta.token_ids:
-            yield inference_pb2.TokenDelta(sequence=index, text=delta.text, token_ids=delta.token_ids)
+            yield _message(index, delta.text, delta.token_ids)
         return
     text = delta.text
     for part in delta.logprobs.parts():
         for piece in _pieces(delta.scores, part.start, part.stop) if delta.scores else (part,):
-            yield inference_pb2.TokenDelta(
-                sequence=index,
-                text=text,
-                token_ids=delta.token_ids[piece],
-                logprobs=delta.logprobs.part(piece),
-                scores=_to_proto(delta.scores, piece),
-            )
+            message = _message(index, text, delta.token_ids[piece])
+            message.delta.logprobs.CopyFrom(delta.logprobs.part(piece))
+            _add_scores(message.delta.scores, delta.scores, piece)
+            yield message
             text = ""
 
 
-def _scored_messages(index: int, delta: Delta) -> Iterator[inference_pb2.TokenDelta]:
+def _scored_messages(index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
     """Yield the messages of a delta with scores: several if a slow caller lets many tokens gather."""
     text = delta.text
     for piece in _pieces(delta.scores, 0, len(delta.token_ids)):
-        yield inference_pb2.TokenDelta(
-            sequence=index, text=text, token_ids=delta.token_ids[piece], scores=_to_proto(delta.scores, piece)
-        )
+        message = _message(index, text, delta.token_ids[piece])
+        _add_scores(message.delta.scores, delta.scores, piece)
+        yield message
         text = ""
 
 
-def _to_proto(scores: Scored, part: slice = _ALL) -> list[probe_pb2.ProbeScores]:
-    return [probe_pb2.ProbeScores(values=values[part].ravel()) for values in scores]
+def _message(index: int, text: str = "", token_ids: Sequence[int] = ()) -> inference_pb2.GenerateResponse:
+    """Return a new message. Messages are filled in place: a message that is given to another one is copied."""
+    message = inference_pb2.GenerateResponse()
+    delta = message.delta
+    delta.sequence = index  # sets `delta`, whatever else is empty
+    delta.text = text
+    delta.token_ids.extend(token_ids)
+    return message
+
+
+def _add_scores(field: RepeatedCompositeFieldContainer[probe_pb2.ProbeScores], scores: Scored, part: slice) -> None:
+    for values in scores:
+        field.add().values.extend(values[part].ravel().tolist())  # a list of floats takes a tenth of an array's time
 
 
 def _pieces(scores: Scored, start: int, stop: int) -> Iterator[slice]:
     """Divide rows of scores into pieces that fit a message."""
+    if stop - start == 1:  # almost always
+        yield slice(start, stop)
+        return
     rows = max(_MESSAGE_SCORES // sum(values.shape[1] for values in scores), 1)
     for first in range(start, stop, rows):
         yield slice(first, min(first + rows, stop))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from inference_svc.admission.probes import in_columns
 from inference_svc.admission.sampling import max_new_tokens, num_sequences
-from residuum.wire.pooling import AttentionPool
-from residuum.wire.probes import evaluate, num_outputs
-from residuum.wire.smoothing import Smoother
+from inference_svc.session.probe_groups import ProbeGroups
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -31,40 +28,18 @@ _PIECE_SCORES = 1 << 18
 """Products that a thread computes at once. It bounds the memory for float64, and what is left to do after an abort."""
 
 
-class _Phase(NamedTuple):
-    """What the scores of the prompt, or those of the reply, keep of the positions before. By the index of the probe."""
-
-    pools: dict[int, AttentionPool]
-    """Of each probe with attention."""
-    smoothers: dict[int, Smoother]
-    """Of each probe with smoothing."""
-
-    @classmethod
-    def begin(cls, spec: probe_pb2.ProbeSpec) -> _Phase:
-        """Return the state before the first position."""
-        probes = list(enumerate(spec.probes))
-        return cls(
-            {index: AttentionPool(probe) for index, probe in probes if probe.HasField("attention")},
-            {
-                index: Smoother(probe.smoothing, num_outputs(probe))
-                for index, probe in probes
-                if probe.HasField("smoothing")
-            },
-        )
-
-
 class SequenceScores:
     """The scores of one sequence, in the order of its tokens."""
 
     def __init__(
-        self, board: ScoreBoard, region: ScoreRegion, spec: probe_pb2.ProbeSpec, prompt_tokens: int, *, prompt: bool
+        self, board: ScoreBoard, region: ScoreRegion, probes: ProbeGroups, prompt_tokens: int, *, prompt: bool
     ) -> None:
         """Read the scores of a sequence.
 
         Args:
             board: The board with the scores.
             region: The sequence's place on it.
-            spec: The checked probes.
+            probes: Computes the scores.
             prompt_tokens: The number of tokens in the prompt.
             prompt: Whether the scores of the prompt go to the caller with this sequence.
         """
@@ -72,11 +47,11 @@ class SequenceScores:
         self.region = region
         self.is_used = False
         """Whether the engine knows the region, so that its steps may write to it."""
-        self._spec = spec
+        self._probes = probes
         self._next = prompt_tokens - 1
         self._prompt_tokens = prompt_tokens if prompt else 0
-        self._reply = _Phase.begin(spec)
-        self._has_pooled_prompt = not self._reply.pools
+        self._reply = probes.begin()
+        self._has_pooled_prompt = not probes.has_pools
 
     async def add_to(self, delta: Delta) -> Delta:
         """Return a delta with the scores of its tokens, and those of the prompt if it is the first."""
@@ -86,7 +61,7 @@ class SequenceScores:
             await self._pool_prompt(first)
         if count:
             products = await self._board.read(self.region, first, count)
-            delta = delta._replace(scores=self._of_probes(products, self._reply))
+            delta = delta._replace(scores=self._probes.scores(products, self._reply))
         if self._prompt_tokens:
             prompt = await self._board.read(self.region, 0, self._prompt_tokens)
             self._prompt_tokens = 0
@@ -95,10 +70,10 @@ class SequenceScores:
 
     async def _of_prompt(self, products: npt.NDArray[np.float32]) -> Scored:
         """Return the scores of the prompt. Those of a long one take a thread, so that no other request waits."""
-        phase = _Phase.begin(self._spec)
+        phase = self._probes.begin()
         if products.size <= _QUICK_SCORES:
-            return self._of_probes(products, phase)
-        parts = [await asyncio.to_thread(self._of_probes, piece, phase) for piece in _pieces(products)]
+            return self._probes.scores(products, phase)
+        parts = [await asyncio.to_thread(self._probes.scores, piece, phase) for piece in _pieces(products)]
         return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
     async def _pool_prompt(self, count: int) -> None:
@@ -106,30 +81,10 @@ class SequenceScores:
         self._has_pooled_prompt = True
         products = await self._board.read(self.region, 0, count)
         if products.size <= _QUICK_SCORES:
-            self._pool(products)
+            self._probes.pool(products, self._reply)
             return
         for piece in _pieces(products):
-            await asyncio.to_thread(self._pool, piece)
-
-    def _pool(self, products: npt.NDArray[np.float32]) -> None:
-        for index, probe, column in in_columns(self._spec):
-            if index in self._reply.pools:
-                self._reply.pools[index].add(_outputs(probe, products, column))
-
-    def _of_probes(self, products: npt.NDArray[np.float32], phase: _Phase) -> Scored:
-        """Return the scores of each probe, given the inner products, float32 [positions, columns]."""
-        found: dict[int, npt.NDArray[np.float32]] = {}
-        for index, probe, column in in_columns(self._spec):
-            outputs = _outputs(probe, products, column)
-            scores = evaluate(probe, phase.pools[index].add(outputs) if index in phase.pools else outputs)
-            found[index] = phase.smoothers[index].add(scores) if index in phase.smoothers else scores
-        return tuple(found[index] for index in range(len(found)))
-
-
-def _outputs(probe: probe_pb2.Probe, products: npt.NDArray[np.float32], column: int) -> npt.NDArray[np.float32]:
-    """Return the outputs of a probe's first layer, float32 [positions, outputs], given the products of all probes."""
-    bias = np.array([output.bias for output in probe.outputs], dtype=np.float32)
-    return products[:, column : column + len(bias)] + bias
+            await asyncio.to_thread(self._probes.pool, piece, self._reply)
 
 
 def _pieces(products: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
@@ -154,15 +109,14 @@ async def scoring(
         yield ()
         return
     new = max(max_new_tokens(sampling), 1)
-    columns = sum(len(probe.outputs) for probe in spec.probes)
-    reads_prompt = any(probe.HasField("attention") for probe in spec.probes)
+    probes = ProbeGroups(spec)
     held: list[SequenceScores] = []
     try:
         for index in range(num_sequences(sampling)):
             shows_prompt = spec.score_prompt and index == 0
-            first = 0 if shows_prompt or reads_prompt else prompt_tokens - 1
-            region = board.take(first, prompt_tokens - 1 - first + new, columns)
-            held.append(SequenceScores(board, region, spec, prompt_tokens, prompt=shows_prompt))
+            first = 0 if shows_prompt or probes.has_pools else prompt_tokens - 1
+            region = board.take(first, prompt_tokens - 1 - first + new, probes.columns)
+            held.append(SequenceScores(board, region, probes, prompt_tokens, prompt=shows_prompt))
         yield held
     finally:
         for item in held:

@@ -75,10 +75,15 @@ class AioAlarm:
         self._seconds = seconds
         self._waiting: OrderedDict[object, tuple[float, Callable[[], object]]] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, wait: object, ring: Callable[[], object]) -> None:
         """Call `ring` after the timeout, unless `stop` ends the wait before."""
-        loop = asyncio.get_running_loop()
+        loop = (
+            self._loop
+        )  # to ask for the running loop is a system call before Python 3.12, and each message comes here
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
         self._waiting[wait] = loop.time() + self._seconds, ring
         if self._timer is None:
             self._timer = loop.call_later(self._seconds, self._look, loop)

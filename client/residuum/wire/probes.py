@@ -97,8 +97,8 @@ def evaluate(probe: probe_pb2.Probe, outputs: FloatArray) -> FloatArray:
         outputs: float32 [rows, outputs of its first layer]: the inner products with the vectors, plus the biases. Of a
             probe with attention, the pooled outputs; see `residuum.wire.pooling`.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        for layer in probe.mlp:
+    for layer in probe.mlp:
+        with np.errstate(over="ignore", invalid="ignore"):
             hidden = _HIDDEN[layer.activation](outputs.astype(np.float64))
             weights = _weights(layer, outputs.shape[-1]).astype(np.float64)
             outputs = (hidden @ weights.T + np.array(layer.biases)).astype(np.float32)

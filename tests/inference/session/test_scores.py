@@ -19,6 +19,7 @@ from inference_svc.requests.registry import Running
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.session import scoring
 from inference_svc.session.generation import _messages
+from inference_svc.session.probe_groups import ProbeGroups
 from inference_svc.session.scoring import SequenceScores
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
@@ -215,7 +216,8 @@ def test_many_scores_take_several_messages():
     """A caller that reads slowly gets many tokens at once. No message may be too long."""
     tokens, outputs = 20_000, MAX_PROBE_OUTPUTS
     scores = (np.arange(tokens * outputs, dtype=np.float32).reshape(tokens, outputs),)
-    messages = list(_messages(0, Delta("text", list(range(tokens)), scores=scores, prompt_scores=scores)))
+    events = _messages(0, Delta("text", list(range(tokens)), scores=scores, prompt_scores=scores))
+    messages = [event.delta for event in events]
     assert all(message.ByteSize() < 2 << 20 for message in messages)
     assert [token for message in messages for token in message.token_ids] == list(range(tokens))
     assert "".join(message.text for message in messages) == "text"
@@ -276,7 +278,7 @@ async def test_an_attention_probe_reads_the_whole_sequence(monkeypatch, prompt, 
         async def read(self, region, first, count):
             return products[first : first + count]
 
-    sequence = SequenceScores(Board(), None, spec(attending()), prompt_tokens, prompt=prompt)
+    sequence = SequenceScores(Board(), None, ProbeGroups(spec(attending())), prompt_tokens, prompt=prompt)
     deltas = [await sequence.add_to(Delta("", [0] * count)) for count in steps]
     found = np.concatenate([delta.scores[0][:, 0] for delta in deltas])
     np.testing.assert_allclose(found, expected[prompt_tokens - 1 :], rtol=1e-5)
@@ -322,17 +324,17 @@ async def test_the_scores_of_a_long_prompt_do_not_hold_up_other_requests(monkeyp
             return products[first : first + count]
 
     async def scored():
-        sequence = SequenceScores(Board(), None, spec_, len(products), prompt=True)
+        sequence = SequenceScores(Board(), None, ProbeGroups(spec_), len(products), prompt=True)
         return (await sequence.add_to(Delta("", ()))).prompt_scores
 
     threads = []
-    of_probes = SequenceScores._of_probes
+    of_probes = ProbeGroups.scores
 
     def watched(self, products, smoothers):
         threads.append((threading.current_thread(), len(products)))
         return of_probes(self, products, smoothers)
 
-    monkeypatch.setattr(SequenceScores, "_of_probes", watched)
+    monkeypatch.setattr(ProbeGroups, "scores", watched)
     whole = await scored()
     assert threads == [(threading.main_thread(), 3000)]
     threads.clear()
@@ -343,3 +345,34 @@ async def test_the_scores_of_a_long_prompt_do_not_hold_up_other_requests(monkeyp
     assert threading.main_thread() not in {thread for thread, _ in threads}
     for found, expected in zip(pieces, whole, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_probe_has_the_same_scores_among_others_as_alone():
+    """Probes with the same arithmetic are computed together: the result must not depend on which others there are."""
+    ema, mean = probe_pb2.Smoothing(ema=0.5), probe_pb2.Smoothing(mean=2)
+    sigmoid, softmax = probe_pb2.PROBE_ACTIVATION_SIGMOID, probe_pb2.PROBE_ACTIVATION_SOFTMAX
+    last = probe_pb2.ProbeLayer(weights=np.float32([[1.0, -2.0]]).tobytes(), biases=[0.25])
+    two = ((A, 0.5), (B, -1.0))
+    probes = [
+        probe("a", layer=3),
+        probe("b", layer=1, outputs=two, activation=sigmoid),
+        probe("c", layer=2, outputs=two, activation=softmax),
+        probe("d", layer=0, activation=sigmoid, smoothing=ema),
+        probe("e", layer=3, outputs=two, mlp=[last], smoothing=mean),
+        probe("f", layer=2, activation=sigmoid, smoothing=ema),
+        probe("g", layer=0, outputs=two, activation=softmax),
+        probe("h", layer=1, outputs=two, attention=probe_pb2.AttentionPooling(heads=1)),
+        probe("i", layer=1, activation=sigmoid, smoothing=mean),
+        probe("j", layer=0, outputs=two),
+    ]
+    whole = spec(*probes)
+    groups = ProbeGroups(whole)
+    products = np.random.default_rng(0).standard_normal((5, groups.columns)).astype(np.float32)
+    products[1, ::3] = np.inf
+    phase = groups.begin()
+    parts = [groups.scores(products[part], phase) for part in (slice(0, 1), slice(1, 2), slice(2, 5))]
+    together = [np.concatenate(of_probe) for of_probe in zip(*parts, strict=True)]
+    for index, item, column in in_columns(whole):
+        alone = ProbeGroups(spec(item))
+        (expected,) = alone.scores(products[:, column : column + len(item.outputs)], alone.begin())
+        np.testing.assert_allclose(together[index], expected, rtol=1e-6, err_msg=item.name)
