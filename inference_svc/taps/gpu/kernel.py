@@ -67,14 +67,14 @@ _COPY_CHUNK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _load(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr, POLICY: tl.constexpr = ""):  # type: ignore[no-untyped-def]
     """Load the elements of a row below index `limit`, and zeros beyond, as a head and a tail."""
     columns = tl.arange(0, HEAD)
-    head = tl.load(at + columns, mask=columns < limit, other=0.0)
+    head = tl.load(at + columns, mask=columns < limit, other=0.0, eviction_policy=POLICY)
     tail = head
     if TAIL:
         rest = HEAD + tl.arange(0, TAIL)
-        tail = tl.load(at + rest, mask=rest < limit, other=0.0)
+        tail = tl.load(at + rest, mask=rest < limit, other=0.0, eviction_policy=POLICY)
     return head, tail
 
 
@@ -91,14 +91,8 @@ def _load_if_not(ahead, at, limit, head, tail, HEAD: tl.constexpr, TAIL: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _load_again(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a row a second time. With `_load`, the compiler would merge both loads and keep the row in registers."""
-    columns = tl.arange(0, HEAD)
-    head = tl.load(at + columns, mask=columns < limit, other=0.0, eviction_policy="evict_first")
-    tail = head
-    if TAIL:
-        rest = HEAD + tl.arange(0, TAIL)
-        tail = tl.load(at + rest, mask=rest < limit, other=0.0, eviction_policy="evict_first")
-    return head, tail
+    """Load a row a second time. With the same policy, the compiler would merge both and keep the row in registers."""
+    return _load(at, limit, HEAD, TAIL, "evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
