@@ -108,6 +108,8 @@ class SAEEncoder:
         values, numbers = outputs.topk(active, dim=1)
         values.relu_()
         numbers = numbers.to(torch.int32).masked_fill_(values == 0, self.shape.features)
+        if active == count:
+            return numbers, values
         absent = (0, count - active)
         return (
             torch.nn.functional.pad(numbers, absent, value=self.shape.features),

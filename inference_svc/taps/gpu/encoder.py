@@ -19,7 +19,7 @@ from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
 from residuum.wire.projection import projection_factor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -41,6 +41,24 @@ class Part(NamedTuple):
     """The offset of its encoded bytes in those of the block."""
     nbytes: int
     """The number of its encoded bytes."""
+
+
+class FeatureRows(NamedTuple):
+    """A block whose strongest features are kept."""
+
+    rows: Tensor
+    """[units, positions, width]"""
+    form: RowFormat
+    """The format of the encoded rows."""
+    encoder: SAEEncoder
+    address: int
+    """See `GpuEncoder.encode`."""
+
+    def fits_with(self, other: FeatureRows) -> bool:
+        """Return whether one call can encode both."""
+        one, two = self.encoder, other.encoder
+        keep_strongest = one.chosen is None and two.chosen is None
+        return keep_strongest and one.weights is two.weights and self.form == other.form
 
 
 class GpuEncoder:
@@ -74,6 +92,42 @@ class GpuEncoder:
             staged = self._staged[: part.nbytes]
             self._encode_part(part.rows, form, basis, staged)
             _copy_bytes(staged, address + part.offset)
+
+    def encode_features(self, blocks: Sequence[FeatureRows]) -> None:
+        """Encode blocks that fit with each other. Several small ones are encoded together.
+
+        The weights of a sparse autoencoder are then read once for all of them, and the host launches a few kernels
+        instead of a few for each.
+        """
+        if len(blocks) == 1:
+            rows, form, encoder, address = blocks[0]
+            self.encode(rows, form, encoder, address)
+            return
+        form, encoder = blocks[0].form, blocks[0].encoder
+        rows = torch.cat([block.rows.reshape(-1, form.width) for block in blocks])
+        staged = self._staged[: len(rows) * form.row_bytes]
+        encoder.encode(rows, staged.view(torch.int32).view(len(rows), 2, form.dimensions), self._sums)
+        first = 0
+        for block in blocks:
+            end = first + form.payload_bytes(*block.rows.shape[:2])
+            _copy_bytes(staged[first:end], block.address)
+            first = end
+
+    def divide(self, blocks: Sequence[FeatureRows]) -> Iterator[Sequence[FeatureRows]]:
+        """Divide blocks, in their order, into groups for `encode_features`. What a group has fits the buffers."""
+        group: list[FeatureRows] = []
+        left = 0
+        for block in blocks:
+            rows = block.rows.shape[0] * block.rows.shape[1]
+            if group and not (rows <= left and block.fits_with(group[0])):
+                yield group
+                group = []
+            if not group:
+                left = min(len(self._staged) // block.form.row_bytes, len(self._sums) // len(block.encoder.biases))
+            group.append(block)
+            left -= rows
+        if group:
+            yield group
 
     def _parts(self, rows: Tensor, form: RowFormat) -> Iterator[Part]:
         """Divide rows into groups of units. If a unit does not fit the buffers, divide it into runs of positions."""

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from inference_svc.taps.gpu.block_copies import MAX_TOGETHER, BlockCopies
 from inference_svc.taps.gpu.copy_check import CannotCopyError, check_copies
-from inference_svc.taps.gpu.encoder import GpuEncoder
+from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
 from inference_svc.taps.ring_writer import NO_MEMORY, Encoded
 from inference_svc.taps.sink import BlockSink
 from residuum.v1 import capture_pb2
@@ -115,6 +116,7 @@ class StreamedSink(BlockSink):
         self._whole = BlockCopies(pool.memory, self._address)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._collected: list[_Copy] = []
+        self._features: list[tuple[_Copy, FeatureRows]] = []  # of the collected copies, those to encode at their start
         self._running: _Group | None = None
         self._is_urgent = False  # whether something waits that must leave soon
         self._gathers = False  # whether the thread lets full blocks gather
@@ -252,15 +254,38 @@ class StreamedSink(BlockSink):
         encoded = self._acquire(batch.capture, batch.positions)
         if encoded is None:
             return False
+        address = self._address + encoded.extent.offset
         try:
             rows, basis = self._rows_and_basis(batch, encoded.form)
-            self._encoder.encode(rows, encoded.form, basis, self._address + encoded.extent.offset)
+            copy = _Copy(encoded, block, (rows, basis))
+            if isinstance(basis, SAEEncoder):
+                self._features.append((copy, FeatureRows(rows, encoded.form, basis, address)))
+            else:
+                self._encoder.encode(rows, encoded.form, basis, address)
         except NO_MEMORY as error:
             self._stream.synchronize()  # parts of the batch may be on their way to the extent
             self._writer.give_up(encoded, error)
             return False
-        self._collect(_Copy(encoded, block, (rows, basis)))
+        self._collect(copy)
         return True
+
+    def _encode_features(self) -> None:
+        """Encode the collected blocks whose features are kept. Those without memory for it are lost."""
+        waiting, self._features = self._features, []
+        copies = iter([copy for copy, _ in waiting])
+        for group in self._encoder.divide([rows for _, rows in waiting]):
+            together = [next(copies) for _ in group]
+            try:
+                self._encoder.encode_features(group)
+            except NO_MEMORY as error:
+                self._stream.synchronize()  # parts of the blocks may be on their way to their extents
+                self._give_up(together, error)
+
+    def _give_up(self, lost: Sequence[_Copy], error: BaseException) -> None:
+        self._collected = [copy for copy in self._collected if not any(copy is other for other in lost)]
+        for copy in lost:
+            self._writer.give_up(copy.encoded, error)
+        self._pool.give_back(*(copy.block for copy in lost if copy.block is not None))
 
     def _acquire(self, capture: Capture, positions: Sequence[int]) -> Encoded | None:
         """Return the extent for rows; None if the ring is full and they are shed."""
@@ -282,6 +307,7 @@ class StreamedSink(BlockSink):
 
     def _start_group(self) -> None:
         """Start the copies that are collected. While they run, wait for the group before them and publish it."""
+        self._encode_features()
         if not self._collected:
             return
         self._whole.start()

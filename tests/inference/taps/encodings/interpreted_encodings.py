@@ -17,7 +17,7 @@ import torch
 from inference_svc.taps.encodings import sae_encoder
 from inference_svc.taps.gpu import encoder as gpu_encoder
 from inference_svc.taps.gpu import encoding_kernels, kernel
-from inference_svc.taps.gpu.encoder import GpuEncoder
+from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
 from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
 from tests.inference.taps.encodings.encoder_cases import Case, cases
 
@@ -47,6 +47,7 @@ def main() -> None:
             check(case, GpuEncoder(torch.device("cpu"), 4 * (2 * row_bytes // 4 + 1)))
             check(case, GpuEncoder(torch.device("cpu"), 4 * (20 * row_bytes // 4 + 1)))
         if case.form.encoding == SAE:
+            check_together(case)
             with (
                 mock.patch.object(sae_encoder, "rounds_factors", return_value=True),
                 mock.patch.object(sae_encoder, "_KERNEL_FEATURES", 48),
@@ -67,6 +68,34 @@ def check(case: Case, encoder: GpuEncoder) -> None:
     assert (memory[:GUARD] == 0xEE).all()
     assert (memory[GUARD + size :] == 0xEE).all()
     case.check(memory[GUARD : GUARD + size].copy(), exact_bfloat16=False)  # the interpreter truncates to bfloat16
+
+
+def check_together(case: Case) -> None:
+    """Blocks that are encoded together have the same features as each alone, also through buffers for few rows."""
+    basis = case.basis()
+    small = max(case.form.row_bytes, 4 * len(basis.biases))
+    rows = [case.rows, case.rows[:1, 1:], case.rows[:, :2], case.rows[2:]]
+    for size, groups in ((1 << 16, 1 if basis.chosen is None else 4), (4 * -(-small // 4) * 8, None)):
+        encoder, first, blocks, ends = GpuEncoder(torch.device("cpu"), size), memory.ctypes.data + GUARD, [], [GUARD]
+        memory[:] = 0xEE
+        for part in rows:
+            blocks.append(FeatureRows(part, case.form, basis, first + ends[-1] - GUARD))
+            ends.append(ends[-1] + case.form.payload_bytes(*part.shape[:2]))
+        divided = list(encoder.divide(blocks))
+        assert [block.address for group in divided for block in group] == [block.address for block in blocks]
+        assert groups is None or len(divided) == groups
+        for group in divided:
+            encoder.encode_features(group)
+        together = memory.copy()
+        assert (together[:GUARD] == 0xEE).all()
+        assert (together[ends[-1] :] == 0xEE).all()
+        case.check(together[GUARD : ends[1]], exact_bfloat16=False)
+        for start, part in zip(ends[1:-1], rows[1:], strict=True):
+            end = start + case.form.payload_bytes(*part.shape[:2])
+            GpuEncoder(torch.device("cpu"), 1 << 16).encode(part, case.form, basis, memory.ctypes.data + start)
+            got, alone = (case.form.split(data[start:end], *part.shape[:2])[1] for data in (together, memory))
+            for name in got.dtype.names:
+                np.testing.assert_allclose(got[name], alone[name], rtol=1e-4, atol=1e-5)
 
 
 def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,6 +6,7 @@ Runs only on a machine with a GPU. test_encodings.py runs the same kernels in Tr
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.encodings.check import bytes_of
-from inference_svc.taps.encodings.sae_encoder import WORKING_BYTES, encoder_of
+from inference_svc.taps.encodings.sae_encoder import WORKING_BYTES, SAEEncoder, encoder_of
 from inference_svc.taps.encodings.signs import SignCache
 from inference_svc.taps.gpu.encoder import GpuEncoder
 from inference_svc.taps.gpu.streamed_sink import StreamedSink
@@ -149,6 +150,7 @@ class Producer:
 
     def __init__(self):
         self.memory = np.zeros(64 << 20, dtype=np.uint8)
+        self.is_pinned = False
         self.published, self.losses = [], []
         self._at, self._lock = 0, threading.Lock()
 
@@ -165,6 +167,9 @@ class Producer:
                 size = form.payload_bytes(len(header.layers), len(header.positions))
                 self.published.append((capture_id, header, form, self.memory[at : at + size].copy()))
                 at += size
+
+    def release(self, extent):
+        pass
 
     def report_loss(self, capture_id, loss):
         self.losses.append((capture_id, loss))
@@ -218,6 +223,61 @@ def test_blocks_of_all_encodings_and_reductions_pass_the_sink(dtype):
         # bfloat16 has 8 significant bits: a value is off by at most 2**-8 of itself, however small the spread is.
         bound = spread / 255 * 0.6 if is_quantized else exact.abs().max().item() * 2**-8
         assert (got - exact).abs().max().item() <= bound, capture_id
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["", "without memory"])
+def test_features_of_several_blocks_are_encoded_together(monkeypatch, lost):
+    """Each block gets the features of its own rows. Without memory, only the blocks that are encoded are lost."""
+    width, features, kept, blocks = 1024, 4096, 16, 40
+    pool = BlockPool(1 << 14, width, torch.bfloat16, DEVICE, largest_block=1 << 12)
+    producer = Producer()
+    sink = StreamedSink(pool, ModelRows(width, WIRE_TYPES[torch.bfloat16]), producer)
+    one = encoding_cases.encoder(features, width, dtype=B16)
+    whole = encoder_of(torch.from_numpy(bytes_of(one)).to(DEVICE), one.shape)
+    sink._bases._saes = SimpleNamespace(get=lambda name, chosen: whole.choosing(chosen))
+    calls, encode = [], SAEEncoder.encode
+
+    def counted(encoder, rows, *rest):
+        calls.append(len(rows))
+        if lost and len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        encode(encoder, rows, *rest)
+
+    monkeypatch.setattr(SAEEncoder, "encode", counted)
+    truth, sent = {}, []
+    for number in range(blocks):
+        positions = 400 if number == 10 else 1 + number % 32
+        chosen = {"chosen": (7, 9)} if number == 30 else {}
+        size = 2 if chosen else kept
+        capture = Capture(
+            f"{number}", 0, (0, 1), select(), encoding=RowEncoding(SAE, size, sae="a", features=features, **chosen)
+        )
+        plan = RequestPlan(positions, capture)
+        sink.begin(plan)
+        block = pool.take(capture, positions)
+        block.positions.extend(range(positions))
+        values = torch.randn(2, positions, width, device=DEVICE).to(torch.bfloat16)
+        pool.rows(block).copy_(values)
+        truth[capture.capture_id] = (values, (7, 9) if chosen else ())
+        sent.append((block, capture))
+    sink.send([block for block, _ in sent])
+    assert sink.flush(60)
+    for _, capture in sent:
+        sink.end(capture)
+    assert sink.flush(60)
+    assert pool.free_rows == 1 << 14
+    gone = {capture_id for capture_id, _ in producer.losses}
+    assert bool(gone) == lost
+    assert len(gone) < blocks / 2
+    assert {capture_id for capture_id, *_ in producer.published} == truth.keys() - gone
+    assert max(calls) > 800, "several blocks together"
+    assert len(calls) < blocks / 2
+    for capture_id, header, form, payload in producer.published:
+        values, chosen = truth[capture_id]
+        exact = one.values(values.double().cpu().numpy())
+        got = form.split(payload, 2, len(header.positions))[1]["value"]
+        strongest = exact[..., list(chosen)] if chosen else -np.sort(-exact, axis=-1)[..., :kept]
+        assert np.abs(got - strongest).max() <= 1e-6 * np.sqrt(width) * np.abs(exact).max(), capture_id
 
 
 def reduced(rows, reduction):
