@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from residuum.rpc.objects import ArchiveError
 from residuum.wire.archive import capture_path, chunks_folder, is_capture_key, number_of
 from store_svc.archive import records
@@ -31,6 +33,7 @@ class Keeper:
         self._access = access
         self._copier = copier
         self._deleters = Workers(_DELETERS, "archive-delete")
+        self._unwritten = 0  # the capture whose labels could not be written last
 
     def run(self) -> None:
         """Keep the archive until the store stops."""
@@ -104,13 +107,17 @@ class Keeper:
     def _write_labels(self) -> None:
         """Write the own objects of captures again whose labels have changed.
 
+        After a failure, the next call begins with the captures after it: one object that cannot be written keeps no
+        others from being written.
+
         Raises:
             ArchiveError: The archive does not work.
         """
         access = self._access
         with access.read() as txn:
-            numbers = records.label_changes(txn)
-        for number in numbers:
+            numbers = sorted(records.label_changes(txn))
+        first = bisect_right(numbers, self._unwritten)
+        for number in numbers[first:] + numbers[:first]:
             with access.read() as txn:
                 record = records.read_record(txn, number)
             if record is None or record.state == records.PENDING:
@@ -119,5 +126,9 @@ class Keeper:
                 path, data, labels = capture_object(access.read, number, record.key)
             except GoneError:
                 continue
-            access.link.once(lambda: access.objects.put(path, data))  # noqa: B023
+            try:
+                access.link.once(lambda: access.objects.put(path, data))  # noqa: B023
+            except ArchiveError:
+                self._unwritten = number
+                raise
             access.change(lambda batch: batch.note_labels_copied(number, labels))  # noqa: B023

@@ -14,10 +14,12 @@ import grpc
 import pytest
 
 from residuum.rpc.objects import Objects
-from residuum.v1 import errors_pb2, store_pb2
+from residuum.v1 import capture_pb2, errors_pb2, store_pb2
+from residuum.wire.archive import CAPTURES, unpack_capture
 from store_svc.archive.restore import main as restore_main
 from tests.archive.s3 import BUCKET, Call, Proxy
 from tests.archive.support import (
+    COPIED,
     LAYERS,
     MOVED,
     PENDING,
@@ -82,6 +84,34 @@ def test_a_store_whose_archive_fails_goes_on_and_catches_up(
         assert stats(client).why_behind == ""
         assert client.read("a")[0] == client.read("b")[0] == grid(LAYERS, range(4))
     assert archived_ids(Objects(url)) == ["a", "b"]
+
+
+def test_labels_that_cannot_be_written_keep_no_others_from_being_written(tmp_path: Path, url: str, s3: Proxy) -> None:
+    objects, names = Objects(url), ["a", "b", "c"]
+
+    def labelled() -> set[str]:
+        found = [unpack_capture(objects.get(path)).manifest for path in objects.list(CAPTURES)]
+        return {manifest.description.capture_id for manifest in found if manifest.labels}
+
+    with serving(tmp_path / "store", archive=url) as (_, client):
+        capture(client, "a")
+        wait_for_state(client, COPIED, ["a"])
+        (first,) = objects.list(CAPTURES)
+        for name in names[1:]:
+            capture(client, name)
+        wait_for_state(client, COPIED, names)
+
+        def fault(call: Call) -> None:
+            if call.method == "PUT" and first in call.path:
+                call.answer(403, "AccessDenied")
+
+        s3.before = fault
+        for name in names:
+            labels = [capture_pb2.Label(name="split", text="train")]
+            client.stub.LabelCapture(store_pb2.LabelCaptureRequest(capture_id=name, labels=labels))
+        wait_for(lambda: labelled() == {"b", "c"}, "labels of the others", 60)
+        s3.work()
+        wait_for(lambda: labelled() == {*names}, "labels of the first", 60)
 
 
 def test_half_an_upload_is_sent_again(tmp_path: Path, url: str, s3: Proxy) -> None:
