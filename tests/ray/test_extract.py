@@ -76,7 +76,7 @@ def test_bad_arguments(cluster, services):
     with pytest.raises(residuum.InvalidRequest, match="on_error='ignore'"):
         residuum.ray.extract(prompts, services["inference"], capture=CAPTURE, on_error="ignore")
     rows = residuum.ray.extract(prompts, "127.0.0.1:1", capture=CAPTURE, timeout=3)
-    with pytest.raises(Exception, match=r"127\.0\.0\.1:1"):
+    with pytest.raises(residuum.Unreachable, match=r"Nothing answers at 127\.0\.0\.1:1"):
         rows.materialize()
 
 

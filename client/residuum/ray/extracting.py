@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ray import get_runtime_context
 from ray.data import ActorPoolStrategy, Dataset
 
-from residuum.exceptions import ExtractStopped, InvalidRequest
+from residuum.exceptions import ExtractStopped, InvalidRequest, ResiduumError
 from residuum.extraction.inputs import Items
 from residuum.extraction.job import names_of, with_stored_rows
 from residuum.extraction.prompt import PromptSender
@@ -181,12 +181,19 @@ class Extractor:
         self._name = f"{plan.name}-{get_runtime_context().get_actor_id()[:_ACTOR_DIGITS]}"
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="residuum-extract", daemon=True).start()
-        self._services, spec = self._wait(self._begin())
-        self._spec = spec
-        self._tables = ShardTables(spec)
+        self._failure: ResiduumError | None = None
+        try:
+            self._services, self._spec = self._wait(self._begin())
+        except ResiduumError as failure:
+            # Raised for the first batch. Ray prints pages about an actor that does not start, and starts it again.
+            self._failure = failure
+            return
+        self._tables = ShardTables(self._spec)
 
     def __call__(self, batch: Any) -> Iterator[Any]:
         """Run a batch of prompts, and yield their rows in blocks, as they are there."""
+        if self._failure is not None:
+            raise self._failure
         output = _Output()
         done = asyncio.run_coroutine_threadsafe(self._run(batch, output), self._loop)
         done.add_done_callback(lambda _: output.close())
