@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -33,7 +33,7 @@ _DEATH_SECONDS = 10.0
 _DEATH_POLL_SECONDS = 0.05
 
 
-Scored = tuple["npt.NDArray[np.float32]", ...]
+Scored: TypeAlias = "Sequence[npt.NDArray[np.float32]]"
 """The scores of each probe, float32 [tokens, outputs]."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.sampling import is_prefill_only
@@ -13,24 +12,21 @@ from inference_svc.engine.sampling import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
 from inference_svc.requests.token_texts import texts_of
 from inference_svc.session.mailbox import Mailbox
-from residuum.v1 import inference_pb2, probe_pb2
+from inference_svc.session.messages import messages
+from residuum.v1 import inference_pb2
 from residuum.wire.rules import FINISH_REASON
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
     from inference_svc.engine.engine import Engine
-    from inference_svc.engine.streams import Delta, Scored
+    from inference_svc.engine.streams import Delta
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.kept_scores import KeptScores
     from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
-
-
-_MESSAGE_SCORES = 1 << 17
-"""Scores in one message: 512 KiB."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +134,8 @@ class Generation:
         scores = self._scores[index] if self._scores else None
         if scores is not None:
             scores.is_used = True
+        rules = self._rules[index] if self._rules else None
+        has_no_reply = is_prefill_only(self._sampling)
         try:
             stream = self._engine.generate(
                 engine_id(self._running.path, index),
@@ -157,8 +155,8 @@ class Generation:
             async with aclosing(stream):
                 async for output in stream:
                     delta = output if scores is None else await scores.add_to(output)
-                    delta = delta.without_tokens() if is_prefill_only(self._sampling) else delta
-                    delta = await self._rules[index].judge(delta) if self._rules else delta
+                    delta = delta.without_tokens() if has_no_reply else delta
+                    delta = delta if rules is None else await rules.judge(delta)
                     sequence.engine_tokens += len(delta.token_ids)
                     self._queue.put((index, delta))
                     if delta.finish_reason == FINISH_REASON:
@@ -180,7 +178,7 @@ class Generation:
         sequence.rule_events += delta.rule_events
         if self._kept_scores is not None:
             self._kept_scores.add(index, delta)
-        return _messages(index, delta)
+        return messages(index, delta)
 
     def _finished(self) -> inference_pb2.GenerationFinished:
         return inference_pb2.GenerationFinished(
@@ -200,89 +198,6 @@ class Generation:
             ),
             capture=self._handle,
         )
-
-
-def _messages(index: int, delta: Delta) -> Iterable[inference_pb2.GenerateResponse]:
-    if not delta.rule_events:
-        return _plain_messages(index, delta)
-    messages = list(_plain_messages(index, delta))  # there is one: the event is that of a token
-    messages[-1].delta.rule_events.extend(delta.rule_events)
-    return messages
-
-
-def _plain_messages(index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
-    if delta.prompt_scores:
-        for piece in _pieces(delta.prompt_scores, 0, len(delta.prompt_scores[0])):
-            message = _message(index)
-            _add_scores(message.delta, "prompt_scores", delta.prompt_scores, piece)
-            yield message
-    if delta.prompt_logprobs is not None:
-        for part in delta.prompt_logprobs.parts():
-            message = _message(index)
-            message.delta.prompt_logprobs.CopyFrom(delta.prompt_logprobs.part(part))
-            yield message
-    if delta.logprobs is None:
-        if delta.scores:
-            yield from _scored_messages(index, delta)
-        elif delta.text or delta.token_ids:
-            yield _message(index, delta.text, delta.token_ids)
-        return
-    text = delta.text
-    for part in delta.logprobs.parts():
-        for piece in _pieces(delta.scores, part.start, part.stop) if delta.scores else (part,):
-            message = _message(index, text, delta.token_ids[piece])
-            message.delta.logprobs.CopyFrom(delta.logprobs.part(piece))
-            _add_scores(message.delta, "scores", delta.scores, piece)
-            yield message
-            text = ""
-
-
-def _scored_messages(index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
-    """Yield the messages of a delta with scores: several if a slow caller lets many tokens gather."""
-    text = delta.text
-    for piece in _pieces(delta.scores, 0, len(delta.token_ids)):
-        message = _message(index, text, delta.token_ids[piece])
-        _add_scores(message.delta, "scores", delta.scores, piece)
-        yield message
-        text = ""
-
-
-def _message(index: int, text: str = "", token_ids: Sequence[int] = ()) -> inference_pb2.GenerateResponse:
-    """Return a new message. Messages are filled in place: a message that is given to another one is copied."""
-    message = inference_pb2.GenerateResponse()
-    delta = message.delta
-    delta.sequence = index  # sets `delta`, whatever else is empty
-    delta.text = text
-    delta.token_ids.extend(token_ids)
-    return message
-
-
-def _add_scores(delta: inference_pb2.TokenDelta, field: str, scores: Scored, part: slice) -> None:
-    if part.stop - part.start > 1:
-        for values in scores:
-            getattr(delta, field).add().values.extend(values[part].ravel().tolist())
-        return
-    # Almost every message is of one token: parsing it takes a third of the time that objects for its probes take.
-    rows = scores if len(scores[0]) == 1 else [values[part] for values in scores]
-    delta.MergeFromString(b"".join([_head(field, values.size) + values.tobytes() for values in rows]))
-
-
-@lru_cache
-def _head(field: str, count: int) -> bytes:
-    """Return what is before the numbers of a probe, float32 [count], in the bytes of a message."""
-    probe = probe_pb2.ProbeScores(values=[0.0] * count)
-    data = inference_pb2.TokenDelta(**{field: [probe]})  # type: ignore[arg-type]
-    return data.SerializeToString()[: -count * 4]
-
-
-def _pieces(scores: Scored, start: int, stop: int) -> Iterator[slice]:
-    """Divide rows of scores into pieces that fit a message."""
-    if stop - start == 1:  # almost always
-        yield slice(start, stop)
-        return
-    rows = max(_MESSAGE_SCORES // sum(values.shape[1] for values in scores), 1)
-    for first in range(start, stop, rows):
-        yield slice(first, min(first + rows, stop))
 
 
 async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:
