@@ -48,6 +48,7 @@ class Generation:
         vectors: VectorHold,
         sequences: Sequence[GeneratedSequence],
         handle: inference_pb2.CaptureHandle | None,
+        count_sent: Callable[[int], None],
         scores: Sequence[SequenceScores] = (),
         rules: Sequence[SequenceRules] = (),
         kept_scores: KeptScores | None = None,
@@ -63,12 +64,14 @@ class Generation:
             vectors: The vectors that it holds.
             sequences: The record of each sequence, to which the tokens are added.
             handle: Tells clients where to find the capture; None if the request captures nothing.
+            count_sent: Called with the number of tokens of each delta that is passed on.
             scores: The scores of each sequence; empty without probes.
             rules: The rules of each sequence; empty without rules.
             kept_scores: Where the scores that are passed on are added; None: they are not stored.
             ready: Waited for before the first event, while the engine generates already; None: nothing is.
         """
         self._ready = ready
+        self._count_sent = count_sent
         self._kept_scores = kept_scores
         self._scores = scores
         self._rules = rules
@@ -97,7 +100,7 @@ class Generation:
             )
             open_sequences = len(self._sequences)
             while open_sequences:
-                deltas, ends = await self._next()
+                deltas, ends = _merged(await self._queue.take())
                 for index, delta in deltas.items():
                     for event in self._delta(index, delta):
                         yield event
@@ -112,21 +115,6 @@ class Generation:
             self._running.on_abort = None
             await _stop(tasks)  # closes the engine's generators, which stops the requests in the engine
         yield inference_pb2.GenerateResponse(finished=self._finished())
-
-    async def _next(self) -> tuple[dict[int, Delta], list[_Ended]]:
-        """Wait for the next item, and return all that the queue holds, with one merged delta for each sequence.
-
-        If the client is slower than the engine, messages get longer and the queue does not grow.
-        """
-        deltas: dict[int, Delta] = {}
-        ends: list[_Ended] = []
-        for item in await self._queue.take():
-            if isinstance(item, _Ended):
-                ends.append(item)
-            else:
-                index, delta = item
-                deltas[index] = deltas[index].followed_by(delta) if index in deltas else delta
-        return deltas, ends
 
     async def _generate(self, index: int) -> None:
         """Generate one sequence, and put its deltas and its end into the queue."""
@@ -178,6 +166,7 @@ class Generation:
         sequence.rule_events += delta.rule_events
         if self._kept_scores is not None:
             self._kept_scores.add(index, delta)
+        self._count_sent(len(delta.token_ids))
         return messages(index, delta)
 
     def _finished(self) -> inference_pb2.GenerationFinished:
@@ -198,6 +187,22 @@ class Generation:
             ),
             capture=self._handle,
         )
+
+
+def _merged(items: Iterable[tuple[int, Delta] | _Ended]) -> tuple[dict[int, Delta], list[_Ended]]:
+    """Return items with one delta for each sequence.
+
+    There are several if the client is slower than the engine: then messages get longer, and the queue does not grow.
+    """
+    deltas: dict[int, Delta] = {}
+    ends: list[_Ended] = []
+    for item in items:
+        if isinstance(item, _Ended):
+            ends.append(item)
+        else:
+            index, delta = item
+            deltas[index] = deltas[index].followed_by(delta) if index in deltas else delta
+    return deltas, ends
 
 
 async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:

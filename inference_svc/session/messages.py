@@ -32,7 +32,7 @@ def messages(index: int, delta: Delta) -> Iterable[inference_pb2.GenerateRespons
     if not delta.rule_events:
         return _pieces(index, delta)
     made = [*_pieces(index, delta)]
-    _add_events(made[-1], delta)  # there is one: the event is that of a token
+    made[-1].delta.rule_events.extend(delta.rule_events)  # there is one: the event is that of a token
     return made
 
 
@@ -45,7 +45,8 @@ def _message_of_token(index: int, delta: Delta) -> inference_pb2.GenerateRespons
         message.delta.MergeFromString(scores.field())
     elif scores:
         _add_scores(message.delta.scores, scores, slice(1))
-    _add_events(message, delta)
+    if delta.rule_events:
+        message.delta.rule_events.extend(delta.rule_events)
     return message
 
 
@@ -89,11 +90,6 @@ def _message(index: int, text: str = "", token_ids: Sequence[int] = ()) -> infer
 def _add_scores(field: RepeatedCompositeFieldContainer[probe_pb2.ProbeScores], scores: Scored, part: slice) -> None:
     for values in scores:
         field.add().values.extend(values[part].ravel().tolist())  # a list of floats takes a tenth of an array's time
-
-
-def _add_events(message: inference_pb2.GenerateResponse, delta: Delta) -> None:
-    if delta.rule_events:
-        message.delta.rule_events.extend(delta.rule_events)
 
 
 def _divided(scores: Scored, start: int, stop: int) -> Iterator[slice]:
