@@ -59,6 +59,10 @@ class Delta(NamedTuple):
     rule_events: tuple[rule_pb2.RuleEvent, ...] = ()
     """The rules that fired at the tokens."""
 
+    def with_scores(self, scores: Scored) -> Delta:
+        """Return this delta with scores of its tokens. `_replace` would take several times as long for each token."""
+        return Delta._make((*self[:_BEFORE_SCORES], scores, *self[_BEFORE_SCORES + 1 :]))
+
     def followed_by(self, other: Delta) -> Delta:
         """Return this delta and a later one as a single delta."""
         logprobs = self.logprobs or other.logprobs
@@ -107,6 +111,9 @@ class Delta(NamedTuple):
             prompt_logprobs=self.prompt_logprobs,
             prompt_scores=self.prompt_scores,
         )
+
+
+_BEFORE_SCORES = Delta._fields.index("scores")
 
 
 async def stream(

@@ -34,6 +34,12 @@ def test_each_probe_has_its_columns():
         scores[3]
 
 
+def test_a_delta_gets_scores_and_keeps_the_rest():
+    rest = {"finish_reason": "stop", "stop_reason": "a", "prompt_scores": (np.ones((1, 1)),), "rule_events": ("event",)}
+    delta, scores = Delta("text", [5], **rest), joined(1)
+    assert delta.with_scores(scores) == delta._replace(scores=scores)
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_a_message_has_the_scores_of_each_probe(tokens):
     scores, event = joined(tokens), rule_pb2.RuleEvent(rule="r", token=4)
