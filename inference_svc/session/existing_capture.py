@@ -70,9 +70,12 @@ async def kept_sequences(
 
 
 async def replay(
-    manifest: capture_pb2.CaptureManifest, sequences: Sequence[KeptSequence], handle: inference_pb2.CaptureHandle | None
+    manifest: capture_pb2.CaptureManifest,
+    sequences: Sequence[KeptSequence],
+    handle: inference_pb2.CaptureHandle | None,
+    count_sent: Callable[[int], None],
 ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-    """Yield the events of `Generate` for a capture that exists already."""
+    """Yield the events of `Generate` for a capture that exists already, and count their tokens."""
     description = manifest.description
     yield inference_pb2.GenerateResponse(
         started=inference_pb2.GenerationStarted(
@@ -95,6 +98,7 @@ async def replay(
             scores=item.scores,
             rule_events=item.rule_events,
         )
+        count_sent(len(item.token_ids))
         yield inference_pb2.GenerateResponse(delta=delta)
     yield inference_pb2.GenerateResponse(
         finished=inference_pb2.GenerationFinished(

@@ -11,27 +11,22 @@ from inference_svc.admission.sampling import is_prefill_only
 from inference_svc.engine.sampling import sampling_params
 from inference_svc.requests.plans import count_spare_positions, engine_id, make_plan
 from inference_svc.requests.token_texts import texts_of
+from inference_svc.session.mailbox import Mailbox
+from inference_svc.session.messages import messages
 from residuum.v1 import inference_pb2
 from residuum.wire.rules import FINISH_REASON
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-
-    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
     from inference_svc.engine.engine import Engine
-    from inference_svc.engine.streams import Delta, Scored
+    from inference_svc.engine.streams import Delta
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.kept_scores import KeptScores
     from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
-    from residuum.v1 import probe_pb2
-
-
-_MESSAGE_SCORES = 1 << 17
-"""Scores in one message: 512 KiB."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,7 @@ class Generation:
         vectors: VectorHold,
         sequences: Sequence[GeneratedSequence],
         handle: inference_pb2.CaptureHandle | None,
+        count_sent: Callable[[int], None],
         scores: Sequence[SequenceScores] = (),
         rules: Sequence[SequenceRules] = (),
         kept_scores: KeptScores | None = None,
@@ -68,12 +64,14 @@ class Generation:
             vectors: The vectors that it holds.
             sequences: The record of each sequence, to which the tokens are added.
             handle: Tells clients where to find the capture; None if the request captures nothing.
+            count_sent: Called with the number of tokens of each delta that is passed on.
             scores: The scores of each sequence; empty without probes.
             rules: The rules of each sequence; empty without rules.
             kept_scores: Where the scores that are passed on are added; None: they are not stored.
             ready: Waited for before the first event, while the engine generates already; None: nothing is.
         """
         self._ready = ready
+        self._count_sent = count_sent
         self._kept_scores = kept_scores
         self._scores = scores
         self._rules = rules
@@ -84,7 +82,7 @@ class Generation:
         self._vectors = vectors
         self._sequences = sequences
         self._handle = handle
-        self._queue: asyncio.Queue[tuple[int, Delta] | _Ended] = asyncio.Queue()
+        self._queue: Mailbox[tuple[int, Delta] | _Ended] = Mailbox()
 
     async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yield the events of the generation, in the order that the contract gives."""
@@ -102,7 +100,7 @@ class Generation:
             )
             open_sequences = len(self._sequences)
             while open_sequences:
-                deltas, ends = await self._next()
+                deltas, ends = _merged(await self._queue.take())
                 for index, delta in deltas.items():
                     for event in self._delta(index, delta):
                         yield event
@@ -118,30 +116,14 @@ class Generation:
             await _stop(tasks)  # closes the engine's generators, which stops the requests in the engine
         yield inference_pb2.GenerateResponse(finished=self._finished())
 
-    async def _next(self) -> tuple[dict[int, Delta], list[_Ended]]:
-        """Wait for the next item, then return all that the queue holds, with one merged delta for each sequence.
-
-        If the client is slower than the engine, messages get longer and the queue does not grow.
-        """
-        deltas: dict[int, Delta] = {}
-        ends: list[_Ended] = []
-        item = await self._queue.get()
-        while True:
-            if isinstance(item, _Ended):
-                ends.append(item)
-            else:
-                index, delta = item
-                deltas[index] = deltas[index].followed_by(delta) if index in deltas else delta
-            if self._queue.empty():
-                return deltas, ends
-            item = self._queue.get_nowait()
-
     async def _generate(self, index: int) -> None:
         """Generate one sequence, and put its deltas and its end into the queue."""
         sequence = self._sequences[index]
         scores = self._scores[index] if self._scores else None
         if scores is not None:
             scores.is_used = True
+        rules = self._rules[index] if self._rules else None
+        has_no_reply = is_prefill_only(self._sampling)
         try:
             stream = self._engine.generate(
                 engine_id(self._running.path, index),
@@ -161,21 +143,21 @@ class Generation:
             async with aclosing(stream):
                 async for output in stream:
                     delta = output if scores is None else await scores.add_to(output)
-                    delta = delta.without_tokens() if is_prefill_only(self._sampling) else delta
-                    delta = await self._rules[index].judge(delta) if self._rules else delta
+                    delta = delta.without_tokens() if has_no_reply else delta
+                    delta = delta if rules is None else await rules.judge(delta)
                     sequence.engine_tokens += len(delta.token_ids)
-                    self._queue.put_nowait((index, delta))
+                    self._queue.put((index, delta))
                     if delta.finish_reason == FINISH_REASON:
                         break  # closing the stream stops the engine's request
         except Exception as error:  # noqa: BLE001 - the consumer of the queue raises it
-            self._queue.put_nowait(_Ended(error))
+            self._queue.put(_Ended(error))
         else:
-            self._queue.put_nowait(_Ended())
+            self._queue.put(_Ended())
         finally:
             sequence.has_ended.set()
 
     def _end_by_abort(self) -> None:
-        self._queue.put_nowait(_Ended(self._running.aborted_failure()))
+        self._queue.put(_Ended(self._running.aborted_failure()))
 
     def _delta(self, index: int, delta: Delta) -> Iterable[inference_pb2.GenerateResponse]:
         """Record a delta, and return its messages: usually one, but many log-probabilities take several."""
@@ -184,7 +166,8 @@ class Generation:
         sequence.rule_events += delta.rule_events
         if self._kept_scores is not None:
             self._kept_scores.add(index, delta)
-        return _messages(index, delta)
+        self._count_sent(len(delta.token_ids))
+        return messages(index, delta)
 
     def _finished(self) -> inference_pb2.GenerationFinished:
         return inference_pb2.GenerationFinished(
@@ -206,74 +189,20 @@ class Generation:
         )
 
 
-def _messages(index: int, delta: Delta) -> Iterable[inference_pb2.GenerateResponse]:
-    if not delta.rule_events:
-        return _plain_messages(index, delta)
-    messages = list(_plain_messages(index, delta))  # there is one: the event is that of a token
-    messages[-1].delta.rule_events.extend(delta.rule_events)
-    return messages
+def _merged(items: Iterable[tuple[int, Delta] | _Ended]) -> tuple[dict[int, Delta], list[_Ended]]:
+    """Return items with one delta for each sequence.
 
-
-def _plain_messages(index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
-    if delta.prompt_scores:
-        for piece in _pieces(delta.prompt_scores, 0, len(delta.prompt_scores[0])):
-            message = _message(index)
-            _add_scores(message.delta.prompt_scores, delta.prompt_scores, piece)
-            yield message
-    if delta.prompt_logprobs is not None:
-        for part in delta.prompt_logprobs.parts():
-            message = _message(index)
-            message.delta.prompt_logprobs.CopyFrom(delta.prompt_logprobs.part(part))
-            yield message
-    if delta.logprobs is None:
-        if delta.scores:
-            yield from _scored_messages(index, delta)
-        elif delta.text or delta.token_ids:
-            yield _message(index, delta.text, delta.token_ids)
-        return
-    text = delta.text
-    for part in delta.logprobs.parts():
-        for piece in _pieces(delta.scores, part.start, part.stop) if delta.scores else (part,):
-            message = _message(index, text, delta.token_ids[piece])
-            message.delta.logprobs.CopyFrom(delta.logprobs.part(piece))
-            _add_scores(message.delta.scores, delta.scores, piece)
-            yield message
-            text = ""
-
-
-def _scored_messages(index: int, delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
-    """Yield the messages of a delta with scores: several if a slow caller lets many tokens gather."""
-    text = delta.text
-    for piece in _pieces(delta.scores, 0, len(delta.token_ids)):
-        message = _message(index, text, delta.token_ids[piece])
-        _add_scores(message.delta.scores, delta.scores, piece)
-        yield message
-        text = ""
-
-
-def _message(index: int, text: str = "", token_ids: Sequence[int] = ()) -> inference_pb2.GenerateResponse:
-    """Return a new message. Messages are filled in place: a message that is given to another one is copied."""
-    message = inference_pb2.GenerateResponse()
-    delta = message.delta
-    delta.sequence = index  # sets `delta`, whatever else is empty
-    delta.text = text
-    delta.token_ids.extend(token_ids)
-    return message
-
-
-def _add_scores(field: RepeatedCompositeFieldContainer[probe_pb2.ProbeScores], scores: Scored, part: slice) -> None:
-    for values in scores:
-        field.add().values.extend(values[part].ravel().tolist())  # a list of floats takes a tenth of an array's time
-
-
-def _pieces(scores: Scored, start: int, stop: int) -> Iterator[slice]:
-    """Divide rows of scores into pieces that fit a message."""
-    if stop - start == 1:  # almost always
-        yield slice(start, stop)
-        return
-    rows = max(_MESSAGE_SCORES // sum(values.shape[1] for values in scores), 1)
-    for first in range(start, stop, rows):
-        yield slice(first, min(first + rows, stop))
+    There are several if the client is slower than the engine: then messages get longer, and the queue does not grow.
+    """
+    deltas: dict[int, Delta] = {}
+    ends: list[_Ended] = []
+    for item in items:
+        if isinstance(item, _Ended):
+            ends.append(item)
+        else:
+            index, delta = item
+            deltas[index] = deltas[index].followed_by(delta) if index in deltas else delta
+    return deltas, ends
 
 
 async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:

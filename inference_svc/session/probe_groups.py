@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from inference_svc.admission.probes import in_columns
+from inference_svc.session.joined_scores import JoinedScores, ScoreLayout
 from residuum.v1 import probe_pb2
 from residuum.wire.pooling import AttentionPool
 from residuum.wire.probes import evaluate, num_outputs
@@ -14,8 +15,6 @@ from residuum.wire.smoothing import Smoother
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from inference_svc.engine.streams import Scored
 
 _EACH_ALONE = (probe_pb2.PROBE_ACTIVATION_UNSPECIFIED, probe_pb2.PROBE_ACTIVATION_SIGMOID)
 """Activations that treat each output alone."""
@@ -28,10 +27,12 @@ class _Group(NamedTuple):
     """One of them. All have its activation and smoothing; if it has attention or an MLP, it is alone."""
     columns: slice | npt.NDArray[np.int64]
     """The columns of their outputs on the score board, one probe after the other."""
-    members: list[tuple[int, slice]]
-    """The index of each probe, and its part of the group's scores."""
+    places: slice | npt.NDArray[np.int64]
+    """Where its scores are among those of all probes."""
     outputs: int
     """The group's scores of each position."""
+    is_plain: bool
+    """Whether the outputs themselves are the scores, before smoothing."""
 
 
 class Phase(NamedTuple):
@@ -46,13 +47,13 @@ class ProbeGroups:
 
     def __init__(self, spec: probe_pb2.ProbeSpec) -> None:
         """Group the checked probes."""
-        self._count = len(spec.probes)
+        self._layout = ScoreLayout([num_outputs(probe) for probe in spec.probes])
         placed = in_columns(spec)
         self._biases = np.array([output.bias for _, probe, _ in placed for output in probe.outputs], dtype=np.float32)
         together: dict[object, list[tuple[int, probe_pb2.Probe, int]]] = {}
         for item in placed:
             together.setdefault(_arithmetic(*item[:2]), []).append(item)
-        self._groups = [_group(items) for items in together.values()]
+        self._groups = [_group(items, self._layout) for items in together.values()]
         self.has_pools = any(probe.HasField("attention") for probe in spec.probes)
 
     @property
@@ -80,7 +81,7 @@ class ProbeGroups:
             if pool is not None:
                 pool.add(outputs[:, group.columns])
 
-    def scores(self, products: npt.NDArray[np.float32], phase: Phase) -> Scored:
+    def scores(self, products: npt.NDArray[np.float32], phase: Phase) -> JoinedScores:
         """Return the scores of each probe, float32 [positions, outputs].
 
         Args:
@@ -88,15 +89,13 @@ class ProbeGroups:
             phase: The state.
         """
         outputs = products + self._biases
-        found: list[npt.NDArray[np.float32]] = [outputs] * self._count
+        rows = np.empty((len(outputs), self._layout.width), dtype=np.float32)
         for group, pool, smoother in zip(self._groups, *phase, strict=True):
-            own = outputs[:, group.columns]
-            scores = evaluate(group.like, own if pool is None else pool.add(own))
-            if smoother is not None:
-                scores = smoother.add(scores)
-            for index, part in group.members:
-                found[index] = scores[:, part]
-        return tuple(found)
+            scores = outputs[:, group.columns]
+            if not group.is_plain:
+                scores = evaluate(group.like, scores if pool is None else pool.add(scores))
+            rows[:, group.places] = scores if smoother is None else smoother.add(scores)
+        return JoinedScores(rows, self._layout)
 
 
 def _arithmetic(index: int, probe: probe_pb2.Probe) -> object:
@@ -105,12 +104,15 @@ def _arithmetic(index: int, probe: probe_pb2.Probe) -> object:
     return index if is_alone else (probe.activation, probe.smoothing.SerializeToString())
 
 
-def _group(items: list[tuple[int, probe_pb2.Probe, int]]) -> _Group:
+def _group(items: list[tuple[int, probe_pb2.Probe, int]], layout: ScoreLayout) -> _Group:
     columns = [column + at for _, probe, column in items for at in range(len(probe.outputs))]
-    members, end = [], 0
-    for index, probe, _ in items:
-        members.append((index, slice(end, end + num_outputs(probe))))
-        end = members[-1][1].stop
-    is_run = columns[-1] - columns[0] == len(columns) - 1
-    where = slice(columns[0], columns[-1] + 1) if is_run else np.array(columns, dtype=np.int64)
-    return _Group(items[0][1], where, members, end)
+    places = [place for index, _, _ in items for place in range(layout.width)[layout.parts[index]]]
+    like = items[0][1]
+    is_plain = not (like.mlp or like.HasField("attention") or like.activation)
+    return _Group(like, _selected(columns), _selected(places), len(places), is_plain)
+
+
+def _selected(columns: list[int]) -> slice | npt.NDArray[np.int64]:
+    """Return what selects columns: of neighbours, a slice, which takes less time."""
+    is_run = columns == list(range(columns[0], columns[0] + len(columns)))
+    return slice(columns[0], columns[-1] + 1) if is_run else np.array(columns, dtype=np.int64)

@@ -22,7 +22,7 @@ from residuum.rpc.errors import Failure, Reason
 from svc_common.logs import bind_request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from inference_svc.admission.admission import Admission
     from inference_svc.captures.stores import Stores
@@ -95,17 +95,17 @@ class RequestRunner:
                 place = scoring(self._engine.scores, running.spec.probes, len(token_ids), request.sampling)
                 async with self._reservations.reserve(running) as vectors, place as scores, session:
                     changes = self._changes_of(running, len(token_ids), vectors, session)
-                    stream = await self._events(running, request.sampling, token_ids, vectors, session, scores, changes)
+                    stream = await self._events(
+                        running, request.sampling, token_ids, vectors, session, scores, changes, watch.add_tokens
+                    )
                     async with changes or nullcontext(), aclosing(stream) as events:
                         watch.begin(len(token_ids))
                         if traced:
                             tracing.add_event("queued")  # the vectors are active, and the store takes rows
-                        has_tokens = False
+                        has_tokens = not traced
                         async for event in events:
-                            if event.HasField("delta"):
-                                watch.add_tokens(len(event.delta.token_ids))
-                                if traced and not has_tokens:
-                                    tracing.add_event("first token")
+                            if not has_tokens and event.HasField("delta"):
+                                tracing.add_event("first token")
                                 has_tokens = True
                             yield event
                         if traced:
@@ -147,11 +147,12 @@ class RequestRunner:
         session: CaptureSession,
         scores: Sequence[SequenceScores],
         changes: SteeringChanges | None,
+        count_sent: Callable[[int], None],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         """Return the events of a request whose capture may get rows, or exists already."""
         handle = self._handle(running)
         if session.existing is not None:
-            return await self._replayed(session.existing, sampling, handle)
+            return await self._replayed(session.existing, sampling, handle, count_sent)
         sequences = session.sequences
         rules = sequence_rules(
             running.spec,
@@ -169,6 +170,7 @@ class RequestRunner:
             vectors,
             sequences,
             handle,
+            count_sent,
             scores,
             rules,
             session.scores,
@@ -207,11 +209,12 @@ class RequestRunner:
         existing: capture_pb2.CaptureManifest,
         sampling: inference_pb2.SamplingParameters,
         handle: inference_pb2.CaptureHandle | None,
+        count_sent: Callable[[int], None],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         """Return the events of a request whose result is a capture that exists already."""
         replies = self._engine.replies
         kept = await kept_sequences(existing, sampling.stop, sampling.stop_token_ids, replies.text, replies.token_texts)
-        return replay(existing, kept, handle)
+        return replay(existing, kept, handle, count_sent)
 
     def _handle(self, running: Running) -> inference_pb2.CaptureHandle | None:
         """Return the handle that tells clients where the capture is; None if the request captures nothing."""

@@ -61,7 +61,7 @@ class SequenceScores:
             await self._pool_prompt(first)
         if count:
             products = await self._board.read(self.region, first, count)
-            delta = delta._replace(scores=self._probes.scores(products, self._reply))
+            delta = delta.with_scores(self._probes.scores(products, self._reply))
         if self._prompt_tokens:
             prompt = await self._board.read(self.region, 0, self._prompt_tokens)
             self._prompt_tokens = 0

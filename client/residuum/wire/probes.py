@@ -169,14 +169,14 @@ def activate(outputs: FloatArray, activation: probe_pb2.ProbeActivation.ValueTyp
     if activation == probe_pb2.PROBE_ACTIVATION_UNSPECIFIED:
         return outputs
     exact = outputs.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # the softmax of an infinite output is NaN
-        if activation == probe_pb2.PROBE_ACTIVATION_SIGMOID:
-            small = np.exp(-np.abs(exact))  # at most 1
-            scores = np.where(exact < 0, small, 1.0) / (1.0 + small)
-        elif activation == probe_pb2.PROBE_ACTIVATION_SOFTMAX:
+    if activation == probe_pb2.PROBE_ACTIVATION_SIGMOID:
+        small = np.exp(-np.abs(exact))  # at most 1
+        scores = np.where(exact < 0, small, 1.0) / (1.0 + small)
+    elif activation == probe_pb2.PROBE_ACTIVATION_SOFTMAX:
+        with np.errstate(invalid="ignore"):  # the softmax of an infinite output is NaN
             powers = np.exp(exact - exact.max(axis=-1, keepdims=True))
             scores = powers / powers.sum(axis=-1, keepdims=True)
-        else:
-            raise ValueError(f"{activation} is not an activation of probes.")
+    else:
+        raise ValueError(f"{activation} is not an activation of probes.")
     rounded: FloatArray = scores.astype(np.float32)
     return rounded

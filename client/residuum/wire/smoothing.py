@@ -73,10 +73,10 @@ class Smoother:
         """Return the smoothed scores of the next rows, float32 [rows, outputs], given their scores in this shape."""
         if not len(scores):
             return scores
-        exact, finite = scores.astype(np.float64), np.isfinite(scores)
         if self._method == "ema":
-            smoothed = self._averages(exact, finite)
-        elif self._method == "max":
+            return self._averages(scores)
+        exact, finite = scores.astype(np.float64), np.isfinite(scores)
+        if self._method == "max":
             smoothed, self._kept = self._over(np.maximum, self._kept, np.where(finite, exact, -np.inf))
         else:
             sums, self._kept = self._over(np.add, self._kept, np.where(finite, exact, 0.0))
@@ -85,17 +85,16 @@ class Smoother:
         result: FloatArray = np.where(finite, smoothed, exact).astype(np.float32)
         return result
 
-    def _averages(self, scores: Exact, finite: npt.NDArray[np.bool_]) -> Exact:
+    def _averages(self, scores: FloatArray) -> FloatArray:
         """Return the exponential moving averages. Plain floats: numpy would take ten times as long for each step."""
-        averages, rest = np.empty_like(scores), 1.0 - self._decay
-        for output, last in enumerate(self._last):
-            column: list[float] = []
-            for score, counts in zip(scores[:, output].tolist(), finite[:, output].tolist(), strict=True):
-                if counts:
-                    last = score if math.isnan(last) else self._decay * last + rest * score  # noqa: PLW2901
-                column.append(last)
-            averages[:, output], self._last[output] = column, last
-        return averages
+        last, decay, rest = self._last, self._decay, 1.0 - self._decay
+        rows = scores.tolist()
+        for row in rows:
+            for output, score in enumerate(row):
+                if math.isfinite(score):
+                    before = last[output]
+                    last[output] = row[output] = score if math.isnan(before) else decay * before + rest * score
+        return np.array(rows, dtype=np.float32)
 
     def _over(self, combine: np.ufunc, kept: Exact, scores: Exact) -> tuple[Exact, Exact]:
         """Return a combination of the window up to each row, and what to keep for the next rows."""

@@ -83,9 +83,7 @@ class SAEEncoder:
             part = out[first : first + together]
             outputs = space[: len(part) * num_outputs].view(len(part), num_outputs)
             computed.write_outputs(rows[first : first + together], outputs)
-            numbers, values = computed.kept(outputs, part.shape[2])
-            part[:, 0] = numbers
-            part[:, 1] = values.view(torch.int32)
+            computed.keep(outputs, part[:, 0], part[:, 1].view(torch.float32))
 
     def _computed(self) -> SAEEncoder:
         """Return an encoder whose features are computed: all, or if no feature depends on others, only the chosen."""
@@ -94,27 +92,30 @@ class SAEEncoder:
         threshold = None if self.threshold is None else self.threshold[self.chosen]
         return replace(self, weights=self.weights[self.chosen], biases=self.biases[self.chosen], threshold=threshold)
 
-    def kept(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers (int32) and the values (float32) of the kept features, [n, count]. Overwrites outputs."""
+    def keep(self, outputs: Tensor, numbers: Tensor, values: Tensor) -> None:
+        """Write the numbers (int32) and the values (float32) of the kept features, [n, count]. Overwrites outputs.
+
+        Each operation is a kernel on a GPU, so what the last copies can do, such as a conversion, is no operation of
+        its own.
+        """
         if self.threshold is not None:
             outputs.masked_fill_(outputs <= self.threshold, 0.0)
+        count = numbers.shape[1]
         if self.chosen is not None:
-            numbers = self.chosen.to(torch.int32)
-            if self.shape.activation != TOP_K:
-                return numbers, outputs.relu_()
-            top = outputs.topk(self.shape.active, dim=1, sorted=False)
-            return numbers, outputs.fill_(0.0).scatter_(1, top.indices, top.values)[:, self.chosen].relu_()
+            if self.shape.activation == TOP_K:
+                top = outputs.topk(self.shape.active, dim=1, sorted=False)
+                outputs = outputs.fill_(0.0).scatter_(1, top.indices, top.values)[:, self.chosen]
+            numbers[:] = self.chosen
+            values[:] = outputs.relu_()
+            return
         active = min(count, self.shape.active) if self.shape.activation == TOP_K else count
-        values, numbers = outputs.topk(active, dim=1)
-        values.relu_()
-        numbers = numbers.to(torch.int32).masked_fill_(values == 0, self.shape.features)
-        if active == count:
-            return numbers, values
-        absent = (0, count - active)
-        return (
-            torch.nn.functional.pad(numbers, absent, value=self.shape.features),
-            torch.nn.functional.pad(values, absent),
-        )
+        top = outputs.topk(active, dim=1)
+        strongest = top.values.relu_()
+        numbers[:, :active] = top.indices.masked_fill_(strongest == 0, self.shape.features)
+        values[:, :active] = strongest
+        if active < count:
+            numbers[:, active:] = self.shape.features
+            values[:, active:] = 0.0
 
     def outputs(self, rows: Tensor) -> Tensor:
         """Return weights @ row + biases of each row, float32 [n, features]."""

@@ -168,14 +168,7 @@ class StreamedSink(BlockSink):
             while True:
                 works = self._gathered()
                 try:
-                    for stream in {work.stream for work in works}:
-                        self._stream.wait_stream(stream)
-                    for work in works:
-                        for block in work.blocks:
-                            self._start(block)
-                        if work.ended is not None:
-                            self._start_last(work.ended)
-                    self._finish()
+                    self._do(works)
                 except Exception:
                     # Without this thread no block comes back. The next step that needs one fails, instead of waiting.
                     _log.exception("captured rows cannot be copied from the device")
@@ -188,6 +181,23 @@ class StreamedSink(BlockSink):
                     self._done += len(works)
                     self._changed.notify_all()
                 self._pause()
+
+    def _do(self, works: Sequence[_Work]) -> None:
+        """Send blocks and the last rows of captures, and wait for the device: once, however many captures have ended.
+
+        Replies of equal length end in the same step.
+        """
+        for stream in {work.stream for work in works}:
+            self._stream.wait_stream(stream)
+        for work in works:
+            for block in work.blocks:
+                self._start(block)
+            if work.ended is not None:
+                self._start_last(work.ended)
+        self._finish()
+        for work in works:
+            if work.ended is not None:
+                self._followed.forget(work.ended)  # after its copies, which read the basis that this frees
 
     def _pause(self) -> None:
         """Let blocks gather."""
@@ -230,8 +240,6 @@ class StreamedSink(BlockSink):
         last = self._followed.finish(capture)
         if last is not None:
             self._start_batch(last)
-        self._finish()  # the copy reads the capture's basis, which `forget` frees
-        self._followed.forget(capture)
 
     def _is_whole(self, capture: Capture) -> bool:
         """Return whether a capture's rows leave as the model computed them."""

@@ -167,7 +167,7 @@ async def test_a_token_takes_few_steps(service):
                     await stream.read()
             steps[tokens] = own.steps
             assert not own.tasks
-    assert (steps[110] - steps[10]) / 100 < 20
+    assert (steps[110] - steps[10]) / 100 < 17.5
 
 
 async def test_the_engine_has_a_request_before_anybody_reads_its_first_event(service):

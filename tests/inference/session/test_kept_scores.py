@@ -78,8 +78,9 @@ async def test_a_skipped_request_repeats_scores_and_events():
     async def text_of(prompt, reply):
         return "text"
 
-    kept = await kept_sequences(manifest, [], [], text_of)
-    events = [event async for event in replay(manifest, kept, None)]
+    kept, counted = await kept_sequences(manifest, [], [], text_of), []
+    events = [event async for event in replay(manifest, kept, None, counted.append)]
+    assert counted == [len(item.token_ids) for item in kept]
     assert events[1].delta.prompt_scores == scores.probes
     assert [item.delta.scores for item in events[2:4]] == [scores.probes] * 2
     assert [list(item.delta.rule_events) for item in events[2:4]] == [[], [event]]

@@ -18,7 +18,7 @@ from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.session import scoring
-from inference_svc.session.generation import _messages
+from inference_svc.session.messages import messages
 from inference_svc.session.probe_groups import ProbeGroups
 from inference_svc.session.scoring import SequenceScores
 from inference_svc.taps.bank import VectorBank
@@ -216,13 +216,13 @@ def test_many_scores_take_several_messages():
     """A caller that reads slowly gets many tokens at once. No message may be too long."""
     tokens, outputs = 20_000, MAX_PROBE_OUTPUTS
     scores = (np.arange(tokens * outputs, dtype=np.float32).reshape(tokens, outputs),)
-    events = _messages(0, Delta("text", list(range(tokens)), scores=scores, prompt_scores=scores))
-    messages = [event.delta for event in events]
-    assert all(message.ByteSize() < 2 << 20 for message in messages)
-    assert [token for message in messages for token in message.token_ids] == list(range(tokens))
-    assert "".join(message.text for message in messages) == "text"
+    events = messages(0, Delta("text", list(range(tokens)), scores=scores, prompt_scores=scores))
+    deltas = [event.delta for event in events]
+    assert all(message.ByteSize() < 2 << 20 for message in deltas)
+    assert [token for message in deltas for token in message.token_ids] == list(range(tokens))
+    assert "".join(message.text for message in deltas) == "text"
     for name in ("scores", "prompt_scores"):
-        values = [value for message in messages for part in getattr(message, name) for value in part.values]
+        values = [value for message in deltas for part in getattr(message, name) for value in part.values]
         np.testing.assert_array_equal(values, scores[0].ravel())
 
 

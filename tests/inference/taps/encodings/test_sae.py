@@ -76,6 +76,33 @@ def test_features_are_those_of_float64(kind, dtype, count, chosen, monkeypatch):
     assert all(len({*row[row < FEATURES]}) == np.count_nonzero(row < FEATURES) for row in numbers)
 
 
+class Kernels(TorchDispatchMode):
+    """Counts the operations that compute something, each of which is a kernel on a GPU: views are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        result = operation(*arguments, **(options or {}))
+        if not operation.is_view:
+            self.names.append(operation.__name__)
+        return result
+
+
+def test_the_strongest_features_take_few_kernels():
+    """A worker starts them for each block of each capture, while the model's thread waits for Python."""
+    one = on_device(encoder(FEATURES, WIDTH, activation=RELU))
+    rows, out = torch.randn(32, WIDTH), torch.zeros(32, 2, 20, dtype=torch.int32)
+    space = torch.empty(32 * FEATURES)
+    with Kernels() as kernels:
+        one.encode(rows, out, space)
+    assert kernels.names == [
+        "addmm.out", "topk.default", "relu_.default", "eq.Scalar", "masked_fill_.Scalar", "copy_.default",
+        "copy_.default",
+    ]  # fmt: skip
+
+
 def test_rows_that_are_not_finite_stay_visible():
     for options in KINDS.values():
         one = encoder(FEATURES, WIDTH, **options)
