@@ -95,9 +95,7 @@ class Openings:
                 if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.UNIMPLEMENTED:
                     return self._fail(openings, error)
                 self._is_older = True
-                _log.info(
-                    "the store is older than this service: it opens captures one by one", store=str(self._link.store)
-                )
+                _log.info("the store is older, and opens captures one by one", store=str(self._link.store))
         release()
         await asyncio.gather(*map(self._send_alone, openings))
         return None
