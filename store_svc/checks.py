@@ -17,6 +17,7 @@ from residuum.wire.limits import (
     MAX_CAPTURE_ROWS_AT_A_POSITION,
     MAX_CAPTURE_TOKENS,
     MAX_CAPTURES_PER_DELETION,
+    MAX_CAPTURES_PER_OPEN,
     MAX_CAPTURES_PER_READ,
     MAX_DESCRIPTION_BYTES,
     MAX_DETAIL_LENGTH,
@@ -239,6 +240,16 @@ def check_deletion(request: store_pb2.DeleteCapturesRequest) -> None:
     if not 1 <= len(request.capture_ids) <= MAX_CAPTURES_PER_DELETION:
         given = len(request.capture_ids)
         raise invalid("capture_ids", f"one call deletes 1 to {MAX_CAPTURES_PER_DELETION} captures, not {given}")
+
+
+def check_batch(field: str, number: int) -> None:
+    """Check the number of captures that one call opens or seals.
+
+    Raises:
+        Failure: INVALID_FIELD if there are none or too many.
+    """
+    if not 1 <= number <= MAX_CAPTURES_PER_OPEN:
+        raise invalid(field, f"one call takes 1 to {MAX_CAPTURES_PER_OPEN} captures, not {number}")
 
 
 def read_where(where: str) -> tuple[Condition, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.rpc.methods import QUEUED
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.labels import Condition
 from residuum.wire.limits import (
@@ -27,19 +26,14 @@ from store_svc.archive.archive import Archive
 from store_svc.calls import Calls
 from store_svc.captures.capture_names import (
     CaptureName,
-    capture_exists,
-    foreign_tenant,
-    name_of,
     resolve_name,
     resolve_names,
     resolve_scope,
     unknown_capture,
-    written_tenant,
 )
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import LabelReader, matches
-from store_svc.captures.lifecycle import Wait
-from store_svc.checks import check_deletion, check_description, check_many, check_service_instance, invalid, read_where
+from store_svc.checks import check_deletion, check_many, check_service_instance, invalid, read_where
 from store_svc.database.db import Database
 from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
@@ -50,6 +44,7 @@ from store_svc.shared_memory.listener import Listener
 from store_svc.shared_memory.memories import ReadUse
 from store_svc.traces import CaptureTraces
 from store_svc.writing.append import AppendStream
+from store_svc.writing.openings import Openings, seal, seal_many, wait_for_feed
 from store_svc.writing.retention import RetentionPolicy
 from store_svc.writing.writer import Writer
 from svc_common.logs import bind_request
@@ -60,9 +55,6 @@ _Request = TypeVar("_Request", bound=Message)
 
 _SCANNED_FOR_A_PAGE = 20_000
 """Captures that one ListCaptures looks at. This bounds its time to a fraction of a second for any filter."""
-
-_ROWS_SECONDS = 3.0
-"""How long OpenCapture waits for rows in flight of a capture that the caller may skip. Its own callers wait 5 s."""
 
 SERVICE = "residuum.v1.StoreService"
 """The service's full name."""
@@ -118,7 +110,7 @@ class StoreServicer:
         """The running calls."""
         self._metrics = metrics
         self._limits_of = limits_of
-        self._traces = traces
+        self._openings = Openings(writer, catalog, calls, traces)
         self._shared_memory = shared_memory
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
@@ -131,6 +123,7 @@ class StoreServicer:
         unary: dict[str, tuple[Callable[[Any, grpc.ServicerContext], Message], type[Message]]] = {
             "OpenCapture": (self.open_capture, store_pb2.OpenCaptureRequest),
             "SealCapture": (self.seal_capture, store_pb2.SealCaptureRequest),
+            "SealCaptures": (self.seal_captures, store_pb2.SealCapturesRequest),
             "RenewLease": (self.renew_lease, store_pb2.RenewLeaseRequest),
             "GetCapture": (self.get_capture, store_pb2.GetCaptureRequest),
             "ListCaptures": (self.list_captures, store_pb2.ListCapturesRequest),
@@ -145,6 +138,7 @@ class StoreServicer:
             for name, (method, kind) in unary.items()
         }
         methods["AppendChunks"] = grpc.stream_stream_rpc_method_handler(self.append_chunks, None, _serialize)
+        methods["OpenCaptures"] = grpc.unary_stream_rpc_method_handler(self.open_captures, None, _serialize)
         methods["Search"] = grpc.unary_stream_rpc_method_handler(self.search, None, _serialize)
         methods["ReadChunks"] = grpc.unary_stream_rpc_method_handler(self.read_chunks, None, None)
         methods["ReadCaptures"] = grpc.unary_stream_rpc_method_handler(self.read_captures, None, None)
@@ -167,32 +161,12 @@ class StoreServicer:
         self, request: store_pb2.OpenCaptureRequest, context: grpc.ServicerContext
     ) -> store_pb2.OpenCaptureResponse:
         """See store.proto."""
-        description = request.description
-        tenant = written_tenant(current_caller(), description.tenant)
-        if tenant is None:
-            raise foreign_tenant(description.tenant)
-        description.tenant = tenant
-        check_description(description)
-        name = name_of(description)
-        if request.check_only:
-            state = self._catalog.state_of(name)
-            if state is not None:
-                raise capture_exists(description.capture_id, state)
-            return store_pb2.OpenCaptureResponse()
-        if request.if_exists == capture_pb2.IF_EXISTS_SKIP:
-            self._wait_for_rows(name, context)
-        opening = self._writer.submit(description.capture_id, lambda batch: batch.open(description, request.if_exists))
-        if self._catalog.state_of(name) is None:  # an open of a known ID is usually refused, so let the caller wait
-            with suppress(grpc.RpcError):  # the caller has gone
-                context.send_initial_metadata(((QUEUED, "1"),))
-        existing = opening.result()
-        if existing is not None:
-            return store_pb2.OpenCaptureResponse(existing=existing)
-        self._traces.opened(name)  # after the open: a refused one must not be recorded
-        response = store_pb2.OpenCaptureResponse()
-        if description.service_instance:
-            response.lease.FromNanoseconds(round(self._catalog.leases.seconds * 1e9))
-        return response
+        return self._openings.open(request, context)
+
+    def open_captures(self, data: bytes, context: grpc.ServicerContext) -> Iterator[store_pb2.OpenCapturesResponse]:
+        """See store.proto."""
+        with self.calls.running():
+            yield from self._openings.open_many(_parse(store_pb2.OpenCapturesRequest, data), context)
 
     def append_chunks(
         self, messages: Iterator[bytes], context: grpc.ServicerContext
@@ -210,13 +184,13 @@ class StoreServicer:
         self, request: store_pb2.SealCaptureRequest, _context: grpc.ServicerContext
     ) -> store_pb2.SealCaptureResponse:
         """See store.proto."""
-        tenant = written_tenant(current_caller(), request.tenant)
-        if tenant is None:
-            raise unknown_capture(request.capture_id)
-        name = CaptureName(tenant, request.capture_id)
-        request.tenant = tenant  # the writer keeps the request and compares a repeated seal with it
-        manifest = self._writer.call(request.capture_id, lambda batch: batch.seal(name, request), reserve=True)
-        return store_pb2.SealCaptureResponse(manifest=manifest)
+        return seal(self._writer, request)
+
+    def seal_captures(
+        self, request: store_pb2.SealCapturesRequest, _context: grpc.ServicerContext
+    ) -> store_pb2.SealCapturesResponse:
+        """See store.proto."""
+        return seal_many(self._writer, request)
 
     def renew_lease(
         self, request: store_pb2.RenewLeaseRequest, _context: grpc.ServicerContext
@@ -473,7 +447,7 @@ class StoreServicer:
         _, feed = self._catalog.require(name)
         if feed is None:
             return
-        self._wait_for_feed(feed, _seconds(request), context)
+        wait_for_feed(self._catalog, feed, _seconds(request), context)
         if feed.deleted:
             raise unknown_capture(request.capture_id)
         if self._catalog.stopping and not feed.capture.ended:
@@ -493,21 +467,6 @@ class StoreServicer:
             return not is_pending or self._catalog.stopping or not context.is_active()
 
         archive.wait(is_over, seconds)
-
-    def _wait_for_rows(self, name: CaptureName, context: grpc.ServicerContext) -> None:
-        """Wait briefly for the rows of a sealed capture, so that it can be skipped if it is complete."""
-        feed = self._catalog.feed_named(name)
-        if feed is not None and feed.capture.wait is Wait.ROWS:
-            with self.calls.reading():
-                self._wait_for_feed(feed, _ROWS_SECONDS, context)
-
-    def _wait_for_feed(self, feed: Feed, seconds: float, context: grpc.ServicerContext) -> None:
-        context.add_callback(feed.wake)
-        with feed.condition:
-            feed.condition.wait_for(
-                lambda: feed.capture.ended or feed.deleted or self._catalog.stopping or not context.is_active(),
-                seconds,
-            )
 
 
 def _parse(kind: type[_Request], data: bytes) -> _Request:

@@ -38,40 +38,6 @@ if TYPE_CHECKING:
     from inference_svc.model_facts import ModelFacts
 
 
-_MAX_KEPT_BYTES = 1024
-_KEPT = 64
-
-
-class KeptCaptures:
-    """Resolves captures for one model, and keeps the results, because callers repeat what they capture.
-
-    It keeps them as bytes: every request gets a message of its own.
-    """
-
-    def __init__(self, facts: ModelFacts) -> None:
-        """Keep nothing yet."""
-        self._facts = facts
-        self._kept: dict[bytes, bytes] = {}
-
-    def resolve(self, spec: capture_pb2.CaptureSpec) -> capture_pb2.CaptureSpec:
-        """Return the same as `resolve_capture`.
-
-        Raises:
-            Failure: The spec is invalid. The reason and the metadata name the field.
-        """
-        data = spec.SerializeToString()
-        known = self._kept.get(data)
-        if known is not None:
-            self._kept[data] = self._kept.pop(data)  # now the newest
-            return capture_pb2.CaptureSpec.FromString(known)
-        resolved = resolve_capture(spec, self._facts)
-        if len(data) <= _MAX_KEPT_BYTES:
-            while len(self._kept) >= _KEPT:
-                del self._kept[next(iter(self._kept))]  # the oldest
-            self._kept[data] = resolved.SerializeToString()
-        return resolved
-
-
 def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture_pb2.CaptureSpec:
     """Check a capture spec against the model, and return it with every default filled in.
 

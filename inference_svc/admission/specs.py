@@ -7,8 +7,9 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.captures import KeptCaptures, resolve_capture
+from inference_svc.admission.captures import resolve_capture
 from inference_svc.admission.fields import invalid
+from inference_svc.admission.kept_parts import KeptParts, SpecParts
 from inference_svc.admission.probes import probe_digests, resolve_probes
 from inference_svc.admission.rules import STEER, check_steering_rules, has_action, resolve_rules, rule_digests
 from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
@@ -117,15 +118,13 @@ class ResolvedSpec:
         return fingerprint.hexdigest()
 
 
-def resolve_spec(
-    spec: inference_pb2.RequestSpec, facts: ModelFacts, captures: KeptCaptures | None = None
-) -> ResolvedSpec:
+def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts, kept: KeptParts | None = None) -> ResolvedSpec:
     """Check a spec against the model.
 
     Args:
         spec: The spec.
         facts: The model's facts.
-        captures: Resolves the capture, and keeps results for later requests. None: nothing is kept.
+        kept: Resolves the parts of specs, and keeps the results for later requests. None: nothing is kept.
 
     Raises:
         Failure: The spec is invalid. The reason and the metadata name the field.
@@ -135,9 +134,20 @@ def resolve_spec(
             "request_id", "A request ID has 1 to 128 characters of a-z A-Z 0-9 . _ - and does not start with . or -."
         )
     adapter = _adapter_named(spec.model, facts)
-    capture = None
-    if spec.HasField("capture"):
-        capture = captures.resolve(spec.capture) if captures else resolve_capture(spec.capture, facts)
+    capture, steering, probes = kept.resolve(spec) if kept else resolve_parts(spec, facts)
+    _check_if_exists(spec)
+    resolved = ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes, probes)
+    check_steering_rules(resolved)
+    return resolved
+
+
+def resolve_parts(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> SpecParts:
+    """Check the capture, the steering and the probes of a spec against the model.
+
+    Raises:
+        Failure: One is invalid. The reason and the metadata name the field.
+    """
+    capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
     asked = spec.steering.operations or spec.steering.updatable
     steering = resolve_steering(spec.steering, facts) if asked else None
     probes = resolve_probes(spec.probes, facts) if spec.probes.probes or spec.probes.rules else None
@@ -145,10 +155,7 @@ def resolve_spec(
         resolve_rules(probes, facts)
     if capture is not None or steering is not None or probes is not None:
         check_demand(demand_of_steering(steering, capture, probes))
-    _check_if_exists(spec)
-    resolved = ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes, probes)
-    check_steering_rules(resolved)
-    return resolved
+    return SpecParts(capture, steering, probes)
 
 
 def _adapter_named(model: str, facts: ModelFacts) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from inference_svc.captures.keeper import NoAnswerError
+from inference_svc.captures.store_link import NoAnswerError
 from inference_svc.engine.finish_reasons import FAILED
 from inference_svc.requests.token_texts import unknown_texts
 from inference_svc.session.kept_scores import KeptScores, leave_out_scores

@@ -9,7 +9,7 @@ of the inference service. The front end does the work of the service's own proce
                           |                                                          |
      vllm_xargs -> HTTP --+> AsyncLLM.generate -> front.py -> extra_args: a plan ----+> Worker: TappedWorker
                           |   (plugin.py)          |
-                          |                        +> delivery.py: OpenCapture, SealCapture, shippers
+                          |                        +> delivery.py: OpenCaptures, SealCaptures, shippers
 
 * The front end is in the API server because only the API server knows how a request ended: to the engine, a stop text
   looks like an abort.

@@ -162,6 +162,20 @@ class Writer:
         self.queue.call(command)
         return command.future
 
+    def submit_many(
+        self, changes: Iterable[tuple[str, Callable[[Batch], _T]]], *, reserve: bool = False
+    ) -> list[Future[_T]]:
+        """Queue changes, each with its capture's ID, as `submit` does. They share a transaction.
+
+        If one fails, the others are made nevertheless.
+
+        Raises:
+            Failure: NOT_SERVING if the store is stopping.
+        """
+        commands = [Command(run, capture_id, reserve) for capture_id, run in changes]
+        self.queue.call(*commands)
+        return [command.future for command in commands]
+
     def submit_deletions(self, names: Iterable[CaptureName]) -> list[Future[int]]:
         """Queue the deletion of captures, and return at once. They share a transaction, but none depends on another.
 

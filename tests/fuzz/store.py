@@ -182,23 +182,30 @@ def _seeds(method: str) -> list[Message]:
         ranges=[selection_pb2.PositionRange(first=0, last=2**31 - 1)], phases=[selection_pb2.PHASE_PROMPT], every=2
     )
     vector = struct.pack("<4f", 1, -1, 0.5, 2)
+    opens = [
+        store_pb2.OpenCaptureRequest(description=item, if_exists=if_exists)
+        for item, if_exists in ((description, 0), (other, 0), (other, capture_pb2.IF_EXISTS_SKIP))
+    ]
+    seals = [
+        seal_request("a", [2, 0]),
+        seal_request("b", [2], capture_pb2.CAPTURE_STATE_ABORTED),
+        seal_request(
+            "b",
+            [1],
+            capture_pb2.CAPTURE_STATE_INCOMPLETE,
+            incomplete_reason=capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED,
+            incomplete_detail="out of memory",
+        ),
+    ]
     return {
-        "OpenCapture": [
-            store_pb2.OpenCaptureRequest(description=item, if_exists=if_exists)
-            for item, if_exists in ((description, 0), (other, 0), (other, capture_pb2.IF_EXISTS_SKIP))
+        "OpenCapture": opens,
+        "OpenCaptures": [
+            store_pb2.OpenCapturesRequest(opens=opens),
+            store_pb2.OpenCapturesRequest(opens=[store_pb2.OpenCaptureRequest(description=other, check_only=True)]),
         ],
         "RenewLease": [store_pb2.RenewLeaseRequest(service_instance="s")],
-        "SealCapture": [
-            seal_request("a", [2, 0]),
-            seal_request("b", [2], capture_pb2.CAPTURE_STATE_ABORTED),
-            seal_request(
-                "b",
-                [1],
-                capture_pb2.CAPTURE_STATE_INCOMPLETE,
-                incomplete_reason=capture_pb2.INCOMPLETE_REASON_REQUEST_FAILED,
-                incomplete_detail="out of memory",
-            ),
-        ],
+        "SealCapture": seals,
+        "SealCaptures": [store_pb2.SealCapturesRequest(seals=items) for items in (seals, seals[:1] * 2)],
         "GetCapture": [
             store_pb2.GetCaptureRequest(capture_id="a"),
             store_pb2.GetCaptureRequest(capture_id="b", wait=Duration(seconds=1)),

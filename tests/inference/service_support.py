@@ -274,6 +274,7 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
     """Records the calls of a store.
 
     `refuse` is a reason to refuse OpenCapture with, `refuse_seal` one for SealCapture. Calls hang until `gate` is set.
+    With `is_older`, it is older than the calls that open or seal many captures.
     """
 
     def __init__(self):
@@ -286,7 +287,10 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
         self.failing_seals = 0
         self.refuse_seal = None
         self.away = False
+        self.is_older = False
         self.checks = 0
+        self.batches = []
+        """The number of captures of each call that opens many."""
 
     async def OpenCapture(self, request, context):
         async with self.changed:
@@ -297,11 +301,35 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
             raise Failure(self.refuse, "scripted")
         return store_pb2.OpenCaptureResponse()
 
+    async def OpenCaptures(self, request, context):
+        if self.is_older:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        self.batches.append(len(request.opens))
+        response = store_pb2.OpenCapturesResponse()
+        for index, item in enumerate(request.opens):
+            result = response.results.add(index=index)
+            try:
+                result.opened.CopyFrom(await self.OpenCapture(item, context))
+            except Failure as failure:
+                result.error.CopyFrom(failure.to_item_error())
+        yield response
+
+    async def SealCaptures(self, request, context):
+        if self.is_older:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        response = store_pb2.SealCapturesResponse()
+        for item in request.seals:
+            result = response.results.add()
+            try:
+                await self.SealCapture(item, context)
+            except Failure as failure:
+                result.error.CopyFrom(failure.to_item_error())
+        return response
+
     async def SealCapture(self, request, context):
         if self.failing_seals:
             self.failing_seals -= 1
-            full = Failure(Reason.ERROR_REASON_STORE_FULL, "scripted").to_status()
-            await context.abort(full.code, full.details, full.trailing_metadata)
+            raise Failure(Reason.ERROR_REASON_STORE_FULL, "scripted")
         if self.refuse_seal:
             raise Failure(self.refuse_seal, "scripted")
         async with self.changed:

@@ -33,6 +33,22 @@ class Caller:
     def seal(self, name="a", tenant=""):
         return self.stub.SealCapture(seal_request(name, tenant=tenant), timeout=20).manifest
 
+    def open_many(self, *names):
+        """Open captures, given as (ID, tenant), with one call. Return the reason of each error, or 0."""
+        opens = []
+        for name, tenant in names:
+            opens.append(store_pb2.OpenCaptureRequest(description=describe(name)))
+            opens[-1].description.tenant = tenant
+        responses = self.stub.OpenCaptures(store_pb2.OpenCapturesRequest(opens=opens), timeout=20)
+        reasons = {result.index: result.error.reason for response in responses for result in response.results}
+        return [reasons[index] for index in range(len(opens))]
+
+    def seal_many(self, *names):
+        """Seal captures, given as (ID, tenant), with one call. Return the reason of the error of each."""
+        seals = [seal_request(name, tenant=tenant) for name, tenant in names]
+        response = self.stub.SealCaptures(store_pb2.SealCapturesRequest(seals=seals), timeout=20)
+        return [result.error.reason for result in response.results]
+
     def write(self, name="a", tenant="", **fields):
         """Write and seal a capture, so that it ends."""
         self.open(name, tenant, **fields)

@@ -94,6 +94,19 @@ def test_the_capture_of_another_tenant_does_not_exist(call, writer, alice, metho
     assert (alice.get().num_bytes > 0) == (state == "complete")
 
 
+def test_captures_of_another_tenant_are_neither_opened_nor_sealed_among_others(call, writer, alice):
+    """Bob's own captures of the same call are. Of alice's capture he hears as of one that never existed."""
+    bob = call("bob", "generate", "read", "write")
+    writer.open("a", tenant="alice")
+    assert bob.open_many(("mine", ""), ("new", "alice"), ("also", "bob")) == [0, DENIED, 0]
+    assert alice.list() == [("alice", "a")]
+    assert sorted(bob.list()) == [("bob", "also"), ("bob", "mine")]
+    assert bob.seal_many(("mine", ""), ("a", "alice"), ("a", ""), ("gone", "alice")) == [0, UNKNOWN, UNKNOWN, UNKNOWN]
+    assert alice.get().state == capture_pb2.CAPTURE_STATE_OPEN
+    assert not alice.get().HasField("seal_time")
+    assert bob.get("mine").HasField("seal_time")
+
+
 @pytest.mark.parametrize("named", [{}, {"tenant": "alice"}, {"tenant": "nobody"}])
 def test_a_list_of_captures_shows_none_of_another_tenant(writer, alice, bob, named):
     """Bob gets the same answer for alice's capture as for one that never existed."""

@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 import residuum
-from inference_svc.captures.keeper import NoAnswerError
+from inference_svc.captures.store_link import NoAnswerError
 from inference_svc.engine.streams import Delta
 from inference_svc.parts import Parts
 from inference_svc.settings import InferenceSettings

@@ -59,7 +59,7 @@ def find(spans: list[Span], service: str, name: str) -> Span | None:
 
 
 GENERATE = "residuum.v1.InferenceService/Generate"
-SEAL, OPEN = "residuum.v1.StoreService/SealCapture", "residuum.v1.StoreService/OpenCapture"
+SEAL, OPEN = "residuum.v1.StoreService/SealCaptures", "residuum.v1.StoreService/OpenCaptures"
 
 
 @pytest.mark.slow

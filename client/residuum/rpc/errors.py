@@ -108,6 +108,13 @@ class Failure(Exception):  # noqa: N818 - on the server it is the outcome of a c
         """The reason as in ErrorInfo, such as "UNKNOWN_LAYER"."""
         return errors_pb2.ErrorReason.Name(self.reason).removeprefix(_PREFIX)
 
+    @classmethod
+    def of_item(cls, error: errors_pb2.ItemError) -> Failure | None:
+        """Return the Failure that `to_item_error` made, or None if its reason is a newer server's."""
+        if error.reason not in CODES:
+            return None
+        return cls(error.reason, error.message, **dict(error.metadata))
+
     def to_item_error(self) -> errors_pb2.ItemError:
         """Return the failure as the outcome of one item of a call."""
         return errors_pb2.ItemError(reason=self.reason, message=self.message)

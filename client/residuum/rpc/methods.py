@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 OPEN_CAPTURE = "/residuum.v1.StoreService/OpenCapture"
+OPEN_CAPTURES = "/residuum.v1.StoreService/OpenCaptures"
 SEAL_CAPTURE = "/residuum.v1.StoreService/SealCapture"
+SEAL_CAPTURES = "/residuum.v1.StoreService/SealCaptures"
 QUEUED = "residuum-queued"
 """The key in OpenCapture's initial metadata that says that chunks may be sent; see store.proto."""
 

@@ -292,6 +292,96 @@ class OpenCaptureResponse(_message.Message):
 Global___OpenCaptureResponse: _TypeAlias = OpenCaptureResponse  # noqa: Y015
 
 @_typing.final
+class OpenCapturesRequest(_message.Message):
+    """Opens many captures. The message has at most 4 MiB, as every message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenCaptureRequest]:
+        """The captures, 1 to 256."""
+
+    def __init__(
+        self,
+        *,
+        opens: _abc.Iterable[Global___OpenCaptureRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["opens", b"opens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenCapturesRequest: _TypeAlias = OpenCapturesRequest  # noqa: Y015
+
+@_typing.final
+class OpenCapturesResponse(_message.Message):
+    """The progress of opening many captures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def queued(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes in `opens`: rows of these captures may be sent now. Only in the first message."""
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenCapturesResult]:
+        """Results, in any order."""
+
+    def __init__(
+        self,
+        *,
+        queued: _abc.Iterable[_builtins.int] | None = ...,
+        results: _abc.Iterable[Global___OpenCapturesResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued", b"queued", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenCapturesResponse: _TypeAlias = OpenCapturesResponse  # noqa: Y015
+
+@_typing.final
+class OpenCapturesResult(_message.Message):
+    """The result for one capture."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its index in `opens`."""
+    @_builtins.property
+    def opened(self) -> Global___OpenCaptureResponse:
+        """The capture is open, or exists already."""
+
+    @_builtins.property
+    def error(self) -> _errors_pb2.ItemError:
+        """Why the capture was not opened."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        opened: Global___OpenCaptureResponse | None = ...,
+        error: _errors_pb2.ItemError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "index", b"index", "opened", b"opened", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["opened", "error"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___OpenCapturesResult: _TypeAlias = OpenCapturesResult  # noqa: Y015
+
+@_typing.final
 class AppendChunksRequest(_message.Message):
     """One chunk, or a report of lost rows."""
 
@@ -565,6 +655,78 @@ class SealCaptureResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SealCaptureResponse: _TypeAlias = SealCaptureResponse  # noqa: Y015
+
+@_typing.final
+class SealCapturesRequest(_message.Message):
+    """Seals many captures. The message has at most 4 MiB, as every message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def seals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealCaptureRequest]:
+        """The seals, 1 to 256."""
+
+    def __init__(
+        self,
+        *,
+        seals: _abc.Iterable[Global___SealCaptureRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seals", b"seals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealCapturesRequest: _TypeAlias = SealCapturesRequest  # noqa: Y015
+
+@_typing.final
+class SealCapturesResponse(_message.Message):
+    """The captures are sealed, but for those with errors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealCapturesResult]:
+        """One result for each seal, in order."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___SealCapturesResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealCapturesResponse: _TypeAlias = SealCapturesResponse  # noqa: Y015
+
+@_typing.final
+class SealCapturesResult(_message.Message):
+    """The result for one capture."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def error(self) -> _errors_pb2.ItemError:
+        """Why the capture was not sealed. Unset: it was."""
+
+    def __init__(
+        self,
+        *,
+        error: _errors_pb2.ItemError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealCapturesResult: _TypeAlias = SealCapturesResult  # noqa: Y015
 
 @_typing.final
 class RenewLeaseRequest(_message.Message):

@@ -58,6 +58,11 @@ class StoreServiceStub:
                 request_serializer=residuum_dot_v1_dot_store__pb2.OpenCaptureRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_store__pb2.OpenCaptureResponse.FromString,
                 _registered_method=True)
+        self.OpenCaptures = channel.unary_stream(
+                '/residuum.v1.StoreService/OpenCaptures',
+                request_serializer=residuum_dot_v1_dot_store__pb2.OpenCapturesRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.OpenCapturesResponse.FromString,
+                _registered_method=True)
         self.AppendChunks = channel.stream_stream(
                 '/residuum.v1.StoreService/AppendChunks',
                 request_serializer=residuum_dot_v1_dot_store__pb2.AppendChunksRequest.SerializeToString,
@@ -67,6 +72,11 @@ class StoreServiceStub:
                 '/residuum.v1.StoreService/SealCapture',
                 request_serializer=residuum_dot_v1_dot_store__pb2.SealCaptureRequest.SerializeToString,
                 response_deserializer=residuum_dot_v1_dot_store__pb2.SealCaptureResponse.FromString,
+                _registered_method=True)
+        self.SealCaptures = channel.unary_unary(
+                '/residuum.v1.StoreService/SealCaptures',
+                request_serializer=residuum_dot_v1_dot_store__pb2.SealCapturesRequest.SerializeToString,
+                response_deserializer=residuum_dot_v1_dot_store__pb2.SealCapturesResponse.FromString,
                 _registered_method=True)
         self.RenewLease = channel.unary_unary(
                 '/residuum.v1.StoreService/RenewLease',
@@ -172,6 +182,26 @@ class StoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenCaptures(self, request, context):
+        """Creates many captures, each as OpenCapture does. They share a transaction and the cost of a call.
+
+        caller: {opens: [A, B, C]}
+        store:  {queued: [0, 2], results: [1: error]}      before the captures are committed
+        store:  {results: [0: opened, 2: error]}
+        store:  OK
+
+        `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
+        message are written after these captures. Every capture has one result. Those that wait for rows of an existing
+        capture (IF_EXISTS_SKIP) have theirs after all others. The errors of a capture are in its result, are those of
+        OpenCapture, and do not affect the other captures.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AppendChunks(self, request_iterator, context):
         """Appends chunks of any captures and acknowledges them.
 
@@ -220,6 +250,20 @@ class StoreServiceServicer:
         * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or was replaced.
         * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
         * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SealCaptures(self, request, context):
+        """Seals many captures, each as SealCapture does. They share a transaction and the cost of a call.
+
+        If a capture cannot be sealed, its error is in its result, and the others are sealed nevertheless. The errors of a
+        capture are those of SealCapture.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `seals` is empty or too long; nothing is sealed.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -415,6 +459,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     request_deserializer=residuum_dot_v1_dot_store__pb2.OpenCaptureRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_store__pb2.OpenCaptureResponse.SerializeToString,
             ),
+            'OpenCaptures': grpc.unary_stream_rpc_method_handler(
+                    servicer.OpenCaptures,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.OpenCapturesRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.OpenCapturesResponse.SerializeToString,
+            ),
             'AppendChunks': grpc.stream_stream_rpc_method_handler(
                     servicer.AppendChunks,
                     request_deserializer=residuum_dot_v1_dot_store__pb2.AppendChunksRequest.FromString,
@@ -424,6 +473,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     servicer.SealCapture,
                     request_deserializer=residuum_dot_v1_dot_store__pb2.SealCaptureRequest.FromString,
                     response_serializer=residuum_dot_v1_dot_store__pb2.SealCaptureResponse.SerializeToString,
+            ),
+            'SealCaptures': grpc.unary_unary_rpc_method_handler(
+                    servicer.SealCaptures,
+                    request_deserializer=residuum_dot_v1_dot_store__pb2.SealCapturesRequest.FromString,
+                    response_serializer=residuum_dot_v1_dot_store__pb2.SealCapturesResponse.SerializeToString,
             ),
             'RenewLease': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLease,
@@ -538,6 +592,33 @@ class StoreService:
             _registered_method=True)
 
     @staticmethod
+    def OpenCaptures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/residuum.v1.StoreService/OpenCaptures',
+            residuum_dot_v1_dot_store__pb2.OpenCapturesRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.OpenCapturesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def AppendChunks(request_iterator,
             target,
             options=(),
@@ -581,6 +662,33 @@ class StoreService:
             '/residuum.v1.StoreService/SealCapture',
             residuum_dot_v1_dot_store__pb2.SealCaptureRequest.SerializeToString,
             residuum_dot_v1_dot_store__pb2.SealCaptureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SealCaptures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/residuum.v1.StoreService/SealCaptures',
+            residuum_dot_v1_dot_store__pb2.SealCapturesRequest.SerializeToString,
+            residuum_dot_v1_dot_store__pb2.SealCapturesResponse.FromString,
             options,
             channel_credentials,
             insecure,

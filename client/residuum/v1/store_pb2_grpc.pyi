@@ -73,6 +73,22 @@ class StoreServiceStub:
     * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has reached its limit of open captures or of bytes.
     * PERMISSION_DENIED: the token may not write for this tenant.
     """
+    OpenCaptures: _grpc.UnaryStreamMultiCallable[_store_pb2.OpenCapturesRequest, _store_pb2.OpenCapturesResponse]
+    """Creates many captures, each as OpenCapture does. They share a transaction and the cost of a call.
+
+        caller: {opens: [A, B, C]}
+        store:  {queued: [0, 2], results: [1: error]}      before the captures are committed
+        store:  {results: [0: opened, 2: error]}
+        store:  OK
+
+    `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
+    message are written after these captures. Every capture has one result. Those that wait for rows of an existing
+    capture (IF_EXISTS_SKIP) have theirs after all others. The errors of a capture are in its result, are those of
+    OpenCapture, and do not affect the other captures.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
+    """
     AppendChunks: _grpc.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]
     """Appends chunks of any captures and acknowledges them.
 
@@ -117,6 +133,16 @@ class StoreServiceStub:
     * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or was replaced.
     * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
     * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
+    """
+    SealCaptures: _grpc.UnaryUnaryMultiCallable[_store_pb2.SealCapturesRequest, _store_pb2.SealCapturesResponse]
+    """Seals many captures, each as SealCapture does. They share a transaction and the cost of a call.
+
+    If a capture cannot be sealed, its error is in its result, and the others are sealed nevertheless. The errors of a
+    capture are those of SealCapture.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `seals` is empty or too long; nothing is sealed.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_store_pb2.RenewLeaseRequest, _store_pb2.RenewLeaseResponse]
     """Renews the lease of an inference service: says that it still lives.
@@ -302,6 +328,22 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * RESOURCE_EXHAUSTED, QUOTA_EXCEEDED: the tenant has reached its limit of open captures or of bytes.
     * PERMISSION_DENIED: the token may not write for this tenant.
     """
+    OpenCaptures: _aio.UnaryStreamMultiCallable[_store_pb2.OpenCapturesRequest, _store_pb2.OpenCapturesResponse]  # type: ignore[assignment]
+    """Creates many captures, each as OpenCapture does. They share a transaction and the cost of a call.
+
+        caller: {opens: [A, B, C]}
+        store:  {queued: [0, 2], results: [1: error]}      before the captures are committed
+        store:  {results: [0: opened, 2: error]}
+        store:  OK
+
+    `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
+    message are written after these captures. Every capture has one result. Those that wait for rows of an existing
+    capture (IF_EXISTS_SKIP) have theirs after all others. The errors of a capture are in its result, are those of
+    OpenCapture, and do not affect the other captures.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
+    """
     AppendChunks: _aio.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]  # type: ignore[assignment]
     """Appends chunks of any captures and acknowledges them.
 
@@ -346,6 +388,16 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or was replaced.
     * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
     * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
+    """
+    SealCaptures: _aio.UnaryUnaryMultiCallable[_store_pb2.SealCapturesRequest, _store_pb2.SealCapturesResponse]  # type: ignore[assignment]
+    """Seals many captures, each as SealCapture does. They share a transaction and the cost of a call.
+
+    If a capture cannot be sealed, its error is in its result, and the others are sealed nevertheless. The errors of a
+    capture are those of SealCapture.
+
+    Errors:
+    * INVALID_ARGUMENT, INVALID_FIELD: `seals` is empty or too long; nothing is sealed.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_store_pb2.RenewLeaseRequest, _store_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Renews the lease of an inference service: says that it still lives.
@@ -536,6 +588,28 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def OpenCaptures(
+        self,
+        request: _store_pb2.OpenCapturesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_store_pb2.OpenCapturesResponse], _abc.AsyncIterator[_store_pb2.OpenCapturesResponse]]:
+        """Creates many captures, each as OpenCapture does. They share a transaction and the cost of a call.
+
+            caller: {opens: [A, B, C]}
+            store:  {queued: [0, 2], results: [1: error]}      before the captures are committed
+            store:  {results: [0: opened, 2: error]}
+            store:  OK
+
+        `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
+        message are written after these captures. Every capture has one result. Those that wait for rows of an existing
+        capture (IF_EXISTS_SKIP) have theirs after all others. The errors of a capture are in its result, are those of
+        OpenCapture, and do not affect the other captures.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
+        """
+
+    @_abc_1.abstractmethod
     def AppendChunks(
         self,
         request_iterator: _MaybeAsyncIterator[_store_pb2.AppendChunksRequest],
@@ -590,6 +664,22 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         * NOT_FOUND, UNKNOWN_CAPTURE: the capture does not exist, or was replaced.
         * FAILED_PRECONDITION, CAPTURE_ENDED: the capture was sealed differently, or ended without a seal.
         * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
+        """
+
+    @_abc_1.abstractmethod
+    def SealCaptures(
+        self,
+        request: _store_pb2.SealCapturesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.SealCapturesResponse, _abc.Awaitable[_store_pb2.SealCapturesResponse]]:
+        """Seals many captures, each as SealCapture does. They share a transaction and the cost of a call.
+
+        If a capture cannot be sealed, its error is in its result, and the others are sealed nevertheless. The errors of a
+        capture are those of SealCapture.
+
+        Errors:
+        * INVALID_ARGUMENT, INVALID_FIELD: `seals` is empty or too long; nothing is sealed.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping.
         """
 
     @_abc_1.abstractmethod

@@ -178,6 +178,9 @@ MAX_CAPTURES_PER_READ = 4096
 MAX_CAPTURES_PER_DELETION = 1024
 """Captures in one DeleteCaptures. The store deletes them in one transaction, for which writers wait."""
 
+MAX_CAPTURES_PER_OPEN = 256
+"""Captures in one OpenCaptures or SealCaptures. They share a transaction, as in DeleteCaptures."""
+
 MAX_SEARCH_HITS = 10_000
 """Hits of one search."""
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.admission.captures import KeptCaptures, resolve_capture
+from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
-from inference_svc.admission.specs import resolve_spec
+from inference_svc.admission.specs import resolve_parts, resolve_spec
 from inference_svc.admission.steering import directions_of
 from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
-from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2, tensor_pb2
+from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, selection_pb2, steering_pb2, tensor_pb2
 from residuum.wire.encodings import ENCODINGS
 from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
 from tests.inference.taps_support import GENERATED, PROMPT, select
@@ -483,32 +483,66 @@ def test_a_capture_whose_manifest_would_not_fit_is_refused():
     check_capture_size(capture_pb2.CaptureSpec(sites=range(1, 5)), 1000, long)
 
 
-@pytest.mark.parametrize(
-    "spec", [capturing(), capturing(layer_list(1, 3)), capturing(labels=[label("a", "b")], flush_interval=3)]
+SCORED = SimpleNamespace(**vars(FACTS), probe_sites=(capture_pb2.SITE_RESID_POST,))
+
+
+def keeping():
+    """Parts that are kept for one model."""
+    return KeptParts(lambda spec: resolve_parts(spec, SCORED))
+
+
+def asking(**parts):
+    return inference_pb2.RequestSpec(capture=capturing().capture, **parts)
+
+
+PROBES = probe_pb2.ProbeSpec(
+    probes=[probe_pb2.Probe(name="p", layer=1, outputs=[probe_pb2.ProbeOutput(digest=bytes(32), bias=0.5)])],
+    rules=[rule_pb2.Rule(name="r", probe="p", above=0.5)],
 )
-def test_a_capture_that_is_resolved_again_is_the_same_and_a_message_of_its_own(spec):
-    kept, wanted = KeptCaptures(FACTS), resolve_capture(spec.capture, FACTS)
-    first = kept.resolve(spec.capture)
-    first.layers.list.layers.append(9)
-    second = resolve_spec(spec, FACTS, kept).capture
-    assert second == wanted
-    second.ClearField("layers")
-    assert kept.resolve(spec.capture) == wanted
 
 
-def test_an_invalid_capture_is_refused_each_time():
-    kept = KeptCaptures(FACTS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        inference_pb2.RequestSpec(),
+        capturing(),
+        capturing(layer_list(1, 3)),
+        capturing(labels=[label("a", "b")], flush_interval=3),
+        asking(steering=steering_pb2.SteeringSpec(updatable=True)),
+        asking(steering=steering_pb2.SteeringSpec(operations=[add()]), probes=PROBES),
+    ],
+)
+def test_a_spec_that_is_resolved_again_is_the_same_and_has_messages_of_its_own(spec):
+    kept, wanted = keeping(), resolve_spec(spec, SCORED)
+    for _ in range(3):
+        found = resolve_spec(spec, SCORED, kept)
+        assert found == wanted
+        for part in (found.capture, found.steering, found.probes):
+            if part is not None:
+                part.Clear()
+
+
+def test_an_empty_capture_is_not_taken_for_none():
+    kept = keeping()
+    assert resolve_spec(inference_pb2.RequestSpec(), SCORED, kept).capture is None
+    with pytest.raises(Failure, match="name at least one layer"):
+        resolve_spec(inference_pb2.RequestSpec(capture=capture_pb2.CaptureSpec()), SCORED, kept)
+
+
+def test_an_invalid_spec_is_refused_each_time():
+    kept = keeping()
     for _ in range(2):
         with pytest.raises(Failure, match="layer"):
-            kept.resolve(capturing(layer_list(4)).capture)
+            resolve_spec(capturing(layer_list(4)), SCORED, kept)
 
 
-def test_only_some_small_captures_are_kept():
-    kept = KeptCaptures(FACTS)
+def test_only_some_small_specs_are_kept():
+    kept = keeping()
     for number in range(1, 200):
-        capture = capturing(labels=[label("number", str(number))]).capture
-        assert kept.resolve(capture) == resolve_capture(capture, FACTS)
-    assert len(kept._kept) <= 64
-    large = capturing(labels=[label(f"l{number}", "x" * 200) for number in range(6)]).capture
-    assert kept.resolve(large) == resolve_capture(large, FACTS)
-    assert large.SerializeToString() not in kept._kept
+        spec = capturing(labels=[label("number", str(number))])
+        assert kept.resolve(spec) == resolve_parts(spec, SCORED)
+    assert len(kept._kept) == 64
+    large = asking(steering=steering_pb2.SteeringSpec(operations=[add()] * 250))
+    before = set(kept._kept)
+    assert kept.resolve(large) == resolve_parts(large, SCORED)
+    assert set(kept._kept) == before

@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from inference_svc.captures import keeper as capture_keeper
+from inference_svc.captures import store_link
 from inference_svc.captures.stores import Stores
 from inference_svc.requests.registry import RequestRegistry
 from residuum.rpc.channels import open_aio_channel
@@ -153,7 +154,7 @@ async def test_a_store_that_failed_is_tried_again_after_a_while(monkeypatch):
     with pytest.raises(Failure):
         await keeper.check_reachable()
     assert (keeper.is_avoided, keeper.answered) == (True, False)
-    monkeypatch.setattr(capture_keeper, "_AVOIDED_SECONDS", 0.0)  # as if the time had passed
+    monkeypatch.setattr(store_link, "_AVOIDED_SECONDS", 0.0)  # as if the time had passed
     assert not keeper.is_avoided
     await keeper.close(0)
 

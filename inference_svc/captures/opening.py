@@ -1,0 +1,179 @@
+"""Opens captures in one store, many with one call."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from inference_svc.captures.batches import Batches
+from inference_svc.captures.store_link import CallError, NoAnswerError
+from residuum.rpc.methods import OPEN_CAPTURE, OPEN_CAPTURES, QUEUED
+from residuum.v1 import store_pb2
+from svc_common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inference_svc.captures.store_link import StoreLink
+
+_log = get_logger(__name__)
+
+OPEN_SECONDS = 5.0
+"""The timeout of an open, and of other short calls."""
+
+
+def _new_answer() -> asyncio.Future[store_pb2.OpenCaptureResponse]:
+    answer: asyncio.Future[store_pb2.OpenCaptureResponse] = asyncio.get_running_loop().create_future()
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it
+    return answer
+
+
+@dataclass(eq=False)
+class Opening:
+    """One capture that is being opened."""
+
+    request: store_pb2.OpenCaptureRequest
+    on_queued: Callable[[], object]
+    answer: asyncio.Future[store_pb2.OpenCaptureResponse] = field(default_factory=_new_answer)
+    """The answer or the Failure. Cancelled: the request was never sent."""
+    is_queued: bool = False
+    """Whether rows may be sent."""
+    is_abandoned: bool = False
+    """Whether nobody waits for the answer any more."""
+
+    def note_queued(self) -> None:
+        """Note that rows may be sent."""
+        self.is_queued = True
+        if not self.is_abandoned:
+            self.on_queued()
+
+
+class Openings:
+    """Opens captures. Failures and cancellations of one do not affect the others."""
+
+    def __init__(self, link: StoreLink) -> None:
+        """Open captures through this connection."""
+        self._link = link
+        self._batches = Batches(self._send)
+        self._is_older = False
+        """Whether the store is older than OpenCaptures."""
+
+    async def open(self, opening: Opening) -> store_pb2.OpenCaptureResponse:
+        """Open a capture and wait for the answer.
+
+        Raises:
+            Failure: The store does not answer, or refuses.
+        """
+        self._batches.add(opening)
+        try:
+            # Shielded: the call may carry other captures, too.
+            return await asyncio.wait_for(asyncio.shield(opening.answer), OPEN_SECONDS)
+        except asyncio.TimeoutError:  # it waits for a call that the store does not answer
+            self._link.note(answered=False)
+            raise self._link.unreachable("Deadline Exceeded", NoAnswerError) from None
+        finally:
+            opening.is_abandoned = True
+
+    async def _send(self, openings: list[Opening], release: Callable[[], None]) -> None:
+        """Send openings, and set their answers."""
+        try:
+            await self._send_together(_wanted(openings), release)
+        except Exception as error:  # noqa: BLE001 - whatever failed, callers must not wait for nothing
+            for opening in _unanswered(openings):
+                opening.answer.set_exception(error)
+
+    async def _send_together(self, openings: Sequence[Opening], release: Callable[[], None]) -> None:
+        if openings and not self._is_older:
+            try:
+                return await self._link.call(partial(self._call_many, openings, release))
+            except CallError as error:
+                if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.UNIMPLEMENTED:
+                    return self._fail(openings, error)
+                self._is_older = True
+                _log.info("the store is older, and opens captures one by one", store=str(self._link.store))
+        release()
+        await asyncio.gather(*map(self._send_alone, openings))
+        return None
+
+    async def _call_many(
+        self, openings: Sequence[Opening], release: Callable[[], None], channel: grpc.aio.Channel
+    ) -> None:
+        sent = _unanswered(openings)
+        request = store_pb2.OpenCapturesRequest(opens=[opening.request for opening in sent])
+        call = channel.unary_stream(
+            OPEN_CAPTURES, store_pb2.OpenCapturesRequest.SerializeToString, store_pb2.OpenCapturesResponse.FromString
+        )(request, timeout=OPEN_SECONDS)
+        try:
+            async for response in call:
+                release()
+                for index in response.queued:
+                    sent[index].note_queued()
+                for result in response.results:
+                    self._take(sent[result.index], result)
+        except grpc.aio.AioRpcError as error:
+            self._end_queued(sent, error)
+            if _unanswered(sent):
+                raise
+
+    def _take(self, opening: Opening, result: store_pb2.OpenCapturesResult) -> None:
+        if result.HasField("error"):
+            opening.answer.set_exception(self._link.item_failure(result.error))
+        else:
+            self._link.note(answered=True)
+            opening.answer.set_result(result.opened)
+
+    def _end_queued(self, openings: Sequence[Opening], error: grpc.aio.AioRpcError) -> None:
+        """End queued openings of a call that broke. They are not sent again: rows may reach the store before that."""
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            for opening in _unanswered(openings):
+                if opening.is_queued:
+                    self._link.note(answered=False)
+                    opening.answer.set_exception(self._link.unreachable(error.details(), NoAnswerError))
+
+    def _fail(self, openings: Sequence[Opening], error: Exception) -> None:
+        for opening in _unanswered(openings):
+            opening.answer.set_exception(self._link.noted_failure(error))
+
+    async def _send_alone(self, opening: Opening) -> None:
+        """Open a capture in a store that is older than OpenCaptures."""
+        try:
+            answer = await self._link.call(partial(self._call_one, opening))
+        except CallError as error:
+            self._fail([opening], error)
+        else:
+            if answer is not None:
+                self._link.note(answered=True)
+                opening.answer.set_result(answer)
+
+    async def _call_one(self, opening: Opening, channel: grpc.aio.Channel) -> store_pb2.OpenCaptureResponse | None:
+        """Call OpenCapture. gRPC's class for calls with one answer has the initial metadata only with the answer."""
+        call = channel.unary_stream(
+            OPEN_CAPTURE, store_pb2.OpenCaptureRequest.SerializeToString, store_pb2.OpenCaptureResponse.FromString
+        )(opening.request, timeout=OPEN_SECONDS)
+        if QUEUED in dict(await call.initial_metadata()):
+            opening.note_queued()
+        try:
+            (answer,) = [answer async for answer in call]
+        except grpc.aio.AioRpcError as error:
+            self._end_queued([opening], error)
+            if not opening.answer.done():
+                raise
+            return None
+        return answer
+
+
+def _wanted(openings: Sequence[Opening]) -> list[Opening]:
+    """Return the openings that somebody waits for. The others are never sent."""
+    for opening in openings:
+        if opening.is_abandoned:
+            opening.answer.cancel()
+    return _unanswered(openings)
+
+
+def _unanswered(openings: Sequence[Opening]) -> list[Opening]:
+    return [opening for opening in openings if not opening.answer.done()]

@@ -1,0 +1,154 @@
+"""Seals captures in one store, many with one call, in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from inference_svc.captures.batches import Batches
+from inference_svc.captures.store_link import CallError, did_not_answer
+from residuum.rpc.errors import Failure, failure_from_rpc_error
+from residuum.rpc.methods import SEAL_CAPTURE, SEAL_CAPTURES
+from residuum.v1 import store_pb2
+from svc_common.backoff import Backoff
+from svc_common.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inference_svc.captures.store_link import StoreLink
+
+_log = get_logger(__name__)
+
+_SEAL_SECONDS = 10.0
+_FIRST_DELAY_SECONDS = 0.1
+_LONGEST_DELAY_SECONDS = 5.0
+
+_FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+"""Failures of a seal that no retry can mend: the capture was deleted or has ended, or the seal is malformed."""
+
+
+@dataclass(eq=False)
+class _Sealing:
+    """One attempt to seal a capture."""
+
+    request: store_pb2.SealCaptureRequest
+    answer: asyncio.Future[Failure | Exception | None]
+    """None: the capture is sealed. Otherwise the Failure of the capture, or the error of the call."""
+
+    def end(self, error: Exception | None) -> None:
+        """Set the answer, unless the service has stopped to wait for it."""
+        if not self.answer.done():
+            self.answer.set_result(error)
+
+
+class Sealings:
+    """Seals captures. A failure of one does not affect the others."""
+
+    def __init__(self, link: StoreLink) -> None:
+        """Seal captures through this connection."""
+        self._link = link
+        self._batches = Batches(self._send)
+        self._is_older = False
+        """Whether the store is older than SealCaptures."""
+
+    async def seal(self, request: store_pb2.SealCaptureRequest) -> None:
+        """Seal a capture, and retry until the store answers."""
+        backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
+        has_failed = False
+        while (error := await self._try(request)) is not None:
+            cause = _cause(error)
+            if _is_final(error):
+                self._log_seal("capture not sealed", request, cause)
+                return
+            self._link.note(answered=_has_answered(error))
+            if not has_failed:
+                self._log_seal("capture not sealed yet; the service retries", request, cause)
+            has_failed = True
+            await asyncio.sleep(backoff.next_delay())
+
+    async def _try(self, request: store_pb2.SealCaptureRequest) -> Exception | None:
+        sealing = _Sealing(request, asyncio.get_running_loop().create_future())
+        self._batches.add(sealing)
+        return await sealing.answer
+
+    async def _send(self, sealings: list[_Sealing], release: Callable[[], None]) -> None:
+        """Send seals, and set their answers."""
+        try:
+            await self._send_together(sealings, release)
+        except Exception as error:  # noqa: BLE001 - of any class: the seals are retried
+            for sealing in sealings:
+                sealing.end(error)
+
+    async def _send_together(self, sealings: Sequence[_Sealing], release: Callable[[], None]) -> None:
+        if not self._is_older:
+            request = store_pb2.SealCapturesRequest(seals=[sealing.request for sealing in sealings])
+            try:
+                response = await self._link.call(partial(_seal_many, request))
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                self._is_older = True
+            else:
+                for sealing, result in zip(sealings, response.results, strict=True):
+                    sealing.end(Failure.of_item(result.error) if result.HasField("error") else None)
+                return
+        release()
+        await asyncio.gather(*map(self._send_alone, sealings))
+
+    async def _send_alone(self, sealing: _Sealing) -> None:
+        """Seal a capture in a store that is older than SealCaptures."""
+        try:
+            await self._link.call(partial(_seal_one, sealing.request))
+        except CallError as error:
+            sealing.end(error)
+        else:
+            sealing.end(None)
+
+    def _log_seal(self, event: str, request: store_pb2.SealCaptureRequest, cause: str) -> None:
+        _log.warning(event, store=str(self._link.store), request_id=request.capture_id, cause=cause)
+
+
+async def _seal_many(
+    request: store_pb2.SealCapturesRequest, channel: grpc.aio.Channel
+) -> store_pb2.SealCapturesResponse:
+    # One method, because every request with a capture calls it, and a stub makes all methods of the store.
+    call = channel.unary_unary(
+        SEAL_CAPTURES, store_pb2.SealCapturesRequest.SerializeToString, store_pb2.SealCapturesResponse.FromString
+    )
+    return await call(request, timeout=_SEAL_SECONDS)
+
+
+async def _seal_one(request: store_pb2.SealCaptureRequest, channel: grpc.aio.Channel) -> None:
+    call = channel.unary_unary(
+        SEAL_CAPTURE, store_pb2.SealCaptureRequest.SerializeToString, store_pb2.SealCaptureResponse.FromString
+    )
+    await call(request, timeout=_SEAL_SECONDS)
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or error.code().name
+    return str(error)
+
+
+def _has_answered(error: Exception) -> bool:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return not did_not_answer(error)
+    return isinstance(error, Failure)  # otherwise the file of the token cannot be read, maybe during its replacement
+
+
+def _is_final(error: Exception) -> bool:
+    if isinstance(error, Failure):
+        return error.code in _FINAL
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return False
+    if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        # A store without room answers with a reason. Without one, gRPC refused the message: the seal is too large.
+        return failure_from_rpc_error(error) is None
+    return error.code() in _FINAL

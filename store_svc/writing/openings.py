@@ -1,0 +1,237 @@
+"""Opens and seals captures: the calls OpenCapture, OpenCaptures, SealCapture and SealCaptures."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+
+from residuum.rpc.errors import Failure
+from residuum.rpc.methods import QUEUED
+from residuum.v1 import capture_pb2, store_pb2
+from store_svc.captures.capture_names import (
+    CaptureName,
+    capture_exists,
+    foreign_tenant,
+    name_of,
+    unknown_capture,
+    written_tenant,
+)
+from store_svc.captures.lifecycle import Wait
+from store_svc.checks import check_batch, check_description
+from store_svc.writing.changes import Batch
+from svc_common.security.access import current_caller
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from store_svc.calls import Calls
+    from store_svc.captures.catalog import Catalog, Feed
+    from store_svc.traces import CaptureTraces
+    from store_svc.writing.writer import Writer
+    from svc_common.security.tokens_file import Caller
+
+_ROWS_SECONDS = 3.0
+"""How long an open waits for rows in flight of a capture that the caller may skip. Its own callers wait 5 s."""
+
+
+class _Opening(NamedTuple):
+    """A capture to open, whose description has been checked."""
+
+    at: int
+    """Its index in the call."""
+    name: CaptureName
+    description: capture_pb2.CaptureDescription
+    if_exists: capture_pb2.IfExists.ValueType
+
+    def apply(self, batch: Batch) -> capture_pb2.CaptureManifest | None:
+        """Open the capture; see `Batch.open`."""
+        return batch.open(self.description, self.if_exists)
+
+
+class Openings:
+    """Answers the calls that open captures."""
+
+    def __init__(self, writer: Writer, catalog: Catalog, calls: Calls, traces: CaptureTraces) -> None:
+        """Answer calls with these parts of a store."""
+        self._writer = writer
+        self._catalog = catalog
+        self._calls = calls
+        self._traces = traces
+
+    def open(
+        self, request: store_pb2.OpenCaptureRequest, context: grpc.ServicerContext
+    ) -> store_pb2.OpenCaptureResponse:
+        """Answer OpenCapture; see store.proto."""
+        opening = self._checked(current_caller(), request)
+        if opening is None:
+            return store_pb2.OpenCaptureResponse()
+        self._wait_for_rows(filter(self._waits, [opening]), context)
+        is_new = self._is_new(opening)
+        (future,) = self._submit([opening])
+        if is_new:
+            with suppress(grpc.RpcError):  # the caller has gone
+                context.send_initial_metadata(((QUEUED, "1"),))
+        return self._opened(opening, future)
+
+    def open_many(
+        self, request: store_pb2.OpenCapturesRequest, context: grpc.ServicerContext
+    ) -> Iterator[store_pb2.OpenCapturesResponse]:
+        """Answer OpenCaptures; see store.proto."""
+        check_batch("opens", len(request.opens))
+        caller = current_caller()
+        first = store_pb2.OpenCapturesResponse()
+        openings = []
+        for index, item in enumerate(request.opens):
+            with _recording(first, index):
+                opening = self._checked(caller, item, index)
+                if opening is not None:
+                    openings.append(opening)
+                else:
+                    first.results.add(index=index).opened.SetInParent()
+        waiting = [opening for opening in openings if self._waits(opening)]
+        ready = [opening for opening in openings if opening not in waiting] if waiting else openings
+        first.queued.extend(opening.at for opening in ready if self._is_new(opening))
+        futures = self._submit(ready)
+        yield first
+        yield from self._results(ready, futures)
+        if waiting:
+            self._wait_for_rows(waiting, context)
+            yield from self._results(waiting, self._submit(waiting))
+
+    def _checked(self, caller: Caller, request: store_pb2.OpenCaptureRequest, index: int = 0) -> _Opening | None:
+        """Check a request. Return None if it is only a check.
+
+        Raises:
+            Failure: The description is malformed, or of another tenant; or the capture exists, for a check.
+        """
+        description = request.description
+        tenant = written_tenant(caller, description.tenant)
+        if tenant is None:
+            raise foreign_tenant(description.tenant)
+        description.tenant = tenant
+        check_description(description)
+        name = name_of(description)
+        if not request.check_only:
+            return _Opening(index, name, description, request.if_exists)
+        state = self._catalog.state_of(name)
+        if state is not None:
+            raise capture_exists(description.capture_id, state)
+        return None
+
+    def _is_new(self, opening: _Opening) -> bool:
+        """Tell whether rows may be sent before the commit. An open of a known ID is usually refused, so it waits."""
+        return self._catalog.state_of(opening.name) is None
+
+    def _submit(self, openings: Sequence[_Opening]) -> list[Future[capture_pb2.CaptureManifest | None]]:
+        return self._writer.submit_many([(opening.name.capture_id, opening.apply) for opening in openings])
+
+    def _opened(
+        self, opening: _Opening, future: Future[capture_pb2.CaptureManifest | None]
+    ) -> store_pb2.OpenCaptureResponse:
+        """Wait for the commit, and return the answer."""
+        existing = future.result()
+        if existing is not None:
+            return store_pb2.OpenCaptureResponse(existing=existing)
+        self._traces.opened(opening.name)  # after the open: a refused one must not be recorded
+        response = store_pb2.OpenCaptureResponse()
+        if opening.description.service_instance:
+            response.lease.FromNanoseconds(round(self._catalog.leases.seconds * 1e9))
+        return response
+
+    def _results(
+        self, openings: Iterable[_Opening], futures: Iterable[Future[capture_pb2.CaptureManifest | None]]
+    ) -> Iterator[store_pb2.OpenCapturesResponse]:
+        """Yield the results of openings in one message, but each manifest in its own: it may fill a message."""
+        response = store_pb2.OpenCapturesResponse()
+        for opening, future in zip(openings, futures, strict=True):
+            with _recording(response, opening.at):
+                opened = self._opened(opening, future)
+                result = store_pb2.OpenCapturesResult(index=opening.at, opened=opened)
+                if opened.HasField("existing"):
+                    yield store_pb2.OpenCapturesResponse(results=[result])
+                else:
+                    response.results.append(result)
+        if response.results:
+            yield response
+
+    def _waits(self, opening: _Opening) -> bool:
+        """Tell whether an open waits for rows of a sealed capture, so that it can be skipped if it is complete."""
+        feed = self._catalog.feed_named(opening.name)
+        return opening.if_exists == capture_pb2.IF_EXISTS_SKIP and feed is not None and feed.capture.wait is Wait.ROWS
+
+    def _wait_for_rows(self, openings: Iterable[_Opening], context: grpc.ServicerContext) -> None:
+        """Wait briefly, for all captures together."""
+        until = time.monotonic() + _ROWS_SECONDS
+        for opening in openings:
+            feed = self._catalog.feed_named(opening.name)
+            if feed is not None:
+                with self._calls.reading():
+                    wait_for_feed(self._catalog, feed, until - time.monotonic(), context)
+
+
+def wait_for_feed(catalog: Catalog, feed: Feed, seconds: float, context: grpc.ServicerContext) -> None:
+    """Wait until a capture has ended or was deleted, the store stops, or the caller has gone."""
+    context.add_callback(feed.wake)
+    with feed.condition:
+        feed.condition.wait_for(
+            lambda: feed.capture.ended or feed.deleted or catalog.stopping or not context.is_active(), seconds
+        )
+
+
+@contextmanager
+def _recording(response: store_pb2.OpenCapturesResponse, index: int) -> Iterator[None]:
+    """Record a Failure as the result of a capture."""
+    try:
+        yield
+    except Failure as failure:
+        error = failure.to_item_error()
+        error.metadata.update(failure.metadata)
+        response.results.add(index=index, error=error)
+
+
+def seal(writer: Writer, request: store_pb2.SealCaptureRequest) -> store_pb2.SealCaptureResponse:
+    """Answer SealCapture; see store.proto."""
+    name = _sealed_name(current_caller(), request)
+    manifest = writer.call(request.capture_id, lambda batch: batch.seal(name, request), reserve=True)
+    return store_pb2.SealCaptureResponse(manifest=manifest)
+
+
+def seal_many(writer: Writer, request: store_pb2.SealCapturesRequest) -> store_pb2.SealCapturesResponse:
+    """Answer SealCaptures; see store.proto."""
+    check_batch("seals", len(request.seals))
+    caller = current_caller()
+    response = store_pb2.SealCapturesResponse()
+    changes, results = [], []
+    for item in request.seals:
+        result = response.results.add()
+        try:
+            name = _sealed_name(caller, item)
+        except Failure as failure:
+            result.error.CopyFrom(failure.to_item_error())
+        else:
+            changes.append((name.capture_id, partial(Batch.seal, name=name, seal=item)))
+            results.append(result)
+    for result, future in zip(results, writer.submit_many(changes, reserve=True), strict=True):
+        try:
+            future.result()
+        except Failure as failure:
+            result.error.CopyFrom(failure.to_item_error())
+    return response
+
+
+def _sealed_name(caller: Caller, request: store_pb2.SealCaptureRequest) -> CaptureName:
+    """Return the name of the capture to seal.
+
+    Raises:
+        Failure: UNKNOWN_CAPTURE if the caller may not act for its tenant.
+    """
+    tenant = written_tenant(caller, request.tenant)
+    if tenant is None:
+        raise unknown_capture(request.capture_id)
+    request.tenant = tenant  # the writer keeps the request and compares a repeated seal with it
+    return CaptureName(tenant, request.capture_id)

@@ -1,0 +1,254 @@
+"""Captures that are opened or sealed at about the same time share calls, and none depends on another."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from inference_svc.captures import opening as opening_module
+from inference_svc.captures.batches import Batches
+from inference_svc.captures.keeper import CaptureKeeper
+from inference_svc.captures.store_link import NoAnswerError
+from residuum.rpc import tracing
+from residuum.rpc.errors import Failure, Reason
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from residuum.wire.limits import MAX_CAPTURES_PER_OPEN, MAX_MESSAGE_BYTES
+from residuum.wire.placement import StoreAddress
+from tests import ports
+from tests.inference.service_support import DEADLINE, FakeStore, listening, until
+
+UNREACHABLE = Reason.ERROR_REASON_STORE_UNREACHABLE
+ADD = store_pb2_grpc.add_StoreServiceServicer_to_server
+
+
+class PickyStore(FakeStore):
+    """Refuses captures and seals whose IDs are in `refused`."""
+
+    def __init__(self):
+        super().__init__()
+        self.refused = set()
+
+    async def OpenCapture(self, request, context):
+        answer = await super().OpenCapture(request, context)
+        if request.description.capture_id in self.refused:
+            raise Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, "scripted")
+        return answer
+
+    async def SealCapture(self, request, context):
+        if request.capture_id in self.refused:
+            raise Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, "scripted")
+        return await super().SealCapture(request, context)
+
+
+@pytest.fixture
+async def store():
+    return PickyStore()
+
+
+@pytest.fixture
+async def keeper(store):
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        yield keeper
+        await keeper.close(DEADLINE)
+
+
+def start(keeper, *names, on_queued=lambda: None):
+    """Begin to open captures."""
+    descriptions = [capture_pb2.CaptureDescription(capture_id=name) for name in names]
+    return [asyncio.create_task(keeper.open(item, on_queued=on_queued)) for item in descriptions]
+
+
+def seal(keeper, *names):
+    for name in names:
+        keeper.seal(store_pb2.SealCaptureRequest(capture_id=name))
+
+
+def opened(store):
+    return [description.capture_id for description in store.opened]
+
+
+async def outcomes(tasks):
+    """Return None for each capture that is open, and the reasons of the others."""
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    return [result.reason if isinstance(result, Failure) else result for result in results]
+
+
+async def test_opens_of_one_turn_share_a_call(keeper, store):
+    assert await outcomes(start(keeper, *"abcdefgh")) == [None] * 8
+    assert store.batches == [8]
+    assert keeper.num_open == 8
+
+
+async def test_opens_that_come_before_the_first_answer_share_the_next_call(keeper, store):
+    store.gate.clear()
+    tasks = start(keeper, "a")
+    await store.until(lambda: opened(store) == ["a"])  # a capture alone was sent at once
+    tasks += start(keeper, "b")
+    await asyncio.sleep(0)
+    tasks += start(keeper, "c", "d")
+    await asyncio.sleep(0.05)
+    assert store.batches == [1]
+    store.gate.set()
+    assert await outcomes(tasks) == [None] * 4
+    assert store.batches == [1, 3]
+
+
+async def test_a_refused_capture_does_not_affect_the_others(keeper, store):
+    store.refused.add("b")
+    assert await outcomes(start(keeper, *"abc")) == [None, Reason.ERROR_REASON_CAPTURE_EXISTS, None]
+    assert keeper.num_open == 2
+    assert not keeper.is_avoided
+
+
+async def test_a_caller_that_leaves_does_not_affect_the_others_and_its_capture_is_sealed_after_the_open(keeper, store):
+    store.gate.clear()
+    tasks = start(keeper, *"abc")
+    await store.until(lambda: opened(store) == ["a"])
+    tasks[1].cancel()
+    seal(keeper, "b")
+    await asyncio.sleep(0.05)
+    assert not store.seals, "the seal must not overtake the open"
+    store.gate.set()
+    assert await outcomes([tasks[0], tasks[2]]) == [None, None]
+    await store.until(lambda: [item.capture_id for item in store.seals] == ["b"])
+    assert opened(store) == ["a", "b", "c"]
+
+
+async def test_the_capture_of_a_caller_that_leaves_before_the_call_is_neither_opened_nor_sealed(keeper, store):
+    store.gate.clear()
+    tasks = start(keeper, "a")
+    await store.until(lambda: opened(store) == ["a"])
+    tasks += start(keeper, "b", "c")
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    seal(keeper, "b")
+    await asyncio.sleep(0)
+    store.gate.set()
+    assert await outcomes([tasks[0], tasks[2]]) == [None, None]
+    await until(lambda: not keeper.num_seals)
+    assert (opened(store), store.seals) == (["a", "c"], [])
+    assert keeper.num_open == 2
+
+
+async def test_an_older_store_gets_single_calls(keeper, store):
+    store.is_older = True
+    store.refused.add("b")
+    with capture_logs() as lines:
+        for _ in range(2):
+            assert await outcomes(start(keeper, *"abc")) == [None, Reason.ERROR_REASON_CAPTURE_EXISTS, None]
+    assert [line["event"] for line in lines] == ["the store is older, and opens captures one by one"]
+    assert sorted(opened(store)) == sorted("abc" * 2)
+    seal(keeper, "a", "c")
+    await until(lambda: not keeper.num_seals)
+    assert sorted(item.capture_id for item in store.seals) == ["a", "c"]
+
+
+async def test_a_store_that_is_down_fails_each_open_and_is_found_when_it_is_back(store):
+    port = ports.reserve()
+    keeper = CaptureKeeper(StoreAddress("a", f"127.0.0.1:{port}"))
+    assert await outcomes(start(keeper, *"abc")) == [UNREACHABLE] * 3
+    assert (keeper.num_open, keeper.answered, keeper.is_avoided) == (0, False, True)
+    async with listening(ADD, store, port=port):
+        assert await outcomes(start(keeper, *"abc")) == [None] * 3
+        assert keeper.answered
+        await keeper.close(DEADLINE)
+
+
+async def test_an_open_that_waits_for_a_call_without_an_answer_has_its_own_timeout(keeper, store, monkeypatch):
+    store.gate.clear()
+    first = start(keeper, "a")
+    await store.until(lambda: opened(store) == ["a"])
+    monkeypatch.setattr(opening_module, "OPEN_SECONDS", 0.2)
+    (second,) = start(keeper, "b")
+    with pytest.raises(NoAnswerError, match="does not answer"):
+        await second
+    assert not first[0].done()
+    seal(keeper, "b")
+    store.gate.set()
+    assert await outcomes(first) == [None]
+    await until(lambda: not keeper.num_seals)
+    assert (opened(store), store.seals) == (["a"], []), "it was never sent"
+
+
+class BreakingStore(FakeStore):
+    """Queues the first capture of its first call, and breaks."""
+
+    async def OpenCaptures(self, request, context):
+        if not self.batches:
+            self.batches.append(len(request.opens))
+            yield store_pb2.OpenCapturesResponse(queued=[0])
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted")
+        async for response in super().OpenCaptures(request, context):
+            yield response
+
+
+async def test_a_queued_open_of_a_call_that_breaks_is_not_repeated_but_the_others_are():
+    store = BreakingStore()
+    queued = []
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        tasks = start(keeper, "a", on_queued=lambda: queued.append("a")) + start(keeper, "b", "c")
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[0], NoAnswerError)
+        assert results[1:] == [None, None]
+        assert (queued, opened(store), store.batches) == (["a"], ["b", "c"], [3, 2])
+        await keeper.close(DEADLINE)
+
+
+async def test_seals_share_calls_and_only_a_failed_one_is_repeated(keeper, store):
+    store.refused.add("b")
+    with capture_logs() as lines:
+        store.failing_seals = 1  # the first one of the call: the store is full
+        seal(keeper, *"abc")
+        await until(lambda: not keeper.num_seals)
+    assert [item.capture_id for item in store.seals] == ["c", "a"]
+    assert [(line["event"], line["request_id"]) for line in lines] == [
+        ("capture not sealed yet; the service retries", "a"), ("capture not sealed", "b"),
+    ]  # fmt: skip
+
+
+class Sent:
+    """Items of `Batches`, and the calls that send them."""
+
+    def __init__(self):
+        self.calls = []
+        self.releases = []
+        self.batches = Batches(self._send)
+
+    async def _send(self, items, release):
+        self.calls.append(len(items))
+        self.releases.append(release)
+        await asyncio.Event().wait()
+
+    def add(self, *sizes):
+        for size in sizes:
+            self.batches.add(SimpleNamespace(request=SimpleNamespace(ByteSize=lambda size=size: size)))
+
+
+async def turns():
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_a_call_has_no_more_items_than_a_message_holds():
+    sent = Sent()
+    large = MAX_MESSAGE_BYTES // 2
+    sent.add(*[1] * (MAX_CAPTURES_PER_OPEN + 1), large, large, 2 * MAX_MESSAGE_BYTES, 1)
+    for number in range(5):
+        await turns()
+        assert len(sent.calls) == number + 1
+        sent.releases[-1]()
+    assert sent.calls == [MAX_CAPTURES_PER_OPEN, 2, 1, 1, 1]
+
+
+async def test_an_item_with_a_trace_goes_alone(monkeypatch):
+    sent = Sent()
+    monkeypatch.setattr(tracing, "current_context", object)
+    sent.add(1, 1)
+    await turns()
+    assert sent.calls == [1, 1]
