@@ -329,5 +329,10 @@ class RequestPlan:
 
 
 def _restore(item: Mapping[str, Any]) -> dict[str, Any]:
-    positions = selection_pb2.PositionSelection.FromString(item["positions"])
-    return {**item, "layers": tuple(item["layers"]), "positions": positions}
+    return {**item, "layers": tuple(item["layers"]), "positions": _selection(item["positions"])}
+
+
+@lru_cache(maxsize=256)
+def _selection(data: bytes) -> selection_pb2.PositionSelection:
+    """Return a selection that nobody may change: operations and captures with the same one share it."""
+    return selection_pb2.PositionSelection.FromString(data)

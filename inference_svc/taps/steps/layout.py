@@ -6,15 +6,15 @@ A layout is made of numpy arrays on every device. The tap's `arm` converts it fo
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.steps.programs import Program
+from inference_svc.taps.steps.treatments import Steering
 from residuum.wire.limits import BLOCK_TOKENS
-from residuum.wire.selection import borders, wanted_positions
+from residuum.wire.selection import selects_any, wanted_positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture, Operation, RequestPlan
-    from residuum.v1 import selection_pb2
+    from inference_svc.taps.steps.treatments import Treatment
 
 NOWHERE = -1
 """The place of a row that is not captured."""
@@ -42,34 +42,6 @@ class StepRows:
     """The first position of each request in this step."""
     counts: Sequence[int] | npt.NDArray[np.integer]
     """How many rows each request has in this step."""
-
-
-class Steering:
-    """The operations of a request from some position on, and the treatment of each phase under them."""
-
-    def __init__(self, plan: RequestPlan) -> None:
-        """Take the operations and the capture of `plan`."""
-        self.plan = plan
-        self._borders = _borders(plan)
-
-    @cached_property
-    def prefill(self) -> Treatment | None:
-        """The treatment of every prompt position; None if positions differ."""
-        end = self.plan.prompt_tokens
-        if self._borders is None or any(0 < border < end for border in self._borders):
-            return None
-        return _treatment(self.plan, 0)
-
-    @cached_property
-    def decode(self) -> Treatment | None:
-        """The treatment of every generated position from `decode_from` on; None if positions differ without end."""
-        return None if self._borders is None else _treatment(self.plan, self.decode_from)
-
-    @cached_property
-    def decode_from(self) -> int:
-        """The first generated position from which on all have one treatment, if they ever do."""
-        first: int = max([self.plan.prompt_tokens, *(self._borders or ())])
-        return first
 
 
 class RequestState:
@@ -145,15 +117,6 @@ class RequestState:
                 yield steering, run_start, run_stop - run_start
 
 
-class Treatment(NamedTuple):
-    """The program of every position of one phase of a request."""
-
-    program: Program | None
-    """None: the taps do nothing to these positions."""
-    captured: bool
-    """Whether the positions are captured."""
-
-
 ROW, PROGRAM, PLACE, STRIDE = range(4)
 """The columns of `StepLayout.lines`."""
 
@@ -198,16 +161,23 @@ class StepPlanner:
 
     def _add(self, state: RequestState, steering: Steering, row: int, first: int, count: int) -> None:
         # Most requests of most steps generate one token: _add_single makes no numpy call. Most others compute a part of
-        # a prompt whose positions have one treatment: _add_run.
-        prompt_tokens = state.plan.prompt_tokens
-        if first != state.next_position:
+        # a prompt with a few stretches of one treatment: _add_run.
+        if first > state.next_position:
+            self._skip(state, first)
+        stretches = None
+        if first == state.next_position:
+            if count == 1 and first >= steering.decode_from and steering.decode:
+                self._add_single(state, steering.decode, row, first)
+                return
+            if first + count <= state.plan.prompt_tokens:
+                stretches = steering.stretches(first, count)
+        if stretches is None:
             self._add_many(state, steering.plan, row, first, count)
-        elif count == 1 and first >= steering.decode_from and steering.decode:
-            self._add_single(state, steering.decode, row, first)
-        elif first + count <= prompt_tokens and steering.prefill:
-            self._add_run(state, steering.prefill, row, first, count)
-        else:
-            self._add_many(state, steering.plan, row, first, count)
+            return
+        left = sum(length for treatment, _, length in stretches if treatment.captured)
+        for treatment, start, length in stretches:
+            self._add_run(state, treatment, row + start - first, start, length, left)
+            left -= length if treatment.captured else 0
 
     def finish(self) -> StepLayout:
         """Return the layout."""
@@ -215,6 +185,18 @@ class StepPlanner:
         singles = np.array(self._singles, dtype=np.int64).reshape(-1, 4)
         self._layout.lines = np.concatenate([singles, *self._many]) if self._many else singles
         return self._layout
+
+    def _skip(self, state: RequestState, first: int) -> None:
+        """Note that the engine computes a request from a later position on: it has read those before from a cache."""
+        known, state.next_position = state.next_position, first
+        capture, prompt_tokens = state.plan.capture, state.plan.prompt_tokens
+        if capture is None or self._pool is None:
+            return
+        if selects_any(capture.positions, prompt_tokens, known, first - known):
+            missed = wanted_positions(capture.positions, prompt_tokens, known, first - known)
+            self._layout.skipped.append((capture, (known + np.flatnonzero(missed)).tolist()))
+        if known < prompt_tokens <= first:
+            self._close(state)  # rows of the prompt must not wait for generated rows
 
     def _add_single(self, state: RequestState, decode: Treatment, row: int, position: int) -> None:
         state.next_position = position + 1
@@ -229,23 +211,24 @@ class StepPlanner:
                 self._close(state)
         self._singles += (row, self._index(decode.program), place, stride)
 
-    def _add_run(self, state: RequestState, prefill: Treatment, row: int, first: int, count: int) -> None:
+    def _add_run(self, state: RequestState, treatment: Treatment, row: int, first: int, count: int, left: int) -> None:
+        """Add rows of one treatment. `left` is how many positions the step captures of the request from here on."""
         state.next_position = first + count
-        if prefill.captured and self._pool is not None:
+        if treatment.captured and self._pool is not None:
             at = 0
             while at < count:
-                block = state.open_block(self._pool, first + at, count - at)
+                block = state.open_block(self._pool, first + at, left - at)
                 size = min(block.free, count - at)
                 place = block.first_row + len(block.positions)
-                self._add_lines(prefill.program, np.arange(row + at, row + at + size), place, block.capacity)
+                self._add_lines(treatment.program, np.arange(row + at, row + at + size), place, block.capacity)
                 block.positions.extend(range(first + at, first + at + size))
                 at += size
                 if not block.free:
                     self._close(state)
-            if state.next_position == state.plan.prompt_tokens:
-                self._close(state)  # rows of the prompt must not wait for generated rows
-        elif prefill.program is not None:
-            self._add_lines(prefill.program, np.arange(row, row + count), NOWHERE, 0)
+        elif treatment.program is not None:
+            self._add_lines(treatment.program, np.arange(row, row + count), NOWHERE, 0)
+        if state.next_position == state.plan.prompt_tokens:
+            self._close(state)  # rows of the prompt must not wait for generated rows
 
     def _add_lines(self, program: Program | None, rows: npt.NDArray[np.int64], place: int, stride: int) -> None:
         """Add lines for rows with one program, captured at successive places from `place` on."""
@@ -280,9 +263,6 @@ class StepPlanner:
         capture, pool, prompt_tokens = state.plan.capture, self._pool, state.plan.prompt_tokens
         if capture is None or pool is None:
             return places
-        if first > known:
-            missed = wanted_positions(capture.positions, prompt_tokens, known, first - known)
-            self._layout.skipped.append((capture, (known + np.flatnonzero(missed)).tolist()))
         start = max(first, known)
         wanted = wanted_positions(capture.positions, prompt_tokens, start, max(stop - start, 0))
         positions = start + np.flatnonzero(wanted)
@@ -324,28 +304,3 @@ def as_slice(index: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
     if not len(index):
         return slice(0, 0)
     return slice(index[0], index[-1] + 1) if bool((index[1:] == index[:-1] + 1).all()) else index
-
-
-def _borders(plan: RequestPlan) -> list[int] | None:
-    """Return the positions at which the treatment of a request's positions may change; None if it may at each."""
-    selections = [operation.positions for operation in plan.operations]
-    if plan.capture:
-        selections.append(plan.capture.positions)
-    found: list[int] = []
-    for selection in selections:
-        some = borders(selection, plan.prompt_tokens)
-        if some is None:
-            return None
-        found += some
-    return found
-
-
-def _treatment(plan: RequestPlan, position: int) -> Treatment:
-    """Return the treatment of a position."""
-
-    def is_in(selection: selection_pb2.PositionSelection) -> bool:
-        return bool(wanted_positions(selection, plan.prompt_tokens, position, 1)[0])
-
-    applied = [index for index, operation in enumerate(plan.operations) if is_in(operation.positions)]
-    captured = plan.capture is not None and is_in(plan.capture.positions)
-    return Treatment(Program.for_rows(plan, applied, captured=captured), captured)
