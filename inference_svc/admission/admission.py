@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.operator_rules import OperatorRules
 from inference_svc.admission.probes import check_scores, probe_digests
 from inference_svc.admission.rules import check_rules, steering_of_rules, with_rules
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
-from inference_svc.admission.specs import ResolvedSpec, check_skip, resolve_parts, resolve_spec
+from inference_svc.admission.specs import ResolvedSpec, SpecResolver, check_skip
 from inference_svc.admission.steering import (
     check_demand,
     demand_of_steering,
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 class Admission:
     """Checks requests against the model and the vectors on the server.
 
-    Its only state is a cache of resolved specs. Vectors that a checked request needs count as used in
-    their cache.
+    Its only state is a cache of resolved parts of specs. In the cache of vectors, those that a checked request needs
+    count as used.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Admission:
         """Check requests against the model's facts, the server's vectors and encoders, and the operator's rules."""
         self._saes = saes
         self._facts = facts
-        self._kept = KeptParts(lambda spec: resolve_parts(spec, self._facts))
+        self._specs = SpecResolver(facts)
         self._vectors = vectors
         self.operator_rules = rules or OperatorRules()
 
@@ -52,7 +51,7 @@ class Admission:
         Raises:
             Failure: The spec is invalid, or opts out of rules that it may not opt out of.
         """
-        resolved, opts_out = resolve_spec(spec, self._facts, self._kept), spec.probes.without_operator_rules
+        resolved, opts_out = self._specs.resolve(spec), spec.probes.without_operator_rules
         return self.operator_rules.added_to(resolved, tenant, self._vectors, opts_out=opts_out)
 
     def resolve_steering(

@@ -54,10 +54,7 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
             f"capture.flush_interval is {spec.flush_interval} tokens; it must be from 1 to {BLOCK_TOKENS}.",
         )
     check_selection("capture.positions", spec.positions)
-    try:
-        check_labels(spec.labels)
-    except LabelError as error:
-        raise invalid("capture.labels", f"capture.labels: {error}.") from None
+    check_capture_labels(spec)
     resolved = capture_pb2.CaptureSpec()
     resolved.CopyFrom(spec)
     _fill_layers(resolved, sites, facts)
@@ -71,6 +68,14 @@ def resolve_capture(spec: capture_pb2.CaptureSpec, facts: ModelFacts) -> capture
     resolved.flush_interval = spec.flush_interval or BLOCK_TOKENS
     _check_reduction(resolved, facts)
     return resolved
+
+
+def check_capture_labels(spec: capture_pb2.CaptureSpec) -> None:
+    """Check the labels of a capture spec; raise a Failure if they are invalid."""
+    try:
+        check_labels(spec.labels)
+    except LabelError as error:
+        raise invalid("capture.labels", f"capture.labels: {error}.") from None
 
 
 def _fill_layers(spec: capture_pb2.CaptureSpec, sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> None:

@@ -7,15 +7,15 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.captures import resolve_capture
+from inference_svc.admission.captures import check_capture_labels, resolve_capture
 from inference_svc.admission.fields import invalid
-from inference_svc.admission.kept_parts import KeptParts, SpecParts
+from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.probes import probe_digests, resolve_probes
 from inference_svc.admission.rules import STEER, check_steering_rules, has_action, resolve_rules, rule_digests
 from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
 from inference_svc.resources.vector_cache import OPERATOR, vector_name
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2
+from residuum.v1 import capture_pb2, probe_pb2, steering_pb2
 from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import MAX_ID_LENGTH
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inference_svc.model_facts import ModelFacts
-    from residuum.v1 import inference_pb2, probe_pb2, selection_pb2, steering_pb2
+    from residuum.v1 import inference_pb2, selection_pb2
 
 _IF_EXISTS = frozenset(capture_pb2.IfExists.values())
 
@@ -118,44 +118,62 @@ class ResolvedSpec:
         return fingerprint.hexdigest()
 
 
-def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts, kept: KeptParts | None = None) -> ResolvedSpec:
-    """Check a spec against the model.
+class SpecResolver:
+    """Checks specs against one model, and keeps the results for their parts, because callers repeat these."""
 
-    Args:
-        spec: The spec.
-        facts: The model's facts.
-        kept: Resolves the parts of specs, and keeps the results for later requests. None: nothing is kept.
+    def __init__(self, facts: ModelFacts) -> None:
+        """Keep nothing yet."""
+        self._facts = facts
+        self._captures = KeptParts[capture_pb2.CaptureSpec](lambda spec: resolve_capture(spec, facts))
+        self._steering = KeptParts[steering_pb2.SteeringSpec](lambda spec: resolve_steering(spec, facts))
+        self._probes = KeptParts[probe_pb2.ProbeSpec](lambda spec: _resolve_scores(spec, facts))
 
-    Raises:
-        Failure: The spec is invalid. The reason and the metadata name the field.
-    """
-    if spec.request_id and not is_valid_id(spec.request_id):
-        raise invalid(
-            "request_id", "A request ID has 1 to 128 characters of a-z A-Z 0-9 . _ - and does not start with . or -."
-        )
-    adapter = _adapter_named(spec.model, facts)
-    capture, steering, probes = kept.resolve(spec) if kept else resolve_parts(spec, facts)
-    _check_if_exists(spec)
-    resolved = ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes, probes)
-    check_steering_rules(resolved)
+    def resolve(self, spec: inference_pb2.RequestSpec) -> ResolvedSpec:
+        """Return a spec with every default filled in.
+
+        Raises:
+            Failure: The spec is invalid. The reason and the metadata name the field.
+        """
+        if spec.request_id and not is_valid_id(spec.request_id):
+            raise invalid(
+                "request_id",
+                "A request ID has 1 to 128 characters of a-z A-Z 0-9 . _ - and does not start with . or -.",
+            )
+        adapter = _adapter_named(spec.model, self._facts)
+        capture = self._capture(spec.capture) if spec.HasField("capture") else None
+        steers = spec.steering.operations or spec.steering.updatable
+        steering = self._steering.resolve(spec.steering) if steers else None
+        probes = self._probes.resolve(spec.probes) if spec.probes.probes or spec.probes.rules else None
+        if capture is not None or steering is not None or probes is not None:
+            check_demand(demand_of_steering(steering, capture, probes))
+        _check_if_exists(spec)
+        resolved = ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes, probes)
+        check_steering_rules(resolved)
+        return resolved
+
+    def _capture(self, spec: capture_pb2.CaptureSpec) -> capture_pb2.CaptureSpec:
+        """Resolve a capture. Labels often differ where all else is the same, so what is kept has none."""
+        if not spec.labels:
+            return self._captures.resolve(spec)
+        bare = capture_pb2.CaptureSpec()
+        bare.CopyFrom(spec)
+        bare.ClearField("labels")
+        resolved = self._captures.resolve(bare)
+        check_capture_labels(spec)
+        resolved.labels.MergeFrom(spec.labels)
+        return resolved
+
+
+def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> ResolvedSpec:
+    """Return a spec with every default filled in; see `SpecResolver.resolve`."""
+    return SpecResolver(facts).resolve(spec)
+
+
+def _resolve_scores(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.ProbeSpec:
+    """Check probes and their rules against the model; return them with every default filled in."""
+    resolved = resolve_probes(spec, facts)
+    resolve_rules(resolved, facts)
     return resolved
-
-
-def resolve_parts(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> SpecParts:
-    """Check the capture, the steering and the probes of a spec against the model.
-
-    Raises:
-        Failure: One is invalid. The reason and the metadata name the field.
-    """
-    capture = resolve_capture(spec.capture, facts) if spec.HasField("capture") else None
-    asked = spec.steering.operations or spec.steering.updatable
-    steering = resolve_steering(spec.steering, facts) if asked else None
-    probes = resolve_probes(spec.probes, facts) if spec.probes.probes or spec.probes.rules else None
-    if probes is not None:
-        resolve_rules(probes, facts)
-    if capture is not None or steering is not None or probes is not None:
-        check_demand(demand_of_steering(steering, capture, probes))
-    return SpecParts(capture, steering, probes)
 
 
 def _adapter_named(model: str, facts: ModelFacts) -> str:

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from inference_svc.admission import specs
+from inference_svc.admission.captures import resolve_capture
 from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
-from inference_svc.admission.specs import resolve_parts, resolve_spec
+from inference_svc.admission.specs import SpecResolver, resolve_spec
 from inference_svc.admission.steering import directions_of
 from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
@@ -486,11 +488,6 @@ def test_a_capture_whose_manifest_would_not_fit_is_refused():
 SCORED = SimpleNamespace(**vars(FACTS), probe_sites=(capture_pb2.SITE_RESID_POST,))
 
 
-def keeping():
-    """Parts that are kept for one model."""
-    return KeptParts(lambda spec: resolve_parts(spec, SCORED))
-
-
 def asking(**parts):
     return inference_pb2.RequestSpec(capture=capturing().capture, **parts)
 
@@ -513,9 +510,9 @@ PROBES = probe_pb2.ProbeSpec(
     ],
 )
 def test_a_spec_that_is_resolved_again_is_the_same_and_has_messages_of_its_own(spec):
-    kept, wanted = keeping(), resolve_spec(spec, SCORED)
+    resolver, wanted = SpecResolver(SCORED), resolve_spec(spec, SCORED)
     for _ in range(3):
-        found = resolve_spec(spec, SCORED, kept)
+        found = resolver.resolve(spec)
         assert found == wanted
         for part in (found.capture, found.steering, found.probes):
             if part is not None:
@@ -523,26 +520,43 @@ def test_a_spec_that_is_resolved_again_is_the_same_and_has_messages_of_its_own(s
 
 
 def test_an_empty_capture_is_not_taken_for_none():
-    kept = keeping()
-    assert resolve_spec(inference_pb2.RequestSpec(), SCORED, kept).capture is None
+    resolver = SpecResolver(SCORED)
+    assert resolver.resolve(inference_pb2.RequestSpec()).capture is None
     with pytest.raises(Failure, match="name at least one layer"):
-        resolve_spec(inference_pb2.RequestSpec(capture=capture_pb2.CaptureSpec()), SCORED, kept)
+        resolver.resolve(inference_pb2.RequestSpec(capture=capture_pb2.CaptureSpec()))
 
 
 def test_an_invalid_spec_is_refused_each_time():
-    kept = keeping()
+    resolver = SpecResolver(SCORED)
     for _ in range(2):
         with pytest.raises(Failure, match="layer"):
-            resolve_spec(capturing(layer_list(4)), SCORED, kept)
+            resolver.resolve(capturing(layer_list(4)))
+        with pytest.raises(Failure, match="label"):
+            resolver.resolve(capturing(labels=[label("a b", "c")]))
 
 
-def test_only_some_small_specs_are_kept():
-    kept = keeping()
-    for number in range(1, 200):
+def test_parts_are_kept_whatever_the_others_and_the_labels_are(monkeypatch):
+    calls = []
+    for name in ("resolve_capture", "resolve_steering", "resolve_probes"):
+        plain = getattr(specs, name)
+        monkeypatch.setattr(specs, name, lambda *given, name=name, plain=plain: calls.append(name) or plain(*given))
+    resolver = SpecResolver(SCORED)
+    for number in range(20):
         spec = capturing(labels=[label("number", str(number))])
-        assert kept.resolve(spec) == resolve_parts(spec, SCORED)
+        spec.steering.operations.add().CopyFrom(add(scale=1.0 + number))
+        spec.probes.CopyFrom(PROBES)
+        assert resolver.resolve(spec).capture.labels == spec.capture.labels
+    assert (calls.count("resolve_capture"), calls.count("resolve_probes")) == (1, 1)
+    assert calls.count("resolve_steering") == 20
+
+
+def test_only_some_small_parts_are_kept():
+    kept = KeptParts(lambda part: resolve_capture(part, FACTS))
+    for number in range(1, 200):
+        part = capturing(positions=select((0, number))).capture
+        assert kept.resolve(part) == resolve_capture(part, FACTS)
     assert len(kept._kept) == 64
-    large = asking(steering=steering_pb2.SteeringSpec(operations=[add()] * 250))
-    before = set(kept._kept)
-    assert kept.resolve(large) == resolve_parts(large, SCORED)
-    assert set(kept._kept) == before
+    large = capturing(positions=select(*[(0, 10**9)] * 2000)).capture
+    keeps_nothing = KeptParts(lambda part: part)
+    assert keeps_nothing.resolve(large) is large
+    assert not keeps_nothing._kept

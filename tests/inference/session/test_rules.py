@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 import transformers
 
-from inference_svc.admission.specs import resolve_spec
+from inference_svc.admission.specs import SpecResolver, resolve_spec
 from inference_svc.engine.logprobs import TokenLogprobs
 from inference_svc.engine.streams import Delta
 from inference_svc.metrics import InferenceMetrics
@@ -160,6 +160,7 @@ async def serving(store=None, *scores, delay=None):
     async with running_service(store and store.endpoint) as service:
         service.engine.facts = PROBING
         service.parts.admission._facts = PROBING
+        service.parts.admission._specs = SpecResolver(PROBING)
         service.engine.scores = ScoreBoard(ScoreMemory(1 << 16))
         service.engine.script = scripted(service.engine.scores, *scores, delay=delay)
         await service.put(JOY, WOE)
