@@ -334,5 +334,5 @@ def _restore(item: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _selection(data: bytes) -> selection_pb2.PositionSelection:
-    """Return a selection that nobody may change: operations and captures with the same one share it."""
+    """Return a selection. Operations and captures with equal ones share it, also of other requests: never change it."""
     return selection_pb2.PositionSelection.FromString(data)

@@ -75,7 +75,8 @@ def test_a_service_that_is_not_there_is_one_error(prompts, tmp_path):
         prompts, "--output", tmp_path / "rows", "--capture", "0", "--ray", "local", "--endpoint", "127.0.0.1:1"
     )  # fmt: skip
     assert done.returncode == 1
-    assert re.search(r"^residuum: Nothing answers at 127\.0\.0\.1:1", done.stderr, re.MULTILINE), done.stderr
+    error = r"^residuum: Nothing answers at 127\.0\.0\.1:1, .* checks each step\.$"
+    assert re.search(error, done.stderr, re.MULTILINE), done.stderr
     assert "creation task" not in done.stderr, "Ray prints hundreds of lines about an actor that does not start"
 
 

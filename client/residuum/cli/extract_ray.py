@@ -36,6 +36,9 @@ _NOT_WITH_SERVE = dict.fromkeys(("tls", "tls_ca", "tls_server_name", "client_cer
 _OTHER_NAMES = {"num_gpus": "gpus"}
 """Flags that have another name than their arguments."""
 
+_OF_RAY = "Failed to apply UDF transform after"
+"""The start of what Ray Data adds to the text of an error in an actor."""
+
 _ARGUMENTS = (
     "column", "keep", "chat", "model", "context_length", "on_long", "on_error", "max_concurrency", "batch_size",
     "actors", "store", "tenant", "timeout", "services", "num_gpus", "python", "node_timeout", "max_restarts", "limit",
@@ -166,8 +169,13 @@ def _flags_in_errors() -> Iterator[None]:
     except ResiduumError as error:
         # Ray wraps the failure of an actor in one with the actor's traceback.
         found = getattr(error, "cause", error)
-        found.args = tuple(with_flags(part) if isinstance(part, str) else part for part in found.args)
+        found.args = tuple(with_flags(_own(part)) if isinstance(part, str) else part for part in found.args)
         raise found from None
+
+
+def _own(text: str) -> str:
+    """Return an error's text without what Ray adds to it: how often it tried, and its settings for that."""
+    return text.partition(_OF_RAY)[0].rstrip()
 
 
 def with_flags(text: str) -> str:

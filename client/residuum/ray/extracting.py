@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import uuid
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ray import get_runtime_context
 from ray.data import ActorPoolStrategy, Dataset
@@ -172,6 +173,14 @@ class _Plan:
     """The start of the names of all captures."""
 
 
+class _Begun(NamedTuple):
+    """What an actor has once it has reached a service."""
+
+    services: Services
+    spec: JobSpec
+    tables: ShardTables
+
+
 class Extractor:
     """An actor: it has an event loop with clients of all services, and runs batches of prompts in it."""
 
@@ -181,25 +190,22 @@ class Extractor:
         self._name = f"{plan.name}-{get_runtime_context().get_actor_id()[:_ACTOR_DIGITS]}"
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="residuum-extract", daemon=True).start()
-        self._failure: ResiduumError | None = None
-        try:
-            self._services, self._spec = self._wait(self._begin())
-        except ResiduumError as failure:
-            # Raised for the first batch. Ray prints pages about an actor that does not start, and starts it again.
-            self._failure = failure
-            return
-        self._tables = ShardTables(self._spec)
+        self._beginning = threading.Lock()
+        self._begun: _Begun | None = None
+        # Without a service, the first batch tries again and fails. If this failed, Ray would print pages about an actor
+        # that does not start, and start it again.
+        with contextlib.suppress(ResiduumError):
+            self._started()
 
     def __call__(self, batch: Any) -> Iterator[Any]:
         """Run a batch of prompts, and yield their rows in blocks, as they are there."""
-        if self._failure is not None:
-            raise self._failure
+        begun = self._started()
         output = _Output()
-        done = asyncio.run_coroutine_threadsafe(self._run(batch, output), self._loop)
+        done = asyncio.run_coroutine_threadsafe(self._run(batch, output, begun), self._loop)
         done.add_done_callback(lambda _: output.close())
         try:
             for shard in output:
-                yield self._tables.of(shard, batch, lambda: self._wait(self._tables.probe(self._services)))
+                yield begun.tables.of(shard, batch, lambda: self._wait(begun.tables.probe(begun.services)))
             done.result()
         except ExtractStopped as stopped:
             raise _stopped(stopped) from None
@@ -209,6 +215,18 @@ class Extractor:
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _started(self) -> _Begun:
+        """Return the services and the job, from the first call on at which a service answers.
+
+        Raises:
+            ResiduumError: None does, or they cannot run the job.
+        """
+        with self._beginning:
+            if self._begun is None:
+                services, spec = self._wait(self._begin())
+                self._begun = _Begun(services, spec, ShardTables(spec))
+            return self._begun
 
     async def _begin(self) -> tuple[Services, JobSpec]:
         plan = self._plan
@@ -222,19 +240,19 @@ class Extractor:
             await services.close()
             raise
 
-    async def _run(self, batch: Any, output: _Output) -> None:
-        spec, name = self._spec, f"{self._name}-{uuid.uuid4().hex[:8]}"
+    async def _run(self, batch: Any, output: _Output, begun: _Begun) -> None:
+        services, spec, name = begun.services, begun.spec, f"{self._name}-{uuid.uuid4().hex[:8]}"
         rows = TableRows(batch, "a batch of the dataset")
         runner = Runner(
             spec, Items(rows, column=spec.column, keep=spec.keep, chat=spec.chat), output,
-            PromptSender(spec, self._services, name, self._plan.timeout), lambda _: None,
-            max_concurrency=self._services.max_concurrency, on_error=self._plan.on_error, keep_captures=False,
+            PromptSender(spec, services, name, self._plan.timeout), lambda _: None,
+            max_concurrency=services.max_concurrency, on_error=self._plan.on_error, keep_captures=False,
         )  # fmt: skip
         try:
             await runner.run()
         finally:
             # The store of a service in an actor has ended with it, or is also that of the others.
-            there = [item for item in self._services.all if not (item.is_away and self._plan.places.actors)]
+            there = [item for item in services.all if not (item.is_away and self._plan.places.actors)]
             await clean_up(there, name, keep_captures=False)
 
 

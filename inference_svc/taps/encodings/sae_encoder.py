@@ -21,8 +21,8 @@ GROUP_ELEMENTS = 4 << 20
 
 WORKING_BYTES = 128 << 20
 """What encoding takes at most at a time, besides the encoders. Of `GROUP_ELEMENTS` float32 numbers each, 16 MiB: the
-outputs, the rows, converted weights, and up to three for the largest outputs with their numbers. The rest is for what
-torch needs in between and rounds up to."""
+outputs, the rows (of several blocks as one matrix, and in float32), converted weights, and up to three for the largest
+outputs with their numbers. The rest is for what torch needs in between and rounds up to."""
 
 _CONVERTED_BYTES = 16 << 20
 """How much float32 memory 16-bit weights are converted to at once."""

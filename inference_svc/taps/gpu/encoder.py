@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from inference_svc.taps.element_types import cast_of
-from inference_svc.taps.encodings.sae_encoder import SAEEncoder, rounds_factors
+from inference_svc.taps.encodings.sae_encoder import GROUP_ELEMENTS, SAEEncoder, rounds_factors
 from inference_svc.taps.gpu import encoding_kernels, kernel
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
@@ -55,7 +55,7 @@ class FeatureRows(NamedTuple):
     """See `GpuEncoder.encode`."""
 
     def fits_with(self, other: FeatureRows) -> bool:
-        """Return whether one call can encode both."""
+        """Return whether one call can encode both. The dtype of rows is part of their form."""
         one, two = self.encoder, other.encoder
         keep_strongest = one.chosen is None and two.chosen is None
         return keep_strongest and one.weights is two.weights and self.form == other.form
@@ -123,7 +123,11 @@ class GpuEncoder:
                 yield group
                 group = []
             if not group:
-                left = min(len(self._staged) // block.form.row_bytes, len(self._sums) // len(block.encoder.biases))
+                left = min(
+                    len(self._staged) // block.form.row_bytes,
+                    len(self._sums) // len(block.encoder.biases),
+                    GROUP_ELEMENTS // block.form.width,  # the rows are copied, so that they are one matrix
+                )
             group.append(block)
             left -= rows
         if group:

@@ -285,15 +285,19 @@ class StreamedSink(BlockSink):
             together = [next(copies) for _ in group]
             try:
                 self._encoder.encode_features(group)
-            except NO_MEMORY as error:
-                self._stream.synchronize()  # parts of the blocks may be on their way to their extents
-                self._give_up(together, error)
+            except NO_MEMORY:  # each alone needs less
+                for copy, rows in zip(together, group, strict=True):
+                    self._encode_alone(copy, rows)
 
-    def _give_up(self, lost: Sequence[_Copy], error: BaseException) -> None:
-        self._collected = [copy for copy in self._collected if not any(copy is other for other in lost)]
-        for copy in lost:
+    def _encode_alone(self, copy: _Copy, rows: FeatureRows) -> None:
+        try:
+            self._encoder.encode_features([rows])
+        except NO_MEMORY as error:
+            self._stream.synchronize()  # parts of the block may be on their way to its extent
+            self._collected = [other for other in self._collected if other is not copy]
             self._writer.give_up(copy.encoded, error)
-        self._pool.give_back(*(copy.block for copy in lost if copy.block is not None))
+            if copy.block is not None:
+                self._pool.give_back(copy.block)
 
     def _acquire(self, capture: Capture, positions: Sequence[int]) -> Encoded | None:
         """Return the extent for rows; None if the ring is full and they are shed."""

@@ -20,7 +20,7 @@ _MAX_STRETCHES = 16
 
 
 class Treatment(NamedTuple):
-    """The program of every position of one phase of a request."""
+    """What the taps do at a position of a request, and at its neighbours in the same stretch."""
 
     program: Program | None
     """None: the taps do nothing to these positions."""
@@ -29,7 +29,7 @@ class Treatment(NamedTuple):
 
 
 class Steering:
-    """The operations of a request from some position on, and the treatment of each phase under them."""
+    """The operations of a request from some position on, and the treatment of each stretch under them."""
 
     def __init__(self, plan: RequestPlan) -> None:
         """Take the operations and the capture of `plan`."""
@@ -50,16 +50,16 @@ class Steering:
             return None
         starts = [first, *inside]
         return [
-            (self._treatment(self._borders, start), start, end - start)
+            (self._treatment_at(self._borders, start), start, end - start)
             for start, end in zip(starts, [*inside, stop], strict=True)
         ]
 
     @cached_property
     def decode(self) -> Treatment | None:
         """The treatment of every generated position from `decode_from` on; None if positions differ without end."""
-        return None if self._borders is None else self._treatment(self._borders, self.decode_from)
+        return None if self._borders is None else self._treatment_at(self._borders, self.decode_from)
 
-    def _treatment(self, borders: Sequence[int], position: int) -> Treatment:
+    def _treatment_at(self, borders: Sequence[int], position: int) -> Treatment:
         stretch = bisect_right(borders, position)
         found = self._treatments.get(stretch)
         if found is None:
@@ -88,7 +88,7 @@ def _borders(plan: RequestPlan) -> list[int] | None:
 
 
 def _selections(plan: RequestPlan) -> Iterable[selection_pb2.PositionSelection]:
-    """Return the selections of a plan. Operations often share one: each object is returned once."""
+    """Return the selections of a plan, each object once: operations with equal selections share one, see `plan.py`."""
     found = {id(operation.positions): operation.positions for operation in plan.operations}
     if plan.capture:
         found[id(plan.capture.positions)] = plan.capture.positions

@@ -227,7 +227,7 @@ def test_blocks_of_all_encodings_and_reductions_pass_the_sink(dtype):
 
 @pytest.mark.parametrize("lost", [False, True], ids=["", "without memory"])
 def test_features_of_several_blocks_are_encoded_together(monkeypatch, lost):
-    """Each block gets the features of its own rows. Without memory, only the blocks that are encoded are lost."""
+    """Each block gets the features of its own rows. Without memory for several, each is encoded alone, or is lost."""
     width, features, kept, blocks = 1024, 4096, 16, 40
     pool = BlockPool(1 << 14, width, torch.bfloat16, DEVICE, largest_block=1 << 12)
     producer = Producer()
@@ -239,7 +239,7 @@ def test_features_of_several_blocks_are_encoded_together(monkeypatch, lost):
 
     def counted(encoder, rows, *rest):
         calls.append(len(rows))
-        if lost and len(calls) == 1:
+        if lost and len(calls) <= 2:  # a group, and its first block
             raise torch.OutOfMemoryError("no memory")
         encode(encoder, rows, *rest)
 
@@ -268,10 +268,10 @@ def test_features_of_several_blocks_are_encoded_together(monkeypatch, lost):
     assert pool.free_rows == 1 << 14
     gone = {capture_id for capture_id, _ in producer.losses}
     assert bool(gone) == lost
-    assert len(gone) < blocks / 2
+    assert len(gone) <= 1
     assert {capture_id for capture_id, *_ in producer.published} == truth.keys() - gone
     assert max(calls) > 800, "several blocks together"
-    assert len(calls) < blocks / 2
+    assert lost or len(calls) < blocks / 2
     for capture_id, header, form, payload in producer.published:
         values, chosen = truth[capture_id]
         exact = one.values(values.double().cpu().numpy())

@@ -29,14 +29,20 @@ class Worker:
     def __init__(self, *, steadies: bool, looks_at_each_position: bool = False) -> None:
         self.pool = BlockPool(BlockPool.rows_needed(64, 16, 2 * LAYERS), HIDDEN, torch.float32, CPU, 0)
         self.runtime = TapRuntime(TapPoints(0, LAYERS), self, self.pool, self)
-        self.lines, self.sent, self.gathering, self.armed = [], [], [], 0
+        self.lines, self.sent, self.gathering, self.lost, self.armed = [], [], [], [], 0
         if not steadies:
             self.runtime._lay_out = self._plan_each_position if looks_at_each_position else self.runtime._plan
 
     def _plan_each_position(self, rows):
         """Lay out a step without any assumption about positions that have the same treatment."""
         planner, row = StepPlanner(self.pool), 0
-        planner._add = lambda state, steering, *run: planner._add_many(state, steering.plan, *run)
+
+        def add(state, steering, row, first, count):
+            if first > state.next_position:
+                planner._skip(state, first)
+            planner._add_many(state, steering.plan, row, first, count)
+
+        planner._add = add
         for request_id, first, count in zip(rows.request_ids, rows.firsts.tolist(), rows.counts.tolist(), strict=True):
             if request_id in self.runtime._requests:
                 planner.add_request(self.runtime._requests[request_id], row, first, count)
@@ -60,6 +66,9 @@ class Worker:
             self.sent.append((block.capture.capture_id, block.first_row, list(block.positions)))
             self.gathering.append(block.may_gather)
             self.pool.give_back(block)
+
+    def lose(self, capture, positions, reason, detail):
+        self.lost.append((capture.capture_id, list(positions)))
 
     def step(self, rows, admitted=(), finished=()):
         self.runtime.begin_step(finished, [(name, plan.to_extra_args()) for name, plan in admitted])
@@ -99,6 +108,43 @@ happenings = st.one_of(
     st.tuples(st.just("compute_two"), st.integers(0, 7)),
     st.tuples(st.just("compute_again"), st.integers(0, 7)),
 )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 150), captures, operations), min_size=1, max_size=3),
+    st.integers(0, 40),
+    st.lists(st.integers(1, 64), min_size=1, max_size=4),
+)
+def test_prompts_in_stretches_are_laid_out_as_position_by_position(asked, cached, chunks):
+    """Prompts of any length, in chunks, whose first tokens may come from the prefix cache."""
+    workers = Worker(steadies=False), Worker(steadies=False, looks_at_each_position=True)
+    plans = [
+        (f"r{number}", RequestPlan(length, replace(what, capture_id=f"r{number}") if what else None, tuple(steers)))
+        for number, (length, what, steers) in enumerate(asked)
+    ]
+    firsts = {name: min(cached, plan.prompt_tokens - 1) for name, plan in plans}
+    admitted = plans
+    for step in range(40):
+        size = chunks[step % len(chunks)]
+        rows = [
+            (
+                name,
+                firsts[name],
+                min(size, plan.prompt_tokens - firsts[name]) if firsts[name] < plan.prompt_tokens else 1,
+            )
+            for name, plan in plans
+        ]
+        rows = [(name, first, min(count, 21)) for name, first, count in rows]
+        for worker in workers:
+            worker.step(rows, admitted=admitted)
+        one, other = workers
+        assert one.lines == other.lines
+        assert one.sent == other.sent
+        assert one.lost == other.lost
+        admitted, firsts = (), {name: first + count for name, first, count in rows}
+        if all(firsts[name] > plan.prompt_tokens + 2 for name, plan in plans):
+            break
 
 
 class Workers:
