@@ -17,9 +17,10 @@ from residuum.v1 import store_pb2
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from inference_svc.captures.store_link import StoreLink
+    from residuum.rpc.errors import Failure
 
 _log = get_logger(__name__)
 
@@ -108,24 +109,30 @@ class Openings:
         call = channel.unary_stream(
             OPEN_CAPTURES, store_pb2.OpenCapturesRequest.SerializeToString, store_pb2.OpenCapturesResponse.FromString
         )(request, timeout=OPEN_SECONDS)
+        failures: list[Failure] = []
         try:
             async for response in call:
                 release()
                 for index in response.queued:
                     sent[index].note_queued()
-                for result in response.results:
-                    self._take(sent[result.index], result)
+                if response.results:
+                    self._take(sent, response.results, failures)
         except grpc.aio.AioRpcError as error:
             self._end_queued(sent, error)
             if _unanswered(sent):
                 raise
 
-    def _take(self, opening: Opening, result: store_pb2.OpenCapturesResult) -> None:
-        if result.HasField("error"):
-            opening.answer.set_exception(self._link.item_failure(result.error))
-        else:
-            self._link.note(answered=True)
-            opening.answer.set_result(result.opened)
+    def _take(
+        self, sent: Sequence[Opening], results: Iterable[store_pb2.OpenCapturesResult], failures: list[Failure]
+    ) -> None:
+        """Set answers, and note how the store answered. `failures`: those of the call so far; new ones are added."""
+        for result in results:
+            if result.HasField("error"):
+                failures.append(self._link.item_failure(result.error))
+                sent[result.index].answer.set_exception(failures[-1])
+            else:
+                sent[result.index].answer.set_result(result.opened)
+        self._link.note_items(failures)
 
     def _end_queued(self, openings: Sequence[Opening], error: grpc.aio.AioRpcError) -> None:
         """End queued openings of a call that broke. They are not sent again: rows may reach the store before that."""

@@ -14,7 +14,7 @@ from residuum.rpc.credentials import CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from residuum.rpc.credentials import Credentials
     from residuum.v1 import errors_pb2
@@ -89,15 +89,25 @@ class StoreLink:
     def noted_failure(self, error: Exception) -> Failure:
         """Return the Failure that an error of a call stands for, and note it."""
         failure = self._failure(error) if isinstance(error, grpc.aio.AioRpcError) else self.unreachable(str(error))
-        self._note_failure(failure)
+        self.note_items([failure])
         return failure
 
     def item_failure(self, error: errors_pb2.ItemError) -> Failure:
-        """Return the Failure of one item of a call, and note it."""
+        """Return the Failure of one item of a call. NoAnswerError: the store could not carry the item out now."""
         failure = Failure.of_item(error)
-        failure = self.unreachable(error.message) if failure is None else self._not_our_token(failure)
-        self._note_failure(failure)
-        return failure
+        if failure is None:  # a newer store's reason
+            return self.unreachable(error.message)
+        if failure.code in _UNREACHABLE:
+            return self.unreachable(error.message, NoAnswerError)
+        return self._not_our_token(failure)
+
+    def note_items(self, failures: Iterable[Failure]) -> None:
+        """Note how the store answered a call, by the failures of its items. One is enough to avoid the store."""
+        reasons = {failure.reason for failure in failures}
+        self.note(
+            answered=Reason.ERROR_REASON_STORE_UNREACHABLE not in reasons,
+            is_full=Reason.ERROR_REASON_STORE_FULL in reasons,
+        )
 
     def note(self, *, answered: bool, is_full: bool = False) -> None:
         """Note whether the store answered."""
@@ -128,12 +138,6 @@ class StoreLink:
         once = [("grpc.enable_retries", 0)]
         return open_aio_channel(self.store.endpoint, credentials=self._credentials, options=once)
 
-    def _note_failure(self, failure: Failure) -> None:
-        self.note(
-            answered=failure.reason != Reason.ERROR_REASON_STORE_UNREACHABLE,
-            is_full=failure.reason == Reason.ERROR_REASON_STORE_FULL,
-        )
-
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
         failure = failure_from_rpc_error(error)
         if failure is not None and failure.code not in _UNREACHABLE:
@@ -146,8 +150,3 @@ class StoreLink:
         if failure.reason not in _OUR_OWN_TOKEN:
             return failure
         return self.unreachable(f"it refuses this service's own token, see --store-token-file: {failure.message}")
-
-
-def did_not_answer(error: grpc.aio.AioRpcError) -> bool:
-    """Tell whether an error means that the store did not answer."""
-    return error.code() in _UNREACHABLE

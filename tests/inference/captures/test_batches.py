@@ -22,23 +22,30 @@ from tests import ports
 from tests.inference.service_support import DEADLINE, FakeStore, listening, until
 
 UNREACHABLE = Reason.ERROR_REASON_STORE_UNREACHABLE
+NEWER = 9999
+"""A reason that only a newer store knows."""
 ADD = store_pb2_grpc.add_StoreServiceServicer_to_server
 
 
 class PickyStore(FakeStore):
-    """Refuses captures and seals whose IDs are in `refused`."""
+    """Refuses captures and seals whose IDs are in `refused`, or in `reasons` with a reason."""
 
     def __init__(self):
         super().__init__()
         self.refused = set()
+        self.reasons = {}
 
     async def OpenCapture(self, request, context):
         answer = await super().OpenCapture(request, context)
+        if request.description.capture_id in self.reasons:
+            raise Failure(self.reasons[request.description.capture_id], "scripted")
         if request.description.capture_id in self.refused:
             raise Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, "scripted")
         return answer
 
     async def SealCapture(self, request, context):
+        if request.capture_id in self.reasons:
+            raise Failure(self.reasons[request.capture_id], "scripted")
         if request.capture_id in self.refused:
             raise Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, "scripted")
         return await super().SealCapture(request, context)
@@ -210,6 +217,50 @@ async def test_seals_share_calls_and_only_a_failed_one_is_repeated(keeper, store
     assert [(line["event"], line["request_id"]) for line in lines] == [
         ("capture not sealed yet; the service retries", "a"), ("capture not sealed", "b"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", [NEWER, Reason.ERROR_REASON_NOT_SERVING])
+async def test_a_seal_that_is_refused_for_an_unknown_reason_or_by_a_stopping_store_is_repeated(keeper, store, reason):
+    store.reasons["b"] = reason
+    with capture_logs() as lines:
+        seal(keeper, *"abc")
+        await until(lambda: lines)
+    assert (keeper.num_seals, keeper.answered, keeper.is_avoided) == (1, False, True)
+    assert [(line["event"], line["request_id"]) for line in lines] == [
+        ("capture not sealed yet; the service retries", "b")
+    ]
+    assert "scripted" in lines[0]["cause"]
+    store.reasons.clear()
+    await until(lambda: not keeper.num_seals)
+    assert sorted(item.capture_id for item in store.seals) == ["a", "b", "c"]
+
+
+async def test_an_open_that_a_stopping_store_refuses_may_have_been_made(keeper, store):
+    store.reasons["b"] = Reason.ERROR_REASON_NOT_SERVING
+    results = await asyncio.gather(*start(keeper, *"abc"), return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), NoAnswerError, type(None)]
+    assert (keeper.num_open, keeper.answered, keeper.is_avoided) == (3, False, True)
+
+
+@pytest.mark.parametrize("full", "ac")
+async def test_a_store_that_is_full_for_one_capture_is_avoided_whatever_the_order_of_results(keeper, store, full):
+    store.reasons[full] = Reason.ERROR_REASON_STORE_FULL
+    await outcomes(start(keeper, *"abc"))
+    assert (keeper.answered, keeper.is_avoided) == (True, True)
+    store.reasons.clear()
+    assert await outcomes(start(keeper, "d")) == [None]
+    assert not keeper.is_avoided
+
+
+@pytest.mark.parametrize("full", "ac")
+async def test_a_store_that_is_full_for_one_seal_is_avoided_whatever_the_order_of_results(keeper, store, full):
+    store.reasons = dict.fromkeys("abc", Reason.ERROR_REASON_INTERNAL) | {full: Reason.ERROR_REASON_STORE_FULL}
+    with capture_logs() as lines:
+        seal(keeper, *"abc")
+        await until(lambda: lines)
+    assert (keeper.answered, keeper.is_avoided) == (True, True)
+    store.reasons.clear()
+    await until(lambda: not keeper.num_seals)
 
 
 class Sent:
