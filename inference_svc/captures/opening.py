@@ -87,6 +87,11 @@ class Openings:
         except Exception as error:  # noqa: BLE001 - whatever failed, callers must not wait for nothing
             for opening in _unanswered(openings):
                 opening.answer.set_exception(error)
+        finally:  # also if the store ended the call too early, or the task was cancelled: seals wait for the answers
+            if missing := _unanswered(openings):
+                self._link.note(answered=False)
+                for opening in missing:
+                    opening.answer.set_exception(self._link.unreachable("it sent no result", NoAnswerError))
 
     async def _send_together(self, openings: Sequence[Opening], release: Callable[[], None]) -> None:
         if openings and not self._is_older:

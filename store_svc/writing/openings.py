@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
-from residuum.rpc.errors import Failure
+from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.methods import QUEUED
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.captures.capture_names import (
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 _ROWS_SECONDS = 3.0
 """How long an open waits for rows in flight of a capture that the caller may skip. Its own callers wait 5 s."""
+
+_OF_THE_CALL = {Reason.ERROR_REASON_NOT_SERVING}
+"""Failures of the whole call: the caller must see that the store does not answer."""
 
 
 class _Opening(NamedTuple):
@@ -185,10 +188,16 @@ def wait_for_feed(catalog: Catalog, feed: Feed, seconds: float, context: grpc.Se
 
 @contextmanager
 def _recording(response: store_pb2.OpenCapturesResponse, index: int) -> Iterator[None]:
-    """Record a Failure as the result of a capture."""
+    """Record a Failure as the result of a capture.
+
+    Raises:
+        Failure: NOT_SERVING: the store is stopping, so the whole call fails.
+    """
     try:
         yield
     except Failure as failure:
+        if failure.reason in _OF_THE_CALL:
+            raise
         error = failure.to_item_error()
         error.metadata.update(failure.metadata)
         response.results.add(index=index, error=error)
@@ -220,6 +229,8 @@ def seal_many(writer: Writer, request: store_pb2.SealCapturesRequest) -> store_p
         try:
             future.result()
         except Failure as failure:
+            if failure.reason in _OF_THE_CALL:
+                raise
             result.error.CopyFrom(failure.to_item_error())
     return response
 

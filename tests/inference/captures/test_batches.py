@@ -207,6 +207,42 @@ async def test_a_queued_open_of_a_call_that_breaks_is_not_repeated_but_the_other
         await keeper.close(DEADLINE)
 
 
+class SilentStore(FakeStore):
+    """Ends calls that open captures after the first result."""
+
+    async def OpenCaptures(self, request, context):
+        async for response in super().OpenCaptures(request, context):
+            del response.results[1:]
+            yield response
+
+
+async def test_an_open_without_a_result_fails_and_its_capture_is_sealed():
+    store = SilentStore()
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        tasks = start(keeper, "a", "b")
+        await asyncio.sleep(0)
+        seal(keeper, "b")  # before its open ends
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), NoAnswerError]
+        assert keeper.is_avoided
+        await store.until(lambda: [item.capture_id for item in store.seals] == ["b"])
+        await keeper.close(DEADLINE)
+
+
+async def test_opens_whose_call_is_cancelled_fail(keeper, store):
+    store.gate.clear()
+    tasks = start(keeper, "a", "b")
+    await store.until(lambda: opened(store) == ["a"])
+    answers = [opening.answer for opening in keeper._opening.values()]
+    (call,) = keeper._openings._batches._tasks
+    call.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [NoAnswerError] * 2
+    assert [answer.done() for answer in answers] == [True] * 2, "seals wait for the answers"
+    store.gate.set()
+
+
 async def test_seals_share_calls_and_only_a_failed_one_is_repeated(keeper, store):
     store.refused.add("b")
     with capture_logs() as lines:

@@ -12,6 +12,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import append_prefix
 from residuum.wire.limits import MAX_CAPTURES_PER_OPEN
+from store_svc.database.db import DamagedError
 from store_svc.writing.changes import Batch
 from tests.store.support import (
     Client,
@@ -24,6 +25,7 @@ from tests.store.support import (
     seal_request,
     serving,
 )
+from tests.waiting import wait_for
 
 LAYERS = [0, 1, 2]
 ABORTED, COMPLETE = capture_pb2.CAPTURE_STATE_ABORTED, capture_pb2.CAPTURE_STATE_COMPLETE
@@ -163,6 +165,27 @@ def test_an_open_renews_the_lease_of_its_service(client: Client) -> None:
     call = client.stub.OpenCaptures(store_pb2.OpenCapturesRequest(opens=[request, open_request("b")]), timeout=SECONDS)
     leases = [result.opened.HasField("lease") for response in call for result in response.results]
     assert leases == [True, False]
+
+
+def test_calls_fail_as_a_whole_if_the_writer_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path / "store") as (store, client), ThreadPoolExecutor(2) as pool:
+        client.open(describe("a"))
+        with busy_writer(store):
+            opening = client.stub.OpenCaptures(
+                store_pb2.OpenCapturesRequest(opens=[open_request("b"), open_request("c")]), timeout=SECONDS
+            )
+            assert list(next(opening).queued) == [0, 1]
+            opens = pool.submit(list, opening)
+            seals = pool.submit(seal_many, client, seal_request("a", [1]), seal_request("b", [1]))
+            wait_for(lambda: len(store._writer.queue._commands) == 4)
+            monkeypatch.setattr(store._db, "write", dies)
+        for call in (opens, seals):
+            with failing_with(Reason.ERROR_REASON_NOT_SERVING):
+                call.result(SECONDS)
+
+
+def dies(*_: object, **__: object) -> object:
+    raise DamagedError("scripted")
 
 
 def test_each_seal_has_its_own_result(client: Client) -> None:
