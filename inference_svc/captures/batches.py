@@ -52,9 +52,9 @@ class Batches(Generic[_Item]):
         self._is_sending = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, item: _Item) -> None:
-        """Send an item soon."""
-        if tracing.current_context() is not None:
+    def add(self, item: _Item, *, alone: bool = False) -> None:
+        """Send an item soon. `alone`: in a call of its own, which delays no other."""
+        if alone or tracing.current_context() is not None:
             self._start([item], lambda: None)
             return
         self._waiting.append(item)

@@ -13,7 +13,7 @@ import grpc.aio
 from inference_svc.captures.batches import Batches
 from inference_svc.captures.store_link import CallError, NoAnswerError
 from residuum.rpc.methods import OPEN_CAPTURE, OPEN_CAPTURES, QUEUED
-from residuum.v1 import store_pb2
+from residuum.v1 import capture_pb2, store_pb2
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ class Opening:
     is_abandoned: bool = False
     """Whether nobody waits for the answer any more."""
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether the store may wait for rows of an existing capture, and answer with its manifest."""
+        return self.request.if_exists == capture_pb2.IF_EXISTS_SKIP
+
     def note_queued(self) -> None:
         """Note that rows may be sent."""
         self.is_queued = True
@@ -70,7 +75,7 @@ class Openings:
         Raises:
             Failure: The store does not answer, or refuses.
         """
-        self._batches.add(opening)
+        self._batches.add(opening, alone=opening.may_wait)
         try:
             # Shielded: the call may carry other captures, too.
             return await asyncio.wait_for(asyncio.shield(opening.answer), OPEN_SECONDS)
@@ -94,7 +99,7 @@ class Openings:
                     opening.answer.set_exception(self._link.unreachable("it sent no result", NoAnswerError))
 
     async def _send_together(self, openings: Sequence[Opening], release: Callable[[], None]) -> None:
-        if openings and not self._is_older:
+        if openings and not self._is_older and not openings[0].may_wait:
             try:
                 return await self._link.call(partial(self._call_many, openings, release))
             except CallError as error:
@@ -152,7 +157,7 @@ class Openings:
             opening.answer.set_exception(self._link.noted_failure(error))
 
     async def _send_alone(self, opening: Opening) -> None:
-        """Open a capture in a store that is older than OpenCaptures."""
+        """Open a capture that may be skipped, or one in a store that is older than OpenCaptures."""
         try:
             answer = await self._link.call(partial(self._call_one, opening))
         except CallError as error:

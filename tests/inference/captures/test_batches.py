@@ -112,6 +112,16 @@ async def test_a_refused_capture_does_not_affect_the_others(keeper, store):
     assert not keeper.is_avoided
 
 
+async def test_opens_that_may_skip_a_capture_go_alone_because_the_store_may_wait_for_rows(keeper, store):
+    skip = capture_pb2.IF_EXISTS_SKIP
+    store.reasons["b"] = Reason.ERROR_REASON_LIMIT_REACHED  # too many calls wait
+    descriptions = [capture_pb2.CaptureDescription(capture_id=name) for name in "abc"]
+    tasks = [asyncio.create_task(keeper.open(item, skip)) for item in descriptions] + start(keeper, "d", "e")
+    assert await outcomes(tasks) == [None, Reason.ERROR_REASON_LIMIT_REACHED, None, None, None]
+    assert store.batches == [2]
+    assert sorted(opened(store)) == [*"abcde"]
+
+
 async def test_a_caller_that_leaves_does_not_affect_the_others_and_its_capture_is_sealed_after_the_open(keeper, store):
     store.gate.clear()
     tasks = start(keeper, *"abc")
