@@ -14,15 +14,12 @@ from inference_svc.captures.batches import Batches
 from inference_svc.captures.store_link import CallError, NoAnswerError
 from residuum.rpc.methods import OPEN_CAPTURE, OPEN_CAPTURES, QUEUED
 from residuum.v1 import capture_pb2, store_pb2
-from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from inference_svc.captures.store_link import StoreLink
     from residuum.rpc.errors import Failure
-
-_log = get_logger(__name__)
 
 OPEN_SECONDS = 5.0
 """The timeout of an open, and of other short calls."""
@@ -66,8 +63,6 @@ class Openings:
         """Open captures through this connection."""
         self._link = link
         self._batches = Batches(self._send)
-        self._is_older = False
-        """Whether the store is older than OpenCaptures."""
 
     async def open(self, opening: Opening) -> store_pb2.OpenCaptureResponse:
         """Open a capture and wait for the answer.
@@ -99,14 +94,13 @@ class Openings:
                     opening.answer.set_exception(self._link.unreachable("it sent no result", NoAnswerError))
 
     async def _send_together(self, openings: Sequence[Opening], release: Callable[[], None]) -> None:
-        if openings and not self._is_older and not openings[0].may_wait:
+        if openings and not self._link.is_older and not openings[0].may_wait:
             try:
                 return await self._link.call(partial(self._call_many, openings, release))
             except CallError as error:
                 if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.UNIMPLEMENTED:
                     return self._fail(openings, error)
-                self._is_older = True
-                _log.info("the store is older, and opens captures one by one", store=str(self._link.store))
+                self._link.note_older()
         release()
         await asyncio.gather(*map(self._send_alone, openings))
         return None

@@ -54,8 +54,6 @@ class Sealings:
         """Seal captures through this connection."""
         self._link = link
         self._batches = Batches(self._send)
-        self._is_older = False
-        """Whether the store is older than SealCaptures."""
 
     async def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Seal a capture, and retry until the store answers."""
@@ -87,14 +85,14 @@ class Sealings:
                 sealing.end(error)
 
     async def _send_together(self, sealings: Sequence[_Sealing], release: Callable[[], None]) -> None:
-        if not self._is_older:
+        if not self._link.is_older:
             request = store_pb2.SealCapturesRequest(seals=[sealing.request for sealing in sealings])
             try:
                 response = await self._link.call(partial(_seal_many, request))
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNIMPLEMENTED:
                     raise
-                self._is_older = True
+                self._link.note_older()
             else:
                 self._take(sealings, response.results)
                 return

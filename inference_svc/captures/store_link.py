@@ -12,6 +12,7 @@ import grpc.aio
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from residuum.rpc.credentials import Credentials
     from residuum.v1 import errors_pb2
     from residuum.wire.placement import StoreAddress
+
+_log = get_logger(__name__)
 
 _T = TypeVar("_T")
 
@@ -47,6 +50,8 @@ class StoreLink:
         self.store = store
         self.answered: bool | None = None
         """Whether the store answered the last call; None before the first."""
+        self.is_older = False
+        """Whether the store is older than the calls that open or seal many captures."""
         self._credentials = credentials
         self._is_alone = is_alone
         self._no_use_since = -math.inf
@@ -113,6 +118,12 @@ class StoreLink:
         """Note whether the store answered."""
         self.answered = answered
         self._no_use_since = -math.inf if answered and not is_full else time.monotonic()
+
+    def note_older(self) -> None:
+        """Note that the store lacks the calls that open or seal many captures."""
+        if not self.is_older:
+            self.is_older = True
+            _log.info("the store is older: it opens and seals captures one by one", store=str(self.store))
 
     def unreachable(self, cause: str | None, kind: type[Failure] = Failure) -> Failure:
         """Return the Failure for a store that does not answer."""

@@ -22,6 +22,7 @@ from tests import ports
 from tests.inference.service_support import DEADLINE, FakeStore, listening, until
 
 UNREACHABLE = Reason.ERROR_REASON_STORE_UNREACHABLE
+OLDER = "the store is older: it opens and seals captures one by one"
 NEWER = 9999
 """A reason that only a newer store knows."""
 ADD = store_pb2_grpc.add_StoreServiceServicer_to_server
@@ -158,11 +159,21 @@ async def test_an_older_store_gets_single_calls(keeper, store):
     with capture_logs() as lines:
         for _ in range(2):
             assert await outcomes(start(keeper, *"abc")) == [None, Reason.ERROR_REASON_CAPTURE_EXISTS, None]
-    assert [line["event"] for line in lines] == ["the store is older, and opens captures one by one"]
+        seal(keeper, "a", "c")
+        await until(lambda: not keeper.num_seals)
+    assert [line["event"] for line in lines] == [OLDER]
     assert sorted(opened(store)) == sorted("abc" * 2)
-    seal(keeper, "a", "c")
-    await until(lambda: not keeper.num_seals)
     assert sorted(item.capture_id for item in store.seals) == ["a", "c"]
+
+
+async def test_a_seal_that_finds_an_older_store_logs_it(keeper, store):
+    store.is_older = True
+    with capture_logs() as lines:
+        seal(keeper, "a", "c")
+        await until(lambda: not keeper.num_seals)
+        assert await outcomes(start(keeper, "b")) == [None]
+    assert [line["event"] for line in lines] == [OLDER]
+    assert not store.batches
 
 
 async def test_a_store_that_is_down_fails_each_open_and_is_found_when_it_is_back(store):
