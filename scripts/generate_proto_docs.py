@@ -195,6 +195,8 @@ class Writer:
         kind = self._kind(item)
         if item.proto3_optional:
             kind = f"optional {kind}"
+        elif (entry := map_entry(message, item)) is not None:
+            kind = "map from " + " to ".join(map(self._kind, entry.field))
         elif item.label == _LABEL_REPEATED:
             kind = f"repeated {kind}"
         elif item.HasField("oneof_index"):
@@ -226,6 +228,12 @@ class Writer:
             page = "https://protobuf.dev/reference/protobuf/google.protobuf/"
             return f"[{name}]({page}#{anchor(name.rpartition('.')[2])})"
         return f"`{name}`"
+
+
+def map_entry(message: DescriptorProto, item: FieldDescriptorProto) -> DescriptorProto | None:
+    """Return the message that protoc makes for the keys and values of a map; None if the field is no map."""
+    entries = (nested for nested in message.nested_type if nested.options.map_entry)
+    return next((entry for entry in entries if item.type_name.endswith(f".{message.name}.{entry.name}")), None)
 
 
 def markdown(comment: str) -> Iterator[str]:

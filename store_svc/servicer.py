@@ -163,10 +163,10 @@ class StoreServicer:
         """See store.proto."""
         return self._openings.open(request, context)
 
-    def open_captures(self, data: bytes, context: grpc.ServicerContext) -> Iterator[store_pb2.OpenCapturesResponse]:
+    def open_captures(self, data: bytes, _context: grpc.ServicerContext) -> Iterator[store_pb2.OpenCapturesResponse]:
         """See store.proto."""
         with self.calls.running():
-            yield from self._openings.open_many(_parse(store_pb2.OpenCapturesRequest, data), context)
+            yield from self._openings.open_many(_parse(store_pb2.OpenCapturesRequest, data))
 
     def append_chunks(
         self, messages: Iterator[bytes], context: grpc.ServicerContext

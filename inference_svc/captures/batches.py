@@ -36,6 +36,8 @@ class Batches(Generic[_Item]):
     * An item alone is sent at the end of the current turn of the event loop. No timer delays it.
     * Items of the same turn go together. So do items that come while the store has not yet begun to answer the call
       before: with many requests at once, each call then carries more of them.
+    * A call with one response, such as SealCaptures, shows only at its end that the store answers. The next call then
+      starts when it has ended. A stream, such as OpenCaptures, lets the next call start at its first message.
     * If the process traces, an item with a trace goes alone, so that its call belongs to its trace.
     """
 
@@ -52,9 +54,9 @@ class Batches(Generic[_Item]):
         self._is_sending = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, item: _Item) -> None:
-        """Send an item soon."""
-        if tracing.current_context() is not None:
+    def add(self, item: _Item, *, alone: bool = False) -> None:
+        """Send an item soon. `alone`: in a call of its own, which delays no other."""
+        if alone or tracing.current_context() is not None:
             self._start([item], lambda: None)
             return
         self._waiting.append(item)

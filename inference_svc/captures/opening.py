@@ -13,15 +13,13 @@ import grpc.aio
 from inference_svc.captures.batches import Batches
 from inference_svc.captures.store_link import CallError, NoAnswerError
 from residuum.rpc.methods import OPEN_CAPTURE, OPEN_CAPTURES, QUEUED
-from residuum.v1 import store_pb2
-from svc_common.logs import get_logger
+from residuum.v1 import capture_pb2, store_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from inference_svc.captures.store_link import StoreLink
-
-_log = get_logger(__name__)
+    from residuum.rpc.errors import Failure
 
 OPEN_SECONDS = 5.0
 """The timeout of an open, and of other short calls."""
@@ -46,6 +44,11 @@ class Opening:
     is_abandoned: bool = False
     """Whether nobody waits for the answer any more."""
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether the store may wait for rows of an existing capture, and answer with its manifest."""
+        return self.request.if_exists == capture_pb2.IF_EXISTS_SKIP
+
     def note_queued(self) -> None:
         """Note that rows may be sent."""
         self.is_queued = True
@@ -60,8 +63,6 @@ class Openings:
         """Open captures through this connection."""
         self._link = link
         self._batches = Batches(self._send)
-        self._is_older = False
-        """Whether the store is older than OpenCaptures."""
 
     async def open(self, opening: Opening) -> store_pb2.OpenCaptureResponse:
         """Open a capture and wait for the answer.
@@ -69,7 +70,7 @@ class Openings:
         Raises:
             Failure: The store does not answer, or refuses.
         """
-        self._batches.add(opening)
+        self._batches.add(opening, alone=opening.may_wait)
         try:
             # Shielded: the call may carry other captures, too.
             return await asyncio.wait_for(asyncio.shield(opening.answer), OPEN_SECONDS)
@@ -86,16 +87,20 @@ class Openings:
         except Exception as error:  # noqa: BLE001 - whatever failed, callers must not wait for nothing
             for opening in _unanswered(openings):
                 opening.answer.set_exception(error)
+        finally:  # also if the store ended the call too early, or the task was cancelled: seals wait for the answers
+            if missing := _unanswered(openings):
+                self._link.note(answered=False)
+                for opening in missing:
+                    opening.answer.set_exception(self._link.unreachable("it sent no result", NoAnswerError))
 
     async def _send_together(self, openings: Sequence[Opening], release: Callable[[], None]) -> None:
-        if openings and not self._is_older:
+        if openings and not self._link.is_older and not openings[0].may_wait:
             try:
                 return await self._link.call(partial(self._call_many, openings, release))
             except CallError as error:
                 if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.UNIMPLEMENTED:
                     return self._fail(openings, error)
-                self._is_older = True
-                _log.info("the store is older, and opens captures one by one", store=str(self._link.store))
+                self._link.note_older()
         release()
         await asyncio.gather(*map(self._send_alone, openings))
         return None
@@ -108,24 +113,30 @@ class Openings:
         call = channel.unary_stream(
             OPEN_CAPTURES, store_pb2.OpenCapturesRequest.SerializeToString, store_pb2.OpenCapturesResponse.FromString
         )(request, timeout=OPEN_SECONDS)
+        failures: list[Failure] = []
         try:
             async for response in call:
                 release()
                 for index in response.queued:
                     sent[index].note_queued()
-                for result in response.results:
-                    self._take(sent[result.index], result)
+                if response.results:
+                    self._take(sent, response.results, failures)
         except grpc.aio.AioRpcError as error:
             self._end_queued(sent, error)
             if _unanswered(sent):
                 raise
 
-    def _take(self, opening: Opening, result: store_pb2.OpenCapturesResult) -> None:
-        if result.HasField("error"):
-            opening.answer.set_exception(self._link.item_failure(result.error))
-        else:
-            self._link.note(answered=True)
-            opening.answer.set_result(result.opened)
+    def _take(
+        self, sent: Sequence[Opening], results: Iterable[store_pb2.OpenCapturesResult], failures: list[Failure]
+    ) -> None:
+        """Set answers, and note how the store answered. `failures`: those of the call so far; new ones are added."""
+        for result in results:
+            if result.HasField("error"):
+                failures.append(self._link.item_failure(result.error))
+                sent[result.index].answer.set_exception(failures[-1])
+            else:
+                sent[result.index].answer.set_result(result.opened)
+        self._link.note_items(failures)
 
     def _end_queued(self, openings: Sequence[Opening], error: grpc.aio.AioRpcError) -> None:
         """End queued openings of a call that broke. They are not sent again: rows may reach the store before that."""
@@ -140,7 +151,7 @@ class Openings:
             opening.answer.set_exception(self._link.noted_failure(error))
 
     async def _send_alone(self, opening: Opening) -> None:
-        """Open a capture in a store that is older than OpenCaptures."""
+        """Open a capture that may be skipped, or one in a store that is older than OpenCaptures."""
         try:
             answer = await self._link.call(partial(self._call_one, opening))
         except CallError as error:

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from inference_svc.captures.batches import Batches
-from inference_svc.captures.store_link import CallError, did_not_answer
+from inference_svc.captures.store_link import CallError
 from residuum.rpc.errors import Failure, failure_from_rpc_error
 from residuum.rpc.methods import SEAL_CAPTURE, SEAL_CAPTURES
 from residuum.v1 import store_pb2
@@ -19,7 +19,7 @@ from svc_common.backoff import Backoff
 from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from inference_svc.captures.store_link import StoreLink
 
@@ -54,8 +54,6 @@ class Sealings:
         """Seal captures through this connection."""
         self._link = link
         self._batches = Batches(self._send)
-        self._is_older = False
-        """Whether the store is older than SealCaptures."""
 
     async def seal(self, request: store_pb2.SealCaptureRequest) -> None:
         """Seal a capture, and retry until the store answers."""
@@ -66,7 +64,8 @@ class Sealings:
             if _is_final(error):
                 self._log_seal("capture not sealed", request, cause)
                 return
-            self._link.note(answered=_has_answered(error))
+            if not isinstance(error, Failure):  # those of captures have been noted
+                self._link.noted_failure(error)
             if not has_failed:
                 self._log_seal("capture not sealed yet; the service retries", request, cause)
             has_failed = True
@@ -86,20 +85,29 @@ class Sealings:
                 sealing.end(error)
 
     async def _send_together(self, sealings: Sequence[_Sealing], release: Callable[[], None]) -> None:
-        if not self._is_older:
+        if not self._link.is_older:
             request = store_pb2.SealCapturesRequest(seals=[sealing.request for sealing in sealings])
             try:
                 response = await self._link.call(partial(_seal_many, request))
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNIMPLEMENTED:
                     raise
-                self._is_older = True
+                self._link.note_older()
             else:
-                for sealing, result in zip(sealings, response.results, strict=True):
-                    sealing.end(Failure.of_item(result.error) if result.HasField("error") else None)
+                self._take(sealings, response.results)
                 return
         release()
         await asyncio.gather(*map(self._send_alone, sealings))
+
+    def _take(self, sealings: Sequence[_Sealing], results: Iterable[store_pb2.SealCapturesResult]) -> None:
+        failures = []
+        for sealing, result in zip(sealings, results, strict=True):
+            failure = self._link.item_failure(result.error) if result.HasField("error") else None
+            if failure is not None and not _is_final(failure):
+                failures.append(failure)
+            sealing.end(failure)
+        if failures:
+            self._link.note_items(failures)
 
     async def _send_alone(self, sealing: _Sealing) -> None:
         """Seal a capture in a store that is older than SealCaptures."""
@@ -135,12 +143,6 @@ def _cause(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return error.details() or error.code().name
     return str(error)
-
-
-def _has_answered(error: Exception) -> bool:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return not did_not_answer(error)
-    return isinstance(error, Failure)  # otherwise the file of the token cannot be read, maybe during its replacement
 
 
 def _is_final(error: Exception) -> bool:

@@ -12,13 +12,16 @@ import grpc.aio
 from residuum.rpc.channels import open_aio_channel
 from residuum.rpc.credentials import CredentialsError
 from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from residuum.rpc.credentials import Credentials
     from residuum.v1 import errors_pb2
     from residuum.wire.placement import StoreAddress
+
+_log = get_logger(__name__)
 
 _T = TypeVar("_T")
 
@@ -47,6 +50,8 @@ class StoreLink:
         self.store = store
         self.answered: bool | None = None
         """Whether the store answered the last call; None before the first."""
+        self.is_older = False
+        """Whether the store is older than the calls that open or seal many captures."""
         self._credentials = credentials
         self._is_alone = is_alone
         self._no_use_since = -math.inf
@@ -89,20 +94,36 @@ class StoreLink:
     def noted_failure(self, error: Exception) -> Failure:
         """Return the Failure that an error of a call stands for, and note it."""
         failure = self._failure(error) if isinstance(error, grpc.aio.AioRpcError) else self.unreachable(str(error))
-        self._note_failure(failure)
+        self.note_items([failure])
         return failure
 
     def item_failure(self, error: errors_pb2.ItemError) -> Failure:
-        """Return the Failure of one item of a call, and note it."""
+        """Return the Failure of one item of a call. NoAnswerError: the store could not carry the item out now."""
         failure = Failure.of_item(error)
-        failure = self.unreachable(error.message) if failure is None else self._not_our_token(failure)
-        self._note_failure(failure)
-        return failure
+        if failure is None:  # a newer store's reason
+            return self.unreachable(error.message)
+        if failure.code in _UNREACHABLE:
+            return self.unreachable(error.message, NoAnswerError)
+        return self._not_our_token(failure)
+
+    def note_items(self, failures: Iterable[Failure]) -> None:
+        """Note how the store answered a call, by the failures of its items. One is enough to avoid the store."""
+        reasons = {failure.reason for failure in failures}
+        self.note(
+            answered=Reason.ERROR_REASON_STORE_UNREACHABLE not in reasons,
+            is_full=Reason.ERROR_REASON_STORE_FULL in reasons,
+        )
 
     def note(self, *, answered: bool, is_full: bool = False) -> None:
         """Note whether the store answered."""
         self.answered = answered
         self._no_use_since = -math.inf if answered and not is_full else time.monotonic()
+
+    def note_older(self) -> None:
+        """Note that the store lacks the calls that open or seal many captures."""
+        if not self.is_older:
+            self.is_older = True
+            _log.info("the store is older: it opens and seals captures one by one", store=str(self.store))
 
     def unreachable(self, cause: str | None, kind: type[Failure] = Failure) -> Failure:
         """Return the Failure for a store that does not answer."""
@@ -128,12 +149,6 @@ class StoreLink:
         once = [("grpc.enable_retries", 0)]
         return open_aio_channel(self.store.endpoint, credentials=self._credentials, options=once)
 
-    def _note_failure(self, failure: Failure) -> None:
-        self.note(
-            answered=failure.reason != Reason.ERROR_REASON_STORE_UNREACHABLE,
-            is_full=failure.reason == Reason.ERROR_REASON_STORE_FULL,
-        )
-
     def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
         failure = failure_from_rpc_error(error)
         if failure is not None and failure.code not in _UNREACHABLE:
@@ -146,8 +161,3 @@ class StoreLink:
         if failure.reason not in _OUR_OWN_TOKEN:
             return failure
         return self.unreachable(f"it refuses this service's own token, see --store-token-file: {failure.message}")
-
-
-def did_not_answer(error: grpc.aio.AioRpcError) -> bool:
-    """Tell whether an error means that the store did not answer."""
-    return error.code() in _UNREACHABLE

@@ -197,20 +197,30 @@ class Batch:
         self._growth += draft.memory_bytes - before
         self._advance(draft)
 
-    def seal(self, name: CaptureName, seal: store_pb2.SealCaptureRequest) -> capture_pb2.CaptureManifest:
-        """Seal a capture and return its manifest. Repeating the same seal changes nothing.
+    def seal(self, name: CaptureName, seal: store_pb2.SealCaptureRequest) -> None:
+        """Seal a capture. Repeating the same seal changes nothing.
 
         Raises:
             Failure: UNKNOWN_CAPTURE or INVALID_FIELD; CAPTURE_ENDED if the capture was sealed differently.
         """
         number, draft = self._require_attempt(name, seal.attempt)
         if draft is None or draft.seal is not None:
-            return self._sealed_before(number, draft, seal)
+            self._check_same_seal(number, draft, seal)
+            return
         check_seal(seal, draft.description)
         draft.close(seal, self._clock.wall, self._clock.monotonic)
         self._txn.put(Table.SEALS, pack_number(number), seal.SerializeToString())
         self._put_record(draft)
-        return self._labelled(number, draft.manifest())
+
+    def manifest(self, name: CaptureName) -> capture_pb2.CaptureManifest:
+        """Return a capture's manifest with its labels.
+
+        Raises:
+            Failure: UNKNOWN_CAPTURE.
+        """
+        number = self._require(name)
+        draft = self._draft(number)
+        return self._labelled(number, self._ended(number) if draft is None else draft.manifest())
 
     def label(self, name: CaptureName, request: store_pb2.LabelCaptureRequest) -> list[capture_pb2.Label]:
         """Change the labels of a capture, and return all that it then has.
@@ -445,18 +455,14 @@ class Batch:
         if ledger.fresh(cells_of(chunk.header)):
             raise _has_ended(manifest)
 
-    def _sealed_before(
-        self, number: int, draft: Capture | None, seal: store_pb2.SealCaptureRequest
-    ) -> capture_pb2.CaptureManifest:
+    def _check_same_seal(self, number: int, draft: Capture | None, seal: store_pb2.SealCaptureRequest) -> None:
         if draft is not None:
-            before, manifest = draft.seal, draft.manifest()
+            before = draft.seal
         else:
             value = self._txn.get(Table.SEALS, pack_number(number))
             before = store_pb2.SealCaptureRequest.FromString(bytes(value or b""))
-            manifest = self._ended(number)
         if before != seal:
-            raise _has_ended(manifest)
-        return self._labelled(number, manifest)
+            raise _has_ended(self._ended(number) if draft is None else draft.record())
 
     def _labelled(self, number: int, manifest: capture_pb2.CaptureManifest) -> capture_pb2.CaptureManifest:
         """Return a manifest with the capture's labels."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
-from residuum.rpc.errors import Failure
+from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.methods import QUEUED
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.captures.capture_names import (
@@ -21,7 +20,7 @@ from store_svc.captures.capture_names import (
     written_tenant,
 )
 from store_svc.captures.lifecycle import Wait
-from store_svc.checks import check_batch, check_description
+from store_svc.checks import check_batch, check_description, invalid
 from store_svc.writing.changes import Batch
 from svc_common.security.access import current_caller
 
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
 
 _ROWS_SECONDS = 3.0
 """How long an open waits for rows in flight of a capture that the caller may skip. Its own callers wait 5 s."""
+
+_OF_THE_CALL = {Reason.ERROR_REASON_NOT_SERVING}
+"""Failures of the whole call: the caller must see that the store does not answer."""
 
 
 class _Opening(NamedTuple):
@@ -70,7 +72,7 @@ class Openings:
         opening = self._checked(current_caller(), request)
         if opening is None:
             return store_pb2.OpenCaptureResponse()
-        self._wait_for_rows(filter(self._waits, [opening]), context)
+        self._wait_for_rows(opening, context)
         is_new = self._is_new(opening)
         (future,) = self._submit([opening])
         if is_new:
@@ -78,9 +80,7 @@ class Openings:
                 context.send_initial_metadata(((QUEUED, "1"),))
         return self._opened(opening, future)
 
-    def open_many(
-        self, request: store_pb2.OpenCapturesRequest, context: grpc.ServicerContext
-    ) -> Iterator[store_pb2.OpenCapturesResponse]:
+    def open_many(self, request: store_pb2.OpenCapturesRequest) -> Iterator[store_pb2.OpenCapturesResponse]:
         """Answer OpenCaptures; see store.proto."""
         check_batch("opens", len(request.opens))
         caller = current_caller()
@@ -89,19 +89,18 @@ class Openings:
         for index, item in enumerate(request.opens):
             with _recording(first, index):
                 opening = self._checked(caller, item, index)
-                if opening is not None:
-                    openings.append(opening)
-                else:
+                if opening is None:
                     first.results.add(index=index).opened.SetInParent()
-        waiting = [opening for opening in openings if self._waits(opening)]
-        ready = [opening for opening in openings if opening not in waiting] if waiting else openings
-        first.queued.extend(opening.at for opening in ready if self._is_new(opening))
-        futures = self._submit(ready)
+                elif opening.if_exists == capture_pb2.IF_EXISTS_SKIP:
+                    # It may wait for rows, which takes a slot of the readers, and its answer may fill a message.
+                    raise invalid("if_exists", "OpenCaptures skips no existing captures. Use OpenCapture.")
+                else:
+                    openings.append(opening)
+        first.queued.extend(opening.at for opening in openings if self._is_new(opening))
+        futures = self._submit(openings)
         yield first
-        yield from self._results(ready, futures)
-        if waiting:
-            self._wait_for_rows(waiting, context)
-            yield from self._results(waiting, self._submit(waiting))
+        if openings:
+            yield self._results(openings, futures)
 
     def _checked(self, caller: Caller, request: store_pb2.OpenCaptureRequest, index: int = 0) -> _Opening | None:
         """Check a request. Return None if it is only a check.
@@ -145,33 +144,25 @@ class Openings:
 
     def _results(
         self, openings: Iterable[_Opening], futures: Iterable[Future[capture_pb2.CaptureManifest | None]]
-    ) -> Iterator[store_pb2.OpenCapturesResponse]:
-        """Yield the results of openings in one message, but each manifest in its own: it may fill a message."""
+    ) -> store_pb2.OpenCapturesResponse:
+        """Wait for the commit, and return the results of openings."""
         response = store_pb2.OpenCapturesResponse()
         for opening, future in zip(openings, futures, strict=True):
             with _recording(response, opening.at):
                 opened = self._opened(opening, future)
-                result = store_pb2.OpenCapturesResult(index=opening.at, opened=opened)
-                if opened.HasField("existing"):
-                    yield store_pb2.OpenCapturesResponse(results=[result])
-                else:
-                    response.results.append(result)
-        if response.results:
-            yield response
+                response.results.add(index=opening.at, opened=opened)
+        return response
 
-    def _waits(self, opening: _Opening) -> bool:
-        """Tell whether an open waits for rows of a sealed capture, so that it can be skipped if it is complete."""
+    def _wait_for_rows(self, opening: _Opening, context: grpc.ServicerContext) -> None:
+        """Wait briefly for rows of a sealed capture, so that it can be skipped if it is complete.
+
+        Raises:
+            Failure: LIMIT_REACHED: too many calls read or wait.
+        """
         feed = self._catalog.feed_named(opening.name)
-        return opening.if_exists == capture_pb2.IF_EXISTS_SKIP and feed is not None and feed.capture.wait is Wait.ROWS
-
-    def _wait_for_rows(self, openings: Iterable[_Opening], context: grpc.ServicerContext) -> None:
-        """Wait briefly, for all captures together."""
-        until = time.monotonic() + _ROWS_SECONDS
-        for opening in openings:
-            feed = self._catalog.feed_named(opening.name)
-            if feed is not None:
-                with self._calls.reading():
-                    wait_for_feed(self._catalog, feed, until - time.monotonic(), context)
+        if opening.if_exists == capture_pb2.IF_EXISTS_SKIP and feed is not None and feed.capture.wait is Wait.ROWS:
+            with self._calls.reading():
+                wait_for_feed(self._catalog, feed, _ROWS_SECONDS, context)
 
 
 def wait_for_feed(catalog: Catalog, feed: Feed, seconds: float, context: grpc.ServicerContext) -> None:
@@ -185,10 +176,16 @@ def wait_for_feed(catalog: Catalog, feed: Feed, seconds: float, context: grpc.Se
 
 @contextmanager
 def _recording(response: store_pb2.OpenCapturesResponse, index: int) -> Iterator[None]:
-    """Record a Failure as the result of a capture."""
+    """Record a Failure as the result of a capture.
+
+    Raises:
+        Failure: NOT_SERVING: the store is stopping, so the whole call fails.
+    """
     try:
         yield
     except Failure as failure:
+        if failure.reason in _OF_THE_CALL:
+            raise
         error = failure.to_item_error()
         error.metadata.update(failure.metadata)
         response.results.add(index=index, error=error)
@@ -197,7 +194,12 @@ def _recording(response: store_pb2.OpenCapturesResponse, index: int) -> Iterator
 def seal(writer: Writer, request: store_pb2.SealCaptureRequest) -> store_pb2.SealCaptureResponse:
     """Answer SealCapture; see store.proto."""
     name = _sealed_name(current_caller(), request)
-    manifest = writer.call(request.capture_id, lambda batch: batch.seal(name, request), reserve=True)
+
+    def change(batch: Batch) -> capture_pb2.CaptureManifest:
+        batch.seal(name, request)
+        return batch.manifest(name)
+
+    manifest = writer.call(request.capture_id, change, reserve=True)
     return store_pb2.SealCaptureResponse(manifest=manifest)
 
 
@@ -220,6 +222,8 @@ def seal_many(writer: Writer, request: store_pb2.SealCapturesRequest) -> store_p
         try:
             future.result()
         except Failure as failure:
+            if failure.reason in _OF_THE_CALL:
+                raise
             result.error.CopyFrom(failure.to_item_error())
     return response
 

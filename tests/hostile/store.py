@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 
 from residuum.rpc.channels import open_aio_channel, open_channel
-from residuum.v1 import store_pb2, store_pb2_grpc
-from residuum.wire.limits import MAX_CAPTURES_PER_DELETION
+from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
+from residuum.wire.limits import MAX_CAPTURES_PER_DELETION, MAX_CAPTURES_PER_OPEN
 from tests.hostile.http2 import Peer, huge_headers, ping_flood, rapid_reset
-from tests.store.support import Client, OpenStream, describe, grid, make_chunk, message
+from tests.store.support import Client, OpenStream, describe, grid, make_chunk, message, seal_request
 
 MIB = 1 << 20
 APPEND, STATS = "/residuum.v1.StoreService/AppendChunks", "/residuum.v1.StoreService/GetStats"
@@ -203,6 +203,32 @@ def open_flood(port: int, count: int) -> str:
     return f"{opened} captures of the longest prompt were opened"
 
 
+def batch_flood(port: int, count: int) -> str:
+    """The largest calls that open and seal many captures, and try to skip existing ones."""
+    description = describe("x", prompt=12_000)
+    number = min(MAX_CAPTURES_PER_OPEN, (4 * MIB - 65_536) // (description.ByteSize() + 64))
+
+    def flood(at: int) -> int:
+        client = Client(port)
+        opens, seals, names = [], [], [f"batch{at}-{item}" for item in range(number)]
+        for item, name in enumerate(names):
+            description = describe(name, prompt=12_000)
+            if_exists = capture_pb2.IF_EXISTS_SKIP if item % 4 == 3 else capture_pb2.IF_EXISTS_REPLACE
+            opens.append(store_pb2.OpenCaptureRequest(description=description, if_exists=if_exists))
+            seals.append(seal_request(name, [3000]))
+        request = store_pb2.OpenCapturesRequest(opens=opens)
+        results = [item for answer in client.stub.OpenCaptures(request, timeout=60) for item in answer.results]
+        answer = client.stub.SealCaptures(store_pb2.SealCapturesRequest(seals=seals), timeout=60)
+        assert len(results) == len(answer.results) == number
+        client.stub.DeleteCaptures(store_pb2.DeleteCapturesRequest(capture_ids=names), timeout=60)
+        client.close()
+        return sum(result.HasField("opened") for result in results)
+
+    with ThreadPoolExecutor(16) as pool:
+        opened = sum(pool.map(flood, range(count)))
+    return f"{count} calls opened {opened} of {count * number} captures, and sealed them"
+
+
 def append_flood(port: int, count: int) -> str:
     """The largest messages for unknown captures, sent faster than the store reads."""
 
@@ -230,6 +256,7 @@ ATTACKS: dict[str, Attack] = {
     "readers that do not read": lambda port: readers_that_do_not_read(port, 160),
     "searches": lambda port: searches(port, 64),
     "append flood": lambda port: append_flood(port, 64),
+    "batch flood": lambda port: batch_flood(port, 48),
     "open flood": lambda port: open_flood(port, 2000),
     "zip bombs": lambda port: bombs(port, 3),
     "rapid reset": lambda port: f"{rapid_reset(port, 5000)} streams were opened and reset",

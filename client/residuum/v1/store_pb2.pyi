@@ -358,7 +358,7 @@ class OpenCapturesResult(_message.Message):
     """Its index in `opens`."""
     @_builtins.property
     def opened(self) -> Global___OpenCaptureResponse:
-        """The capture is open, or exists already."""
+        """The capture is open."""
 
     @_builtins.property
     def error(self) -> _errors_pb2.ItemError:

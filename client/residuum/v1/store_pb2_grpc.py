@@ -191,12 +191,14 @@ class StoreServiceServicer:
         store:  OK
 
         `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
-        message are written after these captures. Every capture has one result. Those that wait for rows of an existing
-        capture (IF_EXISTS_SKIP) have theirs after all others. The errors of a capture are in its result, are those of
-        OpenCapture, and do not affect the other captures.
+        message are written after these captures. Every capture has one result. The errors of a capture are in its result,
+        are those of OpenCapture, and do not affect the other captures. Captures with
+        IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for rows of the existing capture, and its
+        manifest may fill a message. Use OpenCapture for them.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -263,7 +265,7 @@ class StoreServiceServicer:
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `seals` is empty or too long; nothing is sealed.
-        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be sealed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -82,12 +82,14 @@ class StoreServiceStub:
         store:  OK
 
     `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
-    message are written after these captures. Every capture has one result. Those that wait for rows of an existing
-    capture (IF_EXISTS_SKIP) have theirs after all others. The errors of a capture are in its result, are those of
-    OpenCapture, and do not affect the other captures.
+    message are written after these captures. Every capture has one result. The errors of a capture are in its result,
+    are those of OpenCapture, and do not affect the other captures. Captures with
+    IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for rows of the existing capture, and its
+    manifest may fill a message. Use OpenCapture for them.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be open.
     """
     AppendChunks: _grpc.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]
     """Appends chunks of any captures and acknowledges them.
@@ -142,7 +144,7 @@ class StoreServiceStub:
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: `seals` is empty or too long; nothing is sealed.
-    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be sealed.
     """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_store_pb2.RenewLeaseRequest, _store_pb2.RenewLeaseResponse]
     """Renews the lease of an inference service: says that it still lives.
@@ -337,12 +339,14 @@ class StoreServiceAsyncStub(StoreServiceStub):
         store:  OK
 
     `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
-    message are written after these captures. Every capture has one result. Those that wait for rows of an existing
-    capture (IF_EXISTS_SKIP) have theirs after all others. The errors of a capture are in its result, are those of
-    OpenCapture, and do not affect the other captures.
+    message are written after these captures. Every capture has one result. The errors of a capture are in its result,
+    are those of OpenCapture, and do not affect the other captures. Captures with
+    IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for rows of the existing capture, and its
+    manifest may fill a message. Use OpenCapture for them.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be open.
     """
     AppendChunks: _aio.StreamStreamMultiCallable[_store_pb2.AppendChunksRequest, _store_pb2.AppendChunksResponse]  # type: ignore[assignment]
     """Appends chunks of any captures and acknowledges them.
@@ -397,7 +401,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: `seals` is empty or too long; nothing is sealed.
-    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be sealed.
     """
     RenewLease: _aio.UnaryUnaryMultiCallable[_store_pb2.RenewLeaseRequest, _store_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Renews the lease of an inference service: says that it still lives.
@@ -601,12 +605,14 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
             store:  OK
 
         `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
-        message are written after these captures. Every capture has one result. Those that wait for rows of an existing
-        capture (IF_EXISTS_SKIP) have theirs after all others. The errors of a capture are in its result, are those of
-        OpenCapture, and do not affect the other captures.
+        message are written after these captures. Every capture has one result. The errors of a capture are in its result,
+        are those of OpenCapture, and do not affect the other captures. Captures with
+        IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for rows of the existing capture, and its
+        manifest may fill a message. Use OpenCapture for them.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be open.
         """
 
     @_abc_1.abstractmethod
@@ -679,7 +685,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `seals` is empty or too long; nothing is sealed.
-        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be sealed.
         """
 
     @_abc_1.abstractmethod

@@ -22,23 +22,31 @@ from tests import ports
 from tests.inference.service_support import DEADLINE, FakeStore, listening, until
 
 UNREACHABLE = Reason.ERROR_REASON_STORE_UNREACHABLE
+OLDER = "the store is older: it opens and seals captures one by one"
+NEWER = 9999
+"""A reason that only a newer store knows."""
 ADD = store_pb2_grpc.add_StoreServiceServicer_to_server
 
 
 class PickyStore(FakeStore):
-    """Refuses captures and seals whose IDs are in `refused`."""
+    """Refuses captures and seals whose IDs are in `refused`, or in `reasons` with a reason."""
 
     def __init__(self):
         super().__init__()
         self.refused = set()
+        self.reasons = {}
 
     async def OpenCapture(self, request, context):
         answer = await super().OpenCapture(request, context)
+        if request.description.capture_id in self.reasons:
+            raise Failure(self.reasons[request.description.capture_id], "scripted")
         if request.description.capture_id in self.refused:
             raise Failure(Reason.ERROR_REASON_CAPTURE_EXISTS, "scripted")
         return answer
 
     async def SealCapture(self, request, context):
+        if request.capture_id in self.reasons:
+            raise Failure(self.reasons[request.capture_id], "scripted")
         if request.capture_id in self.refused:
             raise Failure(Reason.ERROR_REASON_UNKNOWN_CAPTURE, "scripted")
         return await super().SealCapture(request, context)
@@ -105,6 +113,16 @@ async def test_a_refused_capture_does_not_affect_the_others(keeper, store):
     assert not keeper.is_avoided
 
 
+async def test_opens_that_may_skip_a_capture_go_alone_because_the_store_may_wait_for_rows(keeper, store):
+    skip = capture_pb2.IF_EXISTS_SKIP
+    store.reasons["b"] = Reason.ERROR_REASON_LIMIT_REACHED  # too many calls wait
+    descriptions = [capture_pb2.CaptureDescription(capture_id=name) for name in "abc"]
+    tasks = [asyncio.create_task(keeper.open(item, skip)) for item in descriptions] + start(keeper, "d", "e")
+    assert await outcomes(tasks) == [None, Reason.ERROR_REASON_LIMIT_REACHED, None, None, None]
+    assert store.batches == [2]
+    assert sorted(opened(store)) == [*"abcde"]
+
+
 async def test_a_caller_that_leaves_does_not_affect_the_others_and_its_capture_is_sealed_after_the_open(keeper, store):
     store.gate.clear()
     tasks = start(keeper, *"abc")
@@ -141,11 +159,21 @@ async def test_an_older_store_gets_single_calls(keeper, store):
     with capture_logs() as lines:
         for _ in range(2):
             assert await outcomes(start(keeper, *"abc")) == [None, Reason.ERROR_REASON_CAPTURE_EXISTS, None]
-    assert [line["event"] for line in lines] == ["the store is older, and opens captures one by one"]
+        seal(keeper, "a", "c")
+        await until(lambda: not keeper.num_seals)
+    assert [line["event"] for line in lines] == [OLDER]
     assert sorted(opened(store)) == sorted("abc" * 2)
-    seal(keeper, "a", "c")
-    await until(lambda: not keeper.num_seals)
     assert sorted(item.capture_id for item in store.seals) == ["a", "c"]
+
+
+async def test_a_seal_that_finds_an_older_store_logs_it(keeper, store):
+    store.is_older = True
+    with capture_logs() as lines:
+        seal(keeper, "a", "c")
+        await until(lambda: not keeper.num_seals)
+        assert await outcomes(start(keeper, "b")) == [None]
+    assert [line["event"] for line in lines] == [OLDER]
+    assert not store.batches
 
 
 async def test_a_store_that_is_down_fails_each_open_and_is_found_when_it_is_back(store):
@@ -200,6 +228,42 @@ async def test_a_queued_open_of_a_call_that_breaks_is_not_repeated_but_the_other
         await keeper.close(DEADLINE)
 
 
+class SilentStore(FakeStore):
+    """Ends calls that open captures after the first result."""
+
+    async def OpenCaptures(self, request, context):
+        async for response in super().OpenCaptures(request, context):
+            del response.results[1:]
+            yield response
+
+
+async def test_an_open_without_a_result_fails_and_its_capture_is_sealed():
+    store = SilentStore()
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        tasks = start(keeper, "a", "b")
+        await asyncio.sleep(0)
+        seal(keeper, "b")  # before its open ends
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), NoAnswerError]
+        assert keeper.is_avoided
+        await store.until(lambda: [item.capture_id for item in store.seals] == ["b"])
+        await keeper.close(DEADLINE)
+
+
+async def test_opens_whose_call_is_cancelled_fail(keeper, store):
+    store.gate.clear()
+    tasks = start(keeper, "a", "b")
+    await store.until(lambda: opened(store) == ["a"])
+    answers = [opening.answer for opening in keeper._opening.values()]
+    (call,) = keeper._openings._batches._tasks
+    call.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [NoAnswerError] * 2
+    assert [answer.done() for answer in answers] == [True] * 2, "seals wait for the answers"
+    store.gate.set()
+
+
 async def test_seals_share_calls_and_only_a_failed_one_is_repeated(keeper, store):
     store.refused.add("b")
     with capture_logs() as lines:
@@ -210,6 +274,50 @@ async def test_seals_share_calls_and_only_a_failed_one_is_repeated(keeper, store
     assert [(line["event"], line["request_id"]) for line in lines] == [
         ("capture not sealed yet; the service retries", "a"), ("capture not sealed", "b"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", [NEWER, Reason.ERROR_REASON_NOT_SERVING])
+async def test_a_seal_that_is_refused_for_an_unknown_reason_or_by_a_stopping_store_is_repeated(keeper, store, reason):
+    store.reasons["b"] = reason
+    with capture_logs() as lines:
+        seal(keeper, *"abc")
+        await until(lambda: lines)
+    assert (keeper.num_seals, keeper.answered, keeper.is_avoided) == (1, False, True)
+    assert [(line["event"], line["request_id"]) for line in lines] == [
+        ("capture not sealed yet; the service retries", "b")
+    ]
+    assert "scripted" in lines[0]["cause"]
+    store.reasons.clear()
+    await until(lambda: not keeper.num_seals)
+    assert sorted(item.capture_id for item in store.seals) == ["a", "b", "c"]
+
+
+async def test_an_open_that_a_stopping_store_refuses_may_have_been_made(keeper, store):
+    store.reasons["b"] = Reason.ERROR_REASON_NOT_SERVING
+    results = await asyncio.gather(*start(keeper, *"abc"), return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), NoAnswerError, type(None)]
+    assert (keeper.num_open, keeper.answered, keeper.is_avoided) == (3, False, True)
+
+
+@pytest.mark.parametrize("full", "ac")
+async def test_a_store_that_is_full_for_one_capture_is_avoided_whatever_the_order_of_results(keeper, store, full):
+    store.reasons[full] = Reason.ERROR_REASON_STORE_FULL
+    await outcomes(start(keeper, *"abc"))
+    assert (keeper.answered, keeper.is_avoided) == (True, True)
+    store.reasons.clear()
+    assert await outcomes(start(keeper, "d")) == [None]
+    assert not keeper.is_avoided
+
+
+@pytest.mark.parametrize("full", "ac")
+async def test_a_store_that_is_full_for_one_seal_is_avoided_whatever_the_order_of_results(keeper, store, full):
+    store.reasons = dict.fromkeys("abc", Reason.ERROR_REASON_INTERNAL) | {full: Reason.ERROR_REASON_STORE_FULL}
+    with capture_logs() as lines:
+        seal(keeper, *"abc")
+        await until(lambda: lines)
+    assert (keeper.answered, keeper.is_avoided) == (True, True)
+    store.reasons.clear()
+    await until(lambda: not keeper.num_seals)
 
 
 class Sent:

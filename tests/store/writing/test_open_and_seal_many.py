@@ -12,6 +12,8 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.frames import append_prefix
 from residuum.wire.limits import MAX_CAPTURES_PER_OPEN
+from store_svc.captures.lifecycle import Capture
+from store_svc.database.db import DamagedError
 from store_svc.writing.changes import Batch
 from tests.store.support import (
     Client,
@@ -24,6 +26,7 @@ from tests.store.support import (
     seal_request,
     serving,
 )
+from tests.waiting import wait_for
 
 LAYERS = [0, 1, 2]
 ABORTED, COMPLETE = capture_pb2.CAPTURE_STATE_ABORTED, capture_pb2.CAPTURE_STATE_COMPLETE
@@ -123,38 +126,27 @@ def test_a_bug_in_one_open_fails_that_one_alone(client: Client, monkeypatch: pyt
     assert open_many(client, *map(open_request, "abc")) == [OPENED, INTERNAL, OPENED]
 
 
-def test_a_capture_that_waits_for_rows_does_not_hold_the_others(tmp_path: Path) -> None:
-    """A capture that may be skipped, but lacks rows, has its result after the others."""
-    with serving(tmp_path / "store", seal_timeout_seconds=60) as (_, client):
-        client.open(describe("waiting"))
-        client.seal("waiting", generated=[2])
-        skip = capture_pb2.IF_EXISTS_SKIP
-        opens = [open_request("waiting", 5, if_exists=skip), open_request("a", if_exists=skip)]
-        call = client.stub.OpenCaptures(store_pb2.OpenCapturesRequest(opens=opens), timeout=SECONDS)
-        start = time.monotonic()
-        assert list(next(call).queued) == [1]
-        (result,) = next(call).results
-        assert (result.index, result.WhichOneof("outcome")) == (1, "opened")
-        assert time.monotonic() - start < 2
-        client.append([make_chunk(LAYERS, range(5))], "waiting")  # all of its rows
-        (result,) = next(call).results
-        assert result.index == 0
-        assert result.opened.existing.state == COMPLETE
-        assert next(call, None) is None
+def test_opens_that_may_wait_for_rows_are_refused_and_the_others_opened(client: Client) -> None:
+    client.open(describe("waiting"))
+    client.seal("waiting", generated=[2])
+    skip = capture_pb2.IF_EXISTS_SKIP
+    opens = [open_request("waiting", 5, if_exists=skip), open_request("a"), open_request("b", if_exists=skip)]
+    start = time.monotonic()
+    assert open_many(client, *opens) == [INVALID, OPENED, INVALID]
+    assert time.monotonic() - start < 2
+    assert open_many(client, open_request("c", if_exists=skip, check_only=True)) == [OPENED], "it is only a check"
+    with failing_with(UNKNOWN):
+        client.get("b")
 
 
-def test_existing_captures_are_skipped_each_in_its_own_message(client: Client) -> None:
+def test_existing_captures_are_replaced(client: Client) -> None:
     for name in "ab":
         client.open(describe(name))
         client.append([make_chunk(LAYERS, range(5))], name)
         assert client.seal(name, generated=[2]).state == COMPLETE
-    opens = [open_request(name, 3, if_exists=capture_pb2.IF_EXISTS_SKIP) for name in "abc"]
-    call = client.stub.OpenCaptures(store_pb2.OpenCapturesRequest(opens=opens), timeout=SECONDS)
-    responses = [[result.index for result in response.results] for response in call]
-    assert responses == [[], [0], [1], [2]]
-    assert [item.state if item != OPENED else item for item in open_many(client, *opens)] == [
-        COMPLETE, COMPLETE, OPENED,
-    ]  # fmt: skip
+    opens = [open_request(name, 3, if_exists=capture_pb2.IF_EXISTS_REPLACE) for name in "abc"]
+    assert open_many(client, *opens) == [OPENED] * 3
+    assert [client.get(name).description.attempt for name in "abc"] == [3] * 3
 
 
 def test_an_open_renews_the_lease_of_its_service(client: Client) -> None:
@@ -163,6 +155,27 @@ def test_an_open_renews_the_lease_of_its_service(client: Client) -> None:
     call = client.stub.OpenCaptures(store_pb2.OpenCapturesRequest(opens=[request, open_request("b")]), timeout=SECONDS)
     leases = [result.opened.HasField("lease") for response in call for result in response.results]
     assert leases == [True, False]
+
+
+def test_calls_fail_as_a_whole_if_the_writer_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path / "store") as (store, client), ThreadPoolExecutor(2) as pool:
+        client.open(describe("a"))
+        with busy_writer(store):
+            opening = client.stub.OpenCaptures(
+                store_pb2.OpenCapturesRequest(opens=[open_request("b"), open_request("c")]), timeout=SECONDS
+            )
+            assert list(next(opening).queued) == [0, 1]
+            opens = pool.submit(list, opening)
+            seals = pool.submit(seal_many, client, seal_request("a", [1]), seal_request("b", [1]))
+            wait_for(lambda: len(store._writer.queue._commands) == 4)
+            monkeypatch.setattr(store._db, "write", dies)
+        for call in (opens, seals):
+            with failing_with(Reason.ERROR_REASON_NOT_SERVING):
+                call.result(SECONDS)
+
+
+def dies(*_: object, **__: object) -> object:
+    raise DamagedError("scripted")
 
 
 def test_each_seal_has_its_own_result(client: Client) -> None:
@@ -175,6 +188,25 @@ def test_each_seal_has_its_own_result(client: Client) -> None:
     assert seal_many(client, *seals) == [0, UNKNOWN, INVALID, Reason.ERROR_REASON_CAPTURE_ENDED]
     assert [client.get(name).HasField("seal_time") for name in "abc"] == [True, False, True]
     assert seal_many(client, seals[0], seals[0]) == [0, 0], "a repeat changes nothing"
+
+
+def test_seals_of_many_captures_make_no_manifests(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest may fill a message, and 256 of them would be held at once."""
+    made = []
+    whole = Capture.manifest
+
+    def counted(capture: Capture) -> capture_pb2.CaptureManifest:
+        made.append(capture)
+        return whole(capture)
+
+    for name in "ab":
+        client.open(describe(name))
+    monkeypatch.setattr(Capture, "manifest", counted)
+    seals = [seal_request(name, [1]) for name in "ab"]
+    assert seal_many(client, *seals) == [0, 0]
+    assert seal_many(client, *seals) == [0, 0], "also those that were sealed before"
+    assert not made
+    assert client.stub.SealCapture(seals[0]).manifest.HasField("seal_time")
 
 
 @pytest.mark.parametrize("number", [0, MAX_CAPTURES_PER_OPEN + 1])
