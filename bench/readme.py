@@ -128,6 +128,7 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         "steering.json": steering,
         "steering-engine.json": steering,
         "service.json": service,
+        "verdicts.json": verdicts,
         "service-served.json": served,
         "capture-batch-invariant.json": batch_invariant,
     }
@@ -349,6 +350,32 @@ def service(result: Mapping[str, Any], _: str) -> str:
     compared = f"`Generate` compared with AsyncLLM called directly, {_model(parameters)}"
     head = f"{compared}, `bench.service` at {short_revision(result)}"
     return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
+
+
+def verdicts(result: Mapping[str, Any], link: str) -> str:
+    """Return what probes, features and captures add to a token, measured by `bench.service`."""
+    part = next(iter(result["parts"].values()))
+    parameters = part["parameters"]
+    names = {
+        "probes": f"scores of {parameters['probes']} linear probes with each token",
+        "features": f"the strongest of {parameters['features']:,} features of each token, captured",
+        "captures": "rows of all layers of each token, captured",
+    }
+    rows = [
+        (
+            f"{level['streams']} at a time: {words}",
+            f"{percent(more['token_ratio'])}",
+            f"{percent(more['first_token_ratio'])}",
+        )
+        for level in part["levels"]
+        for way, words in names.items()
+        if (more := level["over_residuum"].get(way))
+    ]
+    head = (
+        f"[Compared]({link}/verdicts.json) with the same requests without, {_model(parameters)}, prompts share "
+        f"{parameters['shared_prefix']:,} tokens, `bench.service` at {short_revision(result)}"
+    )
+    return markdown_table((head, "each token", "to the first token"), rows)
 
 
 def served(result: Mapping[str, Any], _: str) -> str:
