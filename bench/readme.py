@@ -135,9 +135,12 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
     sections = []
     for folder in _kinds(results):
         link = f"{results_link}/{folder.name}"
-        if folder.name != "cpu" and (folder / "capture.json").exists():
-            sections.append(capture(_read(folder / "capture.json"), link))
-        sections += [make(_read(folder / name), link) for name, make in files.items() if (folder / name).exists()]
+        found = {name: _read(folder / name) for name in ("capture.json", *files) if (folder / name).exists()}
+        if found:
+            sections.append(f"### On {machine_name(next(iter(found.values())))}")
+        if folder.name != "cpu" and "capture.json" in found:
+            sections.append(capture(found["capture.json"], link))
+        sections += [make(found[name], link) for name, make in files.items() if name in found]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -357,25 +360,28 @@ def verdicts(result: Mapping[str, Any], link: str) -> str:
     part = next(iter(result["parts"].values()))
     parameters = part["parameters"]
     names = {
-        "probes": f"scores of {parameters['probes']} linear probes with each token",
-        "features": f"the strongest of {parameters['features']:,} features of each token, captured",
-        "captures": "rows of all layers of each token, captured",
+        "probes": f"scores of {parameters['probes']} linear probes",
+        "features": f"the strongest of {parameters['features']:,} features at one layer, captured",
+        "captures": "rows of all layers, captured",
     }
     rows = [
         (
             f"{level['streams']} at a time: {words}",
-            f"{percent(more['token_ratio'])}",
-            f"{percent(more['first_token_ratio'])}",
+            f"{more['tokens_per_second_ratio']:.2f}",
+            percent(more["token_ratio"]),
+            f"{percent(more['first_token_ratio'])} ({more['added_first_token_ms']:.0f} ms)",
         )
         for level in part["levels"]
         for way, words in names.items()
         if (more := level["over_residuum"].get(way))
     ]
-    head = (
-        f"[Compared]({link}/verdicts.json) with the same requests without, {_model(parameters)}, prompts share "
-        f"{parameters['shared_prefix']:,} tokens, `bench.service` at {short_revision(result)}"
+    intro = (
+        f"What probes and captures add to the service without them ([results]({link}/verdicts.json)). Prompts share "
+        f"{parameters['shared_prefix']:,} cached tokens; the prompt's last token and the reply are scored or captured:"
     )
-    return markdown_table((head, "each token", "to the first token"), rows)
+    head = f"{_model(parameters)}, `bench.service` at {short_revision(result)}"
+    columns = (head, "tokens/s, without = 1", "each token", "to the first token")
+    return "\n\n".join([_filled(intro), markdown_table(columns, rows)])
 
 
 def served(result: Mapping[str, Any], _: str) -> str:
@@ -430,13 +436,14 @@ def _enabled_sites(result: Mapping[str, Any], link: str) -> str:
             ", ".join(f"`{site}`" for site in cost.sites) or "`resid_post` alone",
             f"{cost.points}" if cost.points else "",
             percent(cost.ratio_to_stock),
-            "" if cost.per_point is None else percent(1 + cost.per_point, 3),
+            "" if cost.per_point is None else percent(1 + cost.per_point, 2),
         )
         for cost in costs
     ]
+    rounds = "one round" if result["rounds"] == 1 else f"{result['rounds']} rounds"
     intro = (
-        f"Generation while nobody captures, on {machine_name(result)} with vLLM {vllm_version(result)} "
-        f"([results]({link})):"
+        f"Generation while nobody captures, on one {result['machine']['gpu'] or 'CPU'} with vLLM "
+        f"{vllm_version(result)}, {rounds} ([results]({link})). A point is a site in one layer:"
     )
     head = f"enabled sites; {_workload(result['workload'])}, `bench.sites` at {short_revision(result)}"
     dear = [cost for cost in costs if cost.per_point is not None and 1 + cost.per_point > POINT_LIMIT]
@@ -445,7 +452,7 @@ def _enabled_sites(result: Mapping[str, Any], link: str) -> str:
     verdict = (
         f"More than {share} for each point: {named}."
         if dear
-        else f"On average, a point costs at most {share} in every group."
+        else f"In each group, a point adds less than {share} on average. The costs of all enabled points add up."
     )
     table = markdown_table((head, "points", "over stock vLLM", "each point"), rows)
     return f"{_filled(intro)}\n\n{table}\n\n{_filled(verdict)}"

@@ -53,10 +53,10 @@ def tables(results: Sequence[Result]) -> str:
     revisions: dict[Served, list[str]] = {}
     for result in results:
         for outcome in _plain(result):
-            served = _served(result, outcome)
-            columns.setdefault(served, []).append({"sites": result["setup"]["sites"], **outcome})
-            if short_revision(result) not in revisions.setdefault(served, []):
-                revisions[served].append(short_revision(result))
+            for served in _columns(result, outcome):
+                columns.setdefault(served, []).append({"sites": result["setup"]["sites"], **outcome})
+                if short_revision(result) not in revisions.setdefault(served, []):
+                    revisions[served].append(short_revision(result))
     names = [
         name for name in ARCHITECTURES if any(name == outcome["name"] for rows in columns.values() for outcome in rows)
     ]
@@ -137,6 +137,13 @@ def _exactness(outcome: Result) -> tuple[str, str, str]:
         return ("needs a GPU" if outcome["detail"].startswith(_BY_VLLM) else outcome["verdict"], "", "")
     verdict = "" if outcome["verdict"] == "exact" else "**not exact:** "
     return f"{outcome['rows']:,}", f"{outcome['missing']}", f"{verdict}{outcome['max_error']:.1e}"
+
+
+def _columns(result: Result, outcome: Result) -> list[Served]:
+    """Return the columns of an outcome. A refusal has no layout: it has those in which the same model was served."""
+    own = [other for other in _plain(result) if other["name"] == outcome["name"] and any(other["layout"])]
+    others = [] if any(outcome["layout"]) else own
+    return list(dict.fromkeys(_served(result, one) for one in others or [outcome]))
 
 
 def _served(result: Result, outcome: Result) -> Served:

@@ -242,15 +242,19 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
         outcome("mamba", "refused", detail="by vLLM, without a GPU: x"),
         outcome("gemma3n", "refused", detail="CannotTapError: four streams"),
         outcome("gemma4", "FAILED", detail="no module named x", rows=0),
+        outcome("mixtral", layout=[2, 1], sites=["resid_post"]),
+        outcome("qwen3_moe", "refused", layout=[0, 0], detail="CannotTapError: merges"),
+        outcome("qwen3_moe", layout=[2, 1], sites=["resid_post"]),
     ]
     text = tables([{**origin, "setup": setup, "architectures": models}])
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     label = "H200, vLLM 0.32.0, bfloat16, runner V2"
     labels = [label, f"{label}, tensor parallel 2"]
     assert cells[0] == ["architecture", *labels]
-    assert {name: row for name, *row in cells[2:8]} == {
+    assert {name: row for name, *row in cells[2:9]} == {
         "`llama`": ["exact", "exact"],
-        "`mixtral`": ["**not exact**", ""],
+        "`mixtral`": ["**not exact**", "exact"],
+        "`qwen3_moe`": ["", "without `resid_pre`, `attn_out`, `mlp_out`"],
         "`granite`": ["without `attn_out`, `mlp_out`; in some layers: `resid_pre`", ""],
         "`mamba`": ["needs a GPU", ""],
         "`gemma3n`": ["refused", ""],
@@ -258,7 +262,7 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
     }
     sites = "`resid_pre`, `attn_out`, `mlp_out`, `resid_post`"
     assert [f"{labels[0]}, eager", "0123456", sites, "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
-    assert [f"{labels[1]}, eager", "0123456", sites, "1", "100", "0", "none", "5.0e-02", "0"] in cells
+    assert [f"{labels[1]}, eager", "0123456", sites, "3", "300", "0", "none", "5.0e-02", "0"] in cells
     assert "Quantised" not in text
 
 

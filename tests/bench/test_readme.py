@@ -72,7 +72,9 @@ def test_outdated_figures_are_reported(name, monkeypatch, tmp_path):
 def test_the_summary_is_the_first_table_and_a_plot(tmp_path):
     text = summary(RESULTS)
     table, plot = text.rsplit("\n\n", 1)
-    assert figures(RESULTS).startswith(table)
+    heading, first = figures(RESULTS).split("\n\n", 1)
+    assert heading.startswith("### On ")
+    assert first.startswith(table)
     assert plot.startswith("![")
     name = plot.rpartition("(")[2].removesuffix(")")
     assert (RESULTS.parents[1] / name).is_file()
@@ -89,17 +91,24 @@ def test_the_table_of_enabled_sites_names_those_that_cost_more(tmp_path):
         GroupCost(("final_norm",), 1, 1.01, 1.01, (1.01,), 0.0061),
     ]
     workload = {"model": "tiny", "batch_size": 2, "prefill": 16, "decode": 4, "engine_args": {}}
-    result = {**RESULT, "workload": workload, "groups": [asdict(group) for group in groups], "runs": [stock]}
+    result = {
+        **RESULT,
+        "workload": workload,
+        "rounds": 1,
+        "groups": [asdict(group) for group in groups],
+        "runs": [stock],
+    }
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "sites.json").write_text(json.dumps(result))
     text = enabled_sites(tmp_path, "../../bench/results")
     assert "../../bench/results/h200/sites.json" in text
     assert "| `resid_post` alone |  | +0.4 % |  |" in text
-    assert "| `q`, `k` | 72 | +5.0 % | +0.060 % |" in text
+    assert "| `q`, `k` | 72 | +5.0 % | +0.06 % |" in text
+    assert "one round" in text
     assert text.endswith("\n\nMore than 0.3 % for each point: `final_norm`.")
     result["groups"].pop()
     (tmp_path / "h200" / "sites.json").write_text(json.dumps(result))
-    assert enabled_sites(tmp_path).endswith("\n\nOn average, a point costs at most 0.3 % in every group.")
+    assert enabled_sites(tmp_path).endswith("adds less than 0.3 % on average. The costs of all enabled points add up.")
 
 
 def test_the_table_of_a_suite_lists_failed_configurations(tmp_path):
