@@ -37,8 +37,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-SITES = ("resid_post", "final_norm", "q", "k", "v", "z", "mlp_act", "q_pre", "k_pre")
-"""At the last seven, each rank has a part of every row."""
+STREAM = ("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
+HEADS = ("q", "k", "v", "z", "q_pre", "k_pre")
+"""At these sites and at `mlp_act`, each rank has a part of every row."""
+SITES = {
+    "llama": (*STREAM, *HEADS, "mlp_act", "final_norm"),
+    "qwen3_moe": (*STREAM, *HEADS, "router_logits", "routing_weights", "final_norm"),
+}
+"""All sites of a dense model, and of a mixture of experts."""
 
 
 @pytest.fixture
@@ -62,10 +68,12 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SITES)
+def test_two_ranks_capture_each_row_once(name: str, store_endpoint: str, tmp_path: Path) -> None:
+    sites = SITES[name]
     outcome = check(
-        ARCHITECTURES["llama"],
-        Setup(tensor_parallel_size=2, sites=SITES),
+        ARCHITECTURES[name],
+        Setup(tensor_parallel_size=2, sites=sites),
         store_endpoint,
         tmp_path / "two-ranks",
         warm_start.launch,
@@ -73,8 +81,9 @@ def test_two_ranks_capture_each_row_once(store_endpoint: str, tmp_path: Path) ->
     assert outcome.verdict is Verdict.EXACT, outcome.detail
     assert outcome.layout == (2, 1)
     assert outcome.capturing_ranks == 1
-    points = (len(SITES) - 1) * LAYERS + 1  # only the last layer has the final norm
-    assert outcome.rows == points * sum(len(request.prompt) + NEW_TOKENS - 1 for request in make_requests())
+    points = (len(sites) - 1) * LAYERS + 1  # only the last layer has the final norm
+    requests = make_requests({"attn_out": (1, range(LAYERS))})  # one more is steered inside the layers
+    assert outcome.rows == points * sum(len(request.prompt) + NEW_TOKENS - 1 for request in requests)
 
 
 @pytest.mark.usefixtures("two_cores")

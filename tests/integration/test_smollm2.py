@@ -243,9 +243,15 @@ def test_requests_of_one_batch_are_steered_by_their_own_vectors(client: residuum
     with ThreadPoolExecutor(8) as pool:
         steered = list(pool.map(lambda v: rows([residuum.Add(v, layer=12, scale=1.0)]), vectors))
     for vector, moved in zip(vectors, steered, strict=True):
-        error = np.linalg.norm(moved - plain - vector.values, axis=-1)
-        # bf16 has 8 bits, so the error grows with the row's length. The first token's row is by far the longest.
-        assert (error < 0.005 * (np.linalg.norm(plain, axis=-1) + np.linalg.norm(vector.values))).all()
+        # The rows that were computed alone and those of a batch differ by rounding (bf16 has 8 bits), in hundredths of
+        # their length. The first token's row is by far the longest.
+        length = np.linalg.norm(plain, axis=-1) + np.linalg.norm(vector.values)
+        errors = [np.linalg.norm(moved - plain - other.values, axis=-1) for other in vectors]
+        own = errors[vectors.index(vector)]
+        assert (own < 0.01 * length).all()
+        assert (np.median(own / length)) < 0.005
+        # The vectors are far from each other, so any other one is far off in every row but the first.
+        assert all((error[1:] > 20 * own[1:]).all() for error in errors if error is not own)
 
 
 def test_captures_are_listed_and_deleted(client: residuum.Client) -> None:
