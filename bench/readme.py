@@ -137,7 +137,7 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         link = f"{results_link}/{folder.name}"
         found = {name: _read(folder / name) for name in ("capture.json", *files) if (folder / name).exists()}
         if found:
-            sections.append(f"### On {machine_name(next(iter(found.values())))}")
+            sections.append(f"## On {machine_name(next(iter(found.values())))}")
         if folder.name != "cpu" and "capture.json" in found:
             sections.append(capture(found["capture.json"], link))
         sections += [make(found[name], link) for name, make in files.items() if name in found]

@@ -73,7 +73,7 @@ def test_the_summary_is_the_first_table_and_a_plot(tmp_path):
     text = summary(RESULTS)
     table, plot = text.rsplit("\n\n", 1)
     heading, first = figures(RESULTS).split("\n\n", 1)
-    assert heading.startswith("### On ")
+    assert heading.startswith("## On ")
     assert first.startswith(table)
     assert plot.startswith("![")
     name = plot.rpartition("(")[2].removesuffix(")")
