@@ -194,10 +194,12 @@ def row_shapes(
     lacking = [site for site in asked if not structure.wide[site]]
     if lacking:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers.values()}))
+        has = [site for site in WIDE_SITES if structure.wide[site]]
         raise CannotTapError(
             f"{_names(lacking)} cannot be captured: looked in {kinds} for modules of the attention or the MLP that "
             f"take or return rows of this kind, found none (layers {sorted(layers)}). Leave "
-            f"{'these sites' if len(lacking) > 1 else 'the site'} out of --capture-sites."
+            f"{'these sites' if len(lacking) > 1 else 'the site'} out of --capture-sites. Of the sites with a width of "
+            f"their own, the model has {_names(has) if has else 'none'}."
         )
     shapes = {site: {shape_of(site, entry) for entry in structure.wide[site].values()} for site in asked}
     return {site: _only_shape(site, found, structure.wide[site].values()) for site, found in shapes.items()}

@@ -231,7 +231,11 @@ def test_what_is_not_the_projection_of_queries_and_keys_is_not_taken_for_it():
 @pytest.mark.parametrize(
     ("layers", "sites", "told"),
     [
-        ([Layer(mlp=Experts())] * 1, [Z, ACT], r"^mlp_act cannot be captured: looked in Layer .* \(layers \[0\]\)"),
+        (
+            [Layer(mlp=Experts())] * 1,
+            [Z, ACT],
+            r"^mlp_act cannot be captured: looked in Layer .* \(layers \[0\]\).* has q, k, v, z, q_pre and k_pre",
+        ),
         ([Layer(Attention(8, 4, 8).requires_grad_())] * 1, [K, V], r"^k and v cannot be captured"),
         ([Layer(Attention(6, 4, 4)), Layer(Attention(6, 4, 4))], [Q, ACT], r"^q cannot be captured"),
         ([Layer(), Layer(mlp=MLP(8))], [ACT], r"^mlp_act cannot be captured: .* have 6 or 8 elements"),
