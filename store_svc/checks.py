@@ -16,8 +16,6 @@ from residuum.wire.limits import (
     DIGEST_BYTES,
     MAX_CAPTURE_ROWS_AT_A_POSITION,
     MAX_CAPTURE_TOKENS,
-    MAX_CAPTURES_PER_DELETION,
-    MAX_CAPTURES_PER_OPEN,
     MAX_CAPTURES_PER_READ,
     MAX_DESCRIPTION_BYTES,
     MAX_DETAIL_LENGTH,
@@ -222,34 +220,21 @@ def check_many(request: store_pb2.ReadCapturesRequest) -> None:
     Raises:
         Failure: INVALID_FIELD if a field is wrong.
     """
-    if not 1 <= len(request.capture_ids) <= MAX_CAPTURES_PER_READ:
-        given = len(request.capture_ids)
-        raise invalid("capture_ids", f"one call reads 1 to {MAX_CAPTURES_PER_READ} captures, not {given}")
+    check_number("capture_ids", len(request.capture_ids), MAX_CAPTURES_PER_READ, "reads")
     try:
         check_positions(request.positions)
     except ValueError as error:
         raise invalid("positions", str(error)) from None
 
 
-def check_deletion(request: store_pb2.DeleteCapturesRequest) -> None:
-    """Check the number of captures to delete.
+def check_number(field: str, given: int, most: int, does: str) -> None:
+    """Check the number of captures in one call. `does` says what it does with them: "deletes".
 
     Raises:
         Failure: INVALID_FIELD if there are none or too many.
     """
-    if not 1 <= len(request.capture_ids) <= MAX_CAPTURES_PER_DELETION:
-        given = len(request.capture_ids)
-        raise invalid("capture_ids", f"one call deletes 1 to {MAX_CAPTURES_PER_DELETION} captures, not {given}")
-
-
-def check_batch(field: str, number: int) -> None:
-    """Check the number of captures that one call opens or seals.
-
-    Raises:
-        Failure: INVALID_FIELD if there are none or too many.
-    """
-    if not 1 <= number <= MAX_CAPTURES_PER_OPEN:
-        raise invalid(field, f"one call takes 1 to {MAX_CAPTURES_PER_OPEN} captures, not {number}")
+    if not 1 <= given <= most:
+        raise invalid(field, f"one call {does} 1 to {most} captures, not {given}")
 
 
 def read_where(where: str) -> tuple[Condition, ...]:

@@ -17,6 +17,7 @@ from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.labels import Condition
 from residuum.wire.limits import (
     DEFAULT_PAGE_SIZE,
+    MAX_CAPTURES_PER_DELETION,
     MAX_PAGE_BYTES,
     MAX_PAGE_SIZE,
     MAX_PLACED_CHUNK_BYTES,
@@ -33,7 +34,7 @@ from store_svc.captures.capture_names import (
 )
 from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import LabelReader, matches
-from store_svc.checks import check_deletion, check_many, check_service_instance, invalid, read_where
+from store_svc.checks import check_many, check_number, check_service_instance, invalid, read_where
 from store_svc.database.db import Database
 from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
@@ -329,7 +330,7 @@ class StoreServicer:
         self, request: store_pb2.DeleteCapturesRequest, _context: grpc.ServicerContext
     ) -> store_pb2.DeleteCapturesResponse:
         """See store.proto."""
-        check_deletion(request)
+        check_number("capture_ids", len(request.capture_ids), MAX_CAPTURES_PER_DELETION, "deletes")
         names = resolve_names(current_caller(), request)
         deleting = iter(self._writer.submit_deletions(name for name in names if name is not None))
         response = store_pb2.DeleteCapturesResponse()

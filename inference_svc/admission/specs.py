@@ -164,11 +164,6 @@ class SpecResolver:
         return resolved
 
 
-def resolve_spec(spec: inference_pb2.RequestSpec, facts: ModelFacts) -> ResolvedSpec:
-    """Return a spec with every default filled in; see `SpecResolver.resolve`."""
-    return SpecResolver(facts).resolve(spec)
-
-
 def _resolve_scores(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.ProbeSpec:
     """Check probes and their rules against the model; return them with every default filled in."""
     resolved = resolve_probes(spec, facts)

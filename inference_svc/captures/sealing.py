@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from inference_svc.captures.batches import Batches
 from inference_svc.captures.store_link import CallError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from inference_svc.captures.store_link import StoreLink
 
 _log = get_logger(__name__)
+
+_Response = TypeVar("_Response", bound=Message)
 
 _SEAL_SECONDS = 10.0
 _FIRST_DELAY_SECONDS = 0.1
@@ -88,7 +91,7 @@ class Sealings:
         if not self._link.is_older:
             request = store_pb2.SealCapturesRequest(seals=[sealing.request for sealing in sealings])
             try:
-                response = await self._link.call(partial(_seal_many, request))
+                response = await self._link.call(partial(_call, SEAL_CAPTURES, request, store_pb2.SealCapturesResponse))
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNIMPLEMENTED:
                     raise
@@ -112,7 +115,7 @@ class Sealings:
     async def _send_alone(self, sealing: _Sealing) -> None:
         """Seal a capture in a store that is older than SealCaptures."""
         try:
-            await self._link.call(partial(_seal_one, sealing.request))
+            await self._link.call(partial(_call, SEAL_CAPTURE, sealing.request, store_pb2.SealCaptureResponse))
         except CallError as error:
             sealing.end(error)
         else:
@@ -122,21 +125,11 @@ class Sealings:
         _log.warning(event, store=str(self._link.store), request_id=request.capture_id, cause=cause)
 
 
-async def _seal_many(
-    request: store_pb2.SealCapturesRequest, channel: grpc.aio.Channel
-) -> store_pb2.SealCapturesResponse:
+async def _call(method: str, request: Message, response: type[_Response], channel: grpc.aio.Channel) -> _Response:
     # One method, because every request with a capture calls it, and a stub makes all methods of the store.
-    call = channel.unary_unary(
-        SEAL_CAPTURES, store_pb2.SealCapturesRequest.SerializeToString, store_pb2.SealCapturesResponse.FromString
-    )
-    return await call(request, timeout=_SEAL_SECONDS)
-
-
-async def _seal_one(request: store_pb2.SealCaptureRequest, channel: grpc.aio.Channel) -> None:
-    call = channel.unary_unary(
-        SEAL_CAPTURE, store_pb2.SealCaptureRequest.SerializeToString, store_pb2.SealCaptureResponse.FromString
-    )
-    await call(request, timeout=_SEAL_SECONDS)
+    call = channel.unary_unary(method, type(request).SerializeToString, response.FromString)
+    answer: _Response = await call(request, timeout=_SEAL_SECONDS)
+    return answer
 
 
 def _cause(error: Exception) -> str:

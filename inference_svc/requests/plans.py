@@ -150,7 +150,7 @@ def _capture(
 
 def _operation(item: steering_pb2.SteeringOperation, layers: tuple[int, ...], row: int, gate: Gate | None) -> Operation:
     name = item.WhichOneof("operation")
-    assert name is not None  # noqa: S101 - resolve_spec refuses an operation without a kind
+    assert name is not None  # noqa: S101 - SpecResolver refuses an operation without a kind
     scale, low, high = 1.0, -math.inf, math.inf
     if name == "add":
         scale = item.add.scale

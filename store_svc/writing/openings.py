@@ -11,6 +11,7 @@ import grpc
 from residuum.rpc.errors import Failure, Reason
 from residuum.rpc.methods import QUEUED
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.limits import MAX_CAPTURES_PER_OPEN
 from store_svc.captures.capture_names import (
     CaptureName,
     capture_exists,
@@ -20,7 +21,7 @@ from store_svc.captures.capture_names import (
     written_tenant,
 )
 from store_svc.captures.lifecycle import Wait
-from store_svc.checks import check_batch, check_description, invalid
+from store_svc.checks import check_description, check_number, invalid
 from store_svc.writing.changes import Batch
 from svc_common.security.access import current_caller
 
@@ -82,7 +83,7 @@ class Openings:
 
     def open_many(self, request: store_pb2.OpenCapturesRequest) -> Iterator[store_pb2.OpenCapturesResponse]:
         """Answer OpenCaptures; see store.proto."""
-        check_batch("opens", len(request.opens))
+        check_number("opens", len(request.opens), MAX_CAPTURES_PER_OPEN, "takes")
         caller = current_caller()
         first = store_pb2.OpenCapturesResponse()
         openings = []
@@ -205,7 +206,7 @@ def seal(writer: Writer, request: store_pb2.SealCaptureRequest) -> store_pb2.Sea
 
 def seal_many(writer: Writer, request: store_pb2.SealCapturesRequest) -> store_pb2.SealCapturesResponse:
     """Answer SealCaptures; see store.proto."""
-    check_batch("seals", len(request.seals))
+    check_number("seals", len(request.seals), MAX_CAPTURES_PER_OPEN, "takes")
     caller = current_caller()
     response = store_pb2.SealCapturesResponse()
     changes, results = [], []

@@ -83,9 +83,9 @@ class StoreServiceStub:
 
     `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
     message are written after these captures. Every capture has one result. The errors of a capture are in its result,
-    are those of OpenCapture, and do not affect the other captures. Captures with
-    IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for rows of the existing capture, and its
-    manifest may fill a message. Use OpenCapture for them.
+    are those of OpenCapture, and do not affect the other captures. Captures with IF_EXISTS_SKIP are refused
+    (INVALID_FIELD), because the store may wait for rows of the existing capture, and its manifest may fill a message.
+    Use OpenCapture for them.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
@@ -340,9 +340,9 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
     message are written after these captures. Every capture has one result. The errors of a capture are in its result,
-    are those of OpenCapture, and do not affect the other captures. Captures with
-    IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for rows of the existing capture, and its
-    manifest may fill a message. Use OpenCapture for them.
+    are those of OpenCapture, and do not affect the other captures. Captures with IF_EXISTS_SKIP are refused
+    (INVALID_FIELD), because the store may wait for rows of the existing capture, and its manifest may fill a message.
+    Use OpenCapture for them.
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.
@@ -606,9 +606,9 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
         `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
         message are written after these captures. Every capture has one result. The errors of a capture are in its result,
-        are those of OpenCapture, and do not affect the other captures. Captures with
-        IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for rows of the existing capture, and its
-        manifest may fill a message. Use OpenCapture for them.
+        are those of OpenCapture, and do not affect the other captures. Captures with IF_EXISTS_SKIP are refused
+        (INVALID_FIELD), because the store may wait for rows of the existing capture, and its manifest may fill a message.
+        Use OpenCapture for them.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.

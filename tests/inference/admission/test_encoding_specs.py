@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from inference_svc.admission.captures import resolve_capture
-from inference_svc.admission.specs import resolve_spec
 from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, sae_pb2, selection_pb2
@@ -27,6 +26,7 @@ from residuum.wire.encodings import (
     RowFormat,
 )
 from tests.inference.admission.test_specs import FACTS, A, B, add, steered
+from tests.inference.spec_support import resolve_spec
 
 ALL = selection_pb2.LayerSelection(all=True)
 WIDTH = FACTS.hidden_size

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from inference_svc.admission.specs import resolve_spec
 from inference_svc.admission.steering import (
     check_demand,
     demand_of_steering,
@@ -24,6 +23,7 @@ from inference_svc.taps.plan import Gate, Kind, Measure, Operation, RequestPlan
 from inference_svc.taps.steps.demand import MAX_ENTRIES, Demand
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+from tests.inference.spec_support import resolve_spec
 from tests.inference.taps_support import GENERATED, select
 
 FACTS = SimpleNamespace(

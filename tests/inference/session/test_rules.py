@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 import transformers
 
-from inference_svc.admission.specs import SpecResolver, resolve_spec
+from inference_svc.admission.specs import SpecResolver
 from inference_svc.engine.logprobs import TokenLogprobs
 from inference_svc.engine.streams import Delta
 from inference_svc.metrics import InferenceMetrics
@@ -33,6 +33,7 @@ from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, selecti
 from residuum.wire.limits import MAX_RULES, MAX_STEERING_CHANGES, MAX_STEERING_CHANGES_BYTES
 from residuum.wire.rules import NEVER
 from tests.inference.service_support import ADD_JOY, CAPTURE, FACTS, JOY, ask, failure_of, running_service, vector
+from tests.inference.spec_support import resolve_spec
 
 PROBING = replace(FACTS, probe_sites=(capture_pb2.SITE_RESID_POST,))
 SIGMOID = probe_pb2.PROBE_ACTIVATION_SIGMOID

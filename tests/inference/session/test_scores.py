@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from inference_svc.admission.probes import in_columns, probe_sites, resolve_probes
-from inference_svc.admission.specs import resolve_spec
 from inference_svc.admission.steering import demand_of_steering
 from inference_svc.engine.streams import Delta
 from inference_svc.requests.plans import make_plan
@@ -33,6 +32,7 @@ from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, steering_pb2
 from residuum.wire.limits import MAX_PROBE_OUTPUTS
 from tests.inference import service_support as support
+from tests.inference.spec_support import resolve_spec
 
 torch = pytest.importorskip("torch")
 
