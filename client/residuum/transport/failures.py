@@ -100,6 +100,9 @@ def from_generation_error(
     return failure
 
 
+_LOST_ANSWER = "Internal error from Core"
+"""What grpc.aio reports, in place of the answer, if the service ends a call that still sends."""
+
 _UNKNOWN_CALL = grpc.StatusCode.UNIMPLEMENTED.name
 
 
@@ -156,6 +159,12 @@ def _from_code(code: grpc.StatusCode, details: str, endpoint: str, unreachable: 
             f"{endpoint} does not offer this call ({details}). Check that it is the right service, and not an older "
             "version.",
             metadata={**metadata, "code": _UNKNOWN_CALL},
+        )
+    if code is grpc.StatusCode.INTERNAL and details == _LOST_ANSWER:
+        return exc.ServerFault(
+            f"{endpoint} ended the call while the client was sending, and gRPC lost its answer. Call again. The "
+            "service's log may say why it ended the call.",
+            metadata=metadata,
         )
     kind = _BY_CODE.get(code, exc.ServerFault)
     return kind(f"{endpoint} answered {code.name}: {details}", metadata=metadata)
