@@ -57,8 +57,14 @@ async def test_a_prompt_of_the_wrong_type_is_refused(client, prompt):
         await client.generate(prompt)
 
 
-@pytest.mark.parametrize("prompt", [[-1], [1 << 32], [{"role": "user"}], [{"role": "user", "content": 3}]])
-async def test_a_prompt_with_an_invalid_part_is_refused(client, prompt):
+@pytest.mark.parametrize("wrong", [-1, 1 << 32, 1 << 70, np.int64(-4)])
+async def test_a_number_that_is_no_token_id_is_refused_by_name(client, wrong):
+    with pytest.raises(residuum.InvalidRequest, match=rf"^{wrong} is not a token ID\. Token IDs are 0 to 4294967295"):
+        await client.generate([5, wrong, 6])
+
+
+@pytest.mark.parametrize("prompt", [[{"role": "user"}], [{"role": "user", "content": 3}]])
+async def test_a_message_with_an_invalid_part_is_refused(client, prompt):
     with pytest.raises(residuum.InvalidRequest):
         await client.generate(prompt)
 
