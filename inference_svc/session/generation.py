@@ -93,6 +93,7 @@ class Generation:
         try:
             if self._ready is not None:
                 await self._ready()
+            await asyncio.sleep(0)  # the engine gets the request before the caller gets its first event
             yield inference_pb2.GenerateResponse(
                 started=inference_pb2.GenerationStarted(
                     request_id=self._running.request_id, prompt_token_ids=self._token_ids, capture=self._handle

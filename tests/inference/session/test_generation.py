@@ -7,6 +7,7 @@ import gc
 import math
 import time
 import weakref
+from contextlib import aclosing
 
 import grpc
 import numpy as np
@@ -319,6 +320,13 @@ async def test_a_client_that_disconnects_without_reading_stops_the_engine(servic
     stream.cancel()
     await service.engine.until(lambda: service.engine.closed == ["r#0"])
     assert (await store.seal()).outcome == ABORTED
+
+
+async def test_the_engine_gets_a_request_before_the_caller_gets_its_first_event():
+    """With many requests at once, their first events would otherwise delay each other's first tokens."""
+    async with running_service() as service, aclosing(service.parts.runner.run(ask())) as events:
+        assert (await anext(events)).HasField("started")
+        assert len(service.engine.calls) == 1
 
 
 async def test_a_client_that_leaves_with_the_last_event_has_a_complete_capture(service, store):
