@@ -23,6 +23,10 @@ _LEAST_GROUP_BYTES, _MOST_GROUP_BYTES = 32 << 20, 96 << 20
 _SHARD_BYTES = 12 << 20
 """Bytes of chunks for each shard. With less, the shards wait for each other longer than they write."""
 
+_GROUP_COMMANDS = 2048
+"""Commands after which a transaction takes no more. Without a limit, thousands of waiting calls would make one long
+transaction: all of them, and the rows behind it, would be acknowledged only at its end. Larger ones are no faster."""
+
 
 class Acks(Protocol):
     """The stream that an append came from. The writer calls these methods in its thread, so they must not block."""
@@ -151,8 +155,16 @@ class Waiting(NamedTuple):
     """Bytes that they take in the queue."""
 
 
+class _Queued(NamedTuple):
+    """A message, or the end of a stream, in the queue."""
+
+    item: Append | Acks
+    after: int
+    """How many commands were queued before it."""
+
+
 class WorkQueue:
-    """A queue that is bounded by bytes. Commands overtake waiting messages."""
+    """A queue that is bounded by bytes. Commands overtake waiting messages; messages never overtake commands."""
 
     def __init__(self, num_shards: int = 1) -> None:
         """Begin empty, for a database with this number of shards."""
@@ -161,13 +173,14 @@ class WorkQueue:
         # and gRPC's flow control slows the clients down.
         self._max_bytes = 2 * self._group_bytes
         self._condition = threading.Condition()
-        self._commands: list[Command] = []
-        self._messages: deque[Append | Acks] = deque()
+        self._commands: deque[Command] = deque()
+        self._commands_queued = self._commands_taken = 0
+        self._messages: deque[_Queued] = deque()
         self._bytes = 0
         self._closed = False
 
     def call(self, *commands: Command) -> None:
-        """Queue commands. They come into one transaction.
+        """Queue commands. They come into one transaction, or into consecutive ones if these are full.
 
         Raises:
             Failure: NOT_SERVING if the queue is closed.
@@ -175,6 +188,7 @@ class WorkQueue:
         with self._condition:
             self._check_open()
             self._commands.extend(commands)
+            self._commands_queued += len(commands)
             self._condition.notify_all()
 
     def append(self, item: Append) -> None:
@@ -186,7 +200,7 @@ class WorkQueue:
         with self._condition:
             self._condition.wait_for(lambda: self._bytes < self._max_bytes or self._closed)
             self._check_open()
-            self._messages.append(item)
+            self._messages.append(_Queued(item, self._commands_queued))
             self._bytes += item.size
             self._condition.notify_all()
 
@@ -198,7 +212,7 @@ class WorkQueue:
         """
         with self._condition:
             self._check_open()
-            self._messages.append(stream)
+            self._messages.append(_Queued(stream, self._commands_queued))
             self._condition.notify_all()
 
     def waiting(self) -> Waiting:
@@ -225,16 +239,22 @@ class WorkQueue:
             self._condition.wait_for(lambda: self._commands or self._messages or self._closed, timeout)
             if self._closed and not self._commands and not self._messages:
                 return None
-            work = Work(commands=self._commands)
-            self._commands = []
+            work = Work()
+            self._take_commands(work)
             self._take_messages(work)
             self._condition.notify_all()
             return work
 
+    def _take_commands(self, work: Work) -> None:
+        while self._commands and len(work.commands) < _GROUP_COMMANDS:
+            work.commands.append(self._commands.popleft())
+        self._commands_taken += len(work.commands)
+
     def _take_messages(self, work: Work) -> None:
+        """Take messages, but none that was queued after a command that still waits: it may open their capture."""
         size = 0
-        while self._messages and size < self._group_bytes:
-            item = self._messages.popleft()
+        while self._messages and size < self._group_bytes and self._messages[0].after <= self._commands_taken:
+            item = self._messages.popleft().item
             if isinstance(item, Append):
                 work.appends.append(item)
                 size += item.size

@@ -165,7 +165,7 @@ class Writer:
     def submit_many(
         self, changes: Iterable[tuple[str, Callable[[Batch], _T]]], *, reserve: bool = False
     ) -> list[Future[_T]]:
-        """Queue changes, each with its capture's ID, as `submit` does. They share a transaction.
+        """Queue changes, each with its capture's ID, as `submit` does. They share transactions, usually one.
 
         If one fails, the others are made nevertheless.
 
@@ -177,7 +177,7 @@ class Writer:
         return [command.future for command in commands]
 
     def submit_deletions(self, names: Iterable[CaptureName]) -> list[Future[int]]:
-        """Queue the deletion of captures, and return at once. They share a transaction, but none depends on another.
+        """Queue the deletion of captures, and return at once. They share transactions, and none depends on another.
 
         Returns:
             For each capture the bytes of its frames; see `Batch.delete` for the exceptions.

@@ -78,17 +78,17 @@ def writer(tmp_path: Path, catalog: Catalog, shards: int) -> Iterator[Writer]:
     db.close()
 
 
-def append(writer: Writer, stream: Stream, number: int) -> None:
+def append(queue: WorkQueue, stream: Stream, number: int, capture_id: str = "a") -> None:
     """Queue a chunk at the position equal to its number."""
     frame = memoryview(make_chunk(LAYERS, [number]))
-    writer.queue.append(Append(stream, number, CaptureName("", "a"), (frame, parse_chunk(frame)), len(frame)))
+    queue.append(Append(stream, number, CaptureName("", capture_id), (frame, parse_chunk(frame)), len(frame)))
 
 
 def test_queued_messages_of_a_failed_stream_are_dropped(writer: Writer, catalog: Catalog) -> None:
     """The stream has failed, so its client knows that nothing after the last acknowledgement was written."""
     failed, good = Stream(failed=True), Stream()
-    append(writer, failed, 1)
-    append(writer, good, 2)
+    append(writer.queue, failed, 1)
+    append(writer.queue, good, 2)
     writer.queue.finish(good)
     writer.start()
     assert good.ended.wait(10)
@@ -101,14 +101,47 @@ def test_queued_messages_of_a_failed_stream_are_dropped(writer: Writer, catalog:
 def test_a_commit_syncs_the_one_before(writer: Writer) -> None:
     stream = Stream()
     writer.start()
-    append(writer, stream, 1)
+    append(writer.queue, stream, 1)
     stream.wait_for("committed", 1)
-    append(writer, stream, 2)
+    append(writer.queue, stream, 2)
     stream.wait_for("committed", 2)
     assert stream.told == [("committed", 1), ("synced", 1), ("committed", 2)]
     writer.queue.finish(stream)
     assert stream.ended.wait(10)
     assert stream.told[-1] == ("synced", 2)
+
+
+def opening(name: str) -> Command:
+    return Command(partial(Batch.open, description=describe(name)), name, reserve=False)
+
+
+def test_a_burst_of_commands_takes_several_transactions(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first one of thousands would be acknowledged only after the last one."""
+    monkeypatch.setattr("store_svc.writing.write_queue._GROUP_COMMANDS", 10)
+    burst = [opening(f"c{number}") for number in range(34)]
+    writer.queue.call(*burst)
+    writer.start()
+    assert [command.future.result(10) for command in burst] == [None] * 34
+    writer.stop()
+    assert writer.counters.commits == 4, "35 with that of the fixture"
+
+
+def test_rows_are_written_after_every_command_that_was_queued_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a command may open their capture. Commands that were queued after them do not hold them up."""
+    monkeypatch.setattr("store_svc.writing.write_queue._GROUP_COMMANDS", 2)
+    queue, early, late = WorkQueue(), Stream(), Stream()
+    queue.call(opening("a"))
+    append(queue, early, 1)
+    queue.call(*(opening(f"c{number}") for number in range(4)), opening("late"))
+    append(queue, late, 1, "late")
+    for stream in (early, late):
+        queue.finish(stream)
+    works = [queue.take(0) for _ in range(3)]
+    assert [[command.capture_id for command in work.commands] for work in works if work] == [
+        ["a", "c0"], ["c1", "c2"], ["c3", "late"]
+    ]  # fmt: skip
+    assert [[item.capture_id for item in work.appends] for work in works if work] == [["a"], [], ["late"]]
+    assert [work.endings for work in works if work] == [[], [], [early, late]]
 
 
 def rejection(number: int) -> store_pb2.ChunkRejection:
