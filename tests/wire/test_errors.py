@@ -310,7 +310,11 @@ def test_an_error_that_is_not_ours():
 
 def test_item_errors():
     item = FAILURE.to_item_error()
-    assert (item.reason, item.message) == (FAILURE.reason, FAILURE.message)
+    assert (item.reason, item.message, dict(item.metadata)) == (FAILURE.reason, FAILURE.message, FAILURE.metadata)
+    assert FAILURE.metadata
+    back = Failure.of_item(item)
+    assert back is not None
+    assert (back.reason, back.message, back.metadata) == (FAILURE.reason, FAILURE.message, FAILURE.metadata)
     assert FAILURE.reason_name == "UNKNOWN_LAYER"
     assert isinstance(item, errors_pb2.ItemError)
 

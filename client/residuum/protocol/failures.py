@@ -46,9 +46,14 @@ EXCEPTIONS: dict[str, type[exc.ResiduumError]] = {
 
 
 def from_item_error(error: errors_pb2.ItemError, **metadata: str) -> exc.ResiduumError:
-    """Return the exception for one failed item of a call that handles many."""
+    """Return the exception for one failed item of a call that handles many.
+
+    Args:
+        error: The item's error.
+        metadata: What the caller knows of the item. Servers that send the error's own metadata say the same.
+    """
     name = _reason_name(error.reason)
-    return EXCEPTIONS.get(name, exc.InvalidRequest)(error.message, reason=name, metadata=metadata)
+    return EXCEPTIONS.get(name, exc.InvalidRequest)(error.message, reason=name, metadata={**error.metadata, **metadata})
 
 
 def _reason_name(reason: errors_pb2.ErrorReason.ValueType) -> str:

@@ -116,8 +116,8 @@ class Failure(Exception):  # noqa: N818 - on the server it is the outcome of a c
         return cls(error.reason, error.message, **dict(error.metadata))
 
     def to_item_error(self) -> errors_pb2.ItemError:
-        """Return the failure as the outcome of one item of a call."""
-        return errors_pb2.ItemError(reason=self.reason, message=self.message)
+        """Return the failure as the outcome of one item of a call. Message and metadata are as long as in a status."""
+        return errors_pb2.ItemError(reason=self.reason, message=self.message, metadata=self.metadata)
 
     def to_status(self) -> grpc.Status:
         """Return the failure as a gRPC status: code, message, and the ErrorInfo in the trailing metadata."""

@@ -256,7 +256,9 @@ class ItemError(_message.Message):
     """The reason in words, for a person: what is wrong and what to do."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The message's variable parts, for programs, as in an ErrorInfo. Only in the results of OpenCaptures."""
+        """The message's variable parts, for programs, as in an ErrorInfo. Older servers fill them in only in the results of
+        OpenCaptures.
+        """
 
     def __init__(
         self,
