@@ -36,6 +36,7 @@ from store_svc.captures.catalog import Catalog, Feed
 from store_svc.captures.labels import LabelReader, matches
 from store_svc.checks import check_many, check_number, check_service_instance, invalid, read_where
 from store_svc.database.db import Database
+from store_svc.item_errors import item_error
 from store_svc.metrics import StoreMetrics
 from store_svc.reading.pages import make_token, read_token
 from store_svc.reading.prefetch import ahead
@@ -341,7 +342,7 @@ class StoreServicer:
                     raise unknown_capture(capture_id)
                 result.freed_bytes = next(deleting).result()
             except Failure as failure:
-                result.error.CopyFrom(failure.to_item_error())
+                result.error.CopyFrom(item_error(failure))
         return response
 
     def get_stats(

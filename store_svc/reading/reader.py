@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 
-from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
 from residuum.wire.frame_keys import unpack_frame
@@ -21,6 +21,7 @@ from store_svc.captures.labels import read_labels
 from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import pack_number
+from store_svc.item_errors import item_error
 from store_svc.reading.frame_access import Frame, FrameAccess
 from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined
@@ -29,9 +30,6 @@ from store_svc.reading.stored_chunks import Part, check_whole, framed, sliced, w
 from store_svc.shared_memory.memories import ReadUse
 
 _MANIFEST = store_pb2.ReadChunksResponse.MANIFEST_FIELD_NUMBER
-
-_OF_THE_CALL = {Reason.ERROR_REASON_NOT_SERVING, Reason.ERROR_REASON_ABORTED}
-"""Failures that end a read of many captures. Others are of one capture, and the read goes on."""
 
 
 class Reader:
@@ -152,7 +150,7 @@ class Reader:
             if name is not None and self._catalog.number_of(name) is not None:
                 known.append((index, name))
             else:
-                yield index, end_field(unknown_capture(request.capture_ids[index]).to_item_error())
+                yield index, end_field(item_error(unknown_capture(request.capture_ids[index])))
         open_ones = []
         for index, name in known:
             check_not_cancelled(is_cancelled)
@@ -182,7 +180,7 @@ class Reader:
                 for field in fields:
                     yield index, field
         except Failure as error:
-            yield index, _failed(error)
+            yield index, end_field(item_error(error))
         else:
             yield index, end_field()
 
@@ -206,7 +204,7 @@ class Reader:
                         continue
                     read = self._open_read(feed, request, is_cancelled, placing)
                 except Failure as error:
-                    yield index, _failed(error)
+                    yield index, end_field(item_error(error))
                     continue
                 feed_seen(feed)
                 stack.enter_context(feed.watched(news))
@@ -230,7 +228,7 @@ class Reader:
             for field in filter(None, read.news(is_cancelled)):
                 yield index, field
         except Failure as error:
-            yield index, _failed(error)
+            yield index, end_field(item_error(error))
             read.is_done = True
         else:
             if read.is_done:
@@ -323,17 +321,6 @@ class Reader:
             with frame as stored:
                 response = sliced(stored, part, query.capture_id)
             yield response
-
-
-def _failed(error: Failure) -> bytes:
-    """Return the fields that end a capture with an error.
-
-    Raises:
-        Failure: The error is of the call.
-    """
-    if error.reason in _OF_THE_CALL:
-        raise error
-    return end_field(error.to_item_error())
 
 
 def _manifest_field(data: bytes) -> bytes:

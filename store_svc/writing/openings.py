@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
-from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.errors import Failure
 from residuum.rpc.methods import QUEUED
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.limits import MAX_CAPTURES_PER_OPEN
@@ -22,6 +22,7 @@ from store_svc.captures.capture_names import (
 )
 from store_svc.captures.lifecycle import Wait
 from store_svc.checks import check_description, check_number, invalid
+from store_svc.item_errors import item_error
 from store_svc.writing.changes import Batch
 from svc_common.security.access import current_caller
 
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 _ROWS_SECONDS = 3.0
 """How long an open waits for rows in flight of a capture that the caller may skip. Its own callers wait 5 s."""
-
-_OF_THE_CALL = {Reason.ERROR_REASON_NOT_SERVING}
-"""Failures of the whole call: the caller must see that the store does not answer."""
 
 
 class _Opening(NamedTuple):
@@ -185,11 +183,7 @@ def _recording(response: store_pb2.OpenCapturesResponse, index: int) -> Iterator
     try:
         yield
     except Failure as failure:
-        if failure.reason in _OF_THE_CALL:
-            raise
-        error = failure.to_item_error()
-        error.metadata.update(failure.metadata)
-        response.results.add(index=index, error=error)
+        response.results.add(index=index, error=item_error(failure))
 
 
 def seal(writer: Writer, request: store_pb2.SealCaptureRequest) -> store_pb2.SealCaptureResponse:
@@ -215,7 +209,7 @@ def seal_many(writer: Writer, request: store_pb2.SealCapturesRequest) -> store_p
         try:
             name = _sealed_name(caller, item)
         except Failure as failure:
-            result.error.CopyFrom(failure.to_item_error())
+            result.error.CopyFrom(item_error(failure))
         else:
             changes.append((name.capture_id, partial(Batch.seal, name=name, seal=item)))
             results.append(result)
@@ -223,9 +217,7 @@ def seal_many(writer: Writer, request: store_pb2.SealCapturesRequest) -> store_p
         try:
             future.result()
         except Failure as failure:
-            if failure.reason in _OF_THE_CALL:
-                raise
-            result.error.CopyFrom(failure.to_item_error())
+            result.error.CopyFrom(item_error(failure))
     return response
 
 

@@ -183,7 +183,7 @@ class StoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OpenCaptures(self, request, context):
-        """Creates many captures, each as OpenCapture does. They share a transaction and the cost of a call.
+        """Creates many captures, each as OpenCapture does. They share transactions and the cost of a call.
 
         caller: {opens: [A, B, C]}
         store:  {queued: [0, 2], results: [1: error]}      before the captures are committed
@@ -258,7 +258,7 @@ class StoreServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SealCaptures(self, request, context):
-        """Seals many captures, each as SealCapture does. They share a transaction and the cost of a call.
+        """Seals many captures, each as SealCapture does. They share transactions and the cost of a call.
 
         If a capture cannot be sealed, its error is in its result, and the others are sealed nevertheless. The errors of a
         capture are those of SealCapture.
@@ -410,7 +410,7 @@ class StoreServiceServicer:
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long; none is deleted.
-        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -74,7 +74,7 @@ class StoreServiceStub:
     * PERMISSION_DENIED: the token may not write for this tenant.
     """
     OpenCaptures: _grpc.UnaryStreamMultiCallable[_store_pb2.OpenCapturesRequest, _store_pb2.OpenCapturesResponse]
-    """Creates many captures, each as OpenCapture does. They share a transaction and the cost of a call.
+    """Creates many captures, each as OpenCapture does. They share transactions and the cost of a call.
 
         caller: {opens: [A, B, C]}
         store:  {queued: [0, 2], results: [1: error]}      before the captures are committed
@@ -137,7 +137,7 @@ class StoreServiceStub:
     * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
     """
     SealCaptures: _grpc.UnaryUnaryMultiCallable[_store_pb2.SealCapturesRequest, _store_pb2.SealCapturesResponse]
-    """Seals many captures, each as SealCapture does. They share a transaction and the cost of a call.
+    """Seals many captures, each as SealCapture does. They share transactions and the cost of a call.
 
     If a capture cannot be sealed, its error is in its result, and the others are sealed nevertheless. The errors of a
     capture are those of SealCapture.
@@ -253,7 +253,7 @@ class StoreServiceStub:
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long; none is deleted.
-    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be deleted.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetStatsRequest, _store_pb2.GetStatsResponse]
     """Returns the store's statistics.
@@ -331,7 +331,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * PERMISSION_DENIED: the token may not write for this tenant.
     """
     OpenCaptures: _aio.UnaryStreamMultiCallable[_store_pb2.OpenCapturesRequest, _store_pb2.OpenCapturesResponse]  # type: ignore[assignment]
-    """Creates many captures, each as OpenCapture does. They share a transaction and the cost of a call.
+    """Creates many captures, each as OpenCapture does. They share transactions and the cost of a call.
 
         caller: {opens: [A, B, C]}
         store:  {queued: [0, 2], results: [1: error]}      before the captures are committed
@@ -394,7 +394,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     * INVALID_ARGUMENT, INVALID_FIELD: the seal is malformed.
     """
     SealCaptures: _aio.UnaryUnaryMultiCallable[_store_pb2.SealCapturesRequest, _store_pb2.SealCapturesResponse]  # type: ignore[assignment]
-    """Seals many captures, each as SealCapture does. They share a transaction and the cost of a call.
+    """Seals many captures, each as SealCapture does. They share transactions and the cost of a call.
 
     If a capture cannot be sealed, its error is in its result, and the others are sealed nevertheless. The errors of a
     capture are those of SealCapture.
@@ -510,7 +510,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     Errors:
     * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long; none is deleted.
-    * UNAVAILABLE, NOT_SERVING: the store is stopping.
+    * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be deleted.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_store_pb2.GetStatsRequest, _store_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Returns the store's statistics.
@@ -597,7 +597,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.OpenCapturesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_store_pb2.OpenCapturesResponse], _abc.AsyncIterator[_store_pb2.OpenCapturesResponse]]:
-        """Creates many captures, each as OpenCapture does. They share a transaction and the cost of a call.
+        """Creates many captures, each as OpenCapture does. They share transactions and the cost of a call.
 
             caller: {opens: [A, B, C]}
             store:  {queued: [0, 2], results: [1: error]}      before the captures are committed
@@ -678,7 +678,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.SealCapturesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.SealCapturesResponse, _abc.Awaitable[_store_pb2.SealCapturesResponse]]:
-        """Seals many captures, each as SealCapture does. They share a transaction and the cost of a call.
+        """Seals many captures, each as SealCapture does. They share transactions and the cost of a call.
 
         If a capture cannot be sealed, its error is in its result, and the others are sealed nevertheless. The errors of a
         capture are those of SealCapture.
@@ -848,7 +848,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `capture_ids` is empty or too long; none is deleted.
-        * UNAVAILABLE, NOT_SERVING: the store is stopping.
+        * UNAVAILABLE, NOT_SERVING: the store is stopping. Some of the captures may be deleted.
         """
 
     @_abc_1.abstractmethod

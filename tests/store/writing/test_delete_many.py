@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from residuum.rpc.errors import Reason
 from residuum.v1 import store_pb2
 from residuum.wire.limits import MAX_CAPTURES_PER_DELETION, MAX_MESSAGE_BYTES
-from store_svc.database.db import Table, Txn
+from store_svc.database.db import DamagedError, Table, Txn
 from store_svc.writing.changes import Batch, purge_some
 from tests.store.support import (
     ABORTED,
@@ -212,5 +213,25 @@ def test_a_stopping_store_deletes_nothing_more(tmp_path: Path) -> None:
         store._writer.queue.close()
         with failing_with(Reason.ERROR_REASON_NOT_SERVING):
             delete(client, ["a", "b"])
+        assert {"method": "DeleteCaptures", "reason": "NOT_SERVING"} in call_errors(store)
+
+
+def test_the_call_fails_as_a_whole_if_the_store_stops_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the other calls about many captures, so callers handle a store that does not answer in one way."""
+
+    def dies(*_: object, **__: object) -> object:
+        raise DamagedError("scripted")
+
+    with serving(tmp_path / "store") as (store, client), ThreadPoolExecutor(1) as pool:
+        put(client, "a")
+        with busy_writer(store):
+            deleting = pool.submit(delete, client, ["gone", "a"])
+            while not store._writer.queue._commands:
+                time.sleep(0.01)
+            monkeypatch.setattr(store._db, "write", dies)
+        with failing_with(Reason.ERROR_REASON_NOT_SERVING):
+            deleting.result(30)
         assert {"method": "DeleteCaptures", "reason": "NOT_SERVING"} in call_errors(store)
         assert listed(client) == ["a"]
