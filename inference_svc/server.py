@@ -15,10 +15,11 @@ from grpc_health.v1 import health
 from inference_svc.admission.operator_rules import OperatorRules, RulesFileError, load_rules
 from inference_svc.captures.stores import Stores
 from inference_svc.engine.engine import Engine
-from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
+from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.parts import Parts
 from inference_svc.selftest import self_test_replicas
 from inference_svc.servicer import InferenceServicer
+from inference_svc.shipping.metrics import ShippingCollector
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from residuum.rpc.channels import SERVER_OPTIONS
 from residuum.rpc.tracing import TracingError, is_on, start_tracing

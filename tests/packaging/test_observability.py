@@ -11,10 +11,11 @@ import promql_parser
 import pytest
 import yaml
 
-from inference_svc.metrics import InferenceMetrics, ServiceCollector, ShippingCollector
+from inference_svc.metrics import InferenceMetrics, ServiceCollector
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.vector_activator import VectorActivator
 from inference_svc.resources.vector_cache import VectorCache
+from inference_svc.shipping.metrics import ShippingCollector
 from inference_svc.shipping.supervisor import ShipperSupervisor
 from residuum.rpc.credentials import Credentials
 from residuum.wire.ids import make_id

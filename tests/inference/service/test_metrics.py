@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 
 from inference_svc.engine.streams import Delta
 from inference_svc.load import service_load
-from inference_svc.metrics import ShippingCollector
 from inference_svc.shipping.figures import figures_path
+from inference_svc.shipping.metrics import ShippingCollector
 from inference_svc.shipping.supervisor import ShipperStatus
 from residuum.rpc.errors import Reason
 from residuum.v1 import inference_pb2
