@@ -1,4 +1,4 @@
-"""The startup check of copies from the device to the ring: rows must arrive unchanged."""
+"""Makes the ring ready for copies from the device, and checks them at startup: rows must arrive unchanged."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from inference_svc.shipping.worker.producer import RingProducer
     from inference_svc.taps.gpu.block_copies import BlockCopies
 
 _CHECKED_UNITS = (1, 3, 16)
@@ -22,6 +23,24 @@ _CHECKED_UNITS = (1, 3, 16)
 
 class CannotCopyError(UnsupportedEngineError):
     """Rows do not get from the device to the ring."""
+
+
+def pin(producer: RingProducer) -> int:
+    """Pin the ring's memory, and return the address at which the device reaches it.
+
+    Raises:
+        CannotCopyError: CUDA refuses.
+    """
+    memory = producer.memory
+    # Sinks of several widths share the ring. To pin it twice would leave CUDA an error for its next call.
+    code = 0 if producer.is_pinned else torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    if int(code) != 0:
+        raise CannotCopyError(
+            f"The ring ({memory.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed with "
+            f"code {int(code)}. Raise the limit of locked memory (ulimit -l), or shrink the ring (--ring-mib)."
+        )
+    producer.is_pinned = True
+    return int(memory.ctypes.data)  # the device reaches registered memory by the host's address
 
 
 def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int, whole: BlockCopies) -> None:

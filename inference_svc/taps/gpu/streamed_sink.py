@@ -19,8 +19,9 @@ import torch
 
 from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from inference_svc.taps.gpu.block_copies import MAX_TOGETHER, BlockCopies
-from inference_svc.taps.gpu.copy_check import CannotCopyError, check_copies
+from inference_svc.taps.gpu.copy_check import check_copies, pin
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
+from inference_svc.taps.gpu.waiting_features import Copy, WaitingFeatures
 from inference_svc.taps.ring_writer import NO_MEMORY, Encoded
 from inference_svc.taps.sink import BlockSink
 from residuum.v1 import capture_pb2
@@ -65,20 +66,10 @@ class _Work(NamedTuple):
     """The stream that fills the blocks."""
 
 
-class _Copy(NamedTuple):
-    """A copy to the ring."""
-
-    encoded: Encoded
-    block: Block | None
-    """The block to give back when the copy is done."""
-    source: tuple[Tensor, Basis | None] | None = None
-    """The tensors that are encoded. Held here because they must live until the copy is done."""
-
-
 class _Group(NamedTuple):
     """Copies that are waited for and published together."""
 
-    copies: Sequence[_Copy]
+    copies: Sequence[Copy]
     done: torch.cuda.Event
 
 
@@ -100,23 +91,14 @@ class StreamedSink(BlockSink):
         """
         # The tensor cores take rows and signs of one dtype.
         super().__init__(pool, model_rows, producer, bank, sign_dtype=pool.memory.dtype, saes=saes)
-        memory = producer.memory
-        # Sinks of several widths share the ring. To pin it twice would leave CUDA an error for its next call.
-        code = 0 if producer.is_pinned else torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-        if int(code) != 0:
-            raise CannotCopyError(
-                f"The ring ({memory.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed with "
-                f"code {int(code)}. Raise the limit of locked memory (ulimit -l), or shrink the ring (--ring-mib)."
-            )
-        producer.is_pinned = True
-        self._address = memory.ctypes.data  # the device reaches registered memory by the host's address
+        self._address = pin(producer)
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
         self._encoder = GpuEncoder(self._device)
         self._whole = BlockCopies(pool.memory, self._address)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
-        self._collected: list[_Copy] = []
-        self._features: list[tuple[_Copy, FeatureRows]] = []  # of the collected copies, those to encode at their start
+        self._collected: list[Copy] = []
+        self._features = WaitingFeatures(self._encoder, self._lose)  # of the collected copies, for their start
         self._running: _Group | None = None
         self._is_urgent = False  # whether something waits that must leave soon
         self._gathers = False  # whether the thread lets full blocks gather
@@ -124,7 +106,7 @@ class StreamedSink(BlockSink):
         self._done = 0  # how many of them are done
         self._failed = False  # whether the thread has ended
         self._changed = threading.Condition()  # guards `_done` and `_failed`
-        check_copies(pool.memory, memory, self._address, self._whole)
+        check_copies(pool.memory, producer.memory, self._address, self._whole)
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
 
     @property
@@ -254,7 +236,7 @@ class StreamedSink(BlockSink):
         self._whole.add(
             block.first_row, block.capture.units, len(block.positions), block.capacity, encoded.extent.offset
         )
-        self._collect(_Copy(encoded, block))
+        self._collect(Copy(encoded, block))
         return True
 
     def _start_batch(self, batch: Batch, block: Block | None = None) -> bool:
@@ -265,9 +247,9 @@ class StreamedSink(BlockSink):
         address = self._address + encoded.extent.offset
         try:
             rows, basis = self._rows_and_basis(batch, encoded.form)
-            copy = _Copy(encoded, block, (rows, basis))
+            copy = Copy(encoded, block, (rows, basis))
             if isinstance(basis, SAEEncoder):
-                self._features.append((copy, FeatureRows(rows, encoded.form, basis, address)))
+                self._features.add(copy, FeatureRows(rows, encoded.form, basis, address))
             else:
                 self._encoder.encode(rows, encoded.form, basis, address)
         except NO_MEMORY as error:
@@ -277,27 +259,13 @@ class StreamedSink(BlockSink):
         self._collect(copy)
         return True
 
-    def _encode_features(self) -> None:
-        """Encode the collected blocks whose features are kept. Those without memory for it are lost."""
-        waiting, self._features = self._features, []
-        copies = iter([copy for copy, _ in waiting])
-        for group in self._encoder.divide([rows for _, rows in waiting]):
-            together = [next(copies) for _ in group]
-            try:
-                self._encoder.encode_features(group)
-            except NO_MEMORY:  # each alone needs less
-                for copy, rows in zip(together, group, strict=True):
-                    self._encode_alone(copy, rows)
-
-    def _encode_alone(self, copy: _Copy, rows: FeatureRows) -> None:
-        try:
-            self._encoder.encode_features([rows])
-        except NO_MEMORY as error:
-            self._stream.synchronize()  # parts of the block may be on their way to its extent
-            self._collected = [other for other in self._collected if other is not copy]
-            self._writer.give_up(copy.encoded, error)
-            if copy.block is not None:
-                self._pool.give_back(copy.block)
+    def _lose(self, copy: Copy, error: BaseException) -> None:
+        """Lose a collected copy, for which the device has no memory."""
+        self._stream.synchronize()  # parts of the block may be on their way to its extent
+        self._collected = [other for other in self._collected if other is not copy]
+        self._writer.give_up(copy.encoded, error)
+        if copy.block is not None:
+            self._pool.give_back(copy.block)
 
     def _acquire(self, capture: Capture, positions: Sequence[int]) -> Encoded | None:
         """Return the extent for rows; None if the ring is full and they are shed."""
@@ -311,7 +279,7 @@ class StreamedSink(BlockSink):
             return None
         return Encoded(capture, positions, form, extent)
 
-    def _collect(self, copy: _Copy) -> None:
+    def _collect(self, copy: Copy) -> None:
         self._collected.append(copy)
         size = sum(copy.encoded.extent.nbytes for copy in self._collected)
         if size >= TOGETHER_BYTES or len(self._collected) == MAX_TOGETHER:
@@ -319,7 +287,7 @@ class StreamedSink(BlockSink):
 
     def _start_group(self) -> None:
         """Start the copies that are collected. While they run, wait for the group before them and publish it."""
-        self._encode_features()
+        self._features.encode()
         if not self._collected:
             return
         self._whole.start()
