@@ -261,7 +261,12 @@ class StoreFullCapture(IncompleteCapture, StoreFull):
 
 
 class LimitReached(ResourceExhausted):
-    """A limit of the server is reached; try again later."""
+    """A limit of the server is reached; try again later, if `may_pass`."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the call may pass later. If not, it needs more than the limit, even alone."""
+        return "needed" not in self.metadata
 
 
 class QuotaExceeded(ResourceExhausted):

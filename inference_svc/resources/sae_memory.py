@@ -215,6 +215,12 @@ class SAEMemory:
         """
         if max_bytes is not None and size > max_bytes - self._needed(owner_of(name)):
             raise _over_quota(size, max_bytes)
+        if size > self._max_bytes:
+            raise self._full(
+                f"The encoder takes {size} bytes, and the server has {self._max_bytes} bytes for encoders.",
+                needed=size,
+                allowed=self._max_bytes,
+            )
         if size > self.free_bytes:
             raise self._full(
                 f"The encoder takes {size} bytes, and {max(self.free_bytes, 0)} of the server's {self._max_bytes} "
@@ -287,12 +293,13 @@ class SAEMemory:
         answers = await self._keep([(key.hex(), *item) for key, item in wanted.items()])
         return dict(zip(wanted, answers, strict=True))[name]
 
-    def _full(self, message: str) -> Failure:
+    def _full(self, message: str, **sizes: int) -> Failure:
+        later = "" if sizes else "try again when requests have ended, "
         return Failure(
             Reason.ERROR_REASON_LIMIT_REACHED,
-            f"{message} Use 16-bit weights or fewer features, try again when requests have ended, or ask the operator "
-            "to raise --sae-mib.",
+            f"{message} Use 16-bit weights or fewer features, {later}or ask the operator to raise --sae-mib.",
             limit="sae_bytes",
+            **sizes,
         )
 
 

@@ -92,10 +92,11 @@ class ScoreBoard:
         size = positions * columns
         place = self._free.take(size)
         if place is None:
+            sizes = {"needed": size * 4, "allowed": self._size * 4} if size > self._size else {}
             advice = (
                 "Generate fewer tokens, use fewer outputs, or ask the operator to raise score-mib (--score-mib, "
                 "RESIDUUM_SCORE_MIB)."
-                if size > self._size
+                if sizes
                 else "Other requests use the rest. Try again later, or ask the operator to raise score-mib "
                 "(--score-mib, RESIDUUM_SCORE_MIB)."
             )
@@ -104,6 +105,7 @@ class ScoreBoard:
                 f"The scores of a sequence need {size * 4 / 1024:.1f} KiB, and the server has "
                 f"{self._free.total * 4 / 1024:.1f} of {self._size * 4 / 1024:.1f} KiB free. {advice}",
                 limit="score_mib",
+                **sizes,
             )
         offset = self._first + place
         self._bits[offset : offset + size] = _MISSING

@@ -88,7 +88,9 @@ class VectorActivator:
         if held + len(names) > self._total:
             raise self._full(
                 f"The request uses {held + len(names)} vectors, but at most {self._total} can be active. Use fewer "
-                "vectors, or ask the operator to raise --max-active-vectors."
+                "vectors, or ask the operator to raise --max-active-vectors.",
+                needed=held + len(names),
+                allowed=self._total,
             )
         async with self._changed, self._turn(names):
             # The lock is held while the banks are written, so no other request uses a row that is half written.
@@ -177,8 +179,8 @@ class VectorActivator:
         idle = next(name for name in self._rows if name not in self._users)
         return self._rows.pop(idle)
 
-    def _full(self, message: str) -> Failure:
-        return Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_active_vectors")
+    def _full(self, message: str, **sizes: int) -> Failure:
+        return Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit="max_active_vectors", **sizes)
 
 
 class VectorHold:

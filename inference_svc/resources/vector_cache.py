@@ -128,13 +128,16 @@ class VectorCache:
             Failure: They do not fit.
         """
         size = _FLOAT_BYTES * sum(widths)
-        if len(widths) > self._max_vectors or size > self._max_bytes:
+        too_many = len(widths) > self._max_vectors
+        if too_many or size > self._max_bytes:
             raise Failure(
                 Reason.ERROR_REASON_LIMIT_REACHED,
                 f"The request uses {len(widths)} vectors of {size} bytes in total, but the service keeps at most "
                 f"{self._max_vectors} vectors and {self._max_bytes} bytes. Use fewer vectors, or ask the operator to "
                 "raise --max-vectors or --max-vector-mib.",
-                limit="max_vectors",
+                limit="max_vectors" if too_many else "max_vector_mib",
+                needed=len(widths) if too_many else size,
+                allowed=self._max_vectors if too_many else self._max_bytes,
             )
 
     def check_width(self, name: bytes, width: int) -> None:

@@ -42,6 +42,10 @@ _LIMITS_OF_REQUESTS = frozenset({"max_requests", "max_open_captures"})
 """Quotas of a tenant that have room again when a request has ended."""
 
 
+_LIMITS_OF_A_PROMPT = frozenset({"score_mib"})
+"""Limits that one prompt may exceed alone because it is long: others may be short enough."""
+
+
 @dataclass(frozen=True)
 class Answered:
     """A prompt that a service has answered. Its rows are in a store, or on the way there."""
@@ -125,6 +129,8 @@ class PromptSender:
                 raise _Again(failure) from None
             except (StoreFull, LimitReached, QuotaExceeded) as failure:
                 if not _is_of_requests(failure):
+                    if failure.metadata.get("limit") in _LIMITS_OF_A_PROMPT:
+                        return Failed(item, _without_name(failure, name))
                     raise with_advice(failure) from None
                 self._services.note_refused(service, failure)
                 raise _Again(failure, is_attempt=False) from None
@@ -162,7 +168,9 @@ class PromptSender:
 
 def _is_of_requests(failure: ResiduumError) -> bool:
     """Tell whether a service takes the prompt when others have ended."""
-    return isinstance(failure, LimitReached) or failure.metadata.get("limit") in _LIMITS_OF_REQUESTS
+    if isinstance(failure, LimitReached):
+        return failure.may_pass
+    return failure.metadata.get("limit") in _LIMITS_OF_REQUESTS
 
 
 def with_advice(failure: ResiduumError) -> ResiduumError:

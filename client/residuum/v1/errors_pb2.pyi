@@ -82,7 +82,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_STORE_FULL: _ErrorReason.ValueType  # 20
     """RESOURCE_EXHAUSTED: the store is full: the disk or the database's limit. Metadata: `capture_id`."""
     ERROR_REASON_LIMIT_REACHED: _ErrorReason.ValueType  # 21
-    """RESOURCE_EXHAUSTED: a limit of the server is reached; try again later. Metadata: `limit`."""
+    """RESOURCE_EXHAUSTED: a limit of the server is reached; try again later. Metadata: `limit`. If the call alone needs
+    more than the limit, so that it never passes: also `needed` and `allowed`, in the limit's own unit.
+    """
     ERROR_REASON_NOT_SERVING: _ErrorReason.ValueType  # 22
     """UNAVAILABLE: the server is loading or stopping; try again."""
     ERROR_REASON_ENGINE_DEAD: _ErrorReason.ValueType  # 23
@@ -184,7 +186,9 @@ ERROR_REASON_CHECKSUM_MISMATCH: ErrorReason.ValueType  # 19
 ERROR_REASON_STORE_FULL: ErrorReason.ValueType  # 20
 """RESOURCE_EXHAUSTED: the store is full: the disk or the database's limit. Metadata: `capture_id`."""
 ERROR_REASON_LIMIT_REACHED: ErrorReason.ValueType  # 21
-"""RESOURCE_EXHAUSTED: a limit of the server is reached; try again later. Metadata: `limit`."""
+"""RESOURCE_EXHAUSTED: a limit of the server is reached; try again later. Metadata: `limit`. If the call alone needs
+more than the limit, so that it never passes: also `needed` and `allowed`, in the limit's own unit.
+"""
 ERROR_REASON_NOT_SERVING: ErrorReason.ValueType  # 22
 """UNAVAILABLE: the server is loading or stopping; try again."""
 ERROR_REASON_ENGINE_DEAD: ErrorReason.ValueType  # 23

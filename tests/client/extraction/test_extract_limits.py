@@ -233,6 +233,42 @@ async def test_a_service_that_refuses_every_prompt_ends_the_job(
     assert peer.script.places.refused < 50  # each prompt once, and then one at a time with pauses
 
 
+class TooLittle:
+    """Refuses prompts that need more than all that a service has of something. Those before prompt `first` do not."""
+
+    def __init__(self, limit, first=0):
+        self.limit, self.left, self.refused = limit, first, 0
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def __call__(self):
+        with self.lock:
+            self.left -= 1
+            if self.left < 0:
+                self.refused += 1
+                message = "The request needs 5, but there are at most 2."
+                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=self.limit, needed=5, allowed=2)
+        yield
+
+
+@pytest.mark.filterwarnings("error::residuum.OutageWarning")
+async def test_a_refusal_that_can_never_pass_ends_the_job_at_once(client, peer, prompts, tmp_path):
+    peer.script.places = TooLittle("max_active_vectors")
+    with pytest.raises(residuum.LimitReached, match="at most 2") as caught:
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=4, progress=False)
+    assert not caught.value.may_pass
+    assert peer.script.places.refused < 20, "no prompt was sent again, and most were not sent at all"
+
+
+@pytest.mark.filterwarnings("error::residuum.OutageWarning")
+async def test_a_prompt_that_is_too_long_for_the_scores_fails_alone(client, peer, prompts, tmp_path):
+    peer.script.places = TooLittle("score_mib", first=38)
+    found = await client.extract(
+        prompts, tmp_path / "out", capture=WHAT, max_concurrency=1, on_error="skip", progress=False
+    )
+    assert [prompt["failed"]["reason"] for prompt in found.failures] == ["LIMIT_REACHED"] * 2
+
+
 @pytest.mark.filterwarnings("ignore::residuum.OutageWarning")
 async def test_a_job_waits_while_a_prompt_runs_longer_than_its_patience(endpoint):
     services = Services([AsyncClient(endpoint)], 2, 0.2)

@@ -175,7 +175,7 @@ BAD_UPLOADS = {
         "INVALID_FIELD", "activation 9 is unknown",
     ),
     # Not larger: the service reads on for 3 * SIZE bytes, and gRPC may lose the answer to a call that still sends then.
-    "too large": (lambda: messages(encoder(4 * FEATURES, HIDDEN)), "LIMIT_REACHED", f"takes {4 * SIZE} bytes"),
+    "too large": (lambda: messages(encoder(4 * FEATURES, HIDDEN)), "LIMIT_REACHED", f"takes {4 * SIZE} bytes, and the"),
 }  # fmt: skip
 
 

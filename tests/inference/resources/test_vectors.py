@@ -171,7 +171,10 @@ def test_more_vectors_than_the_cache_holds_are_an_error(cache):
     cache.check_room([HIDDEN] * 3)
     with pytest.raises(Failure, match="uses 4 vectors of 64 bytes in total, but the service keeps at most 3") as caught:
         cache.check_room([HIDDEN] * 4)
-    assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
+    assert (caught.value.reason_name, caught.value.metadata) == (
+        "LIMIT_REACHED",
+        {"limit": "max_vectors", "needed": "4", "allowed": "3"},
+    )
 
 
 @pytest.mark.parametrize("size", [-0.0, 1e-31, 1.1e30])
@@ -360,6 +363,7 @@ async def test_more_vectors_than_rows_fail_at_once(bench):
     with pytest.raises(Failure) as caught:
         await bench.active(1, 2, 3).__aenter__()
     assert caught.value.reason_name == "LIMIT_REACHED"
+    assert caught.value.metadata == {"limit": "max_active_vectors", "needed": "3", "allowed": "2"}
     assert "uses 3 vectors, but at most 2" in caught.value.message
     await bench.check_untouched()
 

@@ -240,7 +240,10 @@ def test_a_full_board_refuses_and_regions_rest_before_they_are_used_again():
     region = board.take(0, 1000, 1)
     with pytest.raises(Failure, match="--score-mib") as caught:
         board.take(0, 100, 1)
-    assert caught.value.reason == Reason.ERROR_REASON_LIMIT_REACHED
+    assert (caught.value.reason, caught.value.metadata) == (Reason.ERROR_REASON_LIMIT_REACHED, {"limit": "score_mib"})
+    with pytest.raises(Failure, match="Generate fewer tokens") as caught:
+        board.take(0, 1025, 1)
+    assert caught.value.metadata == {"limit": "score_mib", "needed": "4100", "allowed": "4096"}, "it never passes"
     board.give_back(region)
     with pytest.raises(Failure):  # a step of the ended request may still write to it
         board.take(0, 100, 1)

@@ -376,7 +376,11 @@ async def test_no_room_among_the_active_vectors_refuses_a_change_of_steering(sto
         await service.put(JOY, WOE, AWE)
         async with generating(service, spec("r", CAPTURE, [add(JOY)], updatable=True)):
             failure = await failure_of(service.update("r", add(WOE), add(AWE)))
-            assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "max_active_vectors"})
+            sizes = {"needed": "3", "allowed": "2"}
+            assert (failure.reason_name, failure.metadata) == (
+                "LIMIT_REACHED",
+                {"limit": "max_active_vectors", **sizes},
+            )
             assert "uses 3 vectors" in failure.message, "the request's own row will never be free"
             await service.update("r", add(WOE))
             other = failure_of(service.events(ask(spec("other", None, [add(AWE)]))))
@@ -390,10 +394,11 @@ async def test_too_many_vectors_are_refused_and_not_reported_as_missing(store):
         await service.put(JOY, WOE, AWE)
         request = spec("r", None, [add(JOY), add(WOE), add(AWE)])
         failure = await failure_of(service.events(ask(request)))
-        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
+        sizes = {"needed": "3", "allowed": "2"}
+        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors", **sizes})
         async with generating(service, spec("other", None, [add(AWE)], updatable=True)):
             failure = await failure_of(service.update("other", *request.steering.operations))
-            assert failure.metadata == {"limit": "max_vectors"}
+            assert failure.metadata == {"limit": "max_vectors", **sizes}
 
 
 async def test_a_change_of_steering_waits_for_room_among_the_active_vectors(store):
