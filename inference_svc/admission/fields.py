@@ -50,10 +50,12 @@ def layer_list(
         layers = list(existing)
     lacking = [layer for layer in layers if layer not in existing]
     if lacking:
+        others = [site_name(other) for other in facts.sites if lacking[0] in facts.layers_at(other)]
         raise Failure(
             Reason.ERROR_REASON_UNKNOWN_LAYER,
             f"Layer {lacking[0]} of {facts.name} has no {site_name(site)}. The layers that do are "
-            f"{', '.join(map(str, existing))}. Select these, or all.",
+            f"{', '.join(map(str, existing))}. Select these, or all. The sites of layer {lacking[0]} on this server "
+            f"are {', '.join(others) or 'none'}.",
             layer=lacking[0],
             layers=facts.num_layers,
         )

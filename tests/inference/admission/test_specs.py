@@ -272,7 +272,10 @@ def test_a_layer_without_the_site_is_refused_by_name():
     ):
         failure = refusal(resolve_spec, spec, HYBRID)
         assert failure.reason_name == "UNKNOWN_LAYER"
-        assert failure.message == ("Layer 0 of tiny has no SITE_Q. The layers that do are 1, 3. Select these, or all.")
+        assert failure.message == (
+            "Layer 0 of tiny has no SITE_Q. The layers that do are 1, 3. Select these, or all. The sites of layer 0 on "
+            "this server are SITE_RESID_POST."
+        )
 
 
 def test_the_same_layers_at_all_sites_are_the_captures_layers():
