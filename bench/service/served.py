@@ -38,7 +38,13 @@ class HttpServer:
     """`stock` or `taps`, as `bench.service.vllm_server` names them."""
     process: subprocess.Popen[bytes]
     log: Path
-    url: str
+    place: socket.socket
+    """Holds the port until it is stopped."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.place.getsockname()[1]}"
 
     def wait_until_serving(self) -> None:
         """Wait until it answers.
@@ -59,6 +65,9 @@ class HttpServer:
         reap(self.process)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.place.close()
 
     def _answers(self) -> bool:
         with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:  # noqa: S310 - http
@@ -90,19 +99,19 @@ def starting_servers(
 
 
 def _start(kind: str, arguments: Mapping[str, Any], log: Path, environment: Mapping[str, str]) -> HttpServer:
-    port = _free_port()
-    flags = [*serve_flags(arguments), "--host=127.0.0.1", f"--port={port}"]
+    place = _hold_port()
+    flags = [*serve_flags(arguments), "--host=127.0.0.1", f"--port={place.getsockname()[1]}"]
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.service.vllm_server", kind, *flags],
             cwd=ROOT,
             env={"VLLM_NO_USAGE_STATS": "1", **environment},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # ends with this process, and the server with it
             stdout=out,
             stderr=out,
             **OWN_GROUP,
         )
-    return HttpServer(kind, process, log, f"http://127.0.0.1:{port}")
+    return HttpServer(kind, process, log, place)
 
 
 def serve_flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -128,7 +137,13 @@ def plugin_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(metadata), environment.get("PYTHONPATH")]))}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _hold_port() -> socket.socket:
+    """Return a socket that holds a free port on the loopback interface.
+
+    It does not listen. So a server that sets SO_REUSEADDR, as vLLM's does, can listen on the port. The kernel gives the
+    port to nobody else.
+    """
+    place = socket.socket()
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    place.bind(("127.0.0.1", 0))
+    return place
