@@ -255,7 +255,7 @@ class TooLittle:
 async def test_a_refusal_that_can_never_pass_ends_the_job_at_once(client, peer, prompts, tmp_path):
     peer.script.places = TooLittle("max_active_vectors")
     with pytest.raises(residuum.LimitReached, match="at most 2") as caught:
-        await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=4, progress=False)
+        await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=4, timeout=10.0, progress=False)
     assert not caught.value.may_pass
     assert peer.script.places.refused < 20, "no prompt was sent again, and most were not sent at all"
 
@@ -264,7 +264,7 @@ async def test_a_refusal_that_can_never_pass_ends_the_job_at_once(client, peer, 
 async def test_a_prompt_that_is_too_long_for_the_scores_fails_alone(client, peer, prompts, tmp_path):
     peer.script.places = TooLittle("score_mib", first=38)
     found = await client.extract(
-        prompts, tmp_path / "out", capture=WHAT, max_concurrency=1, on_error="skip", progress=False
+        prompts, tmp_path / "out", capture=WHAT, max_concurrency=1, on_error="skip", timeout=10.0, progress=False
     )
     assert [prompt["failed"]["reason"] for prompt in found.failures] == ["LIMIT_REACHED"] * 2
 
