@@ -237,7 +237,7 @@ def test_an_open_capture_has_its_own_timeout(tmp_path: Path) -> None:
 
 
 def test_a_capture_that_is_never_sealed_ends(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", open_timeout_seconds=0.3) as (_, client):
+    with serving(tmp_path / "store", open_timeout_seconds=2.0) as (_, client):
         client.open()
         follow = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", follow=True), timeout=20)
         client.append([make_chunk([0, 1], [0, 1, 4]), make_chunk([2], [0])])
