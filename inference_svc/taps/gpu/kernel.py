@@ -67,7 +67,13 @@ _COPY_CHUNK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _load(at, limit, HEAD: tl.constexpr, TAIL: tl.constexpr, POLICY: tl.constexpr = ""):  # type: ignore[no-untyped-def]
+def _load(  # type: ignore[no-untyped-def]
+    at,
+    limit,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    POLICY: tl.constexpr = tl.constexpr(""),  # noqa: B008 - Triton 3.6 takes no plain text
+):
     """Load the elements of a row below index `limit`, and zeros beyond, as a head and a tail."""
     columns = tl.arange(0, HEAD)
     head = tl.load(at + columns, mask=columns < limit, other=0.0, eviction_policy=POLICY)
