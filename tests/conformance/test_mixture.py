@@ -1,0 +1,46 @@
+"""Random requests of all kinds at once: what the other tests check one by one, in one batch. See `mixture`.
+
+Two rounds, always of the same requests. `python -m tests.conformance.mixture` runs more, with other models and engines.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conformance.mixture.campaign import Setup, run, serving
+from tests.conformance.mixture.tally import Tally
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+SEED = 31
+
+HAPPENED = (
+    "captures: complete",
+    "captures: aborted",
+    "captures followed",
+    "changes of steering during a reply",
+    "greedy tokens checked",
+    "log-probabilities compared",
+    "preemptions",
+    "probes: linear probes",
+    "rule events: flag",
+    "rule events: steer",
+    "steps that prefilled and decoded",
+)
+"""What the rounds must have, so that it tests what it says."""
+
+
+def test_random_requests_of_all_kinds_at_once(tmp_path: Path) -> None:
+    """Captures in all encodings, steering that clients and rules change, probes, aborts; prompts share beginnings."""
+    tally = Tally()
+    with serving(Setup("llama"), tmp_path, SEED) as served:
+        run(served, SEED, tally, rounds=2)
+    assert not tally.faults, tally.report()
+    assert not [name for name in HAPPENED if not tally.counts[name]], tally.report()
+    assert tally.counts["rows compared"] > 5000
+    assert tally.counts["scores compared"] > 500
