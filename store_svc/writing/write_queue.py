@@ -25,7 +25,7 @@ _SHARD_BYTES = 12 << 20
 
 _GROUP_COMMANDS = 2048
 """Commands after which a transaction takes no more. Without a limit, thousands of waiting calls would make one long
-transaction: all of them, and the rows behind it, would be acknowledged only at its end. Larger ones are no faster."""
+transaction: all of them, and rows that came before or among them, would be acknowledged only at its end."""
 
 
 class Acks(Protocol):

@@ -85,8 +85,8 @@ class WriterOptions:
 class Writer:
     """Makes every change to the database, in one thread.
 
-    A transaction takes the work that was queued while the previous one was written. So transactions grow with the load,
-    and a single chunk is written at once.
+    A transaction takes the work that was queued while the previous one was written, up to the queue's limits for one
+    transaction. So transactions grow with the load, and a single chunk is written at once.
     """
 
     def __init__(

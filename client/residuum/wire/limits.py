@@ -176,10 +176,10 @@ MAX_CAPTURES_PER_READ = 4096
 """Captures in one ReadCaptures."""
 
 MAX_CAPTURES_PER_DELETION = 1024
-"""Captures in one DeleteCaptures. The store deletes them in one transaction, for which writers wait."""
+"""Captures in one DeleteCaptures. The store deletes them in one transaction or two, for which writers wait."""
 
 MAX_CAPTURES_PER_OPEN = 256
-"""Captures in one OpenCaptures or SealCaptures. They share a transaction, as in DeleteCaptures."""
+"""Captures in one OpenCaptures or SealCaptures. They share one transaction or two, as in DeleteCaptures."""
 
 MAX_SEARCH_HITS = 10_000
 """Hits of one search."""

@@ -31,6 +31,7 @@ from tests.store.support import (
     rejections,
     serving,
 )
+from tests.waiting import wait_for
 
 LAYERS = [0, 1, 2]
 UNKNOWN, NONE = Reason.ERROR_REASON_UNKNOWN_CAPTURE, Reason.ERROR_REASON_UNSPECIFIED
@@ -195,12 +196,10 @@ def test_captures_that_wait_for_a_busy_writer_are_deleted_in_order(tmp_path: Pat
         deleting = threading.Thread(target=lambda: found.extend(delete(client, ["a", "b"])))
         with busy_writer(store):
             deleting.start()
-            while not store._writer.queue._commands:
-                deleting.join(0.01)
+            wait_for(lambda: store._writer.queue._commands)
             assert all(command.reserve for command in store._writer.queue._commands), "a full store deletes, too"
             opened = client.stub.OpenCapture.future(store_pb2.OpenCaptureRequest(description=describe("b")))
-            while len(store._writer.queue._commands) < 3:
-                deleting.join(0.01)
+            wait_for(lambda: len(store._writer.queue._commands) == 3)
         deleting.join(30)
         opened.result(30)
         assert found == [(num_bytes, NONE), (0, UNKNOWN)]
@@ -214,6 +213,7 @@ def test_a_stopping_store_deletes_nothing_more(tmp_path: Path) -> None:
         with failing_with(Reason.ERROR_REASON_NOT_SERVING):
             delete(client, ["a", "b"])
         assert {"method": "DeleteCaptures", "reason": "NOT_SERVING"} in call_errors(store)
+        assert listed(client) == ["a"]
 
 
 def test_the_call_fails_as_a_whole_if_the_store_stops_meanwhile(
@@ -228,8 +228,7 @@ def test_the_call_fails_as_a_whole_if_the_store_stops_meanwhile(
         put(client, "a")
         with busy_writer(store):
             deleting = pool.submit(delete, client, ["gone", "a"])
-            while not store._writer.queue._commands:
-                time.sleep(0.01)
+            wait_for(lambda: store._writer.queue._commands)
             monkeypatch.setattr(store._db, "write", dies)
         with failing_with(Reason.ERROR_REASON_NOT_SERVING):
             deleting.result(30)

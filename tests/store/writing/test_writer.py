@@ -123,7 +123,7 @@ def test_a_burst_of_commands_takes_several_transactions(writer: Writer, monkeypa
     writer.start()
     assert [command.future.result(10) for command in burst] == [None] * 34
     writer.stop()
-    assert writer.counters.commits == 4, "35 with that of the fixture"
+    assert writer.counters.commits == 4, "for 35 commands: the fixture queued one, too"
 
 
 def test_rows_are_written_after_every_command_that_was_queued_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +142,23 @@ def test_rows_are_written_after_every_command_that_was_queued_before_them(monkey
     ]  # fmt: skip
     assert [[item.capture_id for item in work.appends] for work in works if work] == [["a"], [], ["late"]]
     assert [work.endings for work in works if work] == [[], [], [early, late]]
+
+
+def test_all_that_a_closed_queue_holds_can_still_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is more than one transaction takes."""
+    monkeypatch.setattr("store_svc.writing.write_queue._GROUP_COMMANDS", 2)
+    queue, stream = WorkQueue(), Stream()
+    queue.call(*(opening(f"c{number}") for number in range(5)))
+    for number in (1, 2):
+        append(queue, stream, number)
+    queue.finish(stream)
+    queue.close()
+    works = [queue.take(0) for _ in range(4)]
+    assert [work and [command.capture_id for command in work.commands] for work in works] == [
+        ["c0", "c1"], ["c2", "c3"], ["c4"], None
+    ]  # fmt: skip
+    assert [[item.number for item in work.appends] for work in works if work] == [[], [], [1, 2]]
+    assert [work.endings for work in works if work] == [[], [], [stream]]
 
 
 def rejection(number: int) -> store_pb2.ChunkRejection:
