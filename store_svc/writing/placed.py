@@ -17,7 +17,7 @@ import numpy.typing as npt
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import store_pb2
 from residuum.wire.frames import ChunkView, FrameError, check_header, check_layer_checksums, chunk_head
-from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_PLACED_CHUNK_BYTES
+from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_ID_LENGTH, MAX_PLACED_CHUNK_BYTES
 from store_svc.checks import invalid
 from store_svc.database.frames import PlacedFrame
 
@@ -52,7 +52,8 @@ def placed_frame(
 def checksum_mismatch(capture_id: str) -> Failure:
     """Return why a chunk cannot be written whose payload does not match its checksum."""
     message = "The chunk's checksum does not match its payload: it was damaged on the way. Send it again."
-    return Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=capture_id)
+    shown = capture_id[:MAX_ID_LENGTH]  # the caller chose the text, and an answer has room for 1024 rejections
+    return Failure(Reason.ERROR_REASON_CHECKSUM_MISMATCH, message, capture_id=shown)
 
 
 def unknown_memory() -> Failure:

@@ -20,6 +20,7 @@ from tests.store.support import (
     WIDTH,
     Client,
     OpenStream,
+    busy_writer,
     cells_of,
     describe,
     failing_with,
@@ -31,6 +32,7 @@ from tests.store.support import (
     row,
     serving,
 )
+from tests.waiting import wait_for
 
 LAYERS = [0, 1, 2]
 INVALID = Reason.ERROR_REASON_INVALID_FIELD
@@ -193,6 +195,22 @@ def test_the_error_for_a_long_name_is_short(client: Client) -> None:
     answers = client.send([message(1, name, make_chunk(LAYERS, [0]))])
     assert rejections(answers) == {1: Reason.ERROR_REASON_UNKNOWN_CAPTURE}
     assert answers[-1].ByteSize() < 1000
+
+
+@pytest.mark.parametrize("reason", [Reason.ERROR_REASON_CHECKSUM_MISMATCH, Reason.ERROR_REASON_UNKNOWN_CAPTURE])
+def test_as_many_rejections_of_long_names_as_an_answer_carries_fit_into_a_message(tmp_path: Path, reason: int) -> None:
+    """An answer that is too long would fail the stream."""
+    chunk = bytearray(make_chunk(LAYERS, [0]))
+    chunk[-1] ^= reason == Reason.ERROR_REASON_CHECKSUM_MISMATCH
+    with serving(tmp_path / "store") as (store, client):
+        stream = OpenStream(client)
+        with busy_writer(store):  # so that one answer has all of them
+            for _ in range(1024):
+                number = stream.send(bytes(chunk), "\U000e0001" * 1100)
+            wait_for(lambda: store._writer.queue.waiting().messages == 1024)
+        answer = stream.until_acked(number)
+        assert rejections([answer]) == dict.fromkeys(range(1, 1025), reason)
+        stream.half_close()
 
 
 def test_rows_of_unknown_captures_are_rejected(client: Client) -> None:
