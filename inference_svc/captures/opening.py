@@ -41,6 +41,8 @@ class Opening:
     """The answer or the Failure. Cancelled: the request was never sent."""
     is_queued: bool = False
     """Whether rows may be sent."""
+    may_exist: bool = False
+    """Whether a call broke that may have created the capture."""
     is_abandoned: bool = False
     """Whether nobody waits for the answer any more."""
 
@@ -114,8 +116,10 @@ class Openings:
             OPEN_CAPTURES, store_pb2.OpenCapturesRequest.SerializeToString, store_pb2.OpenCapturesResponse.FromString
         )(request, timeout=OPEN_SECONDS)
         failures: list[Failure] = []
+        has_begun = False
         try:
             async for response in call:
+                has_begun = True
                 release()
                 for index in response.queued:
                     sent[index].note_queued()
@@ -123,7 +127,12 @@ class Openings:
                     self._take(sent, response.results, failures)
         except grpc.aio.AioRpcError as error:
             self._end_queued(sent, error)
-            if _unanswered(sent):
+            unanswered = _unanswered(sent)
+            for opening in unanswered:
+                # The store may have committed some captures of the call, also those that were not queued, before it
+                # told so: they may take several transactions. If nothing answers the second call, they are sealed.
+                opening.may_exist |= has_begun and error.code() == grpc.StatusCode.UNAVAILABLE
+            if unanswered:
                 raise
 
     def _take(
@@ -148,7 +157,10 @@ class Openings:
 
     def _fail(self, openings: Sequence[Opening], error: Exception) -> None:
         for opening in _unanswered(openings):
-            opening.answer.set_exception(self._link.noted_failure(error))
+            failure = self._link.noted_failure(error)
+            if opening.may_exist:
+                failure = NoAnswerError(failure.reason, failure.message, **failure.metadata)
+            opening.answer.set_exception(failure)
 
     async def _send_alone(self, opening: Opening) -> None:
         """Open a capture that may be skipped, or one in a store that is older than OpenCaptures."""

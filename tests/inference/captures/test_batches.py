@@ -228,6 +228,36 @@ async def test_a_queued_open_of_a_call_that_breaks_is_not_repeated_but_the_other
         await keeper.close(DEADLINE)
 
 
+class DyingStore(FakeStore):
+    """Queues the first capture of its first call, dies, and comes back only to seal."""
+
+    async def OpenCaptures(self, request, context):
+        self.batches.append(len(request.opens))
+        if len(self.batches) == 1:
+            yield store_pb2.OpenCapturesResponse(queued=[0])
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted")
+
+
+async def test_captures_that_a_call_may_have_opened_are_sealed_although_nothing_answers_the_second_call():
+    """A call may take several transactions, and a store may die between them. So it may have replaced `b`."""
+    store = DyingStore()
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        tasks = start(keeper, "a")
+        replaced = capture_pb2.CaptureDescription(capture_id="b")
+        tasks.append(asyncio.create_task(keeper.open(replaced, capture_pb2.IF_EXISTS_REPLACE)))
+        results = await asyncio.gather(*tasks, *start(keeper, "c"), return_exceptions=True)
+        assert [type(result) for result in results] == [NoAnswerError] * 3
+        assert {result.reason for result in results} == {UNREACHABLE}
+        assert (store.batches, keeper.num_open, keeper.is_avoided) == ([3, 2], 3, True)
+        assert [type(result) for result in await asyncio.gather(*start(keeper, "d"), return_exceptions=True)] == [
+            Failure
+        ], "no call about it had begun"
+        seal(keeper, *"abc")
+        await store.until(lambda: sorted(item.capture_id for item in store.seals) == ["a", "b", "c"])
+        await keeper.close(DEADLINE)
+
+
 class SilentStore(FakeStore):
     """Ends calls that open captures after the first result."""
 
