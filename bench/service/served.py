@@ -38,13 +38,13 @@ class HttpServer:
     """`stock` or `taps`, as `bench.service.vllm_server` names them."""
     process: subprocess.Popen[bytes]
     log: Path
-    place: socket.socket
-    """Holds the port until it is stopped."""
+    held_port: socket.socket
+    """Holds the port until the server is stopped."""
 
     @property
     def url(self) -> str:
         """Its address."""
-        return f"http://127.0.0.1:{self.place.getsockname()[1]}"
+        return f"http://127.0.0.1:{self.held_port.getsockname()[1]}"
 
     def wait_until_serving(self) -> None:
         """Wait until it answers.
@@ -67,7 +67,7 @@ class HttpServer:
             os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.stdin is not None:
             self.process.stdin.close()
-        self.place.close()
+        self.held_port.close()
 
     def _answers(self) -> bool:
         with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:  # noqa: S310 - http
@@ -99,8 +99,8 @@ def starting_servers(
 
 
 def _start(kind: str, arguments: Mapping[str, Any], log: Path, environment: Mapping[str, str]) -> HttpServer:
-    place = _hold_port()
-    flags = [*serve_flags(arguments), "--host=127.0.0.1", f"--port={place.getsockname()[1]}"]
+    held_port = _hold_port()
+    flags = [*serve_flags(arguments), "--host=127.0.0.1", f"--port={held_port.getsockname()[1]}"]
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.service.vllm_server", kind, *flags],
@@ -111,7 +111,7 @@ def _start(kind: str, arguments: Mapping[str, Any], log: Path, environment: Mapp
             stderr=out,
             **OWN_GROUP,
         )
-    return HttpServer(kind, process, log, place)
+    return HttpServer(kind, process, log, held_port)
 
 
 def serve_flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -140,10 +140,10 @@ def plugin_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
 def _hold_port() -> socket.socket:
     """Return a socket that holds a free port on the loopback interface.
 
-    It does not listen. So a server that sets SO_REUSEADDR, as vLLM's does, can listen on the port. The kernel gives the
-    port to nobody else.
+    It does not listen. So a server that sets SO_REUSEADDR, as vLLM's does, can listen on the port. The kernel chooses
+    it for nobody else.
     """
-    place = socket.socket()
-    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    place.bind(("127.0.0.1", 0))
-    return place
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held

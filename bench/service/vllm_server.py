@@ -15,11 +15,18 @@ from inference_svc.vllm_serve.command import main, run_vllm_serve
 
 
 def end_with_starter() -> None:
-    """Kill this process group, with vLLM's engines, when standard input ends. It ends also if the starter is killed."""
+    """End this process when its standard input ends, as that of a starter's pipe does even if the starter is killed.
+
+    If this process leads its group, as with `OWN_GROUP`, the group ends with it, and so do vLLM's engines. Otherwise
+    the group is the caller's, such as a shell's, and stays.
+    """
 
     def wait() -> None:
-        os.read(sys.stdin.fileno(), 1)
-        os.killpg(0, signal.SIGKILL)
+        while os.read(sys.stdin.fileno(), 1 << 16):
+            pass
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
