@@ -50,7 +50,7 @@ def from_item_error(error: errors_pb2.ItemError, **metadata: str) -> exc.Residuu
 
     Args:
         error: The item's error.
-        metadata: What the caller knows of the item. Servers that send the error's own metadata say the same.
+        metadata: What the caller knows of the item. It replaces the server's values.
     """
     name = _reason_name(error.reason)
     return EXCEPTIONS.get(name, exc.InvalidRequest)(error.message, reason=name, metadata={**error.metadata, **metadata})

@@ -375,7 +375,9 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
             raise EmptyPrompt("The prompt is empty.", reason="EMPTY_PROMPT")
         request.text = prompt
         return
-    items = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)) else [None]
+    items: list[Any] = (
+        list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)) else [None]
+    )
     if not items:
         raise EmptyPrompt("The prompt has no tokens.", reason="EMPTY_PROMPT")
     kinds = set(map(type, items))  # checking few types is faster than checking every item

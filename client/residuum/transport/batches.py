@@ -259,9 +259,9 @@ class Outage:
         Raises:
             ResiduumError: The prompt has failed.
         """
-        if is_attempt and not self._may_pass(index, failure):
+        if is_attempt and not self._is_of_outage(index, failure):
             self.end()
-        if not self._may_pass(index, failure) or (was_accepted and not self._plan.may_repeat(index)):
+        if not self._is_of_outage(index, failure) or (was_accepted and not self._plan.may_repeat(index)):
             raise failure
         with self._lock:
             if was_accepted:
@@ -269,7 +269,7 @@ class Outage:
             if self.is_on and not is_attempt:
                 return
             patience = self._patience(failure) if self._timeout is None else self._timeout
-            seconds = self._retries.seconds_after(failure, patience, may_pass=True)
+            seconds = self._retries.seconds_after(failure, patience, retry_all=True)
             if seconds is None:
                 self._verdict = self._retries.verdict(failure) or failure
                 raise self._verdict
@@ -282,7 +282,7 @@ class Outage:
                 stacklevel=2,
             )
 
-    def _may_pass(self, index: int, failure: ResiduumError) -> bool:
+    def _is_of_outage(self, index: int, failure: ResiduumError) -> bool:
         # The store may still count the request that broke off as running, until the lease of its service runs out.
         return is_away(failure) or (index in self._broken and isinstance(failure, AlreadyExists))
 

@@ -121,15 +121,15 @@ class ReadRetries:
         self._failures = 0
         self._away_since = self._last = None
 
-    def seconds_after(self, failure: ResiduumError, patience: float, *, may_pass: bool = False) -> float | None:
+    def seconds_after(self, failure: ResiduumError, patience: float, *, retry_all: bool = False) -> float | None:
         """Return the seconds to wait before the next attempt; None to give up. Then raise `verdict`.
 
         Args:
             failure: The failure of the last attempt.
             patience: The seconds that the store may be away if the read has no timeout.
-            may_pass: Retry although this kind of failure usually does not pass.
+            retry_all: Retry although this kind of failure usually does not pass.
         """
-        if not may_pass and not _is_transient(failure):
+        if not retry_all and not _is_transient(failure):
             return None
         now = time.monotonic()
         self._last = failure

@@ -162,8 +162,8 @@ def _from_code(code: grpc.StatusCode, details: str, endpoint: str, unreachable: 
         )
     if code is grpc.StatusCode.INTERNAL and details == _LOST_ANSWER:
         return exc.ServerFault(
-            f"{endpoint} ended the call while the client was sending, and gRPC lost its answer. Call again. The "
-            "service's log may say why it ended the call.",
+            f"{endpoint} ended the call while the client was sending, and gRPC lost its answer. The service's log has "
+            "it. Try once more.",
             metadata=metadata,
         )
     kind = _BY_CODE.get(code, exc.ServerFault)

@@ -80,9 +80,22 @@ async def test_a_call_that_ends_while_it_is_sent_fails_with_words_that_help():
                 with pytest.raises(grpc.RpcError) as caught:
                     await put(iter([bytes(1 << 20)] * 8))
                 told = str(from_rpc_error(caught.value, endpoint))
-                assert "it drains" in told or "gRPC lost its answer. Call again." in told, told
+                assert "it drains" in told or "gRPC lost its answer." in told, told
     finally:
         await server.stop(0)
+
+
+def test_a_lost_answer_is_called_that():
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
+    )
+    failure = from_rpc_error(error, "host:1")
+    assert type(failure) is residuum.ServerFault
+    assert failure.metadata == {"endpoint": "host:1"}
+    assert str(failure) == (
+        "host:1 ended the call while the client was sending, and gRPC lost its answer. The service's log has it. Try "
+        "once more."
+    )
 
 
 def test_pull_takes_the_filters_of_ls(cli, captured, tmp_path):

@@ -314,6 +314,27 @@ async def test_what_an_answered_call_still_sends_is_read_for_a_short_time_only(m
     await asyncio.wait_for(sae_upload.drain(in_tiny_messages(numbered(1)), 1 << 40), 60)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known", "refused"])
+async def test_an_upload_reads_what_its_caller_still_sends_after_the_answer(known):
+    """Otherwise gRPC may lose the answer."""
+    one, left = numbered(1), []
+
+    async def sent():
+        for message in messages(one if known else encoder(FEATURES, HIDDEN + 1)):
+            yield message
+        left.append("nothing")
+
+    async with running_service(engine=engine()) as service:
+        await service.stub.PutSAE(messages(one))
+        put = service.parts.saes.put(sent(), "")
+        if known:
+            assert (await put).existed
+        else:
+            with pytest.raises(Failure, match="rows of 5 elements"):
+                await put
+    assert left == ["nothing"]
+
+
 async def test_what_an_answered_call_still_sends_is_read_up_to_a_size_only():
     sent = in_tiny_messages(numbered(1))
     await asyncio.wait_for(sae_upload.drain(sent, 3), 20)
