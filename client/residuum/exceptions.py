@@ -265,7 +265,10 @@ class LimitReached(ResourceExhausted):
 
     @property
     def may_pass(self) -> bool:
-        """Whether the call may pass later. If not, it needs more than the limit, even alone."""
+        """Whether the call may pass later. If not, it exceeds the limit whatever else ends.
+
+        Older servers do not tell, so there it is always True.
+        """
         return "needed" not in self.metadata
 
 

@@ -161,6 +161,16 @@ class RequestRegistry:
                     "abort some.",
                     limit="max_registrations",
                 )
+            if spec.num_bytes > self._max_bytes:
+                raise Failure(
+                    Reason.ERROR_REASON_LIMIT_REACHED,
+                    f"The registration takes {spec.num_bytes} bytes, but the server keeps at most {self._max_bytes} of "
+                    "all registrations. Shorten it, use Generate with the spec in it, or ask the operator to raise "
+                    "--max-registration-mib.",
+                    limit="max_registration_mib",
+                    needed=spec.num_bytes,
+                    allowed=self._max_bytes,
+                )
             if self._bytes + spec.num_bytes > self._max_bytes:
                 raise Failure(
                     Reason.ERROR_REASON_LIMIT_REACHED,

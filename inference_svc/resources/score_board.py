@@ -38,6 +38,14 @@ _ARRIVAL_SECONDS = 10.0
 """How long a token waits for its scores before the request fails. They are there before the token."""
 _POLL_SECONDS = 0.001
 
+_SCORE_BYTES = 4
+_RAISE = "raise score-mib (--score-mib, RESIDUUM_SCORE_MIB)"
+
+
+def _kib(scores: int) -> str:
+    """Return the memory of scores for a message."""
+    return f"{scores * _SCORE_BYTES / 1024:.1f}"
+
 
 class ScoreMemory:
     """Memory for scores, which other processes of the same user can open."""
@@ -80,11 +88,33 @@ class ScoreBoard:
         self._free = FreeRuns(self._size)
         self._resting: deque[tuple[float, ScoreRegion]] = deque()
 
+    def check_size(self, size: int, of_prompt: int) -> None:
+        """Check that the scores of a request fit if no other request has any.
+
+        Args:
+            size: The scores of all its sequences.
+            of_prompt: How many of them are there only because of the prompt's length.
+
+        Raises:
+            Failure: They do not fit.
+        """
+        if size > self._size:
+            raise Failure(
+                Reason.ERROR_REASON_LIMIT_REACHED,
+                f"The scores of the request need {_kib(size)} KiB, {_kib(of_prompt)} of them for the prompt, but the "
+                f"server has {_kib(self._size)} KiB in total. Generate fewer tokens or sequences, use "
+                f"{'a shorter prompt or ' if of_prompt else ''}fewer outputs, or ask the operator to {_RAISE}.",
+                limit="score_mib",
+                needed=size * _SCORE_BYTES,
+                allowed=self._size * _SCORE_BYTES,
+                needed_by_prompt=of_prompt * _SCORE_BYTES,
+            )
+
     def take(self, first_position: int, positions: int, columns: int) -> ScoreRegion:
         """Return a region for the scores of a sequence.
 
         Raises:
-            Failure: There is no room.
+            Failure: There is no room now.
         """
         while self._resting and self._resting[0][0] <= self._clock():
             _, region = self._resting.popleft()
@@ -92,20 +122,12 @@ class ScoreBoard:
         size = positions * columns
         place = self._free.take(size)
         if place is None:
-            sizes = {"needed": size * 4, "allowed": self._size * 4} if size > self._size else {}
-            advice = (
-                "Generate fewer tokens, use fewer outputs, or ask the operator to raise score-mib (--score-mib, "
-                "RESIDUUM_SCORE_MIB)."
-                if sizes
-                else "Other requests use the rest. Try again later, or ask the operator to raise score-mib "
-                "(--score-mib, RESIDUUM_SCORE_MIB)."
-            )
             raise Failure(
                 Reason.ERROR_REASON_LIMIT_REACHED,
-                f"The scores of a sequence need {size * 4 / 1024:.1f} KiB, and the server has "
-                f"{self._free.total * 4 / 1024:.1f} of {self._size * 4 / 1024:.1f} KiB free. {advice}",
+                f"The scores of a sequence need {_kib(size)} KiB, and the server has {_kib(self._free.total)} of "
+                f"{_kib(self._size)} KiB free. Other requests use the rest. Try again later, or ask the operator to "
+                f"{_RAISE}.",
                 limit="score_mib",
-                **sizes,
             )
         offset = self._first + place
         self._bits[offset : offset + size] = _MISSING

@@ -230,11 +230,13 @@ class VectorCache:
             del self._orders[owner], self._bytes[owner]
 
     def _no_room(self) -> Failure:
+        too_many = len(self._values) > self._max_vectors
+        kept = len(self._values) - 1  # without the new one, for which there is no room
         return Failure(
             Reason.ERROR_REASON_LIMIT_REACHED,
-            f"The cache is full with {len(self._values)} vectors, and running requests need all of them. Try again "
-            "later.",
-            limit="max_vectors",
+            f"The cache is full with {kept} vectors, and running requests need all of them. Try again later, or ask "
+            f"the operator to raise {'--max-vectors' if too_many else '--max-vector-mib'}.",
+            limit="max_vectors" if too_many else "max_vector_mib",
         )
 
     def _check(self, vector: tensor_pb2.Vector) -> None:

@@ -103,20 +103,22 @@ async def scoring(
     """Hold the place for the scores of a request's sequences; yield one for each, or none without probes.
 
     Raises:
-        Failure: There is no room. Raised when the context is entered.
+        Failure: There is no room now, or there is never enough for all sequences. Raised when the context is entered.
     """
     if board is None or spec is None:
         yield ()
         return
     new = max(max_new_tokens(sampling), 1)
     probes = ProbeGroups(spec)
+    shows_prompt = [spec.score_prompt and index == 0 for index in range(num_sequences(sampling))]
+    # How many positions before the prompt's last one, whose score is the first token's, are scored for each sequence.
+    before = [prompt_tokens - 1 if shows or probes.has_pools else 0 for shows in shows_prompt]
+    board.check_size((sum(before) + len(before) * new) * probes.columns, sum(before) * probes.columns)
     held: list[SequenceScores] = []
     try:
-        for index in range(num_sequences(sampling)):
-            shows_prompt = spec.score_prompt and index == 0
-            first = 0 if shows_prompt or probes.has_pools else prompt_tokens - 1
-            region = board.take(first, prompt_tokens - 1 - first + new, probes.columns)
-            held.append(SequenceScores(board, region, probes, prompt_tokens, prompt=shows_prompt))
+        for shows, count in zip(shows_prompt, before, strict=True):
+            region = board.take(prompt_tokens - 1 - count, count + new, probes.columns)
+            held.append(SequenceScores(board, region, probes, prompt_tokens, prompt=shows))
         yield held
     finally:
         for item in held:

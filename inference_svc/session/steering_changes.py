@@ -236,10 +236,13 @@ class SteeringChanges:
             for item, name in [*((change.steering, change.rule) for change in self._changes), (steering, rule)]
         ]
         size = sum(change.ByteSize() for change in changes)
-        if len(changes) > MAX_STEERING_CHANGES or size > MAX_STEERING_CHANGES_BYTES:
+        too_many = len(changes) > MAX_STEERING_CHANGES
+        if too_many or size > MAX_STEERING_CHANGES_BYTES:
             raise self._changed_too_often(
                 f"its manifest has room for at most {MAX_STEERING_CHANGES} changes of "
-                f"{MAX_STEERING_CHANGES_BYTES >> 10} KiB in total"
+                f"{MAX_STEERING_CHANGES_BYTES >> 10} KiB in total",
+                needed=len(changes) if too_many else size,
+                allowed=MAX_STEERING_CHANGES if too_many else MAX_STEERING_CHANGES_BYTES,
             )
         # After a preemption, one step may recompute positions of several steering specs, so all of them must fit the
         # tables' entries. The tables have a program for each row of a step, so the number of programs needs no check.
@@ -252,15 +255,20 @@ class SteeringChanges:
         if entries > MAX_ENTRIES:
             raise self._changed_too_often(
                 f"its steering specs together would take {entries} entries of the taps' tables, more than its share of "
-                f"{MAX_ENTRIES}"
+                f"{MAX_ENTRIES}",
+                needed=entries,
+                allowed=MAX_ENTRIES,
             )
 
-    def _changed_too_often(self, limit: str) -> Failure:
+    def _changed_too_often(self, limit: str, *, needed: int, allowed: int) -> Failure:
+        """Return the failure of a change that can never pass, as a request's changes are never forgotten."""
         return Failure(
             Reason.ERROR_REASON_LIMIT_REACHED,
             f"The steering of {self._running.request_id!r} was changed {len(self._changes)} times, the limit: "
             f"{limit}. Send a new request.",
             limit="steering_changes",
+            needed=needed,
+            allowed=allowed,
         )
 
     def _entries_of(self, steering: steering_pb2.SteeringSpec | None) -> int:

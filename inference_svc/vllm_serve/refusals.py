@@ -31,12 +31,14 @@ def as_http_errors() -> Iterator[None]:
 def http_error(failure: Failure) -> Exception:
     """Return the exception for a failure.
 
-    vLLM answers it with status 503 if a retry may succeed, 500 if the server is at fault, and 400 otherwise. An older
-    vLLM without `GracefulHTTPError` answers 500 instead of 503.
+    vLLM answers it with status 503 if a retry may succeed, 500 if the server is at fault, and 400 otherwise, such as
+    for a request that needs more than the server has in total. An older vLLM without `GracefulHTTPError` answers 500
+    instead of 503.
     """
     text = f"{failure.reason_name}: {_message(failure)}"
     error: Exception
-    if failure.code not in _BUSY | _SERVER_ERRORS:
+    never_passes = failure.reason == Reason.ERROR_REASON_LIMIT_REACHED and "needed" in failure.metadata
+    if never_passes or failure.code not in _BUSY | _SERVER_ERRORS:
         error = exceptions.VLLMValidationError(text, parameter="vllm_xargs")
     elif hasattr(exceptions, "GracefulHTTPError"):
         busy = failure.code in _BUSY

@@ -76,6 +76,14 @@ async def test_an_unreachable_store_gives_status_503():
     delivery.close()
 
 
+def test_only_a_limit_that_a_retry_may_not_exceed_gives_status_503():
+    reached = http_error(Failure(Reason.ERROR_REASON_LIMIT_REACHED, "full", limit="score_mib"))
+    assert isinstance(reached, GracefulHTTPError)
+    assert reached.http_status == 503
+    never = http_error(Failure(Reason.ERROR_REASON_LIMIT_REACHED, "too much", limit="score_mib", needed=5, allowed=2))
+    assert isinstance(never, VLLMValidationError)  # status 400
+
+
 @pytest.mark.parametrize("reason", CODES)
 def test_every_failure_has_a_status(reason):
     error = http_error(Failure(reason, "What is wrong."))

@@ -42,10 +42,6 @@ _LIMITS_OF_REQUESTS = frozenset({"max_requests", "max_open_captures"})
 """Quotas of a tenant that have room again when a request has ended."""
 
 
-_LIMITS_OF_A_PROMPT = frozenset({"score_mib"})
-"""Limits that one prompt may exceed alone because it is long: others may be short enough."""
-
-
 @dataclass(frozen=True)
 class Answered:
     """A prompt that a service has answered. Its rows are in a store, or on the way there."""
@@ -129,7 +125,7 @@ class PromptSender:
                 raise _Again(failure) from None
             except (StoreFull, LimitReached, QuotaExceeded) as failure:
                 if not _is_of_requests(failure):
-                    if failure.metadata.get("limit") in _LIMITS_OF_A_PROMPT:
+                    if _is_of_length(failure):
                         return Failed(item, _without_name(failure, name))
                     raise with_advice(failure) from None
                 self._services.note_refused(service, failure)
@@ -171,6 +167,14 @@ def _is_of_requests(failure: ResiduumError) -> bool:
     if isinstance(failure, LimitReached):
         return failure.may_pass
     return failure.metadata.get("limit") in _LIMITS_OF_REQUESTS
+
+
+def _is_of_length(failure: ResiduumError) -> bool:
+    """Tell whether a service refuses a prompt only because it is long, so that it may take shorter ones."""
+    needed, allowed, by_prompt = (
+        int(failure.metadata.get(name, "0")) for name in ("needed", "allowed", "needed_by_prompt")
+    )
+    return bool(by_prompt) and needed - by_prompt <= allowed
 
 
 def with_advice(failure: ResiduumError) -> ResiduumError:

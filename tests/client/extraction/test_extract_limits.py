@@ -236,8 +236,8 @@ async def test_a_service_that_refuses_every_prompt_ends_the_job(
 class TooLittle:
     """Refuses prompts that need more than all that a service has of something. Those before prompt `first` do not."""
 
-    def __init__(self, limit, first=0):
-        self.limit, self.left, self.refused = limit, first, 0
+    def __init__(self, limit, first=0, **more):
+        self.limit, self.left, self.refused, self.more = limit, first, 0, more
         self.lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -247,22 +247,34 @@ class TooLittle:
             if self.left < 0:
                 self.refused += 1
                 message = "The request needs 5, but there are at most 2."
-                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=self.limit, needed=5, allowed=2)
+                sizes = {"needed": 5, "allowed": 2, **self.more}
+                raise Failure(Reason.ERROR_REASON_LIMIT_REACHED, message, limit=self.limit, **sizes)
         yield
 
 
 @pytest.mark.filterwarnings("error::residuum.OutageWarning")
-async def test_a_refusal_that_can_never_pass_ends_the_job_at_once(client, peer, prompts, tmp_path):
-    peer.script.places = TooLittle("max_active_vectors")
+@pytest.mark.parametrize(
+    ("limit", "more"),
+    [
+        ("max_active_vectors", {}),
+        ("score_mib", {}),
+        ("score_mib", {"needed_by_prompt": 0}),
+        ("score_mib", {"needed_by_prompt": 2}),  # no prompt is short enough
+    ],
+)
+async def test_a_refusal_that_can_never_pass_ends_the_job_at_once(client, peer, prompts, tmp_path, limit, more):
+    peer.script.places = TooLittle(limit, **more)
     with pytest.raises(residuum.LimitReached, match="at most 2") as caught:
-        await client.extract(prompts, tmp_path / "out", capture=WHAT, max_concurrency=4, timeout=10.0, progress=False)
+        await client.extract(
+            prompts, tmp_path / "out", capture=WHAT, max_concurrency=4, on_error="skip", timeout=10.0, progress=False
+        )
     assert not caught.value.may_pass
     assert peer.script.places.refused < 20, "no prompt was sent again, and most were not sent at all"
 
 
 @pytest.mark.filterwarnings("error::residuum.OutageWarning")
 async def test_a_prompt_that_is_too_long_for_the_scores_fails_alone(client, peer, prompts, tmp_path):
-    peer.script.places = TooLittle("score_mib", first=38)
+    peer.script.places = TooLittle("score_mib", first=38, needed_by_prompt=3)
     found = await client.extract(
         prompts, tmp_path / "out", capture=WHAT, max_concurrency=1, on_error="skip", timeout=10.0, progress=False
     )

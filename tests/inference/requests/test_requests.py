@@ -231,6 +231,13 @@ def test_a_lease_ends_once_for_each_request_that_needs_the_vector(registry):
     assert leased(registry) == set()
 
 
+def test_a_registration_that_alone_takes_too_much_memory_never_passes(clock):
+    spec = make_spec("a", b"d" * 32)
+    registry = RequestRegistry(TIME_TO_LIVE, max_registrations=100, clock=clock, max_bytes=spec.num_bytes - 1)
+    sizes = {"needed": str(spec.num_bytes), "allowed": str(spec.num_bytes - 1)}
+    assert reason_of(registry.register, spec) == ("LIMIT_REACHED", {"limit": "max_registration_mib", **sizes})
+
+
 def leased(registry):
     return {name for name in "abc" if registry.is_leased(name.encode() * 32)}
 

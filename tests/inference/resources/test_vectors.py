@@ -120,11 +120,21 @@ def test_a_full_cache_is_an_error_and_changes_nothing(cache, users):
     for item in kept:
         cache.put(item)
     users.digests = {item.digest for item in kept}
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(Failure, match=r"full with 3 vectors.*--max-vectors") as caught:
         cache.put(numbered(4))
     assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vectors"})
     assert cache.missing([item.digest for item in [*kept, numbered(4)]]) == [numbered(4).digest]
     cache.put(kept[0])  # a vector that is in the cache needs no room
+
+
+def test_a_cache_that_is_full_of_bytes_names_the_limit_of_bytes():
+    kept = [numbered(number) for number in (1, 2)]
+    cache = VectorCache(100, 2 * 4 * HIDDEN, (HIDDEN,), lambda name: name in {item.digest for item in kept})
+    for item in kept:
+        cache.put(item)
+    with pytest.raises(Failure, match=r"full with 2 vectors.*--max-vector-mib") as caught:
+        cache.put(numbered(3))
+    assert (caught.value.reason_name, caught.value.metadata) == ("LIMIT_REACHED", {"limit": "max_vector_mib"})
 
 
 @pytest.mark.parametrize("tenant", ["", "alice"])

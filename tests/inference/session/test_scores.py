@@ -170,8 +170,8 @@ def test_a_region_that_the_engine_never_knew_is_free_at_once():
     region = board.take(0, 1000, 1)
     board.give_back(region, rests=False)
     assert board.take(0, 1000, 1) == region
-    with pytest.raises(Failure, match=r"Generate fewer tokens.*--score-mib"):
-        board.take(0, 2000, 1)  # waiting would not help
+    with pytest.raises(Failure, match=r"Other requests use the rest.*--score-mib"):
+        board.take(0, 100, 1)
 
 
 def test_processes_that_share_a_board_use_parts_of_their_own():
@@ -241,9 +241,6 @@ def test_a_full_board_refuses_and_regions_rest_before_they_are_used_again():
     with pytest.raises(Failure, match="--score-mib") as caught:
         board.take(0, 100, 1)
     assert (caught.value.reason, caught.value.metadata) == (Reason.ERROR_REASON_LIMIT_REACHED, {"limit": "score_mib"})
-    with pytest.raises(Failure, match="Generate fewer tokens") as caught:
-        board.take(0, 1025, 1)
-    assert caught.value.metadata == {"limit": "score_mib", "needed": "4100", "allowed": "4096"}, "it never passes"
     board.give_back(region)
     with pytest.raises(Failure):  # a step of the ended request may still write to it
         board.take(0, 100, 1)
@@ -287,6 +284,32 @@ async def test_an_attention_probe_reads_the_whole_sequence(monkeypatch, prompt, 
     np.testing.assert_allclose(found, expected[prompt_tokens - 1 :], rtol=1e-5)
     if prompt:
         np.testing.assert_allclose(deltas[0].prompt_scores[0][:, 0], expected[:prompt_tokens], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sequences", "tokens", "needed", "by_prompt"),
+    [
+        ({}, 3, 100, 12 * 100, 0),
+        ({}, 1, 300, 4 * 300, 0),
+        ({"score_prompt": True}, 1, 50, 4 * (50 + 209), 4 * 209),
+        ({"score_prompt": True}, 2, 50, 4 * (100 + 209), 4 * 209),
+        ({"pools": True}, 2, 50, 16 * (50 + 209), 16 * 209),
+    ],
+)
+async def test_scores_that_never_fit_together_are_refused_at_once(fields, sequences, tokens, needed, by_prompt):
+    """Each sequence of three would fit alone. The failure says how much of that is for the prompt of 210 tokens."""
+    board = ScoreBoard(ScoreMemory(1 << 10))
+    item = attending() if fields.pop("pools", False) else probe()
+    sampling = inference_pb2.SamplingParameters(max_tokens=tokens, num_sequences=sequences)
+    with pytest.raises(Failure, match="Generate fewer tokens or sequences") as caught:
+        async with scoring.scoring(board, spec(item, **fields), 210, sampling):
+            pass
+    assert caught.value.reason == Reason.ERROR_REASON_LIMIT_REACHED
+    assert caught.value.metadata == {
+        "limit": "score_mib", "needed": str(needed), "allowed": "1024", "needed_by_prompt": str(by_prompt)
+    }  # fmt: skip
+    assert ("a shorter prompt" in str(caught.value)) == bool(by_prompt)
+    assert board.take(0, 256, 1).offset == 0, "nothing was taken"
 
 
 async def test_every_sequence_of_an_attention_probe_has_its_prompts_rows():

@@ -14,7 +14,7 @@ from inference_svc.engine.streams import Delta
 from inference_svc.session import steering_changes
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.vllm.worker import TappedWorker
-from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.errors import Failure, Reason, failure_from_rpc_error
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from residuum.wire.limits import MAX_STEERING_CHANGES_BYTES
 from tests.inference.service_support import (
@@ -324,7 +324,8 @@ async def test_the_number_of_steering_changes_is_limited(service, store):
         for number in range(256):
             await service.update("r", add(scale=number / 4))
         failure = await failure_of(service.update("r"))
-        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "steering_changes"})
+        sizes = {"needed": "257", "allowed": "256"}
+        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "steering_changes", **sizes})
         assert failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "256 times" in failure.message
         hand.token(last=True)
@@ -348,6 +349,9 @@ async def test_changes_of_steering_fit_the_manifest(service, store):
         refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
         assert 10 < len(refused) < 200
         assert all("manifest" in error.details() for error in refused)
+        sizes = [failure_from_rpc_error(error).metadata for error in refused]
+        assert {item["allowed"] for item in sizes} == {str(MAX_STEERING_CHANGES_BYTES)}
+        assert all(int(item["needed"]) > MAX_STEERING_CHANGES_BYTES for item in sizes)
         for number in range(4):
             hand.token(f"r#{number}", last=True)
         await read_all(stream)
@@ -366,7 +370,8 @@ async def test_all_the_steering_that_a_request_had_fits_the_taps_tables(service,
             await service.update("r", add(scale=scale))
         await service.update("r", *[add(scale=3.0)] * 3)
         failure = await failure_of(service.update("r", add(scale=4.0)))
-        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "steering_changes"})
+        sizes = {"needed": "6", "allowed": "5"}
+        assert (failure.reason_name, failure.metadata) == ("LIMIT_REACHED", {"limit": "steering_changes", **sizes})
         assert "6 entries" in failure.message
         await service.update("r", add(scale=2.0))
 
