@@ -197,7 +197,7 @@ async def test_a_flag_is_in_the_stream_the_seal_and_the_metrics(store):
         assert events[-1].finished.sequences[0].finish_reason == "length"
         assert fired(service.metrics, "once", "flag") == fired(service.metrics, "twice", "flag") == 1
         assert fired(service.metrics, "low", "flag") is None
-    seal = await store.seal()
+        seal = await store.seal()
     assert [(event.rule, event.token) for event in seal.rule_events] == [("once", 1), ("twice", 2)]
     assert [list(scores.values) for scores in seal.sequences[0].scores.probes] == [
         pytest.approx([0.1, 0.9, 0.8, 0.95, 0.9])
@@ -214,7 +214,7 @@ async def test_an_abort_ends_the_reply_at_its_token(store):
         assert (end.finish_reason, end.stop_reason, end.generated_tokens) == ("rule", "stop", 2)
         assert service.engine.closed == ["r#0"]
         assert fired(service.metrics, "stop", "abort") == 1
-    seal = await store.seal()
+        seal = await store.seal()
     assert seal.outcome == capture_pb2.CAPTURE_STATE_COMPLETE, "all rows of the tokens that the reply has"
     assert (list(seal.sequences[0].generated_token_ids), seal.sequences[0].finish_reason) == ([0, 1], "rule")
     assert [event.rule for event in seal.rule_events] == ["stop"]
@@ -272,7 +272,7 @@ async def test_a_rule_steers_one_sequence_from_the_position_that_it_says(store):
         assert [service.engine.bank[item.row] for item in change["r#0"]] == [JOY.values, WOE.values]
         (event,) = [event for item in events for event in item.delta.rule_events]
         assert (event.sequence, event.token, event.first_position) == (0, 0, 7)
-    seal = await store.seal()
+        seal = await store.seal()
     (change,) = seal.steering_changes
     assert (list(change.first_positions), change.rule) == ([7, NEVER], "on")
     assert [operation.add.digest for operation in change.steering.operations] == [JOY.digest, WOE.digest]
@@ -284,7 +284,7 @@ async def test_rules_that_steer_add_up_and_the_end_of_a_reply_changes_nothing(st
         rules[2] = steer("end", ADD_JOY, above=0.2, for_tokens=3)  # fires with the last token
         await service.events(ask(spec(*rules, capture=CAPTURE), max_tokens=9))
         assert [len(change["r#0"]) for change in service.engine.changes] == [1, 2]
-    seal = await store.seal()
+        seal = await store.seal()
     assert [change.rule for change in seal.steering_changes] == ["a", "b"]
     assert [(event.rule, event.HasField("first_position")) for event in seal.rule_events] == [
         ("a", True),
@@ -298,7 +298,7 @@ async def test_a_rule_whose_steering_the_engine_does_not_apply_fails_the_request
         service.engine.change_error = Failure(Reason.ERROR_REASON_ENGINE_DEAD, "The engine has died.")
         failure = await failure_of(service.events(ask(spec(steer("on"), capture=CAPTURE), max_tokens=2)))
         assert failure.reason == Reason.ERROR_REASON_ENGINE_DEAD
-    assert (await store.seal()).outcome == capture_pb2.CAPTURE_STATE_INCOMPLETE
+        assert (await store.seal()).outcome == capture_pb2.CAPTURE_STATE_INCOMPLETE
 
 
 async def test_the_vectors_of_rules_are_needed_from_the_start(store):
