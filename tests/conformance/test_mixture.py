@@ -1,6 +1,6 @@
 """Random requests of all kinds at once: what the other tests check one by one, in one batch. See `mixture`.
 
-Rounds of the same requests each time: two, and more if what depends on timing has not happened in them.
+A round of the same requests each time, and more if what depends on timing has not happened in it.
 `python -m tests.conformance.mixture` runs more, with other models and engines.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 SEED = 31
-ROUNDS, MOST_ROUNDS = 2, 10
+MOST_ROUNDS = 10
 
 HAPPENED = (
     "captures: complete",
@@ -43,12 +43,12 @@ def test_random_requests_of_all_kinds_at_once(tmp_path: Path) -> None:
     with serving(Setup("llama"), tmp_path, SEED) as served:
         for number in range(MOST_ROUNDS):
             run(served, SEED, tally, rounds=1, first_round=number)
-            if number + 1 >= ROUNDS and not _lacking(tally):
+            if not _lacking(tally):
                 break
     assert not tally.faults, tally.report()
     assert not _lacking(tally), tally.report()
-    assert tally.counts["rows compared"] > 5000
-    assert tally.counts["scores compared"] > 500
+    assert tally.counts["rows compared"] > 2500
+    assert tally.counts["scores compared"] > 250
 
 
 def _lacking(tally: Tally) -> list[str]:
