@@ -635,8 +635,9 @@ _REGISTERS: dict[tuple[int, int], dict[object, dict[int, int]]] = {
 
 On an H100, a multiprocessor then holds one more row of 2560 or 4096 elements than with the compiler's own choice. In
 the other entries, that choice makes threads spill registers. No limit may make them spill: a test compiles all entries
-with the installed Triton, 3.9. With 3.7, of vLLM 0.32, `_tap_kernel` still spills at 2560 on capability 9.0, and
-`_tap_norm_kernel` a few bytes at 4096, and at 2560 on 10.0. Rows were right in all tests on an H100.
+with the installed Triton, 3.9. With 3.6 and 3.7, of vLLM 0.24 and 0.32, `_tap_kernel` still spills at 2560 on
+capability 9.0, and `_tap_norm_kernel` a few bytes at 4096; with 3.7 also at 2560 on 10.0. Rows were right in all tests
+on an H100.
 """
 
 
