@@ -265,9 +265,9 @@ class LimitReached(ResourceExhausted):
 
     @property
     def may_pass(self) -> bool:
-        """Whether the call may pass later. If not, it exceeds the limit whatever else ends.
+        """Whether the call may pass later. If not, waiting does not help: the call exceeds the limit on its own.
 
-        Older servers do not tell, so there it is always True.
+        Always True for an older server, which does not tell.
         """
         return "needed" not in self.metadata
 

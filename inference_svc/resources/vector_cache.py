@@ -128,17 +128,18 @@ class VectorCache:
             Failure: They do not fit.
         """
         size = _FLOAT_BYTES * sum(widths)
-        too_many = len(widths) > self._max_vectors
-        if too_many or size > self._max_bytes:
-            raise Failure(
-                Reason.ERROR_REASON_LIMIT_REACHED,
-                f"The request uses {len(widths)} vectors of {size} bytes in total, but the service keeps at most "
-                f"{self._max_vectors} vectors and {self._max_bytes} bytes. Use fewer vectors, or ask the operator to "
-                "raise --max-vectors or --max-vector-mib.",
-                limit="max_vectors" if too_many else "max_vector_mib",
-                needed=len(widths) if too_many else size,
-                allowed=self._max_vectors if too_many else self._max_bytes,
-            )
+        limits = [("max_vectors", len(widths), self._max_vectors), ("max_vector_mib", size, self._max_bytes)]
+        for limit, needed, allowed in limits:
+            if needed > allowed:
+                raise Failure(
+                    Reason.ERROR_REASON_LIMIT_REACHED,
+                    f"The request uses {len(widths)} vectors of {size} bytes in total, but the service keeps at most "
+                    f"{self._max_vectors} vectors and {self._max_bytes} bytes. Use fewer vectors, or ask the operator "
+                    "to raise --max-vectors or --max-vector-mib.",
+                    limit=limit,
+                    needed=needed,
+                    allowed=allowed,
+                )
 
     def check_width(self, name: bytes, width: int) -> None:
         """Check that a cached vector has as many elements as the rows that it is for.

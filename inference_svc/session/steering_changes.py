@@ -236,14 +236,14 @@ class SteeringChanges:
             for item, name in [*((change.steering, change.rule) for change in self._changes), (steering, rule)]
         ]
         size = sum(change.ByteSize() for change in changes)
-        too_many = len(changes) > MAX_STEERING_CHANGES
-        if too_many or size > MAX_STEERING_CHANGES_BYTES:
-            raise self._changed_too_often(
-                f"its manifest has room for at most {MAX_STEERING_CHANGES} changes of "
-                f"{MAX_STEERING_CHANGES_BYTES >> 10} KiB in total",
-                needed=len(changes) if too_many else size,
-                allowed=MAX_STEERING_CHANGES if too_many else MAX_STEERING_CHANGES_BYTES,
-            )
+        for needed, allowed in ((len(changes), MAX_STEERING_CHANGES), (size, MAX_STEERING_CHANGES_BYTES)):
+            if needed > allowed:
+                raise self._changed_too_often(
+                    f"its manifest has room for at most {MAX_STEERING_CHANGES} changes of "
+                    f"{MAX_STEERING_CHANGES_BYTES >> 10} KiB in total",
+                    needed=needed,
+                    allowed=allowed,
+                )
         # After a preemption, one step may recompute positions of several steering specs, so all of them must fit the
         # tables' entries. The tables have a program for each row of a step, so the number of programs needs no check.
         start = self._running.spec.steering

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from inference_svc.shipping.figures import Figures
     from inference_svc.shipping.supervisor import ShipperSupervisor
 
-_RINGS: tuple[tuple[str, str, str, bool], ...] = (
+_Table = tuple[tuple[str, str, str, bool], ...]
+"""For each figure of a process: its key, its metric name, its help text, and whether it is a counter."""
+
+_RINGS: _Table = (
     ("ring_bytes", "ring_bytes", "Bytes of the ring between a worker and the shippers.", False),
     ("bytes_used", "ring_used_bytes", "Bytes of the ring that are filled, or being filled.", False),
     ("under_way", "ring_extents", "Extents that a shipper has, or that wait for a shipper.", False),
@@ -27,13 +30,12 @@ _RINGS: tuple[tuple[str, str, str, bool], ...] = (
     ("waits", "ring_waits", "Times that a worker waited for room in the ring.", True),
     ("seconds_waited", "ring_wait_seconds", "Seconds that a worker waited for room, in total.", True),
 )
-"""For each figure of a worker: its key, its metric name, its help text, and whether it is a counter."""
 
-_RING_SHARES: tuple[tuple[str, str, str, bool], ...] = (
+_RING_SHARES: _Table = (
     ("store_bytes_used", "ring_store_used_bytes", "Bytes of the ring that hold rows for the store.", False),
 )
 
-_SHIPPERS: tuple[tuple[str, str, str, bool], ...] = (
+_SHIPPERS: _Table = (
     ("unacked_bytes", "shipper_unacked_bytes", "Bytes sent to the store and not acknowledged yet.", False),
     ("ack_lag_seconds", "shipper_ack_lag_seconds", "Seconds that the store has owed an acknowledgement.", False),
     ("acked_bytes", "shipper_acked_bytes", "Bytes that the store has acknowledged.", True),
@@ -53,12 +55,11 @@ class ShippingCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics. They are at most a second old, unless a process hangs."""
-        workers = [(str(index), read_figures(figures_path(path))) for index, path in enumerate(self._control_paths)]
-        yield from _families("worker", workers, _RINGS)
-        yield from _families_by_store("worker", workers, _RING_SHARES)
+        workers = [read_figures(figures_path(path)) for path in self._control_paths]
+        yield from _families(["worker"], [([str(index)], figures) for index, figures in enumerate(workers)], _RINGS)
+        yield from _families(["worker", "store"], _by_store(workers), _RING_SHARES)
         statuses = self._shippers.status()
-        shippers = [(str(index), status.figures) for index, status in enumerate(statuses)]
-        yield from _families_by_store("shipper", shippers, _SHIPPERS)
+        yield from _families(["shipper", "store"], _by_store([status.figures for status in statuses]), _SHIPPERS)
         running = GaugeMetricFamily(
             "residuum_inference_shipper_up", "1: the shipper runs; 0: it is being restarted.", labels=["shipper"]
         )
@@ -73,26 +74,22 @@ class ShippingCollector(Collector):
 
 
 def _families(
-    label: str, processes: Sequence[tuple[str, Figures]], table: Sequence[tuple[str, str, str, bool]]
+    labels: Sequence[str], samples: Sequence[tuple[Sequence[str], Figures]], table: _Table
 ) -> Iterator[Metric]:
+    """Yield the metrics of a table. A sample is the values of the labels, and figures; it may lack some."""
     for key, name, text, grows in table:
         kind = CounterMetricFamily if grows else GaugeMetricFamily
-        family = kind(f"residuum_inference_{name}", text, labels=[label])
-        for process, figures in processes:
+        family = kind(f"residuum_inference_{name}", text, labels=labels)
+        for values, figures in samples:
             if key in figures:
-                family.add_metric([process], figures[key])
+                family.add_metric(values, figures[key])
         yield family
 
 
-def _families_by_store(
-    label: str, processes: Sequence[tuple[str, Figures]], table: Sequence[tuple[str, str, str, bool]]
-) -> Iterator[Metric]:
-    """Yield metrics labelled with both process and store."""
-    for key, name, text, grows in table:
-        kind = CounterMetricFamily if grows else GaugeMetricFamily
-        family = kind(f"residuum_inference_{name}", text, labels=[label, "store"])
-        for process, figures in processes:
-            for store, own in figures_by_store(figures).items():
-                if key in own:
-                    family.add_metric([process, store], own[key])
-        yield family
+def _by_store(processes: Sequence[Figures]) -> list[tuple[list[str], Figures]]:
+    """Return the figures of each process for each store, labelled with both."""
+    return [
+        ([str(index), store], own)
+        for index, figures in enumerate(processes)
+        for store, own in figures_by_store(figures).items()
+    ]

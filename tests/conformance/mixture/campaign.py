@@ -30,10 +30,11 @@ from tests.conformance.mixture.world import StoredPrompt, World, make_world
 from tests.reference.adapters import make_adapter, merge
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from bench.conformance.architectures import Architecture
+    from tests.conformance.journal import Step
 
 CHUNK = 48
 """Most tokens of a step, so that most prompts are computed in chunks, next to replies."""
@@ -154,7 +155,7 @@ def run(
         only: Send only these requests of a round, to find the cause of a fault.
         first_round: The number of the first round.
     """
-    end = time.monotonic() + seconds
+    end, steps_before = time.monotonic() + seconds, len(served.journal.steps())
     for number in range(first_round, first_round + rounds):
         if time.monotonic() > end:
             break
@@ -164,7 +165,7 @@ def run(
         print(f"round {number}: {time.monotonic() - began:.0f} s", flush=True)  # noqa: T201 - a command prints
         for fault in tally.faults[before:]:
             print(f"FAULT {served.setup} round {number}: {fault}", flush=True)  # noqa: T201 - a command prints
-    _count_steps(served.journal, tally)
+    _count_steps(served.journal.steps()[steps_before:], tally)
 
 
 async def _round(
@@ -197,9 +198,8 @@ async def _store(client: residuum.AsyncClient, world: World, name: str, rng: np.
     return StoredPrompt(name, len(prompt), rows)
 
 
-def _count_steps(journal: Journal, tally: Tally) -> None:
+def _count_steps(steps: Sequence[Step], tally: Tally) -> None:
     """Count what the engine did: hits of the prefix cache, preemptions, steps that decoded and prefilled together."""
-    steps = journal.steps()
     seen: set[str] = set()
     for step in steps:
         tally.counts["steps"] += 1
