@@ -18,7 +18,7 @@ from inference_svc.engine.arguments import engine_arguments
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.facts import model_runner
 from inference_svc.engine.streams import stream
-from inference_svc.selftest import run_self_test
+from inference_svc.selftest import self_test_replicas
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import RequestPlan
 
@@ -114,7 +114,7 @@ class TappedSubject:
                 return cls(await Engine.start(settings, folder))
         engine = await Engine.start(settings, folder)
         try:
-            await run_self_test(engine)
+            await self_test_replicas(engine)
         except BaseException:
             engine.shutdown()
             raise

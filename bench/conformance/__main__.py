@@ -135,6 +135,9 @@ def describe(name: str, outcome: Outcome) -> str:
     lines = [_LINE.format(name, outcome.verdict.value, *figures, f"{outcome.seconds:.1f}")]
     if outcome.changed_rows is not None:
         lines.append(f"rows after a change of steering: {outcome.changed_rows}")
+    if outcome.ends_killed is not None:
+        ends = ", ".join(f"{count} {end}" for end, count in outcome.ends_killed.items())
+        lines.append(f"captures after a worker was killed: {ends or 'none'}")
     if outcome.rows_alone:
         lines.append(f"other bits in the batch than alone: {outcome.other_bits} of {outcome.rows_alone} rows")
         lines += [f"{place}: {count}" for place, count in outcome.other_places.items()]
@@ -185,6 +188,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--changes", action="store_true", help="also change the steering of a request while it generates"
     )
+    parser.add_argument(
+        "--kill", action="store_true", help="at the end, kill a worker of the engine while requests are captured: each "
+        "capture must end INCOMPLETE, with the reason",
+    )  # fmt: skip
     parser.add_argument("--repeat", type=int, default=1, help="runs of each architecture")
     parser.add_argument(
         "--max-error", type=float, help="the largest allowed error of a row; a GPU that rounds to TF32 needs 1e-2"
@@ -218,6 +225,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
         alone=options.alone,
         head_size=options.head_size or 0,
         changes=options.changes,
+        kill=options.kill,
         batch_invariant=os.environ.get("VLLM_BATCH_INVARIANT", "0") not in {"", "0"},
     )
 

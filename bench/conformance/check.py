@@ -16,6 +16,7 @@ import residuum
 from bench.conformance.architectures import Architecture
 from bench.conformance.architectures.architecture import FINAL
 from bench.conformance.compare import compare
+from bench.conformance.killed import kill_worker
 from bench.conformance.models import make_model
 from bench.conformance.quantized import QUANTIZATIONS, quantize
 from bench.conformance.results import Outcome, Verdict, failure_of
@@ -55,6 +56,8 @@ def check(
             service.wait_until_serving(_START_SECONDS)
             start_seconds = time.perf_counter() - started
             comparison, layout = compare(architecture, setup, service.endpoint, model, folder / "stock")
+            if setup.kill:
+                comparison.ends_killed = kill_worker(setup, service.process.pid, service.endpoint, store)
         except (ServiceFailedError, residuum.ResiduumError) as error:
             verdict, detail = failure_of(
                 service.log.read_text(errors="replace"), expected=architecture.refusal(setup.sites)
@@ -96,6 +99,7 @@ def check(
             rows_alone=comparison.rows_alone,
             other_bits=comparison.other_bits,
             other_places=dict(comparison.other_places),
+            ends_killed=None if comparison.ends_killed is None else dict(comparison.ends_killed),
             states=dict(comparison.states),
             layout=layout,
             replicas=int(served.get("replicas", 1)),

@@ -16,6 +16,9 @@ from bench.conformance.routing import Explained, Routing, explain
 
 Rows = npt.NDArray[np.float32]
 
+KILLED = "incomplete: ENGINE_DIED"
+"""The only state and reason that captures may have whose engine lost a worker."""
+
 _ROUNDED = 1e-3
 """Bounds above this are for arithmetic that rounds to fewer bits than float32 has, such as TF32."""
 _REFUSALS = (
@@ -126,6 +129,8 @@ class Comparison:
     """Those of them that are not the same to the bit."""
     other_places: Counter[str] = field(default_factory=Counter)
     """How many those are, by request and point, such as "request 2: q.3"."""
+    ends_killed: Counter[str] | None = None
+    """How captures ended whose engine lost a worker, by state and reason; None if none was killed."""
     explained: Explained = field(default_factory=Explained)
     """The rows that other experts explain."""
     _cosines: list[Rows] = field(default_factory=list)
@@ -236,6 +241,9 @@ class Comparison:
             f"mean cosine {self.mean_cosine:.8f} < {bounds.mean_cosine}": not self.mean_cosine >= bounds.mean_cosine,
             f"{self.other_replies} replies are not those of stock vLLM": self.other_replies > 0,
             "the steering changed after the last row": self.changed_rows == 0,
+            "no request was running when the worker was killed": self.ends_killed == Counter(),
+            f"captures ended as {dict(self.ends_killed or {})} after a worker was killed":
+                not set(self.ends_killed or ()) <= {KILLED},
             f"{self.other_bits} of {self.rows_alone} rows have other bits in a batch than alone":
                 bounds.same_bits and self.other_bits > 0,
             f"vLLM gave tokens other log-probabilities than follow from the captured rows: they differ by "
@@ -297,6 +305,8 @@ class Outcome:
     other_bits: int = 0
     """See `Comparison`."""
     other_places: dict[str, int] = field(default_factory=dict)
+    """See `Comparison`."""
+    ends_killed: dict[str, int] | None = None
     """See `Comparison`."""
     states: dict[str, int] = field(default_factory=dict)
     layout: tuple[int, int] = (0, 0)

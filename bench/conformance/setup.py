@@ -43,6 +43,8 @@ class Setup:
     """The elements of each attention head; 0: those of the architecture's configuration."""
     changes: bool = False
     """Whether the steering of one more request changes while it generates."""
+    kill: bool = False
+    """Whether a worker is killed at the end, while requests are captured."""
     batch_invariant: bool = False
     """Whether vLLM runs in its batch-invariant mode. Then no bit may differ."""
 

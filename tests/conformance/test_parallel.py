@@ -1,4 +1,5 @@
-"""A layer that two ranks share: both steer, one captures, and the rows equal those of a single rank.
+"""A layer that two ranks share: both steer, one captures, and the rows equal those of a single rank. If one is killed,
+no capture is complete.
 
 Two ranks with half of the layers each: both capture, and a change of steering reaches both at the same position.
 
@@ -17,7 +18,7 @@ import residuum
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
 from bench.conformance.check import check
 from bench.conformance.models import make_model
-from bench.conformance.results import Verdict
+from bench.conformance.results import KILLED, Verdict
 from bench.conformance.setup import Setup
 from bench.conformance.workload import NEW_TOKENS, make_requests
 from svc_common.launcher import ROOT, start_store
@@ -69,11 +70,13 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize("name", SITES)
-def test_two_ranks_capture_each_row_once(name: str, store_endpoint: str, tmp_path: Path) -> None:
+def test_two_ranks_capture_each_row_once_and_the_death_of_one_ends_all_captures(
+    name: str, store_endpoint: str, tmp_path: Path
+) -> None:
     sites = SITES[name]
     outcome = check(
         ARCHITECTURES[name],
-        Setup(tensor_parallel_size=2, sites=sites),
+        Setup(tensor_parallel_size=2, sites=sites, kill=True),
         store_endpoint,
         tmp_path / "two-ranks",
         warm_start.launch,
@@ -81,6 +84,8 @@ def test_two_ranks_capture_each_row_once(name: str, store_endpoint: str, tmp_pat
     assert outcome.verdict is Verdict.EXACT, outcome.detail
     assert outcome.layout == (2, 1)
     assert outcome.capturing_ranks == 1
+    assert outcome.ends_killed is not None
+    assert outcome.ends_killed.keys() == {KILLED}
     points = (len(sites) - 1) * LAYERS + 1  # only the last layer has the final norm
     requests = make_requests({"attn_out": (1, range(LAYERS))})  # one more is steered inside the layers
     assert outcome.rows == points * sum(len(request.prompt) + NEW_TOKENS - 1 for request in requests)
