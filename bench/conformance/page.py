@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ def tables(results: Sequence[Result]) -> str:
     Args:
         results: The results of `bench.conformance`. Two with the same column complete each other.
     """
-    further = [*_quantized(results), *_alone(results)]
+    further = [*_killed(results), *_quantized(results), *_alone(results)]
     results = [result for result in results if not result["setup"].get("alone")]
     columns: dict[Served, list[Result]] = {}
     revisions: dict[Served, list[str]] = {}
@@ -107,6 +108,22 @@ def _quantized(results: Sequence[Result]) -> list[str]:
     heads = ("format, architecture", "served in", "rows", "missing", "largest error")
     intro = "Quantised weights. The reference is stock vLLM with the same weights, and a hook after each layer:"
     return [intro, markdown_table(heads, rows)] if rows else []
+
+
+def _killed(results: Sequence[Result]) -> list[str]:
+    """Return the table of captures whose engine lost a worker, and what it says; empty without results."""
+    ends: dict[Served, Counter[str]] = {}
+    for result in results:
+        for outcome in result["architectures"]:
+            if outcome.get("ends_killed"):
+                ends.setdefault(_served(result, outcome), Counter()).update(outcome["ends_killed"])
+    rows = [(served.label, *_ends(found)) for served, found in ends.items()]
+    intro = "Captures of requests that were running when one of the engine's workers was killed:"
+    return [intro, markdown_table(("served in", "captures", "ended as"), rows)] if rows else []
+
+
+def _ends(found: Mapping[str, int]) -> tuple[str, str]:
+    return f"{sum(found.values())}", ", ".join(f"`{end}`" for end in found)
 
 
 def _alone(results: Sequence[Result]) -> list[str]:

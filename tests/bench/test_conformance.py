@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,6 +325,27 @@ def test_a_change_of_steering_after_the_last_row_is_a_fault() -> None:
     assert comparison.faults(BOUNDS) == []
     comparison.changed_rows = 0
     assert comparison.faults(BOUNDS) == ["the steering changed after the last row"]
+
+
+def test_only_one_end_is_right_after_a_worker_was_killed() -> None:
+    comparison = compare(EXPECTED)
+    comparison.ends_killed = Counter({"incomplete: ENGINE_DIED": 6})
+    assert comparison.faults(BOUNDS) == []
+    comparison.ends_killed = Counter()
+    assert comparison.faults(BOUNDS) == ["no request was running when the worker was killed"]
+    for end in ("complete: ", "incomplete: SHUTDOWN", "open: "):
+        comparison.ends_killed = Counter({"incomplete: ENGINE_DIED": 5, end: 1})
+        (fault,) = comparison.faults(BOUNDS)
+        assert f"'{end}': 1" in fault
+
+
+def test_captures_of_killed_engines_have_a_table_of_their_own() -> None:
+    origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
+    setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"]}
+    ends = [{"incomplete: ENGINE_DIED": 6}, {"incomplete: ENGINE_DIED": 4, "complete: ": 1}, None]
+    models = [outcome(name, ends_killed=end) for name, end in zip(("llama", "qwen2", "gemma2"), ends, strict=True)]
+    text = tables([{**origin, "setup": setup, "architectures": models}])
+    assert "| CPU, vLLM 0.32.0, bfloat16, runner V2 | 11 | `incomplete: ENGINE_DIED`, `complete: ` |" in text
 
 
 def test_the_reference_changes_the_steering_at_the_announced_position() -> None:
