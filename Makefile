@@ -18,7 +18,7 @@ GPU_WORKLOAD := --shape qwen2.5-3b --batch-size 32 --prefill 512 --decode 128 --
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-client model demo demo-ui serve bench bench-gpu test test-fast test-ui test-languages test-vllm test-trainers test-ray test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
+.PHONY: help setup setup-client model demo demo-ui serve bench bench-gpu test test-fast test-ui test-languages test-vllm test-triton test-trainers test-ray test-compose soak fuzz docs docs-serve lint format types imports protos sync check-protos contract lock licences sbom release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,16 @@ test-ui: setup model ## Click through the page in Debian's Chromium (apt install
 test-vllm: setup model ## Test with the Python code of another version of vLLM, on a CPU: VLLM=0.33.0
 	PYTHONPATH=$$($(BIN)/python -m scripts.fetch_vllm $(VLLM)) $(BIN)/python -m pytest \
 		tests/inference/test_vllm_names.py tests/conformance tests/vllm_serve $(ARGS)
+
+# The versions that vLLM 0.24 and 0.32 require, and that of requirements/cpu.lock.
+TRITONS := 3.6.0 3.7.1 3.9.0
+build/triton-%/stamp: | $(UV) .venv/bin/python
+	@$(UV) pip install --quiet --no-deps --python $(BIN)/python --target build/triton-$* triton==$*
+	@touch $@
+
+test-triton: setup $(TRITONS:%=build/triton-%/stamp) ## Compile and launch the GPU's kernels with each version of Triton that users have, without a GPU
+	@for version in $(TRITONS); do echo "Triton $$version" && PYTHONPATH=build/triton-$$version \
+		$(BIN)/python -m pytest tests/inference/taps/gpu/test_compiled_kernels.py $(ARGS) || exit 1; done
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)

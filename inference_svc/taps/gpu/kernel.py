@@ -13,7 +13,7 @@ A row is loaded as a head and a tail, because Triton's blocks are powers of two 
 
 A row waits for memory most of the time, so the kernel is faster if a multiprocessor holds more rows, and it holds more
 if each needs fewer registers. That is why a row is in registers only once: its copy from before steering is stored
-first, and the original is loaded again where it is needed.
+first, and the original is loaded again where it is needed. So is a steered row that `tap` captures.
 """
 
 from __future__ import annotations
@@ -266,6 +266,12 @@ def _steer(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _before(destination, count):  # type: ignore[no-untyped-def]
+    """Return a destination, as one for rows before steering if the row is not steered: they are in registers then."""
+    return tl.where((count == 0) & (destination >= 0), destination | 1, destination)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _keep(  # type: ignore[no-untyped-def]
     x,
     x_tail,
@@ -298,28 +304,47 @@ def _write_back(  # type: ignore[no-untyped-def]
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Write what steering changed back into the hidden row; return the steered row as the model will compute it."""
+    """Write what steering changed back into the hidden row."""
     h, h_tail = _load_again(h_at, width, HEAD, TAIL)
-    r, r_tail = h, h_tail
     original, original_tail = h.to(tl.float32), h_tail.to(tl.float32)
     if HAS_RESIDUAL:
         r, r_tail = _load_again(r_at, width, HEAD, TAIL)
         original += r.to(tl.float32)
         original_tail += r_tail.to(tl.float32)
-    if is_moved:
+    if is_moved:  # a row that no operation moves keeps its bits, even negative zeros and infinities
         if is_far:
             x = bounded(x, original, max_abs)
             x_tail = bounded(x_tail, original_tail, max_abs)
-        after = (h.to(tl.float32) + (x - original)).to(DTYPE)  # only the difference is written back
-        after_tail = (h_tail.to(tl.float32) + (x_tail - original_tail)).to(DTYPE)
-        _store(h_at, after, after_tail, width, HEAD, TAIL)
-        x, x_tail = after.to(tl.float32), after_tail.to(tl.float32)
+        after = h.to(tl.float32) + (x - original)  # only the difference is written back
+        after_tail = h_tail.to(tl.float32) + (x_tail - original_tail)
+        # They must have no other use. Only then does the compiler round two of them with one instruction.
+        _store(h_at, after.to(DTYPE), after_tail.to(DTYPE), width, HEAD, TAIL)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _keep_written(  # type: ignore[no-untyped-def]
+    destination,
+    count,
+    h_at,
+    r_at,
+    width,
+    row_line,
+    pool,
+    DTYPE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Store a steered row into its block, as the model will compute it, if the destination is one for such rows."""
+    if (destination >= 0) & ((destination & 1) == 0) & (count > 0):
+        tl.debug_barrier()  # if rows are not aligned, Triton may store and load an element in different threads
+        h, h_tail = _load(h_at, width, HEAD, TAIL)
+        x, x_tail = h.to(tl.float32), h_tail.to(tl.float32)
         if HAS_RESIDUAL:
+            r, r_tail = _load(r_at, width, HEAD, TAIL)
             x += r.to(tl.float32)
             x_tail += r_tail.to(tl.float32)
-    else:  # a row that no operation moves keeps its bits, even negative zeros and infinities
-        x, x_tail = original, original_tail
-    return x, x_tail
+        _store(place_of(destination, width, row_line, pool), x.to(DTYPE), x_tail.to(DTYPE), width, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -378,18 +403,16 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         x += r.to(tl.float32)
         x_tail += r_tail.to(tl.float32)
     dtype: tl.constexpr = hidden.dtype.element_ty
-    _keep(x, x_tail, first_destination, 1, width, row_line, pool, dtype, HEAD, TAIL)
-    _keep(x, x_tail, second_destination, 1, width, row_line, pool, dtype, HEAD, TAIL)
+    _keep(x, x_tail, _before(first_destination, count), 1, width, row_line, pool, dtype, HEAD, TAIL)
+    _keep(x, x_tail, _before(second_destination, count), 1, width, row_line, pool, dtype, HEAD, TAIL)
     if count > 0:
         x, x_tail, is_moved, is_far = _steer(
             x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, threshold, sharpness, gate_factor, inverse,
             width, first, count, entries, bank, inverse_norms, max_abs, scores + row * SCORE_COLUMNS, HEAD, TAIL,
         )  # fmt: skip
-        x, x_tail = _write_back(
-            x, x_tail, is_moved, is_far, h_at, r_at, width, max_abs, dtype, HAS_RESIDUAL, HEAD, TAIL
-        )
-    _keep(x, x_tail, first_destination, 0, width, row_line, pool, dtype, HEAD, TAIL)
-    _keep(x, x_tail, second_destination, 0, width, row_line, pool, dtype, HEAD, TAIL)
+        _write_back(x, x_tail, is_moved, is_far, h_at, r_at, width, max_abs, dtype, HAS_RESIDUAL, HEAD, TAIL)
+    _keep_written(first_destination, count, h_at, r_at, width, row_line, pool, dtype, HAS_RESIDUAL, HEAD, TAIL)
+    _keep_written(second_destination, count, h_at, r_at, width, row_line, pool, dtype, HAS_RESIDUAL, HEAD, TAIL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -629,15 +652,14 @@ def _split(width: int) -> tuple[int, int]:
 
 _REGISTERS: dict[tuple[int, int], dict[object, dict[int, int]]] = {
     (9, 0): {_tap_kernel: {2560: 96}, _tap_norm_kernel: {1536: 80, 2560: 96, 4096: 128}},
-    (10, 0): {_tap_kernel: {1536: 96}, _tap_norm_kernel: {4096: 128}},
+    (10, 0): {_tap_kernel: {1536: 96}, _tap_norm_kernel: {2560: 104, 4096: 128}},
 }
 """The most registers of a thread, by the GPU's capability, the kernel and the width of a row.
 
 On an H100, a multiprocessor then holds one more row of 2560 or 4096 elements than with the compiler's own choice. In
-the other entries, that choice makes threads spill registers. No limit may make them spill: a test compiles all entries
-with the installed Triton, 3.9. With 3.6 and 3.7, of vLLM 0.24 and 0.32, `_tap_kernel` still spills at 2560 on
-capability 9.0, and `_tap_norm_kernel` a few bytes at 4096; with 3.7 also at 2560 on 10.0. Rows were right in all tests
-on an H100.
+the other entries, that choice makes threads spill registers with Triton 3.7 or 3.9. No limit may make them spill with
+3.9. With 3.6 and 3.7, of vLLM 0.24 and 0.32, only `_tap_norm_kernel` spills, one or two registers at 4096: a test
+compiles all entries, and has the numbers of each version. Rows were right in all tests on an H100.
 """
 
 
