@@ -101,9 +101,9 @@ build/triton-%/stamp: | $(UV) .venv/bin/python
 	@$(UV) pip install --quiet --no-deps --python $(BIN)/python --target build/triton-$* triton==$*
 	@touch $@
 
-test-triton: setup $(TRITONS:%=build/triton-%/stamp) ## Compile and launch the GPU's kernels with each version of Triton that users have, without a GPU
-	@for version in $(TRITONS); do echo "Triton $$version" && PYTHONPATH=build/triton-$$version \
-		$(BIN)/python -m pytest tests/inference/taps/gpu/test_compiled_kernels.py $(ARGS) || exit 1; done
+test-triton: setup $(TRITONS:%=build/triton-%/stamp) ## Compile the GPU's kernels and check their launches with each version of Triton that users have
+	@for version in $(TRITONS); do echo "Triton $$version" && PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest \
+		tests/inference/taps/gpu/test_compiled_kernels.py tests/inference/taps/gpu/test_launching.py $(ARGS) || exit 1; done
 
 test-languages: setup model ## Compare the examples in other languages with Python's client, row by row; needs their toolchains
 	RESIDUUM_TEST_LANGUAGES=required $(BIN)/python -m pytest tests/languages $(ARGS)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from inference_svc.taps.gpu.kernel import COPY_PROGRAMS, COPY_WARPS, HostPointer
+from inference_svc.taps.gpu.launching import Launcher
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,8 +80,11 @@ class BlockCopies:
         """Start to copy the blocks on the current stream. All copies before the last ones must be done."""
         if self._count:
             table = self._tables[self._turn]
-            _copy_blocks[(COPY_PROGRAMS,)](
-                self._pool, self._ring, table, self._count, CHUNK=_CHUNK, num_warps=COPY_WARPS
+            _launch_copy(
+                (COPY_PROGRAMS, 1, 1),
+                (self._pool, self._ring, table, self._count),
+                {"CHUNK": _CHUNK},
+                num_warps=COPY_WARPS,
             )
             self._turn, self._count = (self._turn + 1) % _TABLES, 0
 
@@ -101,3 +105,6 @@ def _copy_blocks(source, target, table, count, CHUNK: tl.constexpr):  # type: ig
             mask = offsets < words
             values = tl.load(source + first + unit * stride + offsets, mask=mask)
             tl.store(target + to + unit * words + offsets, values, mask=mask)
+
+
+_launch_copy = Launcher(_copy_blocks)

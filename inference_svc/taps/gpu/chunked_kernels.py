@@ -41,6 +41,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     place_of,
     rescaling,
 )
+from inference_svc.taps.gpu.launching import Launcher
 from inference_svc.taps.gpu.tables import MAX_RESIDENT
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _steer_in_chunks(  # type: ignore[no-untyped-def]
     return moved, far
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator, unused-ignore]
 def _tap_kernel(  # type: ignore[no-untyped-def]
     hidden,
     residual,
@@ -256,6 +257,9 @@ def _tap_experts_kernel(  # type: ignore[no-untyped-def]
         _keep_chunk(destination, values, values, columns, width, row_line, pool)
 
 
+_launch_tap, _launch_tap_copy, _launch_tap_experts = map(Launcher, (_tap_kernel, _tap_copy_kernel, _tap_experts_kernel))
+
+
 def scratch_for(width: int, device: torch.device) -> Tensor | None:
     """Return the memory that `tap` needs for rows of this width; None if `kernel.tap` takes them."""
     return torch.empty(_PROGRAMS, width, dtype=torch.float32, device=device) if width > MAX_RESIDENT else None
@@ -267,17 +271,19 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
     if not rows:
         return
     assert tables.scratch is not None  # noqa: S101 - the caller has it for rows of this width
-    _tap_kernel[(min(rows, len(tables.scratch)),)](
-        hidden,
-        residual if residual is not None else hidden,
-        *tables.arguments(hidden, point),
-        tables.scratch,
-        rows,
-        hidden.stride(0),
-        residual.stride(0) if residual is not None else 0,
-        width,
-        HAS_RESIDUAL=residual is not None,
-        CHUNK=_CHUNK,
+    _launch_tap(
+        (min(rows, len(tables.scratch)), 1, 1),
+        (
+            hidden,
+            residual if residual is not None else hidden,
+            *tables.arguments(hidden, point),
+            tables.scratch,
+            rows,
+            hidden.stride(0),
+            residual.stride(0) if residual is not None else 0,
+            width,
+        ),
+        {"HAS_RESIDUAL": residual is not None, "CHUNK": _CHUNK},
         num_warps=_WARPS,
     )
 
@@ -289,17 +295,20 @@ def tap_copy(hidden: Tensor, point: int, tables: KernelTables) -> Tensor:
     if rows:
         chunk = min(triton.next_power_of_2(width), _CHUNK)
         lines = tables.programs.lines
-        _tap_copy_kernel[(rows,)](
-            hidden,
-            copy,
-            tables.rows,
-            lines,
-            tables.destination(hidden),
-            point,
-            lines.shape[1],
-            hidden.stride(0),
-            width,
-            CHUNK=chunk,
+        _launch_tap_copy(
+            (rows, 1, 1),
+            (
+                hidden,
+                copy,
+                tables.rows,
+                lines,
+                tables.destination(hidden),
+                point,
+                lines.shape[1],
+                hidden.stride(0),
+                width,
+            ),
+            {"CHUNK": chunk},
             num_warps=max(1, min(_WARPS, chunk // 512)),
         )
     return copy
@@ -313,19 +322,22 @@ def tap_experts(
     if rows:
         chunk = min(triton.next_power_of_2(num_experts), _CHUNK)
         lines = tables.programs.lines
-        _tap_experts_kernel[(rows,)](
-            weights,
-            experts,
-            tables.rows,
-            lines,
-            tables.destination(weights),
-            point,
-            lines.shape[1],
-            weights.stride(0),
-            experts.stride(0),
-            chosen,
-            scale,
-            num_experts,
-            CHUNK=chunk,
+        _launch_tap_experts(
+            (rows, 1, 1),
+            (
+                weights,
+                experts,
+                tables.rows,
+                lines,
+                tables.destination(weights),
+                point,
+                lines.shape[1],
+                weights.stride(0),
+                experts.stride(0),
+                chosen,
+                scale,
+                num_experts,
+            ),
+            {"CHUNK": chunk},
             num_warps=max(1, min(_WARPS, chunk // 512)),
         )

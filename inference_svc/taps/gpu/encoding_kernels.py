@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inference_svc.taps.gpu.launching import Launcher
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -215,6 +217,11 @@ def _inner_products_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, total, mask=(row < rows)[:, None] & (vector < count)[None, :])
 
 
+_launch_quantize_rows, _launch_quantize_columns, _launch_keep_largest, _launch_inner_products = map(
+    Launcher, (_quantize_rows_kernel, _quantize_columns_kernel, _keep_largest_kernel, _inner_products_kernel)
+)
+
+
 def quantize_rows(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
     """Write rows times `factor`, quantised row by row: scale, zero and q of each row.
 
@@ -225,18 +232,23 @@ def quantize_rows(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
     """
     units, positions, width = rows.shape
     chunk = min(triton.next_power_of_2(width), _CHUNK)
-    _quantize_rows_kernel[(units * positions,)](
-        rows, out, positions, _capacity(rows), width, factor, CHUNK=chunk, num_warps=_warps(chunk)
+    _launch_quantize_rows(
+        (units * positions, 1, 1),
+        (rows, out, positions, _capacity(rows), width, factor),
+        {"CHUNK": chunk},
+        num_warps=_warps(chunk),
     )
 
 
 def quantize_columns(rows: Tensor, out: Tensor) -> None:
     """Write rows, quantised along dimensions: for each unit all scales, all zeros, then q of its rows."""
     units, positions, width = rows.shape
-    grid = (units, triton.cdiv(width, _COLUMNS))
     unit_bytes = (8 + positions) * width
-    _quantize_columns_kernel[grid](
-        rows, out, positions, _capacity(rows), unit_bytes, width, COLUMNS=_COLUMNS, num_warps=4
+    _launch_quantize_columns(
+        (units, triton.cdiv(width, _COLUMNS), 1),
+        (rows, out, positions, _capacity(rows), unit_bytes, width),
+        {"COLUMNS": _COLUMNS},
+        num_warps=4,
     )
 
 
@@ -245,10 +257,12 @@ def keep_largest(rows: Tensor, out: Tensor, count: int, *, quantize: bool) -> No
     units, positions, width = rows.shape
     chunk = min(triton.next_power_of_2(width), _CHUNK)
     integers = rows.view(torch.int16 if rows.dtype.itemsize == 2 else torch.int32)  # noqa: PLR2004 - bytes
-    _keep_largest_kernel[(units * positions,)](
-        rows, integers, out, positions, _capacity(rows), width, count, BITS=8 * rows.dtype.itemsize, QUANTIZE=quantize,
-        CHUNK=chunk, num_warps=_warps(chunk),
-    )  # fmt: skip
+    _launch_keep_largest(
+        (units * positions, 1, 1),
+        (rows, integers, out, positions, _capacity(rows), width, count),
+        {"BITS": 8 * rows.dtype.itemsize, "QUANTIZE": quantize, "CHUNK": chunk},
+        num_warps=_warps(chunk),
+    )
 
 
 def inner_products(rows: Tensor, vectors: Tensor, out: Tensor, stride: int = 0) -> None:
@@ -263,11 +277,13 @@ def inner_products(rows: Tensor, vectors: Tensor, out: Tensor, stride: int = 0) 
         stride: The distance from one row's products to the next in `out`; 0: they have no gaps.
     """
     units, positions, width = rows.shape
-    grid = (triton.cdiv(units * positions, _TILE_ROWS), triton.cdiv(len(vectors), _TILE_VECTORS))
-    _inner_products_kernel[grid](
-        rows, vectors, out, units * positions, positions, _capacity(rows), width, len(vectors), stride or len(vectors),
-        *vectors.stride(), ROWS=_TILE_ROWS, VECTORS=_TILE_VECTORS, WIDTH=_TILE_WIDTH,
-    )  # fmt: skip
+    count, size = len(vectors), units * positions
+    _launch_inner_products(
+        (triton.cdiv(size, _TILE_ROWS), triton.cdiv(count, _TILE_VECTORS), 1),
+        (rows, vectors, out, size, positions, _capacity(rows), width, count, stride or count, *vectors.stride()),
+        {"ROWS": _TILE_ROWS, "VECTORS": _TILE_VECTORS, "WIDTH": _TILE_WIDTH},
+        num_warps=4,  # Triton's own choice
+    )
 
 
 def _capacity(rows: Tensor) -> int:

@@ -19,7 +19,7 @@ first, and the original is loaded again where it is needed. So is a steered row 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import triton
 import triton.language as tl
@@ -49,6 +49,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     place_of,
     rescaling,
 )
+from inference_svc.taps.gpu.launching import Launcher
 from inference_svc.taps.operations import reach
 
 if TYPE_CHECKING:
@@ -504,6 +505,9 @@ def _copy_kernel(source, target, units, unit_elements, unit_stride, CHUNK: tl.co
         tl.store(target + unit * unit_elements + offsets, values, mask=mask)
 
 
+_launch_tap, _launch_tap_norm = Launcher(_tap_kernel), Launcher(_tap_norm_kernel)
+
+
 class KernelTables(NamedTuple):
     """The tables that the kernels read, all at fixed addresses."""
 
@@ -545,18 +549,18 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
     if not rows:
         return
     head, tail = _split(width)
-    _tap_kernel[(rows,)](
-        hidden,
-        residual if residual is not None else hidden,
-        *tables.arguments(hidden, point),
-        hidden.stride(0),
-        residual.stride(0) if residual is not None else 0,
-        width,
-        HAS_RESIDUAL=residual is not None,
-        HEAD=head,
-        TAIL=tail,
-        num_warps=_warps(head, tail),
-        maxnreg=_registers(_tap_kernel, width, _capability(hidden.device)),
+    _launch_tap(
+        (rows, 1, 1),
+        (
+            hidden,
+            residual if residual is not None else hidden,
+            *tables.arguments(hidden, point),
+            hidden.stride(0),
+            residual.stride(0) if residual is not None else 0,
+            width,
+        ),
+        {"HAS_RESIDUAL": residual is not None, "HEAD": head, "TAIL": tail},
+        **_options(width, hidden.device, has_norm=False),
     )
 
 
@@ -588,22 +592,22 @@ def tap_norm(
     normed, summed = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
     if rows:
         head, tail = _split(width)
-        _tap_norm_kernel[(rows,)](
-            hidden,
-            residual,
-            weight,
-            normed,
-            summed,
-            *tables.arguments(hidden, point),
-            hidden.stride(0),
-            residual.stride(0),
-            width,
-            epsilon,
-            PLUS_ONE=1.0 if plus_one else 0.0,
-            HEAD=head,
-            TAIL=tail,
-            num_warps=_warps(head, tail),
-            maxnreg=_registers(_tap_norm_kernel, width, _capability(hidden.device)),
+        _launch_tap_norm(
+            (rows, 1, 1),
+            (
+                hidden,
+                residual,
+                weight,
+                normed,
+                summed,
+                *tables.arguments(hidden, point),
+                hidden.stride(0),
+                residual.stride(0),
+                width,
+                epsilon,
+            ),
+            {"PLUS_ONE": 1.0 if plus_one else 0.0, "HEAD": head, "TAIL": tail},
+            **_options(width, hidden.device, has_norm=True),
         )
     return normed, summed
 
@@ -663,9 +667,21 @@ compiles all entries, and has the numbers of each version. Rows were right in al
 """
 
 
+class _Options(TypedDict):
+    num_warps: int
+    maxnreg: int | None
+
+
 def _registers(kernel: object, width: int, capability: tuple[int, int]) -> int | None:
     """Return the most registers that a thread may have; None leaves it to the compiler."""
     return _REGISTERS.get(capability, {}).get(kernel, {}).get(width)
+
+
+@cache
+def _options(width: int, device: torch.device, *, has_norm: bool) -> _Options:
+    """Return with how many warps and registers a kernel is launched. To find that out takes as long as the launch."""
+    kernel = _tap_norm_kernel if has_norm else _tap_kernel
+    return {"num_warps": _warps(*_split(width)), "maxnreg": _registers(kernel, width, _capability(device))}
 
 
 @cache

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from inference_svc.taps.gpu.kernel import HostPointer
 from inference_svc.taps.gpu.kernel_parts import SCORE_COLUMNS
+from inference_svc.taps.gpu.launching import Launcher
 from inference_svc.taps.scores import RUN_FIELDS
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _TABLES = 16
 """Tables of runs, even. The engine prepares a step while kernels of earlier steps still read theirs."""
-_PROGRAMS = (32, 4)
+_PROGRAMS = (32, 4, 1)
 """Programs that share the runs, and programs that share the lines of a run: reads of the host's memory take long."""
 _ROWS = 32
 """Lines that a program copies at once."""
@@ -69,7 +70,7 @@ class CudaScoreCopies:
 
 def copy_scores(buffer: Tensor, board: HostPointer | Tensor, table: Tensor, count: int) -> None:
     """Copy the first `count` runs of a table, int64 [runs, RUN_FIELDS], from the buffer to the board."""
-    _copy_kernel[_PROGRAMS](buffer, board, table, count, ROWS=_ROWS, num_warps=4)
+    _launch_copy(_PROGRAMS, (buffer, board, table, count), {"ROWS": _ROWS}, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -85,3 +86,6 @@ def _copy_kernel(buffer, board, table, count, ROWS: tl.constexpr):  # type: igno
             mask = (lines < rows) & (numbers < column + columns)
             values = tl.load(buffer + (row + lines) * SCORE_COLUMNS + numbers, mask=mask)
             tl.store(board + line + lines * stride + numbers, values, mask=mask)
+
+
+_launch_copy = Launcher(_copy_kernel)
