@@ -10,17 +10,18 @@ import numpy as np
 import torch
 
 from inference_svc.taps.bank import VectorBank
+from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.operations import reach
 from inference_svc.taps.plan import STEERING_KINDS, Gate, Kind, Measure, Operation
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, PLACE, PROGRAM, ROW, StepLayout
 from inference_svc.taps.steps.programs import Program, Step
+from residuum.v1 import capture_pb2
 from tests.inference.taps_support import CPU, feature_of, measured, open_gate, select, steer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inference_svc.taps.blocks import BlockPool
     from inference_svc.taps.gpu.kernel import KernelTables
 
 POINTS = TapPoints(0, 1)
@@ -44,14 +45,19 @@ class Case:
         bank.load((row, vector.tobytes()) for row, vector in enumerate(self.vectors))
         return bank
 
-    def layout(self) -> StepLayout:
-        """Every row belongs to a separate request. As in the engine, rows with equal operations share a program."""
+    def layout(self, *, captured: bool = False) -> StepLayout:
+        """Every row belongs to a separate request. As in the engine, rows with equal operations share a program.
+
+        Args:
+            captured: Capture each row at POINT, after steering, as the pool's row of the same number.
+        """
         numbers: dict[Program, int] = {}
         lines = []
         for row, operations in enumerate(self.operations):
-            if operations:
-                program = Program.make(steps=[Step.of(operation) for operation in operations])
-                lines.append((row, numbers.setdefault(program, len(numbers)), NOWHERE, 0))
+            if operations or captured:
+                places = ((capture_pb2.SITE_RESID_POST, (0,)),) if captured else ()
+                program = Program.make(places, steps=[Step.of(operation) for operation in operations])
+                lines.append((row, numbers.setdefault(program, len(numbers)), row if captured else NOWHERE, 1))
         return StepLayout(list(numbers), np.array(lines, dtype=np.int64).reshape(-1, 4))
 
     def check(self, steered: torch.Tensor, roundings: float = 1.0) -> None:
@@ -270,6 +276,22 @@ def make_tables(
     # Less scratch memory than rows: the chunked kernel takes several rows one after the other.
     scratch = torch.empty(-(-count // 3), bank.vectors.shape[1], device=device)
     return KernelTables(rows.to(device), table, bank, pool, scratch)
+
+
+def check_captured(case: Case, tap: Callable[..., None], device: torch.device = CPU) -> None:
+    """Check that captured rows are those that the model computes from what a tap returns, bit by bit.
+
+    The first row becomes another one, so that there is one that is certainly steered.
+    """
+    case = replace(case, operations=[[Operation(Kind.SET, 0, (0,), select(), 1.0, 0.0, 0.0)], *case.operations[1:]])
+    (rows, width), dtype = case.hidden.shape, case.hidden.dtype
+    pool = BlockPool(rows, width, dtype, device, 0)
+    hidden = case.hidden.to(device, copy=True)
+    residual = None if case.residual is None else case.residual.to(device)
+    tap(hidden, residual, POINT, make_tables(case.layout(captured=True), rows, case.bank(device), pool))
+    wanted = hidden if residual is None else (hidden.float() + residual.float()).to(dtype)
+    assert same_bits(pool.memory[:rows], wanted)
+    assert not torch.equal(hidden[0].cpu(), case.hidden[0])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

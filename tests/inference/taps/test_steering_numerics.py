@@ -16,6 +16,7 @@ from tests.inference.taps.steering_cases import (
     POINTS,
     Case,
     awkward_rows,
+    check_captured,
     check_overflow,
     idle_operations,
     make_case,
@@ -123,3 +124,15 @@ def test_steering_on_a_gpu_that_moves_nothing_keeps_every_bit_of_rows(seed, dtyp
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_no_steering_on_a_gpu_makes_an_infinity_or_nan(dtype, has_residual):
     check_overflow(make_case(3, dtype, 24, 70, 1, has_residual=has_residual), steered_on_gpu)
+
+
+@needs_gpu
+@settings(deadline=None, max_examples=100)
+@given(SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 577, 1024, 2560, 4095]), st.booleans())
+def test_rows_captured_on_a_gpu_are_those_that_the_model_computes(seed, dtype, rows, hidden, has_residual):
+    """Also rows that are not aligned, of which other threads load an element than stored it."""
+    from inference_svc.taps.gpu import chunked_kernels, kernel
+
+    case = make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
+    for tap in (kernel.tap, chunked_kernels.tap):
+        check_captured(case, tap, CUDA)

@@ -164,6 +164,12 @@ def test_an_inner_product_has_one_sum_across_threads(width):
     assert compiled(f"tap and norm, {width} in registers")["ptx"].count("bar.sync") <= BARRIERS
 
 
+@pytest.mark.parametrize("name", ["tap", "tap without residual"])
+def test_threads_wait_for_each_other_before_a_steered_row_is_loaded_again(name):
+    """For each of a row's two destinations. If rows are not aligned, other threads load an element than stored it."""
+    assert compiled(f"{name}, 2560 in registers")["ttir"].count(".barrier") == 2
+
+
 @pytest.mark.parametrize("file", sorted(Path(kernel.__file__).parent.glob("*.py")), ids=lambda file: file.name)
 def test_a_constant_has_no_plain_text_as_its_default(file):
     """Triton 3.6, which vLLM 0.24 requires, compiles no kernel that calls such a function; newer versions do."""
