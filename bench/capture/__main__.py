@@ -39,8 +39,9 @@ def run(
     workload = workload_of(options)
     context = {"benchmark": benchmark, **describe(), "rounds": options.rounds, **more}
     with measuring():
-        turns = schedule(options.modes, options.rounds, options.runners, shared=options.share_engine)
-        runs = run_all(workload, turns, options.store_folder)
+        shared = options.share_engine or options.together
+        turns = schedule(options.modes, options.rounds, options.runners, shared=shared)
+        runs = run_all(workload, turns, options.store_folder, together=options.together)
     summaries = summarise(runs)
     print(show(summaries))
     written = {**context, **result(workload, runs, summaries)}
@@ -69,6 +70,11 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     parser.add_argument(
         "--share-engine", action="store_true",
         help="measure all modes with taps alternately on one engine, instead of each on its own engine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--together", action="store_true",
+        help="--share-engine, and stock's engine runs at the same time: iterations alternate between both engines, so "
+        "that a drift of the machine does not count; the device must have memory for both (gpu_memory_utilization)",
     )  # fmt: skip
     parser.add_argument(
         "--runners", type=words(Runner), default=[Runner.DEFAULT],

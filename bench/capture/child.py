@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -75,8 +77,13 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     driver = _Driver(job.workload, subject, tapped, sink, fetcher)
     iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
     count = job.workload.warmups + job.workload.iterations
-    for number, mode in turns(job.modes, count):
-        iterations[mode].append(await driver.iterate(number, mode))
+    for number, modes in groupby(turns(job.modes, count), key=itemgetter(0)):
+        async with job.baton.turn(number):
+            if job.baton.members > 1:
+                # An engine that has waited for its turn is slow at first: its caches and cores are cold.
+                await driver.iterate(count + 1 + number, job.modes[0])
+            for _, mode in modes:
+                iterations[mode].append(await driver.iterate(number, mode))
     if job.profile:
         await subject.call("bench_profile", "")
         await driver.iterate(count, job.modes[0])

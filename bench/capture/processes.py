@@ -6,9 +6,12 @@ import dataclasses
 import os
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
+from bench.capture.baton import Baton
 from bench.capture.results import Run
 from bench.capture.workload import Job, Runner, Turn, Workload
 from bench.memory import peak_of
@@ -16,18 +19,49 @@ from bench.plain import restore
 from bench.processes import run_child, running_store
 
 
-def run_all(workload: Workload, turns: Sequence[Turn], store_folder: Path | None = None) -> list[Run]:
-    """Run the turns one after another, print their measurements, and return them."""
+def run_all(
+    workload: Workload, turns: Sequence[Turn], store_folder: Path | None = None, *, together: bool = False
+) -> list[Run]:
+    """Run the turns, print their measurements, and return them.
+
+    Args:
+        workload: The workload.
+        turns: The turns.
+        store_folder: See `run_turn`.
+        together: Whether the turns of a round with the same model runner run at the same time, and take turns for each
+            iteration. Otherwise they run one after another.
+    """
     runs = []
-    for turn in turns:
-        for run in run_turn(turn, workload, store_folder):
+    for _, group in groupby(turns, key=lambda turn: (turn.round, turn.runner) if together else turn):
+        for run in _run_together([*group], workload, store_folder):
             runs.append(run)
             head = f"round {run.round + 1}/{turns[-1].round + 1}  {run.mode.value:<17} {run.model_runner}"
             print(f"{head} {run.line()}", flush=True)
     return runs
 
 
-def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None, profile: str = "") -> list[Run]:
+def _run_together(turns: Sequence[Turn], workload: Workload, store_folder: Path | None) -> list[Run]:
+    if len(turns) == 1:
+        return run_turn(turns[0], workload, store_folder)
+    with tempfile.TemporaryDirectory(prefix="residuum-") as folder, ThreadPoolExecutor(len(turns)) as pool:
+        batons = [Baton(str(Path(folder, "baton")), place, len(turns)) for place in range(len(turns))]
+        batons[0].lay_down()
+        running = [
+            pool.submit(run_turn, turn, workload, store_folder, baton=baton)
+            for turn, baton in zip(turns, batons, strict=True)
+        ]
+        try:
+            for future in as_completed(running):
+                future.result()
+        except BaseException:
+            batons[0].drop()
+            raise
+        return [run for future in running for run in future.result()]
+
+
+def run_turn(
+    turn: Turn, workload: Workload, store_folder: Path | None = None, profile: str = "", baton: Baton | None = None
+) -> list[Run]:
     """Run one process; return its measurements, one for each mode.
 
     Args:
@@ -35,10 +69,11 @@ def run_turn(turn: Turn, workload: Workload, store_folder: Path | None = None, p
         workload: The workload.
         store_folder: The folder in which a new folder holds the store's data; None for that of temporary files.
         profile: The folder for a trace of torch's profiler; empty for no trace.
+        baton: Says when the process measures, if others run at the same time.
     """
     with tempfile.TemporaryDirectory(prefix="residuum-") as scratch:
         folder = Path(scratch)
-        job = Job(turn.modes, turn.round, workload, scratch, turn.runner, profile=profile)
+        job = Job(turn.modes, turn.round, workload, scratch, turn.runner, profile=profile, baton=baton or Baton())
         if not job.needs_store:
             return _run(job, folder)
         with (

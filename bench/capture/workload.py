@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.capture.baton import Baton
 from residuum.wire.limits import DEFAULT_PROJECTION
 
 
@@ -174,6 +175,8 @@ class Job:
     """name=host:port of each store; empty if the job needs none."""
     profile: str = ""
     """The folder for a trace of torch's profiler, made in one more iteration that is not measured; empty for none."""
+    baton: Baton = field(default_factory=Baton)
+    """Says when to measure, if another process of the round runs at the same time."""
 
     @property
     def captures(self) -> bool:

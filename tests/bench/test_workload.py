@@ -1,13 +1,16 @@
+import asyncio
 import json
 from dataclasses import asdict
 
 import pytest
 
+from bench.capture.baton import Baton, BatonDroppedError
 from bench.capture.child import capture_of, operations, request_id
-from bench.capture.processes import environment_of
+from bench.capture.processes import environment_of, run_all
 from bench.capture.shapes import SHAPES, write_shape
 from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, schedule, turns
 from bench.plain import restore
+from bench.processes import RunFailedError
 from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
 
@@ -45,6 +48,41 @@ def test_everything_is_run_with_each_model_runner():
 def test_modes_on_one_engine_take_turns():
     a, b = Mode.IDLE, Mode.STEER
     assert list(turns([a, b], 3)) == [(0, a), (0, b), (1, b), (1, a), (2, a), (2, b)]
+
+
+async def take_turns(baton, iterations, order):
+    for number in range(iterations):
+        async with baton.turn(number):
+            order.append((number, baton.place))
+            await asyncio.sleep(0.001)
+
+
+def batons_in(folder, members):
+    batons = [Baton(str(folder / "baton"), place, members) for place in range(members)]
+    batons[0].lay_down()
+    return batons
+
+
+async def test_processes_of_a_round_measure_one_at_a_time(tmp_path):
+    order = []
+    await asyncio.gather(*(take_turns(baton, 3, order) for baton in batons_in(tmp_path, 2)[::-1]))
+    assert order == [(0, 0), (0, 1), (1, 1), (1, 0), (2, 0), (2, 1)]
+
+
+async def test_a_process_alone_waits_for_no_turn():
+    order = []
+    await take_turns(Baton(), 2, order)
+    assert order == [(0, 0), (1, 0)]
+
+
+async def test_no_process_waits_for_one_that_failed(tmp_path):
+    first, second = batons_in(tmp_path, 2)
+    waiting = asyncio.ensure_future(take_turns(second, 1, []))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    first.drop()
+    with pytest.raises(BatonDroppedError):
+        await waiting
 
 
 @pytest.mark.parametrize(("runner", "value"), [(Runner.DEFAULT, "x"), (Runner.V1, "0"), (Runner.V2, "1")])
@@ -138,3 +176,14 @@ def test_a_mode_captures_its_layers():
     assert workload.captured_layers(Mode.CUSTOM, 9) == (1, 5)
     assert workload.captured_layers(Mode.ALL_LAYERS, 3) == (0, 1, 2)
     assert workload.captured_layers(Mode.IDLE, 3) == ()
+
+
+def test_if_one_process_of_a_round_fails_the_others_end(monkeypatch):
+    def run_turn(turn, workload, store_folder, *, baton):
+        if turn.modes == (Mode.STOCK,):
+            raise RunFailedError("stock: ended with code 1", "")
+        asyncio.run(take_turns(baton, 1, []))
+
+    monkeypatch.setattr("bench.capture.processes.run_turn", run_turn)
+    with pytest.raises(RunFailedError):
+        run_all(Workload(model="x"), schedule(MODES, 1, shared=True), together=True)

@@ -1,0 +1,63 @@
+"""Lets processes that run at the same time measure their iterations in turns, so that all meet the same machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_POLL_SECONDS = 0.002
+_DROPPED = "dropped"
+
+
+class BatonDroppedError(RuntimeError):
+    """Another of the processes failed, so this one's measurements have nothing to be compared with."""
+
+
+@dataclass(frozen=True)
+class Baton:
+    """One process's hold on a file that says whose turn it is. A process alone needs no file."""
+
+    file: str = ""
+    place: int = 0
+    """The process's place among the members in even iterations. In odd ones the order is reversed."""
+    members: int = 1
+
+    def lay_down(self) -> None:
+        """Make the file, before any process starts."""
+        Path(self.file).write_text("0")
+
+    def drop(self) -> None:
+        """End all waits for a turn: a process has failed."""
+        _write(Path(self.file), _DROPPED)
+
+    @asynccontextmanager
+    async def turn(self, iteration: int) -> AsyncIterator[None]:
+        """Wait for this process's turn in an iteration, and pass the baton on when the context ends.
+
+        Raises:
+            BatonDroppedError: Another process failed.
+        """
+        if not self.file:
+            yield
+            return
+        place = self.place if iteration % 2 == 0 else self.members - 1 - self.place
+        own = iteration * self.members + place
+        while (text := _read(self.file)) != str(own):
+            if text == _DROPPED:
+                raise BatonDroppedError("another process of this round failed; its error was printed or follows")
+            await asyncio.sleep(_POLL_SECONDS)
+        yield
+        _write(Path(self.file), str(own + 1))
+
+
+def _read(file: str) -> str:
+    return Path(file).read_text()
+
+
+def _write(file: Path, text: str) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)  # others read the file at any time
