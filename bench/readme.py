@@ -126,6 +126,7 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         "store.json": store,
         "extract.json": extraction,
         "steering.json": steering,
+        "steering-rpc.json": steering,
         "steering-engine.json": steering,
         "service.json": service,
         "verdicts.json": verdicts,
