@@ -8,14 +8,16 @@ spawns. Except where a real start or end is tested, both are forks:
 The engine forks a server for its workers in the same way. All fork servers are multiprocessing's own
 (`multiprocessing.forkserver`). A service forks its server before it does anything else, so the engine has nothing of
 the service but its imports, as if spawned. Engine and workers are in the service's process group. A fork differs from a
-real process in two ways: it has the libraries that the first fork server preloaded (LD_PRELOAD), and libraries that
-read variables on import have read those of the first fork server.
+real process in three ways: it has the libraries that the first fork server preloaded (LD_PRELOAD), libraries that read
+variables on import have read those of the first fork server, and objects that are frozen stay excluded from garbage
+collection. vLLM includes them again when an engine stops, and looks at a million imported objects, twice.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -119,8 +121,19 @@ def serve(listener: int, alive: int) -> None:
 
         # Only one of them: vLLM's worker for CPUs replaces the streams of torch.cuda.
         importlib.import_module(f"inference_svc.taps.vllm.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
+        _hash_compilers()
     setproctitle.getproctitle()  # it finds the place of a title only as long as the environment is the first one
     _serve_forks(listener, alive)
+
+
+def _hash_compilers() -> None:
+    """Hash the files of PyTorch's and Triton's compilers, half a gigabyte. An engine does so before it compiles."""
+    from torch._inductor import codecache
+    from torch._inductor.runtime import triton_compat
+
+    codecache.torch_key()
+    if triton_compat.HAS_TRITON:
+        triton_compat.triton_key()
 
 
 @functools.cache
@@ -158,6 +171,7 @@ def _run(module: str, arguments: list[str], cwd: Path, log: Path, environment: d
         os.dup2(output, descriptor)
     os.close(output)
     os.chdir(cwd)
+    _keep_frozen()
     _set_environment(environment)
     _fork_instead_of_spawning()
     _follow_log_settings()
@@ -167,6 +181,11 @@ def _run(module: str, arguments: list[str], cwd: Path, log: Path, environment: d
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # a fork ends without them
+
+
+def _keep_frozen() -> None:
+    """Exclude what the fork server has imported from garbage collection, also when vLLM asks to include it again."""
+    gc.unfreeze = lambda: None
 
 
 def _fork_instead_of_spawning() -> None:
