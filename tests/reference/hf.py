@@ -47,6 +47,11 @@ class Reference(reference.Reference):
         weights: Rows = self.model.lm_head.weight[token].detach().numpy().copy()
         return weights
 
+    def all_output_weights(self) -> Rows:
+        """Return the output weights of all tokens, float32 [vocabulary, hidden]."""
+        weights: Rows = self.model.lm_head.weight.detach().numpy()
+        return weights
+
     def logits(self, token_ids: Sequence[int], changes: Changes | None = None) -> Rows:
         """Return the logits of the token after each position, float64 [positions, vocabulary]."""
         with torch.inference_mode():
