@@ -3,10 +3,14 @@
 The interpreter puts its own functions into `triton.language`, which takes 1 ms. It does so again in each call that a
 kernel makes, which is half of its work. With this module it does so once for each module with kernels, for as long as
 the program runs.
+
+It also computes whether sums of integers overflow, and throws the results away, because it does not run kernels' debug
+assertions. With this module it does not compute them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -27,3 +31,7 @@ def _patch_once(function: Any) -> Any:
 
 
 interpreter._patch_lang = _patch_once
+
+_builder: Any = interpreter.interpreter_builder
+if not _builder.options.debug:
+    _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
