@@ -5,12 +5,14 @@ kernel makes, which is half of its work. With this module it does so once for ea
 the program runs.
 
 It also computes whether sums of integers overflow, and throws the results away, because it does not run kernels' debug
-assertions. With this module it does not compute them.
+assertions. With this module it does not compute them. And it makes a table of all types to look one up; here it does so
+once for each type.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -35,3 +37,14 @@ interpreter._patch_lang = _patch_once
 _builder: Any = interpreter.interpreter_builder
 if not _builder.options.debug:
     _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
+
+_np_dtype = interpreter._get_np_dtype
+_np_dtype_once = functools.cache(_np_dtype)
+
+
+def _get_np_dtype(kind: Any) -> Any:
+    scalar = kind.scalar  # a block has the type of its elements
+    return _np_dtype(scalar) if scalar.is_ptr() else _np_dtype_once(scalar)
+
+
+interpreter._get_np_dtype = _get_np_dtype
