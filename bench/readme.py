@@ -329,7 +329,8 @@ def _documents(part: Mapping[str, Any], result: Mapping[str, Any], where: str) -
     intro = (
         f"All tokens of documents of {parameters['prefill']:,} tokens at {len(parameters['layers'])} layers of "
         f"{parameters['model']}, written to files, on {machine_name(result)} with vLLM {vllm_version(result)}. "
-        f"`residuum extract` and AsyncLLM took turns. The others followed with at most "
+        f"`residuum extract` and AsyncLLM took turns, with steps of at most {parameters['max_num_batched_tokens']:,} "
+        f"tokens. The others followed with at most "
         f"{parameters['peer_prompts']} documents in each round, and did not sync their files. {where}:"
     )
     absent = "; ".join(f"{name} ({why})" for name, why in part.get("absent", {}).items())

@@ -212,7 +212,13 @@ def test_a_job_is_reported_beside_the_engine_alone():
 
 def test_documents_are_reported_beside_the_engine_alone_and_other_ways():
     documents = {
-        "parameters": {"model": "M", "prefill": 2048, "layers": [1, 2, 3], "peer_prompts": 64},
+        "parameters": {
+            "model": "M",
+            "prefill": 2048,
+            "layers": [1, 2, 3],
+            "peer_prompts": 64,
+            "max_num_batched_tokens": 8192,
+        },
         "tokens_per_second": {
             "AsyncLLM": [1000.0, 1200.0],
             "residuum extract": [950.0, 960.0],
