@@ -126,7 +126,6 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         "store.json": store,
         "extract.json": extraction,
         "steering.json": steering,
-        "steering-rpc.json": steering,
         "steering-engine.json": steering,
         "service.json": service,
         "verdicts.json": verdicts,
@@ -507,7 +506,12 @@ def _kernel(kernel: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     if all(gated):  # older results do not have it
         rows.insert(1, ("the same: `Add` with a gate", *(_microseconds([value]) for value in gated)))
     head = f"steering {parameters['rows']} rows of {_KERNEL_HIDDEN} after one layer, in a CUDA graph"
-    columns = (f"{head}, `bench.steering` at {short_revision(result)}", f"{least} operation", f"{most} different ones")
+    versions = f"vLLM {vllm_version(result)}, Triton {result['versions']['triton']}"
+    columns = (
+        f"{head}, {versions}, `bench.steering` at {short_revision(result)}",
+        f"{least} operation",
+        f"{most} different ones",
+    )
     return markdown_table(columns, rows)
 
 

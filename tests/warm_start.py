@@ -184,7 +184,10 @@ def _run(module: str, arguments: list[str], cwd: Path, log: Path, environment: d
 
 
 def _keep_frozen() -> None:
-    """Exclude what the fork server has imported from garbage collection, also when vLLM asks to include it again."""
+    """Exclude what the fork server has imported from garbage collection, also when vLLM asks to include it again.
+
+    Objects in reference cycles among them are then never freed. Services that are started as programs free them.
+    """
     gc.unfreeze = lambda: None
 
 
@@ -229,6 +232,8 @@ def _follow_log_settings() -> None:
 def _set_environment(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:  # it read the fork server's on import
+        dynamo.disable = environment.get("TORCH_COMPILE_DISABLE", "0") == "1"
 
 
 class _SpawnProcess(context.ForkServerProcess):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_SECONDS = 0.002
-_DROPPED = "dropped"
+_DROPPED = ".dropped"
+"""The end of the name of a file that only exists if a process has failed."""
 
 
 class BatonDroppedError(RuntimeError):
@@ -31,7 +32,7 @@ class Baton:
 
     def drop(self) -> None:
         """End all waits for a turn: a process has failed."""
-        _write(Path(self.file), _DROPPED)
+        Path(self.file + _DROPPED).touch()
 
     @asynccontextmanager
     async def turn(self, iteration: int) -> AsyncIterator[None]:
@@ -45,19 +46,19 @@ class Baton:
             return
         place = self.place if iteration % 2 == 0 else self.members - 1 - self.place
         own = iteration * self.members + place
-        while (text := _read(self.file)) != str(own):
-            if text == _DROPPED:
-                raise BatonDroppedError("another process of this round failed; its error was printed or follows")
+        while not _is_turn(self.file, own):
             await asyncio.sleep(_POLL_SECONDS)
         yield
-        _write(Path(self.file), str(own + 1))
+        _pass_on(Path(self.file), own + 1)
 
 
-def _read(file: str) -> str:
-    return Path(file).read_text()
+def _is_turn(file: str, turn: int) -> bool:
+    if Path(file + _DROPPED).exists():
+        raise BatonDroppedError("Another process of this round failed. Its error follows.")
+    return Path(file).read_text() == str(turn)
 
 
-def _write(file: Path, text: str) -> None:
+def _pass_on(file: Path, turn: int) -> None:
     new = file.with_suffix(".new")
-    new.write_text(text)
+    new.write_text(str(turn))
     new.replace(file)  # others read the file at any time

@@ -78,11 +78,12 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
     count = job.workload.warmups + job.workload.iterations
     for number, modes in groupby(turns(job.modes, count), key=itemgetter(0)):
+        order = [mode for _, mode in modes]
         async with job.baton.turn(number):
             if job.baton.members > 1:
                 # An engine that has waited for its turn is slow at first: its caches and cores are cold.
-                await driver.iterate(count + 1 + number, job.modes[0])
-            for _, mode in modes:
+                await driver.iterate(count + 1 + number, order[0])
+            for mode in order:
                 iterations[mode].append(await driver.iterate(number, mode))
     if job.profile:
         await subject.call("bench_profile", "")

@@ -32,8 +32,9 @@ def run_all(
             iteration. Otherwise they run one after another.
     """
     runs = []
-    for _, group in groupby(turns, key=lambda turn: (turn.round, turn.runner) if together else turn):
-        for run in _run_together([*group], workload, store_folder):
+    groups = [[*group] for _, group in groupby(turns, key=lambda turn: (turn.round, turn.runner))]
+    for group in groups if together else [[turn] for turn in turns]:
+        for run in _run_together(group, workload, store_folder):
             runs.append(run)
             head = f"round {run.round + 1}/{turns[-1].round + 1}  {run.mode.value:<17} {run.model_runner}"
             print(f"{head} {run.line()}", flush=True)
@@ -54,7 +55,7 @@ def _run_together(turns: Sequence[Turn], workload: Workload, store_folder: Path 
             for future in as_completed(running):
                 future.result()
         except BaseException:
-            batons[0].drop()
+            batons[0].drop()  # the others end at their next turn at the latest; an engine that starts is waited for
             raise
         return [run for future in running for run in future.result()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import psutil
 
@@ -35,8 +35,8 @@ def kill_worker(setup: Setup, service: int, endpoint: str, store: str) -> Counte
         store: host:port of the store.
 
     Returns:
-        The captures by state and reason, such as {"incomplete: ENGINE_DIED": 8}. Requests that end before the kill do
-        not count.
+        The captures by state and reason, such as {"incomplete: ENGINE_DIED": 6}. Requests that had their whole reply,
+        and whose captures are complete, ended before the kill, and do not count.
     """
     requests = [request for request in make_requests() if not request.pushes]
     ends: Counter[str] = Counter()
@@ -61,8 +61,11 @@ def kill_worker(setup: Setup, service: int, endpoint: str, store: str) -> Counte
             try:
                 for _ in stream:
                     pass
+                whole = len(stream.reply.token_ids) == MAX_LENGTH - len(stream.reply.prompt_token_ids)
             except residuum.ResiduumError:
-                manifest = client.manifest(stream.request_id, wait=_WAIT_SECONDS)
+                whole = False
+            manifest = client.manifest(stream.request_id, wait=_WAIT_SECONDS)
+            if not (whole and manifest.state == "complete"):
                 ends[f"{manifest.state}: {manifest.reason}"] += 1
     return ends
 
@@ -70,8 +73,11 @@ def kill_worker(setup: Setup, service: int, endpoint: str, store: str) -> Counte
 def _last_worker(service: int) -> int:
     """Return the worker of the last rank among the processes that the service has started."""
     processes = psutil.Process(service).children(recursive=True)
-    titles: dict[str, int] = {" ".join(process.cmdline()): process.pid for process in processes}
+    titles: dict[str, int] = {}
+    for process in processes:
+        with suppress(psutil.Error):  # it has ended
+            titles[" ".join(process.cmdline())] = process.pid
     for part in _WORKERS:
-        if found := sorted(title for title in titles if part in title):
+        if found := sorted((title for title in titles if part in title), key=lambda title: (len(title), title)):
             return titles[found[-1]]
     raise NoWorkerError(f"None of the service's processes is a worker of vLLM: {', '.join(titles)}.")

@@ -85,6 +85,14 @@ async def test_no_process_waits_for_one_that_failed(tmp_path):
         await waiting
 
 
+async def test_a_process_that_measures_when_another_fails_does_not_wait_for_its_next_turn(tmp_path):
+    first, second = batons_in(tmp_path, 2)
+    async with first.turn(0):
+        second.drop()
+    with pytest.raises(BatonDroppedError):
+        await asyncio.wait_for(take_turns(first, 2, []), 10)
+
+
 @pytest.mark.parametrize(("runner", "value"), [(Runner.DEFAULT, "x"), (Runner.V1, "0"), (Runner.V2, "1")])
 def test_the_model_runner_is_chosen_by_the_environment(runner, value, monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "x")

@@ -20,7 +20,9 @@ PROGRAM = """
 import json, multiprocessing, os, sys, time
 
 def facts():
-    return [sys.argv, os.getcwd(), os.environ["TOLD"], os.getpgid(0), "vllm.v1.engine.core" in sys.modules]
+    imported = "vllm.v1.engine.core" in sys.modules
+    compiles = not sys.modules["torch._dynamo.config"].disable
+    return [sys.argv, os.getcwd(), os.environ["TOLD"], os.getpgid(0), imported, compiles]
 
 def tell(answers):
     answers.put([*facts(), os.getpid(), ran])
@@ -51,13 +53,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_has_its_own_environment_folder_group_and_exit_code(folder: Path) -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_it_has_its_own_environment_folder_group_and_exit_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, compiles: bool
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0" if compiles else "1")
     process = warm_start.launch("told", ["--flag", "a b"], folder, folder / "log")
     assert process.wait(200) == process.poll() == process.returncode == 7
     service, (*engine, pid, ran), known = json.loads((folder / "log").read_text().splitlines()[-1])
     argv = [str(folder / "told.py"), "--flag", "a b"]
-    assert service == [argv, str(folder), "the service", process.pid, True]
-    assert engine == [argv, str(folder), "the service and the engine", process.pid, True]
+    assert service == [argv, str(folder), "the service", process.pid, True, compiles]
+    assert engine == [argv, str(folder), "the service and the engine", process.pid, True, compiles]
     assert pid == known not in {process.pid, os.getpid()}
     assert ran == "__mp_main__", "as in a spawned process"
     assert os.environ["TOLD"] == "the service"

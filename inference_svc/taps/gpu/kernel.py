@@ -268,7 +268,7 @@ def _steer(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _before(destination, count):  # type: ignore[no-untyped-def]
-    """Return a destination, as one for rows before steering if the row is not steered: they are in registers then."""
+    """Return a destination. If the row is not steered, mark it as one before steering: its rows are in registers."""
     return tl.where((count == 0) & (destination >= 0), destination | 1, destination)
 
 

@@ -2,28 +2,29 @@
 
 A launch by `function[grid](...)` binds the arguments, looks for the kernel that was compiled for such arguments, and
 compares global variables: tens of microseconds on the engine's thread, for each layer of a step that runs outside CUDA
-graphs. A `Launcher` keeps the compiled kernel, and calls it directly on the current stream. Hooks of profilers are
-called as usual. Triton's settings for debugging (`triton.knobs`) are read when a kernel is launched with such arguments
-for the first time.
+graphs. A `Launcher` keeps the compiled kernel, and calls it directly on the current stream. Launch hooks of profilers
+are called as usual, `pre_run_hooks` are not. Triton's settings for debugging (`triton.knobs`) are read when a kernel is
+launched with such arguments for the first time.
 
 What Triton compiles into a kernel must be in the key with which the kernel is found again. Otherwise it would compute
 wrong rows, without an error. Of a pointer this is its type and whether its address is a multiple of 16; of an integer
 whether it is 1, a multiple of 16, or has more than 32 bits. So the key has the integers themselves. Those on which a
 kernel is not specialised (`do_not_specialize`) may have any number of values: of them, it has only whether 32 bits are
-enough.
+enough. On GPUs of AMD, Triton also specialises on the size of tensors, so no kernel is kept there.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_FIRST, _LAST = (3, 6), (3, 9)
+_TESTED = {(3, 6), (3, 7), (3, 9)}
 """The versions of Triton with which this is tested (`make test-triton`). With others, no kernel is kept."""
 _INT32 = 1 << 31
 _ALIGNMENT = 16
@@ -82,7 +83,7 @@ def _key(
     maxnreg: int | None,
 ) -> tuple[object, ...] | None:
     """Return all that Triton may compile into the kernel; None if it cannot be told."""
-    parts: list[object] = [device, num_warps, maxnreg]
+    parts: list[object] = [device, num_warps, maxnreg, *constants]
     add = parts.append
     for value in constants.values():
         add(type(value))  # because True == 1 == 1.0
@@ -110,7 +111,7 @@ def _key(
 def _keeping(function: Any) -> tuple[Any, tuple[bool, ...]] | None:
     """Return Triton's driver, and of which parameters the values are compiled into kernels; None: keep no kernels."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if not _FIRST <= version <= _LAST:
+    if version not in _TESTED or torch.version.hip:
         return None
     try:
         if not (isinstance(function, triton.JITFunction) and callable(triton.compiler.CompiledKernel.__getitem__)):

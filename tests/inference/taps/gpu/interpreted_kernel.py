@@ -205,7 +205,7 @@ def check_steering(case: steering.Case, seed: int, tap: Tap) -> None:
     mine = seed % rows
     beside = steering.neighbours(case, mine, seed + 1000)
     assert steering.same_bits(got[mine], steered(beside, tap)[mine]), "a row depends on other rows of the batch"
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16:  # captured rows must have the bits that PyTorch's rounding gives; see above
         steering.check_captured(case, tap)
     case.hidden = steering.awkward_rows(dtype, rows, hidden, seed)
     case.operations = [steering.idle_operations()[row % 6 :] if row % 4 else [] for row in range(rows)]
