@@ -46,7 +46,7 @@ class Baton:
             return
         place = self.place if iteration % 2 == 0 else self.members - 1 - self.place
         own = iteration * self.members + place
-        while not _is_turn(self.file, own):
+        while not _is_turn(self.file, own):  # noqa: ASYNC110 - the turn comes from another process
             await asyncio.sleep(_POLL_SECONDS)
         yield
         _pass_on(Path(self.file), own + 1)
