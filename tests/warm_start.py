@@ -10,7 +10,7 @@ The engine forks a server for its workers in the same way. All fork servers are 
 the service but its imports, as if spawned. Engine and workers are in the service's process group. A fork differs from a
 real process in three ways: it has the libraries that the first fork server preloaded (LD_PRELOAD), libraries that read
 variables on import have read those of the first fork server, and objects that are frozen stay excluded from garbage
-collection. vLLM includes them again when an engine stops, and looks at a million imported objects, twice.
+collection. Otherwise vLLM includes them when an engine stops, and looks at a million imported objects twice.
 """
 
 from __future__ import annotations

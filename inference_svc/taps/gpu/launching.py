@@ -1,4 +1,4 @@
-"""Launches of Triton kernels in a third of the time that Triton itself needs for each.
+"""Launches Triton kernels in less than half of the time that Triton's own launcher needs.
 
 A launch by `function[grid](...)` binds the arguments, looks for the kernel that was compiled for such arguments, and
 compares global variables: tens of microseconds on the engine's thread, for each layer of a step that runs outside CUDA
