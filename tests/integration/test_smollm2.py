@@ -265,25 +265,36 @@ def test_captures_are_listed_and_deleted(client: residuum.Client) -> None:
 
 def test_removing_a_head_equals_setting_its_output_to_zero(client: residuum.Client) -> None:
     """The example removes heads by a mask. Here the rows are captured, changed and set."""
-    prompt, layer, head = "The capital of France is", 22, 4
-    changes = ablate(client, prompt, [0, layer])
+    prompt, layer, head = "The capital of France is", 0, 4
+    changes = ablate(client, prompt, [layer, 22])
     assert changes.shape == (2, 9)
-    assert np.abs(changes[1]).max() > 0.01
+    assert np.abs(changes).argmax() == head, "by far the most important one"
     reply = client.generate(prompt, max_tokens=1)
     scored = [*reply.prompt_token_ids, reply.token_ids[0]]
-    capture = residuum.Capture(layers=[layer], sites=["z"])
-    plain = client.generate(scored, max_tokens=0, prompt_logprobs=0, capture=capture)
-    rows = np.array(client.activations(plain)[layer], np.float32).reshape(len(scored), 9, 64)
+    capture = residuum.Capture(layers=[layer], sites=["z", "attn_out"])
+
+    def score(steer: list[residuum.Set] | list[residuum.Multiply] | None) -> tuple[float, residuum.Activations]:
+        reply = client.generate(scored, max_tokens=0, prompt_logprobs=0, steer=steer, capture=capture)
+        assert reply.prompt_logprobs is not None
+        return float(reply.prompt_logprobs.tokens[-1]), client.activations(reply)
+
+    plain, rows_before = score(None)
+    rows = np.array(rows_before[layer], np.float32).reshape(len(scored), 9, 64)
     rows[:, head] = 0
-    steer = [
-        residuum.Set(residuum.Vector(row.reshape(-1)), layer=layer, site="z", positions=[position])
-        for position, row in enumerate(rows)
-    ]
-    without = client.generate(scored, max_tokens=0, prompt_logprobs=0, steer=steer)
-    assert plain.prompt_logprobs is not None
-    assert without.prompt_logprobs is not None
-    change = float(without.prompt_logprobs.tokens[-1] - plain.prompt_logprobs.tokens[-1])
-    assert change == pytest.approx(changes[1, head], abs=0.02), "bfloat16 rounds"
+    without, rows_set = score(
+        [
+            residuum.Set(residuum.Vector(row.reshape(-1)), layer=layer, site="z", positions=[position])
+            for position, row in enumerate(rows)
+        ]
+    )
+    _, rows_masked = score([residuum.Multiply(client.info().mask("z", [head]), layer=layer, site="z")])
+    before, of_set, of_masked = (found.select(site="attn_out")[layer] for found in (rows_before, rows_set, rows_masked))
+    removed = np.linalg.norm(of_masked - before, axis=-1)
+    assert (removed > 0.1).all()
+    assert (np.linalg.norm(of_set - of_masked, axis=-1) < 0.02 * removed).all()
+    assert without - plain == pytest.approx(changes[0, head], abs=0.3), (
+        "bfloat16 rounds the logits of a batch otherwise"
+    )
 
 
 def test_the_pictures_show_where_the_capital_comes_from(client: residuum.Client, tmp_path: Path) -> None:

@@ -392,13 +392,16 @@ async def test_a_file_is_written_while_the_disk_syncs_the_one_before_and_appears
     client, prompts, tmp_path, monkeypatch
 ):
     """The first file waits until the second is written. If files were written one by one, it would wait in vain."""
-    out, prepare, second, names = tmp_path / "out", folder_module.JobFolder.prepare, threading.Event(), []
+    out, prepare, names = tmp_path / "out", folder_module.JobFolder.prepare, []
+    first, second = threading.Event(), threading.Event()
 
     def late(folder, shard):
         prepare(folder, shard)
         if shard.number == 0:
+            first.set()
             assert second.wait(30)
         elif shard.number == 1:
+            assert first.wait(30)
             names.extend(sorted(path.name for path in out.glob("rows-*")))
             second.set()
 
