@@ -60,7 +60,7 @@ def facts_of(
         ring_bytes=sum(rank["ring_bytes"] for rank in ranks),
         control_paths=tuple(rank["control_path"] for rank in ranks if rank["control_path"]),
         model_runner=model_runner(config),
-        folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["captures"]),
+        folded_norms=sum(rank["folded_norms"] for rank in ranks if rank["tensor_rank"] == 0),
         encodings=tuple(encoding for encoding in ENCODINGS.values() if encoding != SAE),
         reductions=REDUCTIONS,
         capture_defaults=CaptureDefaults(

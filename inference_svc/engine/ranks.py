@@ -42,14 +42,14 @@ def check_answers(method: str, replicas: Sequence[Sequence[Any]]) -> None:
 
 
 def check_replicas(replicas: Sequence[Sequence[dict[str, Any]]], num_layers: int) -> None:
-    """Check that in each replica exactly one capturing rank holds each layer, and that shippers reach all these ranks.
+    """Check the ranks of each replica; see `check_ranks`.
 
     Args:
         replicas: The descriptions of each replica's ranks; see `TappedWorker.residuum_describe`.
         num_layers: Decoder layers of the whole model.
 
     Raises:
-        UntappedLayersError: In a replica, no rank captures a layer, or two ranks do, or a rank on another machine does.
+        UntappedLayersError: The ranks of a replica do not pass.
     """
     for index, ranks in enumerate(replicas):
         try:
@@ -59,23 +59,30 @@ def check_replicas(replicas: Sequence[Sequence[dict[str, Any]]], num_layers: int
 
 
 def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
-    """Check that exactly one capturing rank holds each layer, and that shippers reach all these ranks.
+    """Check that capturing ranks hold each layer, and that shippers reach all these ranks.
+
+    The ranks that share a layer divide the requests. So several of them may capture, but no two may have the same place
+    in their tensor-parallel group.
 
     Args:
         ranks: The description of each rank of one replica; see `TappedWorker.residuum_describe`.
         num_layers: Decoder layers of the whole model.
 
     Raises:
-        UntappedLayersError: No rank captures a layer, or two ranks do, or a rank on another machine does. Or the ranks
-            have rows of different widths.
+        UntappedLayersError: No rank captures a layer, or two ranks would capture the same requests, or no shipper
+            reaches a rank. Or the ranks have rows of different widths.
     """
+    away = [rank for rank in ranks if not rank["captures"]]
     capturing = [rank for rank in ranks if rank["captures"]]
-    held = [rank["first_layer"] + index for rank in capturing for index in range(rank["num_layers"])]
-    if sorted(held) != list(range(num_layers)):
-        stages = ", ".join(f"rank {rank['rank']}: {_layers_of(rank)}" for rank in capturing) or "none"
+    held = [(rank["tensor_rank"], layer) for rank in capturing for layer in _layers_of(rank)]
+    missing = set(range(num_layers)) - {layer for _, layer in held}
+    out_of_reach = [rank for rank in away if missing.intersection(_layers_of(rank))]
+    if out_of_reach:
+        raise UntappedLayersError(_out_of_reach(out_of_reach))
+    if missing or len(held) > len(set(held)):
         raise UntappedLayersError(
-            f"The ranks that capture must hold each of the model's {num_layers} layers once, but they hold {stages}. "
-            "This is a defect of residuum: please report it, with the engine's parallel sizes."
+            f"The ranks that capture must hold each of the model's {num_layers} layers once, but they hold "
+            f"{_named(capturing)}. This is a defect of residuum: please report it, with the engine's parallel sizes."
         )
     widths = {tuple(rank["site_widths"]) for rank in ranks}
     if len(widths) > 1:
@@ -83,12 +90,16 @@ def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
             f"Rows at the same site must have the same width in all pipeline stages, and have {sorted(widths)} "
             "elements at the sites of --capture-sites. Use one stage, or leave out the sites that differ."
         )
-    away = [str(rank["rank"]) for rank in capturing if not os.path.exists(rank["control_path"])]  # noqa: PTH110
-    if away:
-        raise UntappedLayersError(
-            f"Ranks {', '.join(away)} run on another machine, where no shipper of this service reaches their rows. Run "
-            "all pipeline stages on the machine of the service."
-        )
+    unreached = [rank for rank in capturing if not os.path.exists(rank["control_path"])]  # noqa: PTH110
+    if unreached:
+        raise UntappedLayersError(_out_of_reach(unreached))
+
+
+def _out_of_reach(ranks: Sequence[dict[str, Any]]) -> str:
+    return (
+        f"No shipper of this service reaches the rows of {_named(ranks)}, which run on another machine. Run at least "
+        "one rank of each pipeline stage on the machine of the service."
+    )
 
 
 def _of_replica(index: int, replicas: Sequence[object]) -> str:
@@ -96,5 +107,10 @@ def _of_replica(index: int, replicas: Sequence[object]) -> str:
     return f"replica {index}: " if len(replicas) > 1 else ""
 
 
-def _layers_of(rank: dict[str, Any]) -> str:
-    return f"{rank['first_layer']}–{rank['first_layer'] + rank['num_layers'] - 1}"
+def _layers_of(rank: dict[str, Any]) -> range:
+    return range(rank["first_layer"], rank["first_layer"] + rank["num_layers"])
+
+
+def _named(ranks: Sequence[dict[str, Any]]) -> str:
+    """Return the ranks and their layers as text."""
+    return ", ".join(f"rank {rank['rank']}: {_layers_of(rank)[0]}–{_layers_of(rank)[-1]}" for rank in ranks) or "none"

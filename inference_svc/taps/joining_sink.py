@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class WholeRows(NamedTuple):
-    """Where whole rows go, on the rank that captures."""
+    """Where the whole rows of the captures of this rank go."""
 
     pool: BlockPool
     sink: BlockSink
@@ -44,7 +44,7 @@ class JoiningSink:
             parts: The pool of this rank's parts.
             shape: The shape of a row.
             join: Exchanges parts of rows with the other ranks.
-            whole: Where whole rows go; None on a rank that does not capture.
+            whole: Where whole rows go; None on a rank that captures nothing.
         """
         self._parts = parts
         self._shape = shape
@@ -53,7 +53,7 @@ class JoiningSink:
 
     def begin(self, plan: RequestPlan) -> None:
         """See `BlockSink.begin`."""
-        if self._whole:
+        if self._whole and plan.capture and plan.capture.is_own:
             self._whole.sink.begin(plan)
 
     def send(self, blocks: Sequence[Block]) -> None:
@@ -63,14 +63,14 @@ class JoiningSink:
         """
         for block in blocks:
             if block.positions:
-                rows = self._join(self._parts.rows(block), self._shape, keep=self._whole is not None)
+                rows = self._join(self._parts.rows(block), self._shape, keep=block.capture.is_own)
                 if self._whole and rows is not None:
                     _pass_on(block, rows, self._whole)
             self._parts.give_back(block)
 
     def end(self, capture: Capture) -> None:
         """See `BlockSink.end`."""
-        if self._whole:
+        if self._whole and capture.is_own:
             self._whole.sink.end(capture)
 
     def lose(
@@ -81,7 +81,7 @@ class JoiningSink:
         detail: str,
     ) -> None:
         """See `BlockSink.lose`."""
-        if self._whole:
+        if self._whole and capture.is_own:
             self._whole.sink.lose(capture, positions, reason, detail)
 
 

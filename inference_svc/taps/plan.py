@@ -193,6 +193,8 @@ class Capture:
     """With a reduction: how many positions the engine may compute beyond the request's end."""
     site_layers: tuple[tuple[int, ...], ...] = ()
     """The layers at each site, in the order of the sites; empty: `layers` at all of them."""
+    is_own: bool = True
+    """Whether this rank sends the rows. If it does not, another one does, and needs this rank's parts of them."""
 
     @cached_property
     def places(self) -> Places:
@@ -309,18 +311,21 @@ class RequestPlan:
             scores=ScoreRegion(*data["scores"]) if data["scores"] else None,
         )
 
-    def for_points(self, points: TapPoints, *, captures: bool) -> RequestPlan | None:
+    def for_points(self, points: TapPoints, *, captures: bool, scores: bool = True) -> RequestPlan | None:
         """Return the part of the plan for some points of a rank; None if they have nothing to do.
 
         Args:
             points: Points of the rank's pipeline stage. Only layers of this stage are captured.
-            captures: Whether the rank captures at all.
+            captures: Whether this rank captures the request. If not, it still has its parts of divided rows.
+            scores: Whether this rank computes scores.
         """
-        capture = self.capture.for_points(points) if self.capture and captures else None
+        capture = self.capture.for_points(points) if self.capture and (captures or points.is_divided) else None
+        if capture and not captures:
+            capture = replace(capture, is_own=False)
         operations = tuple(
             operation
             for operation in self.operations
-            if points.sees(operation.site) and (captures or operation.kind != Kind.SCORE)
+            if points.sees(operation.site) and (scores or operation.kind != Kind.SCORE)
         )
         name = self.name if points.can_steer else ""  # named operations may change later, even if there are none
         if not (capture or operations or name):

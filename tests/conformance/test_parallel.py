@@ -83,7 +83,7 @@ def test_two_ranks_capture_each_row_once_and_the_death_of_one_ends_all_captures(
     )
     assert outcome.verdict is Verdict.EXACT, outcome.detail
     assert outcome.layout == (2, 1)
-    assert outcome.capturing_ranks == 1
+    assert outcome.capturing_ranks == 2, "each captures a part of the requests"
     assert outcome.ends_killed is not None
     assert outcome.ends_killed.keys() == {KILLED}
     points = (len(sites) - 1) * LAYERS + 1  # only the last layer has the final norm

@@ -143,9 +143,9 @@ class GrpcFace(Face):
 
 
 RANK = {
-    "captures": True, "site_widths": [], "site_layers": [[0, 1, 2]], "steering_sites": [capture_pb2.SITE_RESID_POST],
-    "attention": [], "first_layer": 0, "pool_bytes": 0, "table_bytes": 0, "ring_bytes": 0, "control_path": "",
-    "score_board": "", "folded_norms": 0,
+    "captures": True, "tensor_rank": 0, "site_widths": [], "site_layers": [[0, 1, 2]],
+    "steering_sites": [capture_pb2.SITE_RESID_POST], "attention": [], "first_layer": 0, "pool_bytes": 0,
+    "table_bytes": 0, "ring_bytes": 0, "control_path": "", "score_board": "", "folded_norms": 0,
 }  # fmt: skip
 """What the only worker says of itself."""
 

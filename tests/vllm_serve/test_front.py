@@ -45,7 +45,8 @@ class Silent:
             scheduler_config=SimpleNamespace(max_num_seqs=4),
             use_v2_model_runner=False,
         )
-        self.rank = {"rank": 0, "captures": True, "first_layer": 0, "num_layers": layers, "ring_bytes": 1}
+        self.rank = {"rank": 0, "tensor_rank": 0, "captures": True, "ring_bytes": 1}
+        self.rank |= {"first_layer": 0, "num_layers": layers}
         self.rank |= {"control_path": control, "site_widths": [], "steering_sites": [1], "attention": []}
         self.rank |= {"site_layers": [list(range(layers))]}
         self.rank |= {"pool_bytes": 0, "table_bytes": 0, "folded_norms": 0, "score_board": ""}

@@ -720,7 +720,7 @@ class ParallelLayout(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     tensor_parallel_size: _builtins.int
-    """Tensor parallel ranks. Every rank holds the same residual stream; rank 0 captures it."""
+    """Tensor parallel ranks. Every rank holds the same residual stream, and one of them captures a request."""
     pipeline_parallel_size: _builtins.int
     """Pipeline parallel stages. Each captures its own layers."""
     def __init__(

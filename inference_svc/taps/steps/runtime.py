@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.plan import Capture, Operation
     from inference_svc.taps.points import TapPoints
+    from inference_svc.taps.steps.capturing_ranks import CapturingRanks
     from inference_svc.taps.steps.layout import StepLayout
 
 _REMEMBERED_NAMES = 10_000
@@ -64,9 +65,29 @@ class RowSink(Protocol):
 class TapRuntime:
     """Keeps the requests that the taps capture or steer, and drives the taps through each step of the engine."""
 
-    def __init__(self, points: TapPoints, tap: DeviceTap, pool: BlockPool | None, sink: RowSink | None) -> None:
-        """Make the runtime of one rank. Without a pool and a sink, the rank only steers."""
+    def __init__(
+        self,
+        points: TapPoints,
+        tap: DeviceTap,
+        pool: BlockPool | None,
+        sink: RowSink | None,
+        ranks: CapturingRanks | None = None,
+        *,
+        scores: bool = True,
+    ) -> None:
+        """Make the runtime of one rank.
+
+        Args:
+            points: The points of the rank's stage.
+            tap: The tap at these points.
+            pool: Where the tap copies rows; None: the rank captures nothing here.
+            sink: Where full blocks go; None: as for the pool.
+            ranks: Which rank captures a request; None: this one captures all of them.
+            scores: Whether the tap computes scores.
+        """
         self._points = points
+        self._ranks = ranks
+        self._scores = scores
         self._tap = tap
         self._pool = pool
         self._sink = sink
@@ -100,7 +121,8 @@ class TapRuntime:
             self._retire(request_id)
         for request_id, extra_args in admitted:
             whole = RequestPlan.from_extra_args(extra_args)
-            plan = whole and whole.for_points(self._points, captures=self._pool is not None)
+            own = self._pool is not None and (self._ranks is None or self._ranks.is_own(request_id))
+            plan = whole and whole.for_points(self._points, captures=own, scores=self._scores)
             # Some runners report a preempted request as new again. Its state is kept, so no row is captured twice.
             if plan is not None and request_id not in self._requests:
                 self._requests[request_id] = self._admit(request_id, plan)

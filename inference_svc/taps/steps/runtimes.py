@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.plan import Operation
     from inference_svc.taps.scores import Scores
+    from inference_svc.taps.steps.capturing_ranks import CapturingRanks
     from inference_svc.taps.steps.layout import StepRows
     from inference_svc.taps.steps.runtime import TapRuntime
 
@@ -17,9 +18,18 @@ if TYPE_CHECKING:
 class TapRuntimes:
     """Drives several runtimes. The first one has the points of the residual stream."""
 
-    def __init__(self, runtimes: Sequence[TapRuntime], scores: Scores | None = None) -> None:
-        """Drive these runtimes, and the scores of probes; None: this rank has none."""
+    def __init__(
+        self, runtimes: Sequence[TapRuntime], scores: Scores | None = None, ranks: CapturingRanks | None = None
+    ) -> None:
+        """Drive these runtimes.
+
+        Args:
+            runtimes: The runtime of each width of rows.
+            scores: The scores of probes; None: this rank has none.
+            ranks: Which rank captures a request, for all runtimes; None: there is only this one.
+        """
         self._scores = scores
+        self._ranks = ranks
         self._all = list(runtimes)
         self._steering = [runtime for runtime in runtimes if runtime.can_steer]
 
@@ -31,6 +41,8 @@ class TapRuntimes:
     def begin_step(self, finished: Sequence[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
         """See `TapRuntime.begin_step`."""
         admitted = list(admitted)
+        if self._ranks:
+            self._ranks.begin_step(finished, admitted)
         for runtime in self._all:
             runtime.begin_step(finished, admitted)
         if self._scores:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from inference_svc.taps.points import RowShape, Site
     from inference_svc.taps.probes import Probe
     from inference_svc.taps.scores import ScoreCopies
+    from inference_svc.taps.steps.capturing_ranks import CapturingRanks
     from inference_svc.taps.steps.runtime import RowSink
 
 _STEPS_LEAVING = 1
@@ -81,9 +82,9 @@ class _Rows:
     """Most rows of one captured position."""
     bank: VectorBank
     parts: BlockPool | None = None
-    """The pool that the taps fill, on every rank, if a rank has only a part of each row."""
+    """The pool that the taps fill, if a rank has only a part of each row."""
     pool: BlockPool | None = None
-    """The pool of whole rows, on the rank that captures."""
+    """The pool of whole rows; None if this rank captures nothing."""
     sink: BlockSink | None = None
 
     @property
@@ -91,13 +92,13 @@ class _Rows:
         """Bytes of the pools."""
         return sum(pool.nbytes for pool in (self.parts, self.pool) if pool)
 
-    def runtime(self, tap: Any, join: Join) -> TapRuntime:
-        """Return the runtime that drives a tap."""
+    def runtime(self, tap: Any, join: Join, ranks: CapturingRanks | None, *, scores: bool) -> TapRuntime:
+        """Return the runtime that drives a tap; see `TapRuntime`."""
         sink: RowSink | None = self.sink
         if self.parts:
             whole = WholeRows(self.pool, self.sink) if self.pool and self.sink else None
             sink = JoiningSink(self.parts, self.shape, join, whole)
-        return TapRuntime(self.points, tap, self.parts or self.pool, sink)
+        return TapRuntime(self.points, tap, self.parts or self.pool, sink, ranks, scores=scores)
 
 
 class CapturePath:
@@ -239,9 +240,16 @@ class CapturePath:
                 made.append(CpuTap(rows.bank, pool, rows.points, scores))
         return made, sum(tap.nbytes for tap in made)
 
-    def runtimes(self, taps: Sequence[Any], join: Join) -> list[TapRuntime]:
-        """Return the runtime of each shape. `join` makes whole rows of the ranks' parts; see `tensor_parallel.join`."""
-        return [rows.runtime(tap, join) for rows, tap in zip(self._all, taps, strict=True)]
+    def runtimes(self, taps: Sequence[Any], join: Join, ranks: CapturingRanks | None = None) -> list[TapRuntime]:
+        """Return the runtime of each shape.
+
+        Args:
+            taps: The tap of each shape.
+            join: Makes whole rows of the ranks' parts; see `tensor_parallel.join`.
+            ranks: Which rank captures a request; None: there is only this one.
+        """
+        scores = self._scores is not None
+        return [rows.runtime(tap, join, ranks, scores=scores) for rows, tap in zip(self._all, taps, strict=True)]
 
     def room_for_encoding(self) -> torch.Tensor | None:
         """Allocate as much device memory as encoding rows may take later; None if this rank needs none.
@@ -263,11 +271,11 @@ class CapturePath:
         return stream.keep_signs(projections, owner) if stream else [True] * len(projections)
 
     def keep_saes(self, wanted: Sequence[WantedSAE]) -> list[bool | str]:
-        """See `SAECache.keep`. A rank that does not capture needs none."""
+        """See `SAECache.keep`. A rank that captures nothing needs none."""
         return self._saes.keep(wanted) if self._saes else [True] * len(wanted)
 
     def sae(self, name: str) -> SAEEncoder | None:
-        """Return an encoder of those that the service had this rank keep; None on a rank that does not capture.
+        """Return an encoder of those that the service had this rank keep; None on a rank that captures nothing.
 
         Raises:
             KeyError: It is not here.
@@ -299,7 +307,7 @@ class CapturePath:
         return rows.format.hidden * int(self._dtype.itemsize)
 
     def _make_parts(self, rows: _Rows) -> BlockPool:
-        """Return the pool of a rank's parts. It must be the same on every rank."""
+        """Return the pool of a rank's parts. It must have the same size on every rank."""
         scheduler = self._config.scheduler_config
         needed = BlockPool.rows_needed(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, rows.units)
         largest = _LARGEST_PART_BYTES // self._row_bytes(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -27,9 +28,15 @@ def num_ranks() -> int:
     return int(get_tp_group().world_size)
 
 
-def is_first_rank() -> bool:
-    """Return whether this is the rank of its tensor-parallel group that captures."""
-    return bool(get_tp_group().rank_in_group == 0)
+def own_rank() -> int:
+    """Return which of the ranks that share its layers this one is."""
+    return int(get_tp_group().rank_in_group)
+
+
+def ranks_where(condition: bool) -> list[int]:  # noqa: FBT001 - it is what the call is about
+    """Return the ranks that share this one's layers, and for which a condition holds. Every rank must call this."""
+    holds = join_numbers(torch.tensor([float(condition)]))  # on CPUs, vLLM joins no integers
+    return [rank for rank, value in enumerate(holds.tolist()) if value]
 
 
 def shape_of(config: Any, site: Site.ValueType, entry: WideEntry) -> RowShape | None:
@@ -98,7 +105,7 @@ def join(parts: Tensor, shape: RowShape, *, keep: bool) -> Tensor | None:
     whole = parts.new_empty(units, positions, shape.whole) if keep else None
     at_once = max(_EXCHANGED_BYTES // (positions * width * shape.ranks * parts.itemsize), 1)
     for first in range(0, units, at_once):
-        # Only the first rank needs them, but vLLM 0.32's `gather` to one rank waits forever on CPUs.
+        # Only one rank needs them, but vLLM 0.32's `gather` to one rank waits forever on CPUs.
         joined = get_tp_group().all_gather(parts[first : first + at_once].contiguous(), dim=-1)
         if whole is not None:
             different = joined.view(len(joined), positions, -1, shape.copies, width)[:, :, :, 0]

@@ -26,6 +26,7 @@ from inference_svc.taps.model.logits_check import most_likely
 from inference_svc.taps.plan import Operation
 from inference_svc.taps.points import RowShape
 from inference_svc.taps.ring_writer import ModelRows
+from inference_svc.taps.steps.capturing_ranks import CapturingRanks
 from inference_svc.taps.steps.runtimes import TapRuntimes
 from inference_svc.taps.vllm import norms, runner_v1, runner_v2, tensor_parallel
 from inference_svc.taps.vllm.attention import attention_of
@@ -253,16 +254,21 @@ class _Taps:
             config, worker.device, points, group_shapes, places, settings["bank_rows"], settings["sae_bytes"]
         )
         scores, self._score_board = None, ""
-        if tensor_parallel.is_first_rank():
+        # A rank on another machine cannot capture: no shipper reaches it there. If it is the only one that has a layer,
+        # `engine.ranks` refuses it.
+        self._tensor_rank = tensor_parallel.own_rank()
+        capturing = tensor_parallel.ranks_where(Path(settings["control_dir"]).is_dir())
+        if self._tensor_rank in capturing:
             replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
             self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
             # Without a store, only the self-test captures, and its rows stay here.
             self.path.make_ring(self._control_path, settings["ring_bytes"], settings["stores"] or [""])
-            self._score_board = settings["score_board"]
+            self._score_board = settings["score_board"] if self._tensor_rank == capturing[0] else ""
             if self._score_board:
                 scores = self.path.make_scores(self._score_board)
         taps, self._table_bytes = self.path.make_taps()
-        self.runtime = TapRuntimes(self.path.runtimes(taps, tensor_parallel.join), scores)
+        ranks = CapturingRanks(capturing, self._tensor_rank) if tensor_parallel.num_ranks() > 1 else None
+        self.runtime = TapRuntimes(self.path.runtimes(taps, tensor_parallel.join, ranks), scores, ranks)
         op.install(taps, points.firsts)
         folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
         self._folded = insertion.put_taps(
@@ -288,6 +294,7 @@ class _Taps:
         producer = self.path.producer
         return {
             "rank": self._rank,
+            "tensor_rank": self._tensor_rank,
             "pipeline_rank": self._pipeline_rank,
             "first_layer": self._points.first_layer,
             "num_layers": self._points.num_layers,

@@ -584,9 +584,11 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
     assert engine_arguments.os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
-def rank(number, first_layer, num_layers, control_path, *, captures=True):
+def rank(number, first_layer, num_layers, control_path, *, place=0, captures=True):
+    """The description of a rank. `place` is that in its tensor-parallel group."""
     return {
         "rank": number,
+        "tensor_rank": place,
         "first_layer": first_layer,
         "num_layers": num_layers,
         "captures": captures,
@@ -607,15 +609,15 @@ def test_ranks_capture_each_layer_once(tmp_path):
     here.touch()
     stages = [
         rank(0, 0, 3, here),
-        rank(1, 0, 3, here, captures=False),
+        rank(1, 0, 3, here, place=1),
         rank(2, 3, 2, here),
-        rank(3, 3, 2, here, captures=False),
+        rank(3, 3, 2, here, place=1, captures=False),
     ]
     check_ranks(stages, 5)
     for wrong, told in [
-        (stages[:2], "rank 0: 0–2"),
+        (stages[:2], "rank 0: 0–2, rank 1: 0–2"),
         ([*stages, rank(4, 4, 1, here)], "rank 4: 4–4"),
-        (stages[1::2], "they hold none"),
+        ([], "they hold none"),
     ]:
         with pytest.raises(UntappedLayersError, match=told):
             check_ranks(wrong, 5)
@@ -624,8 +626,9 @@ def test_ranks_capture_each_layer_once(tmp_path):
 def test_a_stage_on_another_machine_is_refused(tmp_path):
     here = tmp_path / "rank0.sock"
     here.touch()
-    with pytest.raises(UntappedLayersError, match="Ranks 1 run on another machine"):
-        check_ranks([rank(0, 0, 2, here), rank(1, 2, 2, tmp_path / "rank1.sock")], 4)
+    for away in (rank(1, 2, 2, tmp_path / "rank1.sock"), rank(1, 2, 2, "", captures=False)):
+        with pytest.raises(UntappedLayersError, match="rows of rank 1: 2–3, which run on another machine"):
+            check_ranks([rank(0, 0, 2, here), away], 4)
 
 
 def test_the_service_reports_the_refusal_of_the_taps(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Rows of which each rank has a part: the first rank gets whole rows, whatever the ranks' requests do."""
+"""Rows of which each rank has a part: one rank gets a request's whole rows, whatever the requests do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from inference_svc.taps.points import RowShape
+from inference_svc.taps.steps.capturing_ranks import CapturingRanks
 from inference_svc.taps.steps.layout import StepRows
 from inference_svc.taps.steps.runtimes import TapRuntimes
 from inference_svc.taps.vllm.capture_path import CapturePath, points_of
@@ -32,7 +33,8 @@ CONFIG = SimpleNamespace(
 class Group:
     """The ranks of a tensor-parallel group, each in its own thread, which exchange tensors as vLLM's ranks do."""
 
-    def __init__(self, folder, shapes):
+    def __init__(self, folder, shapes, capturing=None):
+        """`capturing`: the ranks that can capture; by default, all of them."""
         self.shapes, self.ranks = shapes, max(shape.ranks for shape in shapes.values())
         self.points = points_of(0, LAYERS, shapes)
         self._parts, self._barrier = [None] * self.ranks, threading.Barrier(self.ranks, timeout=20)
@@ -42,15 +44,20 @@ class Group:
             CapturePath(CONFIG, CPU, self.points, group_shapes, dict.fromkeys([POST, *shapes], range(LAYERS)), 1)
             for _ in range(self.ranks)
         ]
-        self.paths[0].make_ring(str(folder / "ring"), 1 << 20, [""])
+        self.capturing = list(range(self.ranks)) if capturing is None else capturing
+        for rank in self.capturing:
+            self.paths[rank].make_ring(str(folder / f"ring{rank}"), 1 << 20, [""])
         self._taps = [path.make_taps()[0] for path in self.paths]
-        self._runtimes = [
-            TapRuntimes(path.runtimes(taps, functools.partial(self._join, rank)))
-            for rank, (path, taps) in enumerate(zip(self.paths, self._taps, strict=True))
-        ]
+        self._runtimes = [self._runtime(rank) for rank in range(self.ranks)]
+
+    def _runtime(self, rank):
+        ranks = CapturingRanks(self.capturing, rank)
+        runtimes = self.paths[rank].runtimes(self._taps[rank], functools.partial(self._join, rank), ranks)
+        return TapRuntimes(runtimes, ranks=ranks)
 
     def close(self):
-        self.paths[0].producer.close()
+        for rank in self.capturing:
+            self.paths[rank].producer.close()
         self._threads.shutdown()
 
     def _join(self, rank, parts, shape, *, keep):
@@ -88,7 +95,7 @@ class Group:
 
 @pytest.fixture
 def group(tmp_path, request):
-    made = Group(tmp_path, request.param)
+    made = Group(tmp_path, *request.param)
     yield made
     made.close()
 
@@ -152,8 +159,13 @@ def captured(path, name):
     return found
 
 
-@pytest.mark.parametrize("group", [TWO, FOUR], indirect=True, ids=["two ranks", "four ranks, keys twice"])
-def test_the_first_rank_gets_whole_rows(group):
+@pytest.mark.parametrize(
+    "group",
+    [(TWO,), (TWO, [1]), (FOUR,), (FOUR, [0, 2, 3])],
+    indirect=True,
+    ids=["two ranks", "one of two captures", "four ranks, keys twice", "three of four capture"],
+)
+def test_one_rank_gets_the_whole_rows_of_a_request(group):
     numbers, sites = itertools.count(), (POST, *group.shapes)
     everywhere = [(site, layer) for site in sites for layer in range(LAYERS)]
 
@@ -164,11 +176,14 @@ def test_the_first_rank_gets_whole_rows(group):
         serve(group, requests, everywhere)
         pools = [rows.parts for path in group.paths for rows in path._all if rows.parts]
         assert all(pool.free_rows == len(pool.memory) for pool in pools)
+        ranks = []
         for request in requests:
-            found = captured(group.paths[0], request.name)
+            by_rank = {rank: found for rank, path in enumerate(group.paths) if (found := captured(path, request.name))}
+            ((rank, found),) = by_rank.items()
+            ranks.append(rank)
             for where in everywhere:
                 expected = torch.cat([rows[where] for rows in request.computed])
                 assert torch.equal(torch.stack([found[where][at] for at in range(request.end)]), expected)
-            assert not any(captured(path, request.name) for path in group.paths[1:])
+        assert ranks == [group.capturing[index % len(group.capturing)] for index in range(len(requests))]
 
     check()

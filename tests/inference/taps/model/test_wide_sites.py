@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -401,6 +402,9 @@ def test_a_plan_is_divided_by_the_widths_of_its_sites():
     assert (part.capture.sites, part.operations, part.name) == ((K,), (), "")
     assert plan.for_points(neurons, captures=True) == RequestPlan(5, None, (wide,), name="r#0")
     assert plan.for_points(keys, captures=False) is None
+    divided = replace(keys, is_divided=True)  # this rank's parts are needed, whichever rank captures
+    assert plan.for_points(divided, captures=False).capture == replace(part.capture, is_own=False)
+    assert plan.for_points(divided, captures=True) == part
     assert plan.for_points(stream, captures=False) == RequestPlan(5, None, (operation,), name="r#0")
 
 
