@@ -1,5 +1,5 @@
-"""A layer that two ranks share: both steer, one captures, and the rows equal those of a single rank. If one is killed,
-no capture is complete.
+"""A layer that two ranks share: both steer, each captures a part of the requests, and the rows equal those of a single
+rank. If one is killed, no capture is complete. One of them scores rows, and both compute features.
 
 Two ranks with half of the layers each: both capture, and a change of steering reaches both at the same position.
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 import residuum
 from bench.conformance.architectures import ARCHITECTURES, LAYERS
@@ -27,6 +28,7 @@ from tests.conformance.engines import running_engine
 from tests.conformance.rows import ALL, check_capture, make_prompt
 from tests.conformance.steering import add, in_turn, tensor
 from tests.conformance.steering import replace as replacing
+from tests.reference.tiny import HIDDEN
 from tests.reference.tiny import LAYERS as TINY_LAYERS
 
 if TYPE_CHECKING:
@@ -89,6 +91,43 @@ def test_two_ranks_capture_each_row_once_and_the_death_of_one_ends_all_captures(
     points = (len(sites) - 1) * LAYERS + 1  # only the last layer has the final norm
     requests = make_requests({"attn_out": (1, range(LAYERS))})  # one more is steered inside the layers
     assert outcome.rows == points * sum(len(request.prompt) + NEW_TOKENS - 1 for request in requests)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_two_ranks_score_rows_and_compute_features(tiny_llama: Path, cache_root: Path, reference: Reference) -> None:
+    """One rank scores, and both compute the features of their own captures, while rows are steered by a feature."""
+    folder = cache_root.parent / "ranks"
+    folder.mkdir()
+    source = np.random.default_rng(92)
+    weights, layer = source.standard_normal((HIDDEN, HIDDEN)).astype(np.float32), TINY_LAYERS - 2
+    probe = residuum.Probe(weights[:2], [0.5, 0.0], layer=layer)
+    sae = residuum.SAE(weights, weights / np.linalg.norm(weights, axis=1, keepdims=True))
+    clamp = residuum.ClampFeature(sae, feature=3, layer=0, min=1.0)
+    encoder, decoder = torch.tensor(sae.encoder[3]), torch.tensor(sae.decoder[3])
+
+    def clamped(x: torch.Tensor) -> torch.Tensor:
+        return x + (1 - torch.relu(x @ encoder)).clamp(min=0)[..., None] * decoder
+
+    prompts = [make_prompt(source, size) for size in (1, 40, 150, 17)]
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with running_engine("eager", tiny_llama, folder, cache_root, "--sae-mib=1", engine_args=ranks) as engine:
+        both = [
+            engine.client.generate_many(
+                prompts, max_tokens=9, ignore_eos=True, capture=capture, probes=probe, steer=clamp, progress=False
+            )
+            for capture in (ALL, residuum.Capture(layers=[layer], sae=sae, dimensions=HIDDEN))
+        ]
+        for plain, featured in zip(*both, strict=True):
+            check_capture(engine, reference, plain, changes={0: clamped})
+            rows = engine.client.activations(plain).select(site="resid_post")[layer]
+            assert featured.token_ids == plain.token_ids
+            for reply in (plain, featured):
+                assert reply.scores is not None
+                expected = rows[len(reply.prompt_token_ids) - 1 :] @ probe.weights.T + probe.bias
+                np.testing.assert_allclose(reply.scores["probe"], expected, atol=2e-3 * np.abs(expected).max())
+            expected = sae.encode(rows)
+            found = engine.client.activations(featured)[layer]
+            np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max())
 
 
 @pytest.mark.usefixtures("two_cores")
