@@ -92,6 +92,7 @@ async def run_self_test(engine: Engine) -> None:
     if _STREAM in captured.rows:
         await _check_logits(engine, captured.rows[_STREAM][-1], captured.tokens)
     stream = _STREAM if _STREAM in captured.rows else min(engine.facts.sites)
+    await _check_other_ranks(engine, prompt, captured)
     as_prompt = await _capture(engine, "prompt", [*prompt, *captured.tokens[:-1]])
     has_stream = list(engine.facts.layers_at(stream))
     _check_rows(as_prompt.rows[stream], stream, has_stream)
@@ -111,6 +112,26 @@ async def run_self_test(engine: Engine) -> None:
         if site != _STREAM:
             layers = engine.facts.layers_at(site)
             await _check_steering_at(engine, site, prompt, plain, layers[(len(layers) - 1) // 2])
+
+
+async def _check_other_ranks(engine: Engine, prompt: Sequence[int], captured: _Captured) -> None:
+    """Check that the other tensor-parallel ranks capture the same rows. Captures one after the other go to all of them.
+
+    Raises:
+        SelfTestError: They do not.
+    """
+    for number in range(1, engine.facts.tensor_parallel_size):
+        other = await _capture(engine, f"rank{number}", prompt)
+        for site in engine.facts.sites:
+            layers = list(engine.facts.layers_at(site))
+            _check_rows(other.rows[site], site, layers)
+            error = _difference(captured.rows[site][layers], other.rows[site][layers])
+            if not error < _UNEQUAL_STEPS:
+                raise SelfTestError(
+                    f"Two ranks that share the layers capture different rows of one prompt: at "
+                    f"{capture_pb2.Site.Name(site)}, they differ by {error:.0%} or more in half of the layers. "
+                    f"{_REPORT}"
+                )
 
 
 async def _check_steering_at(
@@ -266,15 +287,20 @@ async def _check_logits(engine: Engine, rows: Rows, tokens: Sequence[int]) -> No
         )
 
 
-def _check_steps(rows: Rows, as_prompt: Rows) -> None:
-    """Check that the generated tokens' rows are those of the same tokens in a prompt, [layers, positions, hidden].
+def _difference(rows: Rows, expected: Rows) -> float:
+    """Return how far rows are from others, relative to their lengths, [layers, positions, hidden].
 
     In a mixture of experts, rounding may choose another expert, which changes the rows from some layer on. That does
-    not happen at every position and in half of the layers.
+    not happen at every position and in half of the layers. So this is the median over the layers, of the position where
+    it is least.
     """
-    ours, expected = rows[:, _PROMPT_TOKENS:], as_prompt[:, _PROMPT_TOKENS:]
     lengths = np.maximum(np.linalg.norm(expected, axis=-1), np.finfo(np.float32).tiny)
-    error = float(np.median(np.linalg.norm(ours - expected, axis=-1) / lengths, axis=0).min())
+    return float(np.median(np.linalg.norm(rows - expected, axis=-1) / lengths, axis=0).min())
+
+
+def _check_steps(rows: Rows, as_prompt: Rows) -> None:
+    """Check that the generated tokens' rows are those of the same tokens in a prompt, [layers, positions, hidden]."""
+    error = _difference(rows[:, _PROMPT_TOKENS:], as_prompt[:, _PROMPT_TOKENS:])
     if not error < _UNEQUAL_STEPS:
         raise SelfTestError(
             f"vLLM computes other rows for a token that it generates than for the same token in a prompt: in half of "

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from svc_common.machine import machine_id
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_REPORT = "This is a defect of residuum: please report it, with the engine's parallel sizes."
 
 
 class UntappedLayersError(RuntimeError):
@@ -79,26 +83,29 @@ def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
     out_of_reach = [rank for rank in away if missing.intersection(_layers_of(rank))]
     if out_of_reach:
         raise UntappedLayersError(_out_of_reach(out_of_reach))
-    if missing or len(held) > len(set(held)):
-        raise UntappedLayersError(
-            f"The ranks that capture must hold each of the model's {num_layers} layers once, but they hold "
-            f"{_named(capturing)}. This is a defect of residuum: please report it, with the engine's parallel sizes."
-        )
+    if missing:
+        raise UntappedLayersError(f"No rank has layers {_spelled(missing)}; the ranks have {_named(ranks)}. {_REPORT}")
+    if len(held) > len(set(held)):
+        raise UntappedLayersError(f"Several ranks would capture the same rows: {_named(capturing)}. {_REPORT}")
     widths = {tuple(rank["site_widths"]) for rank in ranks}
     if len(widths) > 1:
         raise UntappedLayersError(
             f"Rows at the same site must have the same width in all pipeline stages, and have {sorted(widths)} "
             "elements at the sites of --capture-sites. Use one stage, or leave out the sites that differ."
         )
-    unreached = [rank for rank in capturing if not os.path.exists(rank["control_path"])]  # noqa: PTH110
+    unreached = [
+        rank
+        for rank in capturing
+        if rank["machine"] != machine_id() or not os.path.exists(rank["control_path"])  # noqa: PTH110
+    ]
     if unreached:
         raise UntappedLayersError(_out_of_reach(unreached))
 
 
 def _out_of_reach(ranks: Sequence[dict[str, Any]]) -> str:
     return (
-        f"No shipper of this service reaches the rows of {_named(ranks)}, which run on another machine. Run at least "
-        "one rank of each pipeline stage on the machine of the service."
+        f"No shipper of this service reaches the rows of {_named(ranks)}, which run on another machine. Run the first "
+        "rank of each pipeline stage on the machine of the service."
     )
 
 
@@ -109,6 +116,10 @@ def _of_replica(index: int, replicas: Sequence[object]) -> str:
 
 def _layers_of(rank: dict[str, Any]) -> range:
     return range(rank["first_layer"], rank["first_layer"] + rank["num_layers"])
+
+
+def _spelled(layers: set[int]) -> str:
+    return ", ".join(map(str, sorted(layers)))
 
 
 def _named(ranks: Sequence[dict[str, Any]]) -> str:

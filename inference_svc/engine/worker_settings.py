@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from inference_svc.tap_settings import SITES
+from svc_common.machine import machine_id
 
 if TYPE_CHECKING:
     from inference_svc.tap_settings import TapSettings
@@ -32,6 +33,7 @@ def worker_settings(
     return {
         "control_dir": control_dir,
         "service_pid": owner_pid,
+        "machine": machine_id(),
         "ring_bytes": settings.ring_mib << 20,
         "stores": [store.name for store in settings.stores],
         "bank_rows": settings.max_active_vectors,

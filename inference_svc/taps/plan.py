@@ -224,7 +224,7 @@ class Capture:
     def to_data(self) -> dict[str, Any]:
         """Return the capture as plain data, for `from_data`."""
         return {
-            **{item.name: getattr(self, item.name) for item in fields(self)},
+            **{item.name: getattr(self, item.name) for item in fields(self) if item.name != "is_own"},
             "layers": list(self.layers),
             "site_layers": [list(layers) for layers in self.site_layers],
             "sites": [int(site) for site in self.sites],

@@ -32,7 +32,7 @@ from residuum.wire.shared_memory import (
     decode_released,
 )
 
-MAX_MEMORIES = 64
+MAX_MEMORIES = 256
 """Memories, and connections that have not given one yet, that the store has at once."""
 
 MAX_READ_BYTES_IN_ALL = 1 << 30

@@ -7,12 +7,10 @@ endpoints are changed, because pages name the default ports and the tests' servi
 from __future__ import annotations
 
 import doctest
-import json
 import os
 import re
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +18,7 @@ import pytest
 
 import residuum
 from tests.docs.blocks import DOCS, PAGES, ROOT, RUN, Block, blocks
+from tests.observing import metrics_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,10 +120,7 @@ def test_every_metric_is_documented(services: tuple[Service, Service]) -> None:
     """The page on monitoring names exactly the metrics that both services export."""
     shown: set[str] = set()
     for service in services:
-        lines = [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]
-        (port,) = (line["port"] for line in lines if line["event"] == "metrics")
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-            shown |= set(re.findall(r"^# TYPE (residuum_\w+?)(?:_total)? ", answer.read().decode(), re.MULTILINE))
+        shown |= set(re.findall(r"^# TYPE (residuum_\w+?)(?:_total)? ", metrics_text(service), re.MULTILINE))
     told: set[str] = set()
     page = (DOCS / "operations/monitoring.md").read_text()
     tables = re.findall(r"^\| (?:both|.*?`(residuum_\w+_)`) \| \|$\n(.*?)\n\n", page, re.DOTALL | re.MULTILINE)

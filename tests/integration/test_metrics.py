@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from typing import TYPE_CHECKING
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import residuum
 from residuum.cli import main
+from tests.observing import log_lines, metrics
 
 if TYPE_CHECKING:
     from svc_common.launcher import Service
@@ -21,24 +20,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.shares_engine("integration")]
 DEADLINE = 30.0
 
 
-def lines(service: Service) -> list[dict[str, object]]:
-    return [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]
-
-
-def scrape(service: Service) -> dict[tuple[str, ...], float]:
-    (port,) = (line["port"] for line in lines(service) if line["event"] == "metrics")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
-        text = answer.read().decode()
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 def test_metrics_count_a_captured_request(services: tuple[Service, Service], client: residuum.Client) -> None:
     store, inference = services
-    before = scrape(inference), scrape(store)
+    before = metrics(inference), metrics(store)
     reply = client.generate("The capital of France is", max_tokens=8, capture=residuum.Capture(), request_id="watched")
     acts = client.activations(reply.request_id)
     rows = acts.manifest.num_rows * acts.hidden_size * 2
@@ -46,7 +30,7 @@ def test_metrics_count_a_captured_request(services: tuple[Service, Service], cli
     acked = "residuum_inference_shipper_acked_bytes_total", "0", where
     deadline = time.monotonic() + DEADLINE
     while True:  # workers and shippers report once a second
-        now = scrape(inference), scrape(store)
+        now = metrics(inference), metrics(store)
         settled = now[0].get(acked, 0.0) - before[0].get(acked, 0.0) >= rows
         if settled and now[0].get(("residuum_inference_ring_used_bytes", "0")) == 0:
             break
@@ -73,7 +57,7 @@ def test_metrics_count_a_captured_request(services: tuple[Service, Service], cli
 def test_the_request_id_is_in_both_logs(services: tuple[Service, Service], client: residuum.Client) -> None:
     client.generate("The capital of Italy is", max_tokens=2, capture=residuum.Capture(layers=[3]), request_id="traced")
     client.activations("traced")
-    told = [[line["event"] for line in lines(item) if line.get("request_id") == "traced"] for item in services]
+    told = [[line["event"] for line in log_lines(item) if line.get("request_id") == "traced"] for item in services]
     assert told == [["capture ended"], ["request ended"]]
 
 

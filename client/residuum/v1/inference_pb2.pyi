@@ -411,12 +411,12 @@ class Limits(_message.Message):
     max_sequences: _builtins.int
     """Sequences in one request."""
     capture_pool_bytes: _builtins.int
-    """Device memory for capture blocks, in bytes."""
+    """Device memory for capture blocks, in bytes, of all ranks together."""
     ring_bytes: _builtins.int
-    """The rings: shared memory between the engine and the shippers, in bytes."""
+    """The rings: shared memory between the engine and the shippers, in bytes, of all ranks together."""
     table_bytes: _builtins.int
-    """Device memory for steering vectors, and for the tables of rows and requests that the capture points read, in bytes.
-    0: the server is older than this field.
+    """Device memory for steering vectors, and for the tables of rows and requests that the capture points read, in bytes,
+    of all ranks together. 0: the server is older than this field.
     """
     max_logprobs: _builtins.int
     """The most likely tokens that a request may ask for with `logprobs` and `prompt_logprobs`. 0: the server is older than

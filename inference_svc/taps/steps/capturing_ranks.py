@@ -27,10 +27,20 @@ class CapturingRanks:
         """
         self._own = own
         self._open = dict.fromkeys(ranks, 0)
+        self._begun = dict.fromkeys(ranks, 0)
         self._rank_of: dict[str, int] = {}
 
+    @property
+    def open_captures(self) -> int:
+        """How many captures have not ended, of all ranks."""
+        return len(self._rank_of)
+
     def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
-        """Give each new capture to the rank with the fewest open ones; see `TapRuntime.begin_step`."""
+        """Give each new capture to the rank with the fewest open ones; see `TapRuntime.begin_step`.
+
+        Of several such ranks, it is the one that has captured least often. So captures that run one after the other,
+        such as those of the self-test, go to all ranks in turn.
+        """
         for request_id in finished:
             rank = self._rank_of.pop(request_id, None)
             if rank is not None:
@@ -38,9 +48,10 @@ class CapturingRanks:
         for request_id, extra_args in admitted:
             # Some runners report a preempted request as new again. Its rank keeps it.
             if _captures(extra_args) and request_id not in self._rank_of and self._open:
-                rank = min(self._open, key=self._open.__getitem__)
+                rank = min(self._open, key=lambda rank: (self._open[rank], self._begun[rank]))
                 self._rank_of[request_id] = rank
                 self._open[rank] += 1
+                self._begun[rank] += 1
 
     def is_own(self, request_id: str) -> bool:
         """Return whether this rank captures a request."""

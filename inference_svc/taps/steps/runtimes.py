@@ -36,7 +36,8 @@ class TapRuntimes:
     @property
     def open_requests(self) -> int:
         """How many requests have not ended, as far as the scheduler has reported."""
-        return max(runtime.open_requests for runtime in self._all)
+        captures = self._ranks.open_captures if self._ranks else 0  # the runtimes know only those of this rank
+        return max(captures, *(runtime.open_requests for runtime in self._all))
 
     def begin_step(self, finished: Sequence[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
         """See `TapRuntime.begin_step`."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_tp_group, in_the_same_node_as
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 
@@ -33,10 +32,16 @@ def own_rank() -> int:
     return int(get_tp_group().rank_in_group)
 
 
-def ranks_where(condition: bool) -> list[int]:  # noqa: FBT001 - it is what the call is about
-    """Return the ranks that share this one's layers, and for which a condition holds. Every rank must call this."""
-    holds = join_numbers(torch.tensor([float(condition)]))  # on CPUs, vLLM joins no integers
-    return [rank for rank, value in enumerate(holds.tolist()) if value]
+def capturing_ranks() -> list[int]:
+    """Return which of the ranks that share this one's layers capture. Every rank must call this.
+
+    They are those on the machine of the first one. No shipper would reach the others, if the service runs there. If it
+    runs on another machine, `engine.ranks` refuses the first one too.
+    """
+    if num_ranks() == 1:
+        return [0]
+    near = in_the_same_node_as(get_tp_group().cpu_group)
+    return [rank for rank, is_near in enumerate(near) if is_near]
 
 
 def shape_of(config: Any, site: Site.ValueType, entry: WideEntry) -> RowShape | None:

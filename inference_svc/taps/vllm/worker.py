@@ -36,6 +36,7 @@ from inference_svc.taps.vllm.limits import UnsupportedEngineError, refuse_unsupp
 from inference_svc.taps.vllm.missing_names import IncompatibleEngineError
 from inference_svc.taps.vllm.watchdog import end_with
 from svc_common.logs import get_logger
+from svc_common.machine import machine_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -197,7 +198,7 @@ class TappedWorker:
 
     @_answered
     def residuum_map_rows(self, rows: bytes, name: str) -> bytes | None:
-        """Return what an encoder without activation makes of rows; None on ranks that have no encoders.
+        """Return what an encoder without activation makes of rows; None on all ranks but the first of each stage.
 
         Args:
             rows: The bytes of float32 [rows, hidden].
@@ -226,7 +227,8 @@ class _Taps:
 
     def __init__(self, worker: Any) -> None:
         settings = json.loads(os.environ[SETTINGS_VARIABLE])
-        end_with({settings["service_pid"], os.getppid()})
+        is_near = settings["machine"] == machine_id()
+        end_with({os.getppid(), settings["service_pid"]} if is_near else {os.getppid()})
         config = worker.vllm_config
         runner = worker.model_runner
         refuse_unsupported(config)
@@ -254,20 +256,20 @@ class _Taps:
             config, worker.device, points, group_shapes, places, settings["bank_rows"], settings["sae_bytes"]
         )
         scores, self._score_board = None, ""
-        # A rank on another machine cannot capture: no shipper reaches it there. If it is the only one that has a layer,
-        # `engine.ranks` refuses it.
         self._tensor_rank = tensor_parallel.own_rank()
-        capturing = tensor_parallel.ranks_where(Path(settings["control_dir"]).is_dir())
+        capturing = tensor_parallel.capturing_ranks()
         if self._tensor_rank in capturing:
             replica = config.parallel_config.data_parallel_index  # ranks are numbered within a replica
             self._control_path = os.path.join(settings["control_dir"], f"replica{replica}-rank{self._rank}.sock")  # noqa: PTH118
             # Without a store, only the self-test captures, and its rows stay here.
-            self.path.make_ring(self._control_path, settings["ring_bytes"], settings["stores"] or [""])
-            self._score_board = settings["score_board"] if self._tensor_rank == capturing[0] else ""
+            ring_bytes = settings["ring_bytes"] // len(capturing)
+            self.path.make_ring(self._control_path, ring_bytes, settings["stores"] or [""])
+            # vLLM returns the tokens of the first rank, so only its scores are there before the tokens.
+            self._score_board = settings["score_board"] if self._tensor_rank == 0 else ""
             if self._score_board:
                 scores = self.path.make_scores(self._score_board)
         taps, self._table_bytes = self.path.make_taps()
-        ranks = CapturingRanks(capturing, self._tensor_rank) if tensor_parallel.num_ranks() > 1 else None
+        ranks = CapturingRanks(capturing, self._tensor_rank) if len(capturing) > 1 else None
         self.runtime = TapRuntimes(self.path.runtimes(taps, tensor_parallel.join, ranks), scores, ranks)
         op.install(taps, points.firsts)
         folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
@@ -295,6 +297,7 @@ class _Taps:
         return {
             "rank": self._rank,
             "tensor_rank": self._tensor_rank,
+            "machine": machine_id(),
             "pipeline_rank": self._pipeline_rank,
             "first_layer": self._points.first_layer,
             "num_layers": self._points.num_layers,
@@ -343,7 +346,7 @@ class _Taps:
     def map_rows(self, rows: bytes, name: str) -> bytes | None:
         """See `TappedWorker.residuum_map_rows`."""
         encoder = self.path.sae(name)
-        if encoder is None:
+        if encoder is None or self._tensor_rank:  # the first rank's answer is enough
             return None
         values = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(-1, self._format.hidden).to(self._device)
         with torch.inference_mode():

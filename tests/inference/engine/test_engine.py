@@ -31,6 +31,7 @@ from inference_svc.taps.plan import Kind, Operation, RequestPlan
 from inference_svc.taps.vllm.worker import SETTINGS_VARIABLE
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2
+from svc_common.machine import machine_id
 from tests.inference.service_support import FACTS
 from tests.inference.taps_support import capture, select
 
@@ -576,6 +577,7 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
         "stores": ["b", "h:1"],
         "bank_rows": 5,
         "service_pid": os.getpid(),
+        "machine": machine_id(),
         "sites": [capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_MLP_OUT],
         "fold_norms": None,
         "score_board": "",
@@ -584,11 +586,12 @@ def test_workers_find_their_settings_in_the_environment(monkeypatch):
     assert engine_arguments.os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
-def rank(number, first_layer, num_layers, control_path, *, place=0, captures=True):
+def rank(number, first_layer, num_layers, control_path, *, place=0, captures=True, machine=None):
     """The description of a rank. `place` is that in its tensor-parallel group."""
     return {
         "rank": number,
         "tensor_rank": place,
+        "machine": machine or machine_id(),
         "first_layer": first_layer,
         "num_layers": num_layers,
         "captures": captures,
@@ -615,9 +618,9 @@ def test_ranks_capture_each_layer_once(tmp_path):
     ]
     check_ranks(stages, 5)
     for wrong, told in [
-        (stages[:2], "rank 0: 0–2, rank 1: 0–2"),
-        ([*stages, rank(4, 4, 1, here)], "rank 4: 4–4"),
-        ([], "they hold none"),
+        (stages[:2], "No rank has layers 3, 4; the ranks have rank 0: 0–2, rank 1: 0–2"),
+        ([*stages, rank(4, 4, 1, here)], "Several ranks would capture the same rows: .*rank 4: 4–4"),
+        ([], "the ranks have none"),
     ]:
         with pytest.raises(UntappedLayersError, match=told):
             check_ranks(wrong, 5)
@@ -626,7 +629,11 @@ def test_ranks_capture_each_layer_once(tmp_path):
 def test_a_stage_on_another_machine_is_refused(tmp_path):
     here = tmp_path / "rank0.sock"
     here.touch()
-    for away in (rank(1, 2, 2, tmp_path / "rank1.sock"), rank(1, 2, 2, "", captures=False)):
+    for away in (
+        rank(1, 2, 2, tmp_path / "rank1.sock"),
+        rank(1, 2, 2, "", captures=False),
+        rank(1, 2, 2, here, machine="another one, which sees the same folder"),
+    ):
         with pytest.raises(UntappedLayersError, match="rows of rank 1: 2–3, which run on another machine"):
             check_ranks([rank(0, 0, 2, here), away], 4)
 

@@ -125,6 +125,13 @@ def test_a_rank_captures_the_layers_of_its_stage_and_only_if_it_captures():
     assert plan.for_points(second, captures=False) == RequestPlan(5, None, plan.operations)
 
 
+def test_scores_are_computed_whether_or_not_a_rank_captures():
+    score, add = Operation(Kind.SCORE, 0, (0,), select()), Operation(Kind.ADD, 0, (0,), select())
+    plan, points = RequestPlan(5, Capture("request", 0, (0,), select()), (score, add)), TapPoints(0, 1)
+    assert plan.for_points(points, captures=False, scores=True).operations == (score, add)
+    assert plan.for_points(points, captures=True, scores=False).operations == (add,)
+
+
 def test_each_site_has_its_layers():
     spec = capture_pb2.CaptureSpec(
         layers=layer_list(0, 3, 4),

@@ -105,8 +105,24 @@ class ProbedEngine:
 async def test_taps_that_work_pass():
     engine = ProbedEngine()
     await run_self_test(engine)
-    assert len(set(engine.salts)) == 3  # otherwise a request would read another one's prefix cache
+    assert len(set(engine.salts)) == 4  # otherwise a request would read another one's prefix cache
     assert not engine.probes
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(lambda rows: rows[::-1], "Two ranks .* capture different rows of one prompt: at SITE_RESID_POST"),
+     (np.zeros_like, "zero")],
+)  # fmt: skip
+async def test_each_rank_that_shares_the_layers_is_tested(change, told):
+    class Engine(ProbedEngine):
+        async def take_probe(self, capture_id):
+            if capture_id == "self-test-rank1":
+                self.probes[capture_id] = change(self.probes[capture_id])
+            return await super().take_probe(capture_id)
+
+    with pytest.raises(SelfTestError, match=told):
+        await run_self_test(Engine())
 
 
 class UngatedEngine(ProbedEngine):
@@ -266,7 +282,7 @@ class Replicated:
 async def test_every_replica_is_tested():
     first, second = ProbedEngine(), ProbedEngine()
     await self_test_replicas(Replicated(first, second))
-    assert len(first.salts) == len(second.salts) == 3
+    assert len(first.salts) == len(second.salts) == 4
     with pytest.raises(SelfTestError, match=r"^Replica 1: SITE_RESID_POST: captured rows of layers \[0\] are all zero"):
         await self_test_replicas(Replicated(ProbedEngine(), ProbedEngine(at(0, 0.0))))
     with pytest.raises(SelfTestError, match=r"^SITE_RESID_POST: captured rows"):

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_svc.taps.joining_sink import JoiningSink, WholeRows
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from inference_svc.taps.points import RowShape
 from inference_svc.taps.steps.capturing_ranks import CapturingRanks
@@ -100,6 +101,33 @@ def group(tmp_path, request):
     made.close()
 
 
+class Calls:
+    """A sink that notes what it is told."""
+
+    def __init__(self):
+        self.made = []
+
+    def begin(self, plan):
+        self.made.append(("begin", plan.capture.capture_id))
+
+    def lose(self, capture, positions, reason, detail):
+        self.made.append(("lose", capture.capture_id))
+
+    def end(self, capture):
+        self.made.append(("end", capture.capture_id))
+
+
+def test_a_rank_follows_only_its_own_captures():
+    calls = Calls()
+    sink = JoiningSink(None, RowShape(3, 2), None, WholeRows(None, calls))
+    for name, is_own in (("own", True), ("another's", False)):
+        capture = Capture(name, 0, (0,), select(), (Z,), is_own=is_own)
+        sink.begin(RequestPlan(1, capture))
+        sink.lose(capture, [0], capture_pb2.INCOMPLETE_REASON_WRITE_FAILED, "skipped")
+        sink.end(capture)
+    assert calls.made == [(call, "own") for call in ("begin", "lose", "end")]
+
+
 TWO = {K: RowShape(4), Z: RowShape(3, 2)}
 FOUR = {K: RowShape(2, 4, 2), Z: RowShape(3, 4)}
 
@@ -166,7 +194,7 @@ def captured(path, name):
     ids=["two ranks", "one of two captures", "four ranks, keys twice", "three of four capture"],
 )
 def test_one_rank_gets_the_whole_rows_of_a_request(group):
-    numbers, sites = itertools.count(), (POST, *group.shapes)
+    numbers, sites, turns = itertools.count(), (POST, *group.shapes), itertools.cycle(group.capturing)
     everywhere = [(site, layer) for site in sites for layer in range(LAYERS)]
 
     @settings(max_examples=15, deadline=None)
@@ -176,14 +204,12 @@ def test_one_rank_gets_the_whole_rows_of_a_request(group):
         serve(group, requests, everywhere)
         pools = [rows.parts for path in group.paths for rows in path._all if rows.parts]
         assert all(pool.free_rows == len(pool.memory) for pool in pools)
-        ranks = []
         for request in requests:
             by_rank = {rank: found for rank, path in enumerate(group.paths) if (found := captured(path, request.name))}
             ((rank, found),) = by_rank.items()
-            ranks.append(rank)
+            assert rank == next(turns)
             for where in everywhere:
                 expected = torch.cat([rows[where] for rows in request.computed])
                 assert torch.equal(torch.stack([found[where][at] for at in range(request.end)]), expected)
-        assert ranks == [group.capturing[index % len(group.capturing)] for index in range(len(requests))]
 
     check()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.taps.plan import Capture, RequestPlan
+from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan
+from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.capturing_ranks import CapturingRanks
+from inference_svc.taps.steps.runtime import TapRuntime
+from inference_svc.taps.steps.runtimes import TapRuntimes
 from tests.inference.taps_support import select
 
-CAPTURING = RequestPlan(4, Capture("c", 0, (0,), select())).to_extra_args()
+CAPTURE = Capture("c", 0, (0,), select())
+CAPTURING = RequestPlan(4, CAPTURE).to_extra_args()
 STEERED = RequestPlan(4, name="steered").to_extra_args()
 
 
@@ -28,6 +33,17 @@ def test_a_capture_goes_to_the_rank_with_the_fewest_open_ones():
     assert [owners(group, name) for name in "abcd"] == [[0], [1], [2], [0]]
     step(["c"], [("e", CAPTURING), ("b", CAPTURING), ("f", CAPTURING)])  # b was preempted, and is reported again
     assert [owners(group, name) for name in "abcdef"] == [[0], [1], [], [0], [2], [1]]
+    assert {ranks.open_captures for ranks in group.values()} == {5}
+
+
+def test_captures_one_after_the_other_go_to_all_ranks_in_turn():
+    group = {rank: CapturingRanks([0, 1, 2], rank) for rank in range(3)}
+    taken = []
+    for before, name in (("", "a"), ("a", "b"), ("b", "c"), ("c", "d")):
+        for ranks in group.values():
+            ranks.begin_step([before], [(name, CAPTURING)])
+        taken += owners(group, name)
+    assert taken == [0, 1, 2, 0]
 
 
 def test_requests_without_a_capture_have_no_rank():
@@ -46,6 +62,21 @@ def test_only_ranks_that_can_capture_do():
         ranks.begin_step(["a"], [])
     assert owners(group, "b") == [1]
     assert not nobody.is_own("b")
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_the_runtime_of_a_rank_scores_and_captures_what_is_its_own(scores):
+    group = CapturingRanks([0, 1], 1)
+    score = Operation(Kind.SCORE, 0, (0,), select())
+    admitted = [
+        (name, RequestPlan(2, capture, (score,)).to_extra_args())
+        for name, capture in (("scored", None), ("another's", CAPTURE), ("own", CAPTURE))
+    ]
+    runtime = TapRuntime(TapPoints(0, 1), tap=None, pool=object(), sink=None, ranks=group, scores=scores)
+    runtimes = TapRuntimes([runtime], ranks=group)
+    runtimes.begin_step([], admitted)
+    assert runtime.open_requests == (3 if scores else 1)
+    assert runtimes.open_requests == (3 if scores else 2), "another rank's capture is open, too"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.integers(1, 4))
