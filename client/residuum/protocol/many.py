@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from google.protobuf.message import DecodeError
-
 from residuum import exceptions as exc
 from residuum.protocol.failures import from_item_error
 from residuum.protocol.reading import Reading, ReadPlan, SharedPayloads
@@ -16,7 +14,8 @@ from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.v1 import store_pb2
 from residuum.values.captures.activations import Activations
 from residuum.values.captures.manifest import Manifest
-from residuum.wire.frames import FrameError, chunk_view, placed_view
+from residuum.wire.capture_batches import parse_captures
+from residuum.wire.frames import FrameError, parse_chunk, placed_view
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -165,11 +164,11 @@ class ManyReading:
             ResiduumError: A capture cannot be read, or lacks requested rows. See `Reading` for the errors.
         """
         try:
-            response = store_pb2.ReadCapturesResponse.FromString(data)
-        except DecodeError as error:
+            parts = parse_captures(data)
+        except FrameError as error:
             raise exc.DamagedCapture(f"The store sent a damaged message: {error}.") from None
-        for part in response.captures:
-            acts = self._add(part)
+        for rows, chunks in parts:
+            acts = self._add(rows, chunks)
             if acts is not None:
                 yield acts
 
@@ -195,7 +194,7 @@ class ManyReading:
         explained = (reading.explain(failure) for reading in self._readings.values())
         return next((better for better in explained if better is not failure), failure)
 
-    def _add(self, part: store_pb2.CaptureRows) -> Activations | None:
+    def _add(self, part: store_pb2.CaptureRows, chunks: Sequence[memoryview]) -> Activations | None:
         capture_id = self._asked[part.index] if part.index < len(self._asked) else ""
         if part.HasField("error"):
             self._fail(capture_id, part)
@@ -209,8 +208,8 @@ class ManyReading:
         if part.HasField("manifest"):
             reading.add_manifest(part.manifest)
         try:
-            for chunk in part.chunks:
-                reading.add_chunk(chunk_view(chunk))
+            for chunk in chunks:
+                reading.add_chunk(parse_chunk(chunk))
             for placed in part.placed_chunks:
                 reading.add_chunk(placed_view(placed, self._memory))
         except FrameError as error:

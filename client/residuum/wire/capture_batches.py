@@ -1,4 +1,4 @@
-"""Packs parts of many captures into few messages: the ReadCapturesResponses that answer a ReadCaptures.
+"""Packs parts of many captures into the few ReadCapturesResponses that answer a ReadCaptures, and unpacks them.
 
 `CaptureRows` and `ReadChunksResponse` have the same field numbers for the manifest and the chunks. So the bytes of a
 ReadChunksResponse are also fields of a CaptureRows, and both calls share the code that frames rows.
@@ -6,8 +6,12 @@ ReadChunksResponse are also fields of a CaptureRows, and both calls share the co
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
 from residuum.v1 import errors_pb2, store_pb2
-from residuum.wire.frames import length_prefix
+from residuum.wire.frames import Buffer, FrameError, fields, length_prefix, raw_fields
 
 BATCH_BYTES = 1 << 20
 """The size at which a message is sent. Measured: messages of 256 KiB to 2 MiB are read equally fast, larger ones are
@@ -15,6 +19,42 @@ slower. A field that is larger than this is sent as one larger message."""
 
 _IS_LAST = store_pb2.CaptureRows(is_last=True).SerializeToString()
 _CAPTURES = store_pb2.ReadCapturesResponse.CAPTURES_FIELD_NUMBER
+_CHUNKS = store_pb2.CaptureRows.CHUNKS_FIELD_NUMBER
+
+
+class CapturePart(NamedTuple):
+    """A parsed CaptureRows."""
+
+    rows: store_pb2.CaptureRows
+    """The message without its chunks."""
+    chunks: list[memoryview]
+    """The serialised Chunks, as views of the received bytes; see `frames.parse_chunk`."""
+
+
+def parse_captures(data: Buffer) -> list[CapturePart]:
+    """Parse a ReadCapturesResponse without copying or parsing its chunks.
+
+    Protobuf would copy each payload twice, and no other thread of Python could run meanwhile.
+
+    Raises:
+        FrameError: The bytes are not a ReadCapturesResponse.
+    """
+    parts = (value for number, value in fields(memoryview(data)) if number == _CAPTURES)
+    return [_parse_part(part) for part in parts if isinstance(part, memoryview)]
+
+
+def _parse_part(data: memoryview) -> CapturePart:
+    chunks: list[memoryview] = []
+    rest: list[memoryview] = []
+    for number, value, raw in raw_fields(data):
+        if number == _CHUNKS and isinstance(value, memoryview):
+            chunks.append(value)
+        else:
+            rest.append(raw)
+    try:
+        return CapturePart(store_pb2.CaptureRows.FromString(b"".join(rest)), chunks)
+    except DecodeError as error:
+        raise FrameError(f"malformed CaptureRows: {error}") from None
 
 
 def end_field(error: errors_pb2.ItemError | None = None) -> bytes:

@@ -165,7 +165,7 @@ def split_chunk(data: Buffer) -> tuple[memoryview, memoryview]:
         FrameError: The bytes are not a Chunk with its payload at the end.
     """
     view = memoryview(data)
-    for number, value, raw in _raw_fields(view):
+    for number, value, raw in raw_fields(view):
         if number == _CHUNK_PAYLOAD and isinstance(value, memoryview):
             return view[: len(view) - len(raw)], value
     raise FrameError("the chunk has no payload")
@@ -186,17 +186,6 @@ def placed_response(head: bytes, place: Place, num_bytes: int) -> bytes:
 def length_prefix(number: int, size: int) -> bytes:
     """Return the bytes of a field before its `size` bytes of content: a message, bytes or a text."""
     return _tag(number, _LENGTH_DELIMITED) + _varint(size)
-
-
-def chunk_view(chunk: capture_pb2.Chunk) -> ChunkView:
-    """Return a chunk that protobuf has parsed, after checking that its header describes its payload.
-
-    Raises:
-        FrameError: The header does not match the payload.
-    """
-    payload = memoryview(chunk.payload)
-    check_header(chunk.header, len(payload))
-    return ChunkView(chunk.header, chunk.crc32c, payload)
 
 
 def placed_view(chunk: store_pb2.PlacedChunk, payloads: Payloads | None) -> ChunkView:
@@ -223,7 +212,7 @@ def parse_chunk(data: Buffer) -> ChunkView:
     """
     header, crc32c, payload = None, 0, memoryview(b"")
     layer_crc32c: tuple[int, ...] = ()
-    for number, value in _fields(memoryview(data)):
+    for number, value in fields(memoryview(data)):
         if number == _CHUNK_HEADER and isinstance(value, memoryview):
             header = _parse(capture_pb2.ChunkHeader, value)
         elif number == _CHUNK_CRC32C and isinstance(value, int):
@@ -259,7 +248,7 @@ def parse_append(data: Buffer) -> AppendView:
     """
     chunk: memoryview | None = None
     rest: list[bytes] = []
-    for number, value, raw in _raw_fields(memoryview(data)):
+    for number, value, raw in raw_fields(memoryview(data)):
         if number == _APPEND_CHUNK and isinstance(value, memoryview):
             chunk = value
         else:
@@ -299,7 +288,7 @@ def parse_read(
     Raises:
         FrameError: The bytes are not a ReadChunksResponse.
     """
-    for number, value in _fields(memoryview(data)):
+    for number, value in fields(memoryview(data)):
         if number == _READ_CHUNK and isinstance(value, memoryview):
             return parse_chunk(value)
     message = _parse(store_pb2.ReadChunksResponse, memoryview(data))
@@ -367,13 +356,18 @@ def _parse(kind: type[_Message], data: memoryview) -> _Message:
         raise FrameError(f"malformed {kind.DESCRIPTOR.name}: {error}") from None
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    for number, value, _ in _raw_fields(data):
+def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Yield (field number, value) for each top-level field of a message. The errors are those of `raw_fields`."""
+    for number, value, _ in raw_fields(data):
         yield number, value
 
 
-def _raw_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, memoryview]]:
-    """Yield (field number, value, the whole field's bytes) for each top-level field of a message."""
+def raw_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, memoryview]]:
+    """Yield (field number, value, the whole field's bytes) for each top-level field of a message.
+
+    Raises:
+        FrameError: The bytes are not a message.
+    """
     at = 0
     while at < len(data):
         start = at

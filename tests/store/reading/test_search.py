@@ -14,7 +14,7 @@ from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2, tensor_pb2
 from residuum.wire.dtypes import numpy_dtype
 from residuum.wire.encodings import RowFormat
-from residuum.wire.frames import checksum, chunk_prefix, chunk_view
+from residuum.wire.frames import checksum, chunk_prefix, parse_chunk
 from residuum.wire.labels import to_label
 from store_svc.calls import Calls
 from store_svc.database.db import Table
@@ -99,7 +99,7 @@ def read_rows(client, name, layer, site=POST, **fields):
     rows = {}
     for answer in client.stub.ReadChunks(request, timeout=30):
         if answer.WhichOneof("content") == "chunk":
-            view = chunk_view(answer.chunk)
+            view = parse_chunk(answer.chunk.SerializeToString())
             for position, values in zip(view.header.positions, view.rows()[0], strict=True):
                 rows[view.header.sequence, position] = values.astype(np.float64)
     return rows
