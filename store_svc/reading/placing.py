@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from residuum.wire.checksums import combined
 from residuum.wire.frames import checksum, chunk_head, placed_response
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.frame_access import Frame
 from store_svc.reading.query import Query
-from store_svc.reading.slicing import cut_into, slice_chunk, slice_header
+from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_chunk, slice_header
 from store_svc.reading.stored_chunks import check_layers, framed, parsed
 from store_svc.shared_memory.memories import ReadUse
 
@@ -23,10 +22,22 @@ class Placing:
     It copies from LMDB's pages straight into the memory, in a read transaction. It waits for room outside of any.
     """
 
-    def __init__(self, is_cancelled: Callable[[], bool], memory: ReadUse | None) -> None:
-        """Place payloads in a memory; with None, place none."""
+    def __init__(
+        self,
+        is_cancelled: Callable[[], bool],
+        memory: ReadUse | None,
+        framed: Callable[[bytes, memoryview], bytes] = framed,
+    ) -> None:
+        """Place payloads in a memory.
+
+        Args:
+            is_cancelled: Returns whether the caller has cancelled.
+            memory: The memory; None to place no payload.
+            framed: Returns the response with a serialised Chunk, given in two parts, whose payload is not placed.
+        """
         self._is_cancelled = is_cancelled
         self._memory = memory
+        self.framed = framed
 
     def respond(self, frame: Frame, query: Query, *, whole: bool) -> bytes | None:
         """Return the response with the wanted rows of a frame.
@@ -43,11 +54,33 @@ class Placing:
             with frame as stored:
                 if not MIN_PLACED_BYTES <= len(stored.payload) <= memory.max_bytes:
                     return None
-                copied = _copy_whole(stored, memory) if whole else _copy_slice(stored, query, memory)
+                copied = _copy_whole(stored, memory) if whole else self._copy_slice(stored, query, memory)
             if copied is not None:
                 return copied
             memory.wait(self._is_cancelled)
         return None
+
+    def _copy_slice(self, frame: StoredFrame, query: Query, memory: ReadUse) -> bytes | None:
+        """Copy the wanted rows of a chunk, and return the response; return None if there is no room."""
+        chunk = parsed(frame, query.capture_id)
+        layers, positions = query.cut(chunk.header)
+        if not layers or not positions:
+            return b""
+        num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
+        if num_bytes < MIN_PLACED_BYTES:
+            check_layers(chunk, layers, query.capture_id)
+            return self.framed(*slice_chunk(chunk, layers, positions))
+        room = memory.take(num_bytes)
+        if room is None:
+            return None
+        place, payload = room
+        cut_into(payload, chunk, layers, positions)
+        crc32c = checksum_of_layers(chunk, layers, positions)
+        if crc32c is None:  # otherwise the reader compares the payload with it
+            check_layers(chunk, layers, query.capture_id)
+            crc32c = checksum(payload.data)
+        head = chunk_head(slice_header(chunk, layers, positions), crc32c)
+        return placed_response(head, place, num_bytes)
 
 
 def joined(responses: Iterator[bytes], memory: ReadUse | None) -> Iterator[bytes]:
@@ -83,28 +116,3 @@ def _copy_whole(frame: StoredFrame, memory: ReadUse) -> bytes | None:
     place, target = room
     np.copyto(target, np.frombuffer(payload, dtype=np.uint8))  # lets go of the GIL
     return placed_response(bytes(head), place, len(payload))
-
-
-def _copy_slice(frame: StoredFrame, query: Query, memory: ReadUse) -> bytes | None:
-    """Copy the wanted rows of a chunk, and return the response; return None if there is no room."""
-    chunk = parsed(frame, query.capture_id)
-    layers, positions = query.cut(chunk.header)
-    if not layers or not positions:
-        return b""
-    num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
-    if num_bytes < MIN_PLACED_BYTES:
-        check_layers(chunk, layers, query.capture_id)
-        return framed(slice_chunk(chunk, layers, positions))
-    room = memory.take(num_bytes)
-    if room is None:
-        return None
-    place, payload = room
-    cut_into(payload, chunk, layers, positions)
-    if chunk.layer_crc32c and len(positions) == len(chunk.header.positions):
-        # The reader compares the payload with its checksum, which follows from those of its layers.
-        crc32c = combined([chunk.layer_crc32c[layer] for layer in layers], num_bytes // len(layers))
-    else:
-        check_layers(chunk, layers, query.capture_id)
-        crc32c = checksum(payload.data)
-    head = chunk_head(slice_header(chunk, layers, positions), crc32c)
-    return placed_response(head, place, num_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain, islice
 
 from residuum.rpc.errors import Failure
@@ -26,7 +27,7 @@ from store_svc.reading.frame_access import Frame, FrameAccess
 from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
-from store_svc.reading.stored_chunks import Part, check_whole, framed, sliced, wanted_parts
+from store_svc.reading.stored_chunks import Part, check_whole, sliced, wanted_parts
 from store_svc.shared_memory.memories import ReadUse
 
 _MANIFEST = store_pb2.ReadChunksResponse.MANIFEST_FIELD_NUMBER
@@ -116,7 +117,10 @@ class Reader:
             Failure: NOT_SERVING, or the caller has cancelled. Failures of one capture are in the responses.
         """
         batch = CaptureBatch()
-        placing = Placing(is_cancelled, memory)
+
+        def placing(index: int) -> Placing:
+            return Placing(is_cancelled, memory, partial(batch.framed, index))
+
         placed = 0
         for index, field in self._fields_of_many(names, request, is_cancelled, feed_seen, placing):
             if not field:  # the next field may take long to come
@@ -139,7 +143,7 @@ class Reader:
         request: store_pb2.ReadCapturesRequest,
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
-        placing: Placing,
+        placing: Callable[[int], Placing],
     ) -> Iterator[tuple[int, bytes]]:
         """Yield the fields of the responses, each with the index of its capture.
 
@@ -167,16 +171,16 @@ class Reader:
         request: store_pb2.ReadCapturesRequest,
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
-        placing: Placing,
+        placing: Callable[[int], Placing],
     ) -> Iterator[tuple[int, bytes]]:
         """Yield the fields of one capture from its beginning to its end."""
         try:
             with self._catalog.reading(name) as (number, feed):
                 if feed is None:
-                    fields = self._fields_of_ended(number, name.capture_id, request, is_cancelled, placing)
+                    fields = self._fields_of_ended(number, name.capture_id, request, is_cancelled, placing(index))
                 else:
                     feed_seen(feed)
-                    fields = self._read_open(feed, request, is_cancelled, placing)
+                    fields = self._read_open(feed, request, is_cancelled, placing(index))
                 for field in fields:
                     yield index, field
         except Failure as error:
@@ -190,7 +194,7 @@ class Reader:
         request: store_pb2.ReadCapturesRequest,
         is_cancelled: Callable[[], bool],
         feed_seen: Callable[[Feed], object],
-        placing: Placing,
+        placing: Callable[[int], Placing],
     ) -> Iterator[tuple[int, bytes]]:
         """Yield the fields of open captures, of all of them as their rows are published."""
         news = threading.Event()
@@ -202,7 +206,7 @@ class Reader:
                     if feed is None:  # it has ended meanwhile
                         yield from self._fields_of_one(index, name, request, is_cancelled, feed_seen, placing)
                         continue
-                    read = self._open_read(feed, request, is_cancelled, placing)
+                    read = self._open_read(feed, request, is_cancelled, placing(index))
                 except Failure as error:
                     yield index, end_field(item_error(error))
                     continue
@@ -300,18 +304,18 @@ class Reader:
         whole = query.wants_whole(unpack_frame(frame.key))
         response = placing.respond(frame, query, whole=whole)
         if response is None:
-            yield from self._responses(frame, query, whole=whole)
+            yield from self._responses(frame, query, placing, whole=whole)
         elif response:
             yield response
 
-    def _responses(self, frame: Frame, query: Query, *, whole: bool) -> Iterator[bytes]:
+    def _responses(self, frame: Frame, query: Query, placing: Placing, *, whole: bool) -> Iterator[bytes]:
         parts: list[Part] = []
         response = b""
         with frame as stored:
             prefix = stored.prefix
             size = len(prefix) + len(stored.payload)
             if whole and size <= MAX_CHUNK_BYTES:
-                response = framed(prefix, stored.payload)
+                response = placing.framed(prefix, stored.payload)
             else:
                 parts = wanted_parts(stored, query)
         if response:
@@ -319,7 +323,7 @@ class Reader:
             yield response
         for part in parts:
             with frame as stored:
-                response = sliced(stored, part, query.capture_id)
+                response = placing.framed(*sliced(stored, part, query.capture_id))
             yield response
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from residuum.v1 import capture_pb2
+from residuum.wire.checksums import combined
 from residuum.wire.frames import ChunkView, checksum, chunk_prefix
 from store_svc.captures.ledger import Cells
 from store_svc.captures.positions import Positions
@@ -18,18 +19,37 @@ def cells_of(header: capture_pb2.ChunkHeader) -> Cells:
     return Cells(header.sequence, header.site, tuple(header.layers), Positions.of(list(header.positions)))
 
 
-def slice_chunk(view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> bytes:
-    """Return a serialised Chunk with some of another chunk's rows, in the same encoding.
+def slice_chunk(view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> tuple[bytes, memoryview]:
+    """Return a serialised Chunk with some of another chunk's rows, in the same encoding, in two parts to be joined.
 
     Args:
         view: The chunk to cut from. The caller must have verified it, because the slice gets a new checksum.
         layers: Indices of the wanted layers in the chunk's list of layers, ascending.
         positions: Indices of the wanted positions in the chunk's list of positions, ascending.
+
+    Returns:
+        The bytes before the payload, and the payload: a view of the other chunk's if it is one piece of that.
     """
-    payload = np.empty(view.format.payload_bytes(len(layers), len(positions)), dtype=np.uint8)
-    cut_into(payload, view, layers, positions)
-    prefix = chunk_prefix(slice_header(view, layers, positions), checksum(payload.data), len(payload))
-    return b"".join((prefix, payload.data))
+    if len(positions) == len(view.header.positions) and layers[-1] - layers[0] + 1 == len(layers):
+        layer_bytes = view.format.payload_bytes(1, len(positions))
+        payload = view.payload[layers[0] * layer_bytes : (layers[-1] + 1) * layer_bytes]
+    else:
+        cut = np.empty(view.format.payload_bytes(len(layers), len(positions)), dtype=np.uint8)
+        cut_into(cut, view, layers, positions)
+        payload = cut.data
+    crc32c = checksum_of_layers(view, layers, positions)
+    crc32c = checksum(payload) if crc32c is None else crc32c
+    return chunk_prefix(slice_header(view, layers, positions), crc32c, len(payload)), payload
+
+
+def checksum_of_layers(view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> int | None:
+    """Return the checksum of a slice's payload from those of its layers; None if they do not tell it.
+
+    The arguments are those of `slice_chunk`.
+    """
+    if not view.layer_crc32c or len(positions) < len(view.header.positions):
+        return None
+    return combined([view.layer_crc32c[layer] for layer in layers], view.format.payload_bytes(1, len(positions)))
 
 
 def slice_header(view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> capture_pb2.ChunkHeader:

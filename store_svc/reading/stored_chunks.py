@@ -13,9 +13,9 @@ from store_svc.reading.query import Query
 from store_svc.reading.slicing import slice_chunk
 
 
-def framed(*chunk: bytes | memoryview) -> bytes:
-    """Return the ReadChunksResponse with a serialised Chunk, given in one or several parts."""
-    return b"".join((read_prefix(sum(map(len, chunk))), *chunk))
+def framed(prefix: bytes, payload: memoryview) -> bytes:
+    """Return the ReadChunksResponse with a serialised Chunk, given in two parts."""
+    return b"".join((read_prefix(len(prefix) + len(payload)), prefix, payload))
 
 
 class Part(NamedTuple):
@@ -39,15 +39,15 @@ def wanted_parts(frame: StoredFrame, query: Query) -> list[Part]:
     return [Part(layers[start : start + count], positions) for start in range(0, len(layers), count)]
 
 
-def sliced(frame: StoredFrame, part: Part, capture_id: str) -> bytes:
-    """Return the response with a part of a stored chunk.
+def sliced(frame: StoredFrame, part: Part, capture_id: str) -> tuple[bytes, memoryview]:
+    """Return a part of a stored chunk as a serialised Chunk, as `slice_chunk` does.
 
     Raises:
         Failure: CHECKSUM_MISMATCH.
     """
     chunk = parsed(frame, capture_id)
     check_layers(chunk, part.layers, capture_id)
-    return framed(slice_chunk(chunk, *part))
+    return slice_chunk(chunk, *part)
 
 
 def check_whole(chunk: memoryview, capture_id: str) -> None:

@@ -474,7 +474,7 @@ class Batch:
     def _put_part(self, draft: Capture, chunk: ChunkView, cells: Cells) -> None:
         layers = [at for at, layer in enumerate(chunk.header.layers) if layer in set(cells.layers)]
         positions = [at for at, position in enumerate(chunk.header.positions) if position in cells.positions]
-        self._put_frame(draft, slice_chunk(chunk, layers, positions), cells)
+        self._put_frame(draft, b"".join(slice_chunk(chunk, layers, positions)), cells)
 
     def _put_frame(self, draft: Capture, frame: bytes | memoryview | PlacedFrame, cells: Cells) -> None:
         runs = cells.positions.runs()

@@ -72,13 +72,32 @@ class CaptureBatch:
         self._size = 0
         self._index = -1
         self._fields: list[bytes] = []
+        self._message = b""
+
+    def framed(self, index: int, prefix: bytes, payload: memoryview) -> bytes:
+        """Return the field with a serialised Chunk, to be added next.
+
+        A large one is framed as a message of its own at once: framed later, it would be copied once more.
+
+        Args:
+            index: The capture's index in the request.
+            prefix: The bytes of the Chunk before its payload.
+            payload: The payload.
+        """
+        head = length_prefix(_CHUNKS, len(prefix) + len(payload))
+        if len(payload) < BATCH_BYTES:
+            return b"".join((head, prefix, payload))
+        head = store_pb2.CaptureRows(index=index).SerializeToString() + head
+        size = len(head) + len(prefix) + len(payload)
+        self._message = b"".join((length_prefix(_CAPTURES, size), head, prefix, payload))
+        return self._message
 
     def add(self, index: int, field: bytes, weight: int = 0) -> bytes:
         """Add a field of a capture.
 
         Args:
             index: The capture's index in the request.
-            field: The serialised fields, such as those of a ReadChunksResponse.
+            field: The serialised fields, such as those of a ReadChunksResponse, or what `framed` returned.
             weight: Bytes that it counts for beyond its own, for a payload in shared memory. Otherwise the memory could
                 be full of payloads of a message that is not sent yet.
 
@@ -87,6 +106,9 @@ class CaptureBatch:
         """
         size = len(field) + weight
         full = self.take() if self._size and self._size + size > BATCH_BYTES else b""
+        if field is self._message:
+            self._parts, self._size, self._message = [field], size, b""
+            return full
         if index != self._index:
             self._end_part()
             self._index = index

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from residuum.v1 import capture_pb2, errors_pb2, selection_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
 from residuum.wire.frame_keys import unpack_frame
+from residuum.wire.frames import payload_prefix
 from store_svc.database.db import Table
 from store_svc.reading.open_read import OpenRead
 from tests.store.support import COMPLETE, ONE_AND_SEVERAL, OPEN, Rows, describe, failing_with, grid, make_chunk, serving
@@ -217,12 +218,18 @@ def test_a_damaged_chunk_fails_only_its_capture(tmp_path):
     assert found[2].rows.cells == grid([0, 1], range(5))
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, BATCH_BYTES)), max_size=12))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2 * BATCH_BYTES), st.booleans()), max_size=12))
 def test_a_batch_keeps_every_field_in_order(fields):
     batch, messages, added = CaptureBatch(), [], []
-    for number, (index, size) in enumerate(fields):
-        chunk = capture_pb2.Chunk(crc32c=number + 1, payload=bytes(size))
-        messages.append(batch.add(index, store_pb2.CaptureRows(chunks=[chunk]).SerializeToString()))
+    for number, (index, size, by_batch) in enumerate(fields):
+        payload = memoryview(bytes(size))
+        if by_batch:
+            prefix = payload_prefix(capture_pb2.Chunk(crc32c=number + 1).SerializeToString(), size)
+            field = batch.framed(index, prefix, payload)
+        else:
+            chunk = capture_pb2.Chunk(crc32c=number + 1, payload=bytes(payload))
+            field = store_pb2.CaptureRows(chunks=[chunk]).SerializeToString()
+        messages.append(batch.add(index, field))
         added.append((index, number + 1, size))
     messages += [batch.add(9, end_field()), batch.take()]
     parsed = [store_pb2.ReadCapturesResponse.FromString(message) for message in messages if message]
@@ -230,5 +237,17 @@ def test_a_batch_keeps_every_field_in_order(fields):
     assert [(part.index, chunk.crc32c, len(chunk.payload)) for part in parts for chunk in part.chunks] == added
     assert (parts[-1].index, parts[-1].is_last) == (9, True)
     assert not any(part.is_last for part in parts[:-1])
-    assert all(message.ByteSize() <= BATCH_BYTES + 1024 for message in parsed)
+    assert all(message.ByteSize() <= max([BATCH_BYTES, *sizes(message)]) + 1024 for message in parsed)
     assert not batch.take()
+
+
+def sizes(message):
+    return [len(chunk.payload) for part in message.captures for chunk in part.chunks]
+
+
+def test_a_large_chunk_is_framed_once():
+    batch = CaptureBatch()
+    assert not batch.add(0, store_pb2.CaptureRows(manifest=capture_pb2.CaptureManifest(num_rows=7)).SerializeToString())
+    field = batch.framed(0, payload_prefix(b"", BATCH_BYTES), memoryview(bytes(BATCH_BYTES)))
+    assert batch.add(0, field)  # what waited goes first
+    assert batch.take() is field
