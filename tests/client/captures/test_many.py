@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum.protocol.many import split_reads
 from residuum.v1 import store_pb2
 from tests.client.support.flaky_store import Unknown
 from tests.client.support.peer import HIDDEN, POST, PRE, rows
@@ -298,6 +299,18 @@ def many_cores(monkeypatch):
     """A machine on which lists are read in several streams."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.setattr("residuum.protocol.many._MIN_PART", 1)
+
+
+@pytest.mark.parametrize(
+    ("cores", "captures", "parts"),
+    [(2, 50, [50]), (4, 6, [3, 3]), (16, 3, [3]), (16, 6, [2, 2, 2]), (16, 50, [13, 13, 12, 12]), (None, 9, [9])],
+)
+def test_cores_and_captures_decide_the_number_of_streams(monkeypatch, cores, captures, parts):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    names = [f"c{number}" for number in range(captures)]
+    found = split_reads(names)
+    assert [len(part) for part in found] == parts
+    assert sorted(name for part in found for name in part) == sorted(names)
 
 
 async def test_with_many_cores_a_list_is_read_in_several_streams(many_cores, reader, flaky, replies):
