@@ -76,15 +76,14 @@ def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
         UntappedLayersError: No rank captures a layer, or two ranks would capture the same requests, or no shipper
             reaches a rank. Or the ranks have rows of different widths.
     """
-    away = [rank for rank in ranks if not rank["captures"]]
     capturing = [rank for rank in ranks if rank["captures"]]
     held = [(rank["tensor_rank"], layer) for rank in capturing for layer in _layers_of(rank)]
-    missing = set(range(num_layers)) - {layer for _, layer in held}
-    out_of_reach = [rank for rank in away if missing.intersection(_layers_of(rank))]
-    if out_of_reach:
-        raise UntappedLayersError(_out_of_reach(out_of_reach))
+    missing = sorted(set(range(num_layers)) - {layer for _, layer in held})
     if missing:
-        raise UntappedLayersError(f"No rank has layers {_spelled(missing)}; the ranks have {_named(ranks)}. {_REPORT}")
+        layers = ", ".join(map(str, missing))
+        raise UntappedLayersError(
+            f"No rank captures layers {layers}; those captured are {_named(capturing)}. {_REPORT}"
+        )
     if len(held) > len(set(held)):
         raise UntappedLayersError(f"Several ranks would capture the same rows: {_named(capturing)}. {_REPORT}")
     widths = {tuple(rank["site_widths"]) for rank in ranks}
@@ -99,14 +98,10 @@ def check_ranks(ranks: Sequence[dict[str, Any]], num_layers: int) -> None:
         if rank["machine"] != machine_id() or not os.path.exists(rank["control_path"])  # noqa: PTH110
     ]
     if unreached:
-        raise UntappedLayersError(_out_of_reach(unreached))
-
-
-def _out_of_reach(ranks: Sequence[dict[str, Any]]) -> str:
-    return (
-        f"No shipper of this service reaches the rows of {_named(ranks)}, which run on another machine. Run the first "
-        "rank of each pipeline stage on the machine of the service."
-    )
+        raise UntappedLayersError(
+            f"No shipper of this service reaches the rows of {_named(unreached)}, which run on another machine. Run "
+            "the first rank of each pipeline stage on the machine of the service."
+        )
 
 
 def _of_replica(index: int, replicas: Sequence[object]) -> str:
@@ -116,10 +111,6 @@ def _of_replica(index: int, replicas: Sequence[object]) -> str:
 
 def _layers_of(rank: dict[str, Any]) -> range:
     return range(rank["first_layer"], rank["first_layer"] + rank["num_layers"])
-
-
-def _spelled(layers: set[int]) -> str:
-    return ", ".join(map(str, sorted(layers)))
 
 
 def _named(ranks: Sequence[dict[str, Any]]) -> str:

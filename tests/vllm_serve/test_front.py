@@ -115,7 +115,7 @@ async def test_an_api_server_is_ready_when_the_first_one_is(control):
 
 async def test_requests_fail_if_a_layer_is_not_tapped(control):
     front = await started(Silent(LAYERS - 1, control))
-    assert "not every layer is known to be tapped: No rank has layer" in (refusal(front))
+    assert "not every layer is known to be tapped: No rank captures layer" in (refusal(front))
 
 
 async def test_a_request_sent_before_the_self_test_failed_fails_in_its_answer(control):

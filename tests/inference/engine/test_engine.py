@@ -618,9 +618,9 @@ def test_ranks_capture_each_layer_once(tmp_path):
     ]
     check_ranks(stages, 5)
     for wrong, told in [
-        (stages[:2], "No rank has layers 3, 4; the ranks have rank 0: 0–2, rank 1: 0–2"),
+        (stages[:2], "No rank captures layers 3, 4; those captured are rank 0: 0–2, rank 1: 0–2"),
         ([*stages, rank(4, 4, 1, here)], "Several ranks would capture the same rows: .*rank 4: 4–4"),
-        ([], "the ranks have none"),
+        ([], "those captured are none"),
     ]:
         with pytest.raises(UntappedLayersError, match=told):
             check_ranks(wrong, 5)
@@ -631,7 +631,6 @@ def test_a_stage_on_another_machine_is_refused(tmp_path):
     here.touch()
     for away in (
         rank(1, 2, 2, tmp_path / "rank1.sock"),
-        rank(1, 2, 2, "", captures=False),
         rank(1, 2, 2, here, machine="another one, which sees the same folder"),
     ):
         with pytest.raises(UntappedLayersError, match="rows of rank 1: 2–3, which run on another machine"):

@@ -116,9 +116,9 @@ def test_each_replica_must_capture_the_whole_model(tmp_path):
     here.touch()
     whole, half = [rank(0, 0, 4, here)], [rank(0, 0, 2, here)]
     check_replicas([whole, whole], 4)
-    with pytest.raises(UntappedLayersError, match=r"^replica 1: No rank has layers 2, 3"):
+    with pytest.raises(UntappedLayersError, match=r"^replica 1: No rank captures layers 2, 3"):
         check_replicas([whole, half], 4)
-    with pytest.raises(UntappedLayersError, match=r"^No rank has layers 2, 3"):
+    with pytest.raises(UntappedLayersError, match=r"^No rank captures layers 2, 3"):
         check_replicas([half], 4)
 
 
