@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from inference_svc.taps.plan import KEY, Kind, RequestPlan
+from inference_svc.taps.plan import Kind, RequestPlan, plan_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,7 +79,7 @@ class Scores:
         for request_id in finished:
             self._requests.pop(request_id, None)
         for request_id, extra_args in admitted:
-            if ((extra_args or {}).get(KEY) or {}).get("scores"):
+            if plan_data(extra_args).get("scores"):
                 self._admit(request_id, RequestPlan.from_extra_args(extra_args))
 
     def place(self, get_rows: Callable[[], StepRows]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from residuum.v1 import errors_pb2, store_pb2
-from residuum.wire.frames import Buffer, FrameError, fields, length_prefix, raw_fields
+from residuum.wire.frames import Buffer, FrameError, length_prefix, set_apart
 
 BATCH_BYTES = 1 << 20
 """The size at which a message is sent. Measured: messages of 256 KiB to 2 MiB are read equally fast, larger ones are
@@ -39,20 +39,14 @@ def parse_captures(data: Buffer) -> list[CapturePart]:
     Raises:
         FrameError: The bytes are not a ReadCapturesResponse.
     """
-    parts = (value for number, value in fields(memoryview(data)) if number == _CAPTURES)
-    return [_parse_part(part) for part in parts if isinstance(part, memoryview)]
+    parts, _ = set_apart(data, _CAPTURES)
+    return [_parse_part(part) for part in parts]
 
 
 def _parse_part(data: memoryview) -> CapturePart:
-    chunks: list[memoryview] = []
-    rest: list[memoryview] = []
-    for number, value, raw in raw_fields(data):
-        if number == _CHUNKS and isinstance(value, memoryview):
-            chunks.append(value)
-        else:
-            rest.append(raw)
+    chunks, rest = set_apart(data, _CHUNKS)
     try:
-        return CapturePart(store_pb2.CaptureRows.FromString(b"".join(rest)), chunks)
+        return CapturePart(store_pb2.CaptureRows.FromString(rest), chunks)
     except DecodeError as error:
         raise FrameError(f"malformed CaptureRows: {error}") from None
 

@@ -165,7 +165,7 @@ def split_chunk(data: Buffer) -> tuple[memoryview, memoryview]:
         FrameError: The bytes are not a Chunk with its payload at the end.
     """
     view = memoryview(data)
-    for number, value, raw in raw_fields(view):
+    for number, value, raw in _raw_fields(view):
         if number == _CHUNK_PAYLOAD and isinstance(value, memoryview):
             return view[: len(view) - len(raw)], value
     raise FrameError("the chunk has no payload")
@@ -186,6 +186,22 @@ def placed_response(head: bytes, place: Place, num_bytes: int) -> bytes:
 def length_prefix(number: int, size: int) -> bytes:
     """Return the bytes of a field before its `size` bytes of content: a message, bytes or a text."""
     return _tag(number, _LENGTH_DELIMITED) + _varint(size)
+
+
+def set_apart(data: Buffer, number: int) -> tuple[list[memoryview], bytes]:
+    """Return the values of the length-delimited fields with this number as views, and the bytes of all other fields.
+
+    Raises:
+        FrameError: The bytes are not a message.
+    """
+    values: list[memoryview] = []
+    rest: list[memoryview] = []
+    for found, value, raw in _raw_fields(memoryview(data)):
+        if found == number and isinstance(value, memoryview):
+            values.append(value)
+        else:
+            rest.append(raw)
+    return values, b"".join(rest)
 
 
 def placed_view(chunk: store_pb2.PlacedChunk, payloads: Payloads | None) -> ChunkView:
@@ -212,7 +228,7 @@ def parse_chunk(data: Buffer) -> ChunkView:
     """
     header, crc32c, payload = None, 0, memoryview(b"")
     layer_crc32c: tuple[int, ...] = ()
-    for number, value in fields(memoryview(data)):
+    for number, value in _fields(memoryview(data)):
         if number == _CHUNK_HEADER and isinstance(value, memoryview):
             header = _parse(capture_pb2.ChunkHeader, value)
         elif number == _CHUNK_CRC32C and isinstance(value, int):
@@ -246,14 +262,9 @@ def parse_append(data: Buffer) -> AppendView:
     Raises:
         FrameError: The bytes are not an AppendChunksRequest with a chunk, a placed chunk or a loss.
     """
-    chunk: memoryview | None = None
-    rest: list[bytes] = []
-    for number, value, raw in raw_fields(memoryview(data)):
-        if number == _APPEND_CHUNK and isinstance(value, memoryview):
-            chunk = value
-        else:
-            rest.append(bytes(raw))
-    message = _parse(store_pb2.AppendChunksRequest, memoryview(b"".join(rest)))
+    chunks, rest = set_apart(data, _APPEND_CHUNK)
+    chunk = chunks[-1] if chunks else None
+    message = _parse(store_pb2.AppendChunksRequest, memoryview(rest))
     loss = message.loss if message.HasField("loss") else None
     placed = message.placed_chunk if message.HasField("placed_chunk") else None
     if sum(content is not None for content in (chunk, loss, placed)) != 1:
@@ -288,7 +299,7 @@ def parse_read(
     Raises:
         FrameError: The bytes are not a ReadChunksResponse.
     """
-    for number, value in fields(memoryview(data)):
+    for number, value in _fields(memoryview(data)):
         if number == _READ_CHUNK and isinstance(value, memoryview):
             return parse_chunk(value)
     message = _parse(store_pb2.ReadChunksResponse, memoryview(data))
@@ -356,18 +367,13 @@ def _parse(kind: type[_Message], data: memoryview) -> _Message:
         raise FrameError(f"malformed {kind.DESCRIPTOR.name}: {error}") from None
 
 
-def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, value) for each top-level field of a message. The errors are those of `raw_fields`."""
-    for number, value, _ in raw_fields(data):
+def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    for number, value, _ in _raw_fields(data):
         yield number, value
 
 
-def raw_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, memoryview]]:
-    """Yield (field number, value, the whole field's bytes) for each top-level field of a message.
-
-    Raises:
-        FrameError: The bytes are not a message.
-    """
+def _raw_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, memoryview]]:
+    """Yield (field number, value, the whole field's bytes) for each top-level field of a message."""
     at = 0
     while at < len(data):
         start = at

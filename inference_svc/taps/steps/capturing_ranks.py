@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from inference_svc.taps.plan import KEY
+from inference_svc.taps.plan import plan_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ class CapturingRanks:
                 self._open[rank] -= 1
         for request_id, extra_args in admitted:
             # Some runners report a preempted request as new again. Its rank keeps it.
-            if _captures(extra_args) and request_id not in self._rank_of and self._open:
+            if plan_data(extra_args).get("capture") and request_id not in self._rank_of and self._open:
                 rank = min(self._open, key=lambda rank: (self._open[rank], self._begun[rank]))
                 self._rank_of[request_id] = rank
                 self._open[rank] += 1
@@ -56,7 +56,3 @@ class CapturingRanks:
     def is_own(self, request_id: str) -> bool:
         """Return whether this rank captures a request."""
         return self._rank_of.get(request_id) == self._own
-
-
-def _captures(extra_args: Mapping[str, Any] | None) -> bool:
-    return bool(((extra_args or {}).get(KEY) or {}).get("capture"))

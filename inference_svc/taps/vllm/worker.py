@@ -269,7 +269,7 @@ class _Taps:
             if self._score_board:
                 scores = self.path.make_scores(self._score_board)
         taps, self._table_bytes = self.path.make_taps()
-        ranks = CapturingRanks(capturing, self._tensor_rank) if len(capturing) > 1 else None
+        ranks = CapturingRanks(capturing, self._tensor_rank) if tensor_parallel.num_ranks() > 1 else None
         self.runtime = TapRuntimes(self.path.runtimes(taps, tensor_parallel.join, ranks), scores, ranks)
         op.install(taps, points.firsts)
         folds = settings["fold_norms"] if settings["fold_norms"] is not None else worker.device.type == "cuda"
