@@ -56,7 +56,7 @@ def job_of(options: argparse.Namespace, runner: Runner) -> ServiceJob:
         *(["--enforce-eager"] if options.eager else []),
         *(["--sae-mib", str(_SAE_MIB)] if options.features else []),
     ]
-    quick = {"requests_per_stream": 2, "rounds": 3} if options.quick else {}
+    quick = {"requests_per_stream": 2, "least_requests": 2, "rounds": 3} if options.quick else {}
     return ServiceJob(
         tuple(flags),
         options.streams,

@@ -29,6 +29,8 @@ class ServiceJob:
     """The service's flags."""
     streams: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     requests_per_stream: int = 3
+    least_requests: int = 12
+    """The fewest requests of a load. The first-token times of one stream vary, so a median of three says little."""
     rounds: int = 5
     prefill: int = 64
     decode: int = 128
@@ -93,7 +95,7 @@ async def _level(
     summaries: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(-1, job.rounds):  # round -1 is a warm-up: threads start, buffers are allocated
         for name in names if number % 2 == 0 else names[::-1]:
-            requests = job.requests_per_stream * streams if number >= 0 else streams
+            requests = max(job.requests_per_stream * streams, job.least_requests) if number >= 0 else streams
             load = Load(
                 f"{names.index(name)}-{streams}-{number}", streams, requests, job.prefill, job.decode,
                 host.first["vocab_size"], job.shared_prefix,
