@@ -22,7 +22,7 @@ _HEAD_SIZE = 32
 
 @dataclass(frozen=True)
 class Served:
-    """How models were served: a column of the matrix."""
+    """How models were served."""
 
     machine: str
     dtype: str
@@ -30,53 +30,74 @@ class Served:
     runner: str
     layout: tuple[int, int]
     replicas: int
+    has_expert_parallel: bool
     vllm: str
 
     @property
+    def is_alone(self) -> bool:
+        """Whether one device served each model."""
+        return self.layout == (1, 1) and self.replicas == 1
+
+    @property
     def label(self) -> str:
-        """The column's head."""
+        """The words for it in the tables."""
         tensor, pipeline = self.layout
         parts = [self.machine, f"vLLM {self.vllm}", self.dtype, f"runner {self.runner.upper()}" if self.runner else ""]
         parts += [f"tensor parallel {tensor}"] * (tensor > 1) + [f"pipeline parallel {pipeline}"] * (pipeline > 1)
         parts += [f"data parallel {self.replicas}"] * (self.replicas > 1)
+        parts += ["expert parallel"] * self.has_expert_parallel
         return ", ".join(part for part in parts if part)
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Return the matrix of architectures, and what each of its columns compared, as Markdown.
+    """Return the tables of the page, as Markdown: which architectures are exact, what was compared, and their sites.
+
+    The first table has a column for each way of serving on one device that was tried with most of the architectures.
 
     Args:
-        results: The results of `bench.conformance`. Two with the same column complete each other.
+        results: The results of `bench.conformance`. Two that served models in the same way complete each other.
     """
     further = [*_killed(results), *_quantized(results), *_alone(results)]
     results = [result for result in results if not result["setup"].get("alone")]
-    columns: dict[Served, list[Result]] = {}
+    ways: dict[Served, list[Result]] = {}
     revisions: dict[Served, list[str]] = {}
     for result in results:
         for outcome in _plain(result):
-            for served in _columns(result, outcome):
-                columns.setdefault(served, []).append({"sites": result["setup"]["sites"], **outcome})
+            for served in _ways(result, outcome):
+                ways.setdefault(served, []).append({"sites": result["setup"]["sites"], **outcome})
                 if short_revision(result) not in revisions.setdefault(served, []):
                     revisions[served].append(short_revision(result))
-    names = [
-        name for name in ARCHITECTURES if any(name == outcome["name"] for rows in columns.values() for outcome in rows)
+    by_name = {served: _by_name(outcomes) for served, outcomes in ways.items()}
+    names = [name for name in ARCHITECTURES if any(name in found for found in by_name.values())]
+    columns = [served for served, found in by_name.items() if served.is_alone and 2 * len(found) > len(names)]
+    matrix = [(f"`{name}`", *(_cell(by_name[served].get(name, ())) for served in columns)) for name in names]
+    details = [
+        _details(served, outcomes, revisions[served], "" if served in columns else _verdicts(by_name[served]))
+        for served, outcomes in ways.items()
     ]
-    matrix = [
-        (f"`{name}`", *(_cell([row for row in rows if row["name"] == name]) for rows in columns.values()))
-        for name in names
-    ]
-    details = [_details(served, rows, revisions[served]) for served, rows in columns.items()]
     heads = ("served in", "at", "sites", "models", "rows", "missing", "wrong", "largest error", "other experts")
     texts = [
-        markdown_table(("architecture", *(served.label for served in columns)), matrix),
-        "What each column compared:",
+        *([markdown_table(("architecture", *(served.label for served in columns)), matrix)] if columns else []),
+        "All that was compared:",
         markdown_table(heads, details),
-        "Sites of each architecture, from all columns:",
-        _sites_table(
-            {name: [row for rows in columns.values() for row in rows if row["name"] == name] for name in names}
-        ),
+        "Sites of each architecture, from all comparisons:",
+        _sites_table({name: [row for found in by_name.values() for row in found.get(name, ())] for name in names}),
     ]
     return "\n\n".join([*texts, *further])
+
+
+def _by_name(outcomes: Iterable[Result]) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome["name"], []).append(outcome)
+    return found
+
+
+def _verdicts(by_name: Mapping[str, Sequence[Result]]) -> str:
+    """Return the architectures, each with its verdict unless it is exact."""
+    cells = {name: _cell(outcomes) for name, outcomes in by_name.items()}
+    notes = {name: cell.removeprefix("exact").removeprefix("; ") for name, cell in cells.items()}
+    return ", ".join(f"`{name}` ({note})" if note else f"`{name}`" for name, note in notes.items())
 
 
 def _sites_table(outcomes: Mapping[str, Sequence[Result]]) -> str:
@@ -156,15 +177,15 @@ def _exactness(outcome: Result) -> tuple[str, str, str]:
     return f"{outcome['rows']:,}", f"{outcome['missing']}", f"{verdict}{outcome['max_error']:.1e}"
 
 
-def _columns(result: Result, outcome: Result) -> list[Served]:
-    """Return the columns of an outcome. A refusal has no layout: it has those in which the same model was served."""
+def _ways(result: Result, outcome: Result) -> list[Served]:
+    """Return how the model of an outcome was served. A refusal has no layout, so it counts for all of its model."""
     own = [other for other in _plain(result) if other["name"] == outcome["name"] and any(other["layout"])]
     others = [] if any(outcome["layout"]) else own
     return list(dict.fromkeys(_served(result, one) for one in others or [outcome]))
 
 
 def _served(result: Result, outcome: Result) -> Served:
-    """Return the column of an outcome. A model that was refused has that of the others in the same run."""
+    """Return how a model was served. The runner of one that was refused is that of the others in the same run."""
     runners = [other.get("model_runner") for other in result["architectures"] if other.get("model_runner")]
     layout = tuple(outcome["layout"])
     setup = result["setup"]
@@ -175,6 +196,7 @@ def _served(result: Result, outcome: Result) -> Served:
         outcome.get("model_runner") or (runners[0] if runners else ""),
         (layout[0], layout[1]) if any(layout) else (1, 1),
         outcome.get("replicas", 1),
+        bool(setup.get("engine_args", {}).get("enable_expert_parallel")),
         vllm_version(result),
     )
 
@@ -212,14 +234,24 @@ def _listed(sites: Iterable[str]) -> str:
     return ", ".join(f"`{site}`" for site in ALL_SITES if site in sites)
 
 
-def _details(served: Served, outcomes: Sequence[Result], revisions: Sequence[str]) -> tuple[str, ...]:
+def _briefly(sites: set[str]) -> str:
+    """Return sites in few words."""
+    others = set(ALL_SITES) - sites
+    if not others:
+        return "all"
+    return f"all but {_listed(others)}" if len(others) < len(sites) else _listed(sites)
+
+
+def _details(
+    served: Served, outcomes: Sequence[Result], revisions: Sequence[str], verdicts: str = ""
+) -> tuple[str, ...]:
     compared = [outcome for outcome in outcomes if outcome["rows"]]
     wrong = [f"`{outcome['name']}`" for outcome in outcomes if outcome["verdict"] == "WRONG"]
     return (
         f"{served.label}, {'compiled' if served.compiled else 'eager'}",
         ", ".join(revisions),
-        _listed({site for outcome in compared for site in outcome["sites"]}),
-        f"{len({outcome['name'] for outcome in compared})}",
+        _briefly({site for outcome in compared for site in outcome["sites"]}),
+        verdicts or f"{len({outcome['name'] for outcome in compared})}",
         f"{sum(outcome['rows'] for outcome in compared):,}",
         f"{sum(outcome['missing'] for outcome in compared)}",
         ", ".join(wrong) or "none",

@@ -18,6 +18,7 @@ from bench.conformance.check import _told_when_ready, to_json
 from bench.conformance.compare import _Answer
 from bench.conformance.models import make_model
 from bench.conformance.page import tables
+from bench.conformance.reference import ALL_SITES
 from bench.conformance.results import Bounds, Comparison, Outcome, Verdict, failure_of, sites_refused
 from bench.conformance.workload import make_changed_request
 from bench.readme import MODELS
@@ -230,7 +231,7 @@ def outcome(name: str, verdict: str = "exact", **more: object) -> dict[str, obje
     } | more  # fmt: skip
 
 
-def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
+def test_the_matrix_has_the_ways_to_serve_most_models_on_one_device() -> None:
     machine = {"gpu": "NVIDIA H200"}
     origin = {"machine": machine, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
     setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post", "resid_pre", "attn_out", "mlp_out"]}
@@ -250,28 +251,45 @@ def test_the_matrix_of_models_has_a_column_for_each_way_to_serve() -> None:
     text = tables([{**origin, "setup": setup, "architectures": models}])
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     label = "H200, vLLM 0.32.0, bfloat16, runner V2"
-    labels = [label, f"{label}, tensor parallel 2"]
-    assert cells[0] == ["architecture", *labels]
-    assert {name: row for name, *row in cells[2:9]} == {
-        "`llama`": ["exact", "exact"],
-        "`mixtral`": ["**not exact**", "exact"],
-        "`qwen3_moe`": ["", "without `resid_pre`, `attn_out`, `mlp_out`"],
-        "`granite`": ["without `attn_out`, `mlp_out`; in some layers: `resid_pre`", ""],
-        "`mamba`": ["needs a GPU", ""],
-        "`gemma3n`": ["refused", ""],
-        "`gemma4`": ["failed", ""],
+    assert cells[0] == ["architecture", label]
+    assert dict(cells[2:9]) == {
+        "`llama`": "exact",
+        "`mixtral`": "**not exact**",
+        "`qwen3_moe`": "",
+        "`granite`": "without `attn_out`, `mlp_out`; in some layers: `resid_pre`",
+        "`mamba`": "needs a GPU",
+        "`gemma3n`": "refused",
+        "`gemma4`": "failed",
     }
+    others = "`llama`, `mixtral`, `qwen3_moe` (without `resid_pre`, `attn_out`, `mlp_out`)"
     sites = "`resid_pre`, `attn_out`, `mlp_out`, `resid_post`"
-    assert [f"{labels[0]}, eager", "0123456", sites, "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
-    assert [f"{labels[1]}, eager", "0123456", sites, "3", "300", "0", "none", "5.0e-02", "0"] in cells
+    assert [f"{label}, eager", "0123456", sites, "3", "300", "3", "`mixtral`", "1.0e-02", "3"] in cells
+    parallel = f"{label}, tensor parallel 2, eager"
+    assert [parallel, "0123456", sites, others, "300", "0", "none", "5.0e-02", "0"] in cells
     assert "Quantised" not in text
 
 
-def test_the_column_of_replicas_says_how_many() -> None:
+def test_the_page_tells_replicas_and_expert_parallelism_apart() -> None:
     setup = {"dtype": "bfloat16", "eager": True, "sites": ["resid_post"]}
     origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
-    text = tables([{**origin, "setup": setup, "architectures": [outcome("llama", replicas=2)]}])
-    assert text.startswith("| architecture | CPU, vLLM 0.32.0, bfloat16, runner V2, data parallel 2 |")
+    partial = outcome("lfm2", replicas=2, sites=["q"], site_layers={"q": [1]})
+    replicas = {**origin, "setup": setup, "architectures": [outcome("llama", replicas=2), partial]}
+    experts = {**origin, "setup": {**setup, "engine_args": {"enable_expert_parallel": True}}}
+    text = tables([replicas, {**experts, "architectures": [outcome("mixtral", layout=[2, 1])]}])
+    label = "CPU, vLLM 0.32.0, bfloat16, runner V2"
+    assert (
+        f"| {label}, data parallel 2, eager | 0123456 | `resid_post`, `q` | `llama`, `lfm2` (in some layers: `q`) |"
+        in text
+    )
+    assert f"| {label}, tensor parallel 2, expert parallel, eager | 0123456 | `resid_post` | `mixtral` |" in text
+
+
+def test_most_sites_are_named_by_those_that_are_left_out() -> None:
+    origin = {"machine": {"gpu": None}, "versions": {"vllm": "0.32.0"}, "revision": {"commit": "0123456789"}}
+    for sites, words in ((ALL_SITES, "all"), (ALL_SITES[1:], f"all but `{ALL_SITES[0]}`")):
+        setup = {"dtype": "bfloat16", "eager": True, "sites": list(sites)}
+        text = tables([{**origin, "setup": setup, "architectures": [outcome("llama", sites=list(sites))]}])
+        assert f", eager | 0123456 | {words} | 1 |" in text
 
 
 def test_quantised_weights_have_a_table_of_their_own() -> None:
