@@ -159,8 +159,8 @@ def _alone(results: Sequence[Result]) -> list[str]:
                     short_revision(result),
                     "yes" if result["setup"]["batch_invariant"] else "no",
                     f"{result['setup'].get('head_size') or _HEAD_SIZE}",
-                    ", ".join(dict.fromkeys(f"`{outcome['name']}`" for outcome in compared)),
-                    _listed({site for outcome in compared for site in outcome["sites"]}),
+                    ", ".join(_with_other_bits(outcomes) for outcomes in _by_name(compared).values()),
+                    _briefly({site for outcome in compared for site in outcome["sites"]}),
                     f"{sum(outcome['rows_alone'] for outcome in compared):,}",
                     f"{sum(outcome['other_bits'] for outcome in compared):,}",
                 )
@@ -168,6 +168,12 @@ def _alone(results: Sequence[Result]) -> list[str]:
     heads = ("served in", "at", "batch-invariant", "head size", "models", "sites", "rows", "of these with other bits")
     intro = "Rows of each request alone and in a batch, compared bit by bit, with and without `VLLM_BATCH_INVARIANT=1`:"
     return [intro, markdown_table(heads, rows)] if rows else []
+
+
+def _with_other_bits(outcomes: Sequence[Result]) -> str:
+    """Return an architecture, and how many of its rows had other bits in the batch, if any had."""
+    count = sum(outcome["other_bits"] for outcome in outcomes)
+    return f"`{outcomes[0]['name']}`" + (f" ({count:,})" if count else "")
 
 
 def _exactness(outcome: Result) -> tuple[str, str, str]:

@@ -324,7 +324,7 @@ def test_rows_alone_and_in_a_batch_have_a_table_of_their_own() -> None:
     ]
     text = tables(results)
     label = "CPU, vLLM 0.32.0, bfloat16, runner V2 | 0123456"
-    assert f"| {label} | no | 32 | `llama`, `gemma2` | `resid_post` | 1,500 | 7 |" in text
+    assert f"| {label} | no | 32 | `llama` (7), `gemma2` | `resid_post` | 1,500 | 7 |" in text
     assert f"| {label} | yes | 128 | `llama`, `gemma2` | `resid_post` | 1,500 | 0 |" in text
     assert "| `llama` |" not in text, "the run is no column of the matrix"
 
