@@ -73,6 +73,8 @@ class Openings:
             Failure: The store does not answer, or refuses.
         """
         self._batches.add(opening, alone=opening.may_wait)
+        if self._link.takes_early_rows and opening.request.if_exists <= capture_pb2.IF_EXISTS_FAIL:
+            opening.on_queued()  # does not wait for the store, which may take longer than the first rows need
         try:
             # Shielded: the call may carry other captures, too.
             return await asyncio.wait_for(asyncio.shield(opening.answer), OPEN_SECONDS)
@@ -119,6 +121,8 @@ class Openings:
         has_begun = False
         try:
             async for response in call:
+                if not has_begun:
+                    self._link.takes_early_rows = response.takes_early_rows
                 has_begun = True
                 release()
                 for index in response.queued:

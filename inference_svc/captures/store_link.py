@@ -52,6 +52,8 @@ class StoreLink:
         """Whether the store answered the last call; None before the first."""
         self.is_older = False
         """Whether the store is older than the calls that open or seal many captures."""
+        self.takes_early_rows = False
+        """Whether rows may be sent before the store has answered the open of their capture."""
         self._credentials = credentials
         self._is_alone = is_alone
         self._no_use_since = -math.inf
@@ -117,6 +119,7 @@ class StoreLink:
     def note(self, *, answered: bool, is_full: bool = False) -> None:
         """Note whether the store answered."""
         self.answered = answered
+        self.takes_early_rows &= answered  # another store, which may be older, may come in its place
         self._no_use_since = -math.inf if answered and not is_full else time.monotonic()
 
     def note_older(self) -> None:

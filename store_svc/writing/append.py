@@ -15,6 +15,7 @@ from residuum.wire.frames import AppendView, ChunkView, FrameError, parse_append
 from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.captures.capture_names import CaptureName, unknown_capture, written_tenant
 from store_svc.checks import invalid
+from store_svc.writing.early_rows import Attempts, Patience
 from store_svc.writing.placed import checksum_mismatch, placed_frame, unknown_memory
 from store_svc.writing.write_queue import Append, Content, WorkQueue
 from svc_common.security.tokens_file import Caller
@@ -38,6 +39,7 @@ class AppendStream:
         self,
         queue: WorkQueue,
         caller: Caller,
+        attempts: Attempts,
         memory_of: Callable[[bytes], npt.NDArray[np.uint8] | None] = lambda _: None,
         count_placed: Callable[[int], object] = lambda _: None,
     ) -> None:
@@ -46,6 +48,7 @@ class AppendStream:
         Args:
             queue: The writer's queue.
             caller: Who writes.
+            attempts: The captures whose open has arrived. Rows of others wait for it.
             memory_of: Returns the shared memory that a key names, uint8 [size], or None.
             count_placed: Called with the bytes of each payload that came in shared memory.
         """
@@ -55,6 +58,7 @@ class AppendStream:
         self.failed = False
         """Whether the stream has failed. The writer then drops its queued messages."""
         self._queue = queue
+        self._patience = Patience(attempts)
         self._condition = threading.Condition()
         self._committed = 0
         self._synced = 0
@@ -70,6 +74,7 @@ class AppendStream:
             for data in messages:
                 item = self._parse(data, last)
                 last = item.number
+                self._patience.wait_for(item.attempt, lambda: self.failed or self._finished)
                 if not self._wait_for_room():
                     return
                 self._queue.append(item)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from store_svc.calls import Calls
     from store_svc.captures.catalog import Catalog, Feed
     from store_svc.traces import CaptureTraces
+    from store_svc.writing.early_rows import Attempts
     from store_svc.writing.writer import Writer
     from svc_common.security.tokens_file import Caller
 
@@ -57,12 +58,15 @@ class _Opening(NamedTuple):
 class Openings:
     """Answers the calls that open captures."""
 
-    def __init__(self, writer: Writer, catalog: Catalog, calls: Calls, traces: CaptureTraces) -> None:
-        """Answer calls with these parts of a store."""
+    def __init__(
+        self, writer: Writer, catalog: Catalog, calls: Calls, traces: CaptureTraces, attempts: Attempts
+    ) -> None:
+        """Answer calls with these parts of a store. `attempts` is told which opens have arrived."""
         self._writer = writer
         self._catalog = catalog
         self._calls = calls
         self._traces = traces
+        self._attempts = attempts
 
     def open(
         self, request: store_pb2.OpenCaptureRequest, context: grpc.ServicerContext
@@ -83,7 +87,7 @@ class Openings:
         """Answer OpenCaptures; see store.proto."""
         check_number("opens", len(request.opens), MAX_CAPTURES_PER_OPEN, "takes")
         caller = current_caller()
-        first = store_pb2.OpenCapturesResponse()
+        first = store_pb2.OpenCapturesResponse(takes_early_rows=True)
         openings = []
         for index, item in enumerate(request.opens):
             with _recording(first, index):
@@ -107,6 +111,13 @@ class Openings:
         Raises:
             Failure: The description is malformed, or of another tenant; or the capture exists, for a check.
         """
+        try:
+            return self._check(caller, request, index)
+        except Failure:
+            self._attempts.note([request.description.attempt])
+            raise
+
+    def _check(self, caller: Caller, request: store_pb2.OpenCaptureRequest, index: int) -> _Opening | None:
         description = request.description
         tenant = written_tenant(caller, description.tenant)
         if tenant is None:
@@ -126,7 +137,9 @@ class Openings:
         return self._catalog.state_of(opening.name) is None
 
     def _submit(self, openings: Sequence[_Opening]) -> list[Future[capture_pb2.CaptureManifest | None]]:
-        return self._writer.submit_many([(opening.name.capture_id, opening.apply) for opening in openings])
+        futures = self._writer.submit_many([(opening.name.capture_id, opening.apply) for opening in openings])
+        self._attempts.note(opening.description.attempt for opening in openings)
+        return futures
 
     def _opened(
         self, opening: _Opening, future: Future[capture_pb2.CaptureManifest | None]

@@ -323,6 +323,12 @@ class OpenCapturesResponse(_message.Message):
 
     QUEUED_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    TAKES_EARLY_ROWS_FIELD_NUMBER: _builtins.int
+    takes_early_rows: _builtins.bool
+    """Rows may be sent at the same time as an open, through another call: those that come first wait for it up to 5 s.
+    Their messages must have the `attempt` of the capture. Only in the first message. Unset: the store is older than
+    this field, and refuses such rows.
+    """
     @_builtins.property
     def queued(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes in `opens`: rows of these captures may be sent now. Only in the first message."""
@@ -336,10 +342,11 @@ class OpenCapturesResponse(_message.Message):
         *,
         queued: _abc.Iterable[_builtins.int] | None = ...,
         results: _abc.Iterable[Global___OpenCapturesResult] | None = ...,
+        takes_early_rows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued", b"queued", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued", b"queued", "results", b"results", "takes_early_rows", b"takes_early_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

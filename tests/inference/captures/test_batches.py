@@ -228,6 +228,63 @@ async def test_a_queued_open_of_a_call_that_breaks_is_not_repeated_but_the_other
         await keeper.close(DEADLINE)
 
 
+class PatientStore(FakeStore):
+    """Lets rows come before the open of their capture, unless it is `picky`."""
+
+    picky = False
+
+    async def OpenCaptures(self, request, context):
+        yield store_pb2.OpenCapturesResponse(takes_early_rows=not self.picky)
+        async for response in super().OpenCaptures(request, context):
+            yield response
+
+
+async def test_rows_need_not_wait_for_a_store_that_takes_them_early():
+    store = PatientStore()
+    queued = []
+
+    def begin(name, if_exists=capture_pb2.IF_EXISTS_UNSPECIFIED):
+        description = capture_pb2.CaptureDescription(capture_id=name)
+        opening = keeper.open(description, if_exists, on_queued=lambda: queued.append(name))
+        return asyncio.create_task(opening)
+
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        await begin("unknown")
+        assert queued == [], "the first answer tells what the store can do"
+        store.gate.clear()
+        early = [begin("b"), begin("c", capture_pb2.IF_EXISTS_FAIL)]
+        await until(lambda: queued == ["b", "c"])
+        others = [begin("d", capture_pb2.IF_EXISTS_REPLACE), begin("e", capture_pb2.IF_EXISTS_SKIP)]
+        await until(lambda: sorted(opened(store)) == ["b", "d", "e", "unknown"])
+        assert queued == ["b", "c"], "a capture that may exist is opened first"
+        assert not any(task.done() for task in early)
+        store.gate.set()
+        assert await outcomes([*early, *others]) == [None] * 4
+        await keeper.close(DEADLINE)
+
+
+async def test_rows_wait_again_if_the_store_fails_or_becomes_older(monkeypatch):
+    store = PatientStore()
+    queued = []
+    monkeypatch.setattr(opening_module, "OPEN_SECONDS", 0.3)
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        await asyncio.gather(*start(keeper, "a"))
+        store.gate.clear()
+        (late,) = start(keeper, "b", on_queued=lambda: queued.append("b"))
+        with pytest.raises(NoAnswerError):
+            await late
+        store.gate.set()
+        await asyncio.gather(*start(keeper, "c", on_queued=lambda: queued.append("c")))
+        await asyncio.gather(*start(keeper, "d", on_queued=lambda: queued.append("d")))
+        store.picky = True
+        await asyncio.gather(*start(keeper, "e", on_queued=lambda: queued.append("e")))
+        await asyncio.gather(*start(keeper, "f", on_queued=lambda: queued.append("f")))
+        assert queued == ["b", "d", "e"]
+        await keeper.close(DEADLINE)
+
+
 class DyingStore(FakeStore):
     """Queues the first capture of its first call, dies, and comes back only to seal."""
 
