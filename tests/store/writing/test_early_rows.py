@@ -121,7 +121,7 @@ def test_captures_that_are_never_opened_delay_a_stream_only_once(patience: Patie
 
 def test_a_stream_is_patient_again_later(patience: Patience, monkeypatch: pytest.MonkeyPatch) -> None:
     patience.wait_for(1, never)
-    monkeypatch.setattr(early_rows, "_REFILL_SECONDS", 0.0001)
+    monkeypatch.setattr(early_rows, "_REFILL_SECONDS", 1e-9)
     began = time.monotonic()
     patience.wait_for(2, never)
     assert time.monotonic() - began >= SHORT
