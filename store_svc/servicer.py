@@ -46,7 +46,7 @@ from store_svc.shared_memory.listener import Listener
 from store_svc.shared_memory.memories import ReadUse
 from store_svc.traces import CaptureTraces
 from store_svc.writing.append import AppendStream
-from store_svc.writing.early_rows import Attempts
+from store_svc.writing.early_rows import ArrivedOpens
 from store_svc.writing.openings import Openings, seal, seal_many, wait_for_feed
 from store_svc.writing.retention import RetentionPolicy
 from store_svc.writing.writer import Writer
@@ -113,9 +113,8 @@ class StoreServicer:
         """The running calls."""
         self._metrics = metrics
         self._limits_of = limits_of
-        self._attempts = Attempts()
-        self._attempts.note(catalog.open_attempts())
-        self._openings = Openings(writer, catalog, calls, traces, self._attempts)
+        self._opens = ArrivedOpens(lambda name: catalog.number_of(name) is not None)
+        self._openings = Openings(writer, catalog, calls, traces, self._opens)
         self._shared_memory = shared_memory
         self._lock = threading.Lock()
         self._append_streams: set[AppendStream] = set()
@@ -435,7 +434,7 @@ class StoreServicer:
     @contextmanager
     def _writing(self, caller: Caller) -> Iterator[AppendStream]:
         memories, count = self._shared_memory.memories, self._metrics.shared_memory_write_bytes.inc
-        stream = AppendStream(self._writer.queue, caller, self._attempts, memories.written, count)
+        stream = AppendStream(self._writer.queue, caller, self._opens, memories.written, count)
         with self._lock:
             if self._stopping:
                 raise _stopping()

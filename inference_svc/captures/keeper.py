@@ -97,8 +97,9 @@ class CaptureKeeper:
         Args:
             description: The capture's ID, tenant and contents.
             if_exists: What to do if the store holds a capture with this ID.
-            on_queued: Called when rows may be sent, before the capture is committed. It is not called if the call fails
-                before that, or if the store is older.
+            on_queued: Called when rows may be sent, before the capture is committed: at once if the store takes early
+                rows and no capture is replaced or skipped. It may be called twice, or not at all, for example if the
+                call fails or the store is older.
 
         Returns:
             The manifest of the existing capture that is the result (IF_EXISTS_SKIP); None: a capture was created.

@@ -40,7 +40,7 @@ class Opening:
     answer: asyncio.Future[store_pb2.OpenCaptureResponse] = field(default_factory=_new_answer)
     """The answer or the Failure. Cancelled: the request was never sent."""
     is_queued: bool = False
-    """Whether rows may be sent."""
+    """Whether the store has said that rows may be sent."""
     may_exist: bool = False
     """Whether a call broke that may have created the capture."""
     is_abandoned: bool = False
@@ -74,7 +74,7 @@ class Openings:
         """
         self._batches.add(opening, alone=opening.may_wait)
         if self._link.takes_early_rows and opening.request.if_exists <= capture_pb2.IF_EXISTS_FAIL:
-            opening.on_queued()  # does not wait for the store, which may take longer than the first rows need
+            opening.on_queued()  # the store keeps rows that arrive before the open
         try:
             # Shielded: the call may carry other captures, too.
             return await asyncio.wait_for(asyncio.shield(opening.answer), OPEN_SECONDS)
@@ -152,7 +152,10 @@ class Openings:
         self._link.note_items(failures)
 
     def _end_queued(self, openings: Sequence[Opening], error: grpc.aio.AioRpcError) -> None:
-        """End queued openings of a call that broke. They are not sent again: rows may reach the store before that."""
+        """End openings of a call that broke if the store said that they were queued: they are not sent again.
+
+        The others are, also if rows of them may be on their way: a store that takes early rows keeps them until then.
+        """
         if error.code() == grpc.StatusCode.UNAVAILABLE:
             for opening in _unanswered(openings):
                 if opening.is_queued:

@@ -76,6 +76,7 @@ class StoreLink:
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.UNAVAILABLE:
                 raise
+            self.takes_early_rows = False  # an older store may come in its place
             # The channel may be in its reconnect delay. A fresh channel connects now, and finds a store that is back.
             async with self._connect() as fresh:
                 return await call(fresh)
@@ -119,11 +120,12 @@ class StoreLink:
     def note(self, *, answered: bool, is_full: bool = False) -> None:
         """Note whether the store answered."""
         self.answered = answered
-        self.takes_early_rows &= answered  # another store, which may be older, may come in its place
+        self.takes_early_rows &= answered and not is_full
         self._no_use_since = -math.inf if answered and not is_full else time.monotonic()
 
     def note_older(self) -> None:
         """Note that the store lacks the calls that open or seal many captures."""
+        self.takes_early_rows = False
         if not self.is_older:
             self.is_older = True
             _log.info("the store is older: it opens and seals captures one by one", store=str(self.store))

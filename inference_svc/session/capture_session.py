@@ -70,7 +70,7 @@ class SteeringHistory(Protocol):
 class CaptureSession:
     """An asynchronous context that opens the capture of a request and seals it at the end.
 
-    The context begins as soon as the store takes rows of the capture, so that the model computes the prompt while the
+    The context begins as soon as rows of the capture may be sent, so that the model computes the prompt while the
     store commits the capture. Wait for `opened` before the caller gets anything.
 
     For a request that captures nothing, it only records the sequences.

@@ -99,11 +99,13 @@ class RequestRunner:
                         running, request.sampling, token_ids, vectors, session, scores, changes, watch.add_tokens
                     )
                     async with changes or nullcontext(), aclosing(stream) as events:
-                        watch.begin(len(token_ids))
                         if traced:
-                            tracing.add_event("queued")  # the vectors are active, and the store takes rows
-                        has_tokens = not traced
+                            tracing.add_event("queued")  # the vectors are active, and rows may be sent
+                        has_begun, has_tokens = False, not traced
                         async for event in events:
+                            if not has_begun:  # the store has not refused its capture
+                                has_begun = True
+                                watch.begin(len(token_ids))
                             if not has_tokens and event.HasField("delta"):
                                 tracing.add_event("first token")
                                 has_tokens = True

@@ -160,11 +160,6 @@ class Catalog:
         with self._lock:
             return self._feeds.get(self._numbers.get(name, -1))
 
-    def open_attempts(self) -> list[int]:
-        """Return the `attempt` of each capture that has not ended."""
-        with self._lock:
-            return [feed.capture.description.attempt for feed in self._feeds.values()]
-
     def state_of(self, name: CaptureName) -> capture_pb2.CaptureState.ValueType | None:
         """Return the state of a capture, or None if it does not exist."""
         number = self._numbers.get(name)

@@ -15,10 +15,13 @@ from residuum.wire.frames import AppendView, ChunkView, FrameError, parse_append
 from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.captures.capture_names import CaptureName, unknown_capture, written_tenant
 from store_svc.checks import invalid
-from store_svc.writing.early_rows import Attempts, Patience
+from store_svc.writing.early_rows import ArrivedOpens, OpenWaits
 from store_svc.writing.placed import checksum_mismatch, placed_frame, unknown_memory
 from store_svc.writing.write_queue import Append, Content, WorkQueue
+from svc_common.logs import get_logger
 from svc_common.security.tokens_file import Caller
+
+_log = get_logger(__name__)
 
 _MAX_REJECTIONS = 1024
 """Rejections in one answer. When as many wait, because a client does not read its answers, its messages wait too."""
@@ -39,7 +42,7 @@ class AppendStream:
         self,
         queue: WorkQueue,
         caller: Caller,
-        attempts: Attempts,
+        opens: ArrivedOpens,
         memory_of: Callable[[bytes], npt.NDArray[np.uint8] | None] = lambda _: None,
         count_placed: Callable[[int], object] = lambda _: None,
     ) -> None:
@@ -48,7 +51,7 @@ class AppendStream:
         Args:
             queue: The writer's queue.
             caller: Who writes.
-            attempts: The captures whose open has arrived. Rows of others wait for it.
+            opens: The opens that have arrived. Rows of other captures wait for theirs.
             memory_of: Returns the shared memory that a key names, uint8 [size], or None.
             count_placed: Called with the bytes of each payload that came in shared memory.
         """
@@ -58,7 +61,7 @@ class AppendStream:
         self.failed = False
         """Whether the stream has failed. The writer then drops its queued messages."""
         self._queue = queue
-        self._patience = Patience(attempts)
+        self._waits = OpenWaits(opens)
         self._condition = threading.Condition()
         self._committed = 0
         self._synced = 0
@@ -74,7 +77,7 @@ class AppendStream:
             for data in messages:
                 item = self._parse(data, last)
                 last = item.number
-                self._patience.wait_for(item.attempt, lambda: self.failed or self._finished)
+                self._wait_for_open(item)
                 if not self._wait_for_room():
                     return
                 self._queue.append(item)
@@ -147,6 +150,13 @@ class AppendStream:
         self._condition.notify_all()
         failure, finished = (None, False) if later else (self._failure, self._finished)
         return response if committed else None, failure, finished
+
+    def _wait_for_open(self, item: Append) -> None:
+        """Wait for the open of a message's capture, unless the message is refused anyway."""
+        if isinstance(item.content, Failure):
+            return
+        if not self._waits.wait_for(item.name, item.attempt, lambda: self.failed or self._finished):
+            _log.warning("rows were not written: their capture was not opened", capture_id=item.name.capture_id)
 
     def _wait_for_room(self) -> bool:
         """Wait until the client has read its rejections. Return whether the stream goes on."""

@@ -11,60 +11,85 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from store_svc.captures.capture_names import CaptureName
+
 WAIT_SECONDS = 5.0
 """How long rows wait for their capture's open. The service gives up an open after as long."""
-_REFILL_SECONDS = 60.0
-"""After how long a stream that has waited in vain may wait as long again."""
+_LEAST_SECONDS = 0.25
+"""How long they wait if the stream has waited in vain for `WAIT_SECONDS` in the last minute."""
+_REGAIN_SECONDS = 60.0
+"""In how many seconds a stream may wait in vain for `WAIT_SECONDS`."""
 _POLL_SECONDS = 0.05
 """How often a wait looks whether the stream has ended."""
 _MAX_ATTEMPTS = 1 << 16
 """How many attempts are remembered. Each takes about 150 bytes."""
 
 
-class Attempts:
-    """The captures whose open has arrived, whatever became of it, by their `attempt`. It forgets the oldest."""
+class _Recent:
+    """The newest numbers of those that were added."""
 
     def __init__(self) -> None:
-        """Begin without any."""
+        self._numbers: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, number: int) -> None:
+        self._numbers[number] = None
+        if len(self._numbers) > _MAX_ATTEMPTS:
+            self._numbers.popitem(last=False)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers
+
+
+class ArrivedOpens:
+    """The opens that have arrived, whatever became of them, by the `attempt` of their capture."""
+
+    def __init__(self, exists: Callable[[CaptureName], bool]) -> None:
+        """Begin without any. `exists` tells whether a capture of a name exists: its rows never wait."""
+        self._exists = exists
         self._condition = threading.Condition()
-        self._known: OrderedDict[int, None] = OrderedDict()
+        self._attempts = _Recent()
 
     def note(self, attempts: Iterable[int]) -> None:
         """Note opens that are queued for the writer, or refused: their rows need not wait any more."""
         with self._condition:
             for attempt in attempts:
-                self._known[attempt] = None
-            while len(self._known) > _MAX_ATTEMPTS:
-                self._known.popitem(last=False)
+                self._attempts.add(attempt)
             self._condition.notify_all()
 
-    def wait(self, attempt: int, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Wait until the open of a capture has arrived, the time has passed or `is_over`. Then it counts as arrived."""
+    def has(self, name: CaptureName, attempt: int) -> bool:
+        """Return whether the open of a capture has arrived."""
+        return attempt in self._attempts or self._exists(name)
+
+    def wait_for(self, name: CaptureName, attempt: int, seconds: float, is_over: Callable[[], bool]) -> bool:
+        """Wait for the open of a capture, until the time has passed or `is_over`. Return whether it has arrived."""
         until = time.monotonic() + seconds
         with self._condition:
-            while attempt not in self._known and not is_over() and (left := until - time.monotonic()) > 0:
+            while not (arrived := self.has(name, attempt)) and not is_over():
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
                 self._condition.wait(min(left, _POLL_SECONDS))
-        self.note([attempt])
-
-    def __contains__(self, attempt: int) -> bool:
-        """Whether the rows of a capture need not wait. 0: their writer is older than attempts."""
-        return not attempt or attempt in self._known
+        return arrived
 
 
-class Patience:
-    """How long a writer stream waits for opens. Rows of captures that are never opened must not delay it for long."""
+class OpenWaits:
+    """The waits of one writer stream. Rows of captures that are never opened must not delay the others for long."""
 
-    def __init__(self, attempts: Attempts) -> None:
-        """Wait for these."""
-        self._attempts = attempts
-        self._left, self._noted_at = WAIT_SECONDS, time.monotonic()
+    def __init__(self, opens: ArrivedOpens) -> None:
+        """Begin without waits. `opens`: the opens that have arrived."""
+        self._opens = opens
+        self._given_up = _Recent()
+        self._left, self._counted_at = WAIT_SECONDS, time.monotonic()
 
-    def wait_for(self, attempt: int, is_over: Callable[[], bool]) -> None:
-        """Wait for the open of a capture, unless it has arrived."""
-        if attempt in self._attempts:
-            return
+    def wait_for(self, name: CaptureName, attempt: int, is_over: Callable[[], bool]) -> bool:
+        """Wait for the open of a capture. Return False if a wait was in vain. The rows then belong to no capture."""
+        if not attempt or attempt in self._given_up or self._opens.has(name, attempt):  # 0: an older writer
+            return True
         began = time.monotonic()
-        self._left = min(WAIT_SECONDS, self._left + (began - self._noted_at) * WAIT_SECONDS / _REFILL_SECONDS)
-        self._attempts.wait(attempt, self._left, is_over)
-        self._noted_at = time.monotonic()
-        self._left -= self._noted_at - began
+        self._left = min(WAIT_SECONDS, self._left + (began - self._counted_at) * WAIT_SECONDS / _REGAIN_SECONDS)
+        self._counted_at = began
+        if self._opens.wait_for(name, attempt, max(self._left, _LEAST_SECONDS), is_over) or is_over():
+            return True
+        self._left -= time.monotonic() - began
+        self._given_up.add(attempt)
+        return False

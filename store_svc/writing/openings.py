@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from store_svc.calls import Calls
     from store_svc.captures.catalog import Catalog, Feed
     from store_svc.traces import CaptureTraces
-    from store_svc.writing.early_rows import Attempts
+    from store_svc.writing.early_rows import ArrivedOpens
     from store_svc.writing.writer import Writer
     from svc_common.security.tokens_file import Caller
 
@@ -59,14 +59,14 @@ class Openings:
     """Answers the calls that open captures."""
 
     def __init__(
-        self, writer: Writer, catalog: Catalog, calls: Calls, traces: CaptureTraces, attempts: Attempts
+        self, writer: Writer, catalog: Catalog, calls: Calls, traces: CaptureTraces, opens: ArrivedOpens
     ) -> None:
-        """Answer calls with these parts of a store. `attempts` is told which opens have arrived."""
+        """Answer calls with these parts of a store. `opens` is told which opens have arrived."""
         self._writer = writer
         self._catalog = catalog
         self._calls = calls
         self._traces = traces
-        self._attempts = attempts
+        self._opens = opens
 
     def open(
         self, request: store_pb2.OpenCaptureRequest, context: grpc.ServicerContext
@@ -95,6 +95,7 @@ class Openings:
                 if opening is None:
                     first.results.add(index=index).opened.SetInParent()
                 elif opening.if_exists == capture_pb2.IF_EXISTS_SKIP:
+                    self._opens.note([opening.description.attempt])
                     # It may wait for rows, which takes a slot of the readers, and its answer may fill a message.
                     raise invalid("if_exists", "OpenCaptures skips no existing captures. Use OpenCapture.")
                 else:
@@ -114,7 +115,7 @@ class Openings:
         try:
             return self._check(caller, request, index)
         except Failure:
-            self._attempts.note([request.description.attempt])
+            self._opens.note([request.description.attempt])
             raise
 
     def _check(self, caller: Caller, request: store_pb2.OpenCaptureRequest, index: int) -> _Opening | None:
@@ -138,7 +139,7 @@ class Openings:
 
     def _submit(self, openings: Sequence[_Opening]) -> list[Future[capture_pb2.CaptureManifest | None]]:
         futures = self._writer.submit_many([(opening.name.capture_id, opening.apply) for opening in openings])
-        self._attempts.note(opening.description.attempt for opening in openings)
+        self._opens.note(opening.description.attempt for opening in openings)
         return futures
 
     def _opened(

@@ -325,9 +325,9 @@ class OpenCapturesResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     TAKES_EARLY_ROWS_FIELD_NUMBER: _builtins.int
     takes_early_rows: _builtins.bool
-    """Rows may be sent at the same time as an open, through another call: those that come first wait for it up to 5 s.
-    Their messages must have the `attempt` of the capture. Only in the first message. Unset: the store is older than
-    this field, and refuses such rows.
+    """Rows of new captures may be sent before the answer. Rows that arrive before the open of their `attempt` wait in the
+    store, usually up to 5 s, and less in a stream that has waited in vain before. Only in the first message. Unset: the
+    store is older than this field, and refuses such rows.
     """
     @_builtins.property
     def queued(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -228,19 +228,19 @@ async def test_a_queued_open_of_a_call_that_breaks_is_not_repeated_but_the_other
         await keeper.close(DEADLINE)
 
 
-class PatientStore(FakeStore):
-    """Lets rows come before the open of their capture, unless it is `picky`."""
+class EarlyRowsStore(FakeStore):
+    """Takes rows before the open of their capture, unless `refuses_early_rows`."""
 
-    picky = False
+    refuses_early_rows = False
 
     async def OpenCaptures(self, request, context):
-        yield store_pb2.OpenCapturesResponse(takes_early_rows=not self.picky)
+        yield store_pb2.OpenCapturesResponse(takes_early_rows=not self.refuses_early_rows)
         async for response in super().OpenCaptures(request, context):
             yield response
 
 
 async def test_rows_need_not_wait_for_a_store_that_takes_them_early():
-    store = PatientStore()
+    store = EarlyRowsStore()
     queued = []
 
     def begin(name, if_exists=capture_pb2.IF_EXISTS_UNSPECIFIED):
@@ -265,7 +265,7 @@ async def test_rows_need_not_wait_for_a_store_that_takes_them_early():
 
 
 async def test_rows_wait_again_if_the_store_fails_or_becomes_older(monkeypatch):
-    store = PatientStore()
+    store = EarlyRowsStore()
     queued = []
     monkeypatch.setattr(opening_module, "OPEN_SECONDS", 0.3)
     async with listening(ADD, store) as endpoint:
@@ -278,10 +278,16 @@ async def test_rows_wait_again_if_the_store_fails_or_becomes_older(monkeypatch):
         store.gate.set()
         await asyncio.gather(*start(keeper, "c", on_queued=lambda: queued.append("c")))
         await asyncio.gather(*start(keeper, "d", on_queued=lambda: queued.append("d")))
-        store.picky = True
+        store.refuses_early_rows = True
         await asyncio.gather(*start(keeper, "e", on_queued=lambda: queued.append("e")))
         await asyncio.gather(*start(keeper, "f", on_queued=lambda: queued.append("f")))
         assert queued == ["b", "d", "e"]
+        store.refuses_early_rows = False
+        await asyncio.gather(*start(keeper, "g"))
+        store.is_older = True
+        await asyncio.gather(*start(keeper, "h", on_queued=lambda: queued.append("h")))
+        await asyncio.gather(*start(keeper, "i", on_queued=lambda: queued.append("i")))
+        assert queued == ["b", "d", "e", "h"], "the call that finds it older is the last one"
         await keeper.close(DEADLINE)
 
 

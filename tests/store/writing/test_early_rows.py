@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from residuum.rpc.errors import Reason
-from residuum.v1 import store_pb2
+from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire import frames
+from store_svc.captures.capture_names import CaptureName
 from store_svc.writing import early_rows
-from store_svc.writing.early_rows import Attempts, Patience
-from tests.store.support import Client, failing_with, grid, rejections, serving
+from store_svc.writing.early_rows import ArrivedOpens, OpenWaits
+from tests.store.support import Client, failing_with, grid, make_chunk, rejections, serving
 from tests.store.writing.test_opening import LAYERS, attempt_of, message
 
 REJECTED = {1: Reason.ERROR_REASON_UNKNOWN_CAPTURE}
 SHORT, LONG = 0.3, 30.0
+CHUNK = make_chunk(LAYERS, range(2))
+NAME = CaptureName("", "a")
 
 
 @contextmanager
@@ -35,9 +40,16 @@ def never() -> bool:
 
 
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[Patience]:
+def opens(monkeypatch: pytest.MonkeyPatch) -> ArrivedOpens:
     monkeypatch.setattr(early_rows, "WAIT_SECONDS", SHORT)
-    return Patience(Attempts())
+    monkeypatch.setattr(early_rows, "_LEAST_SECONDS", 0.01)
+    return ArrivedOpens(lambda _: False)
+
+
+def seconds_of_wait(waits: OpenWaits, attempt: int, *, arrives: bool = False) -> float:
+    began = time.monotonic()
+    assert waits.wait_for(NAME, attempt, never) is arrives
+    return time.monotonic() - began
 
 
 def test_rows_that_come_before_the_open_are_written_after_it(tmp_path: Path) -> None:
@@ -65,6 +77,29 @@ def test_opens_of_one_call_release_their_rows(tmp_path: Path) -> None:
         assert client.read()[0] == grid(LAYERS, range(2))
 
 
+def test_a_stream_that_waits_does_not_hold_up_another_one(tmp_path: Path) -> None:
+    with serving(tmp_path / "store") as (_, client), sending(client, message(1, range(2), attempt=7)) as answers:
+        client.open(attempt_of(8, capture_id="b"))
+        other = frames.append_prefix(1, "b", len(CHUNK), attempt=8) + CHUNK
+        assert rejections(client.send([other])) == {}
+        assert not answers.done()
+        client.open(attempt_of(7))
+        assert rejections(answers.result(LONG)) == {}
+
+
+def test_an_open_has_arrived_only_when_it_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its rows could be written before it."""
+    with serving(tmp_path / "store") as (store, client):
+        opens, submit_many = store._servicer._opens, store._writer.submit_many
+
+        def submit(commands: Sequence[Any]) -> list[Future[Any]]:
+            assert not opens.has(NAME, 7)
+            return submit_many(commands)
+
+        monkeypatch.setattr(store._writer, "submit_many", submit)
+        client.open(attempt_of(7))
+
+
 def test_rows_of_a_refused_open_are_rejected_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_rows, "WAIT_SECONDS", 10 * LONG)
     with serving(tmp_path / "store") as (_, client):
@@ -87,12 +122,23 @@ def test_rows_of_a_deleted_capture_do_not_wait(tmp_path: Path, monkeypatch: pyte
         assert rejections(client.send([message(1, range(2), attempt=1)])) == REJECTED
 
 
-def test_rows_do_not_wait_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_rows_do_not_wait_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ended: bool) -> None:
     with serving(tmp_path / "store") as (_, client):
         client.open(attempt_of(1))
+        if has_ended:
+            client.seal(attempt=1, outcome=capture_pb2.CAPTURE_STATE_ABORTED)
+            assert client.get(wait=LONG).state == capture_pb2.CAPTURE_STATE_ABORTED
     monkeypatch.setattr(early_rows, "WAIT_SECONDS", 10 * LONG)
     with serving(tmp_path / "store") as (_, client):
-        assert rejections(client.send([message(1, range(2), attempt=1)])) == {}
+        client.send([message(1, range(2), attempt=1)])
+
+
+def test_messages_that_are_refused_anyway_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_rows, "WAIT_SECONDS", 10 * LONG)
+    with serving(tmp_path / "store") as (_, client):
+        damaged = message(1, range(2), attempt=1)[:-1] + b"?"
+        assert rejections(client.send([damaged])) == {1: Reason.ERROR_REASON_CHECKSUM_MISMATCH}
 
 
 def test_a_store_that_stops_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,27 +155,50 @@ def test_rows_without_an_attempt_do_not_wait(tmp_path: Path, monkeypatch: pytest
         assert rejections(client.send([message(1, range(2), attempt=0)])) == REJECTED
 
 
-def test_captures_that_are_never_opened_delay_a_stream_only_once(patience: Patience) -> None:
-    began = time.monotonic()
-    patience.wait_for(1, never)
-    assert time.monotonic() - began >= SHORT
-    began = time.monotonic()
-    for attempt in (1, 2, 3, 4):
-        patience.wait_for(attempt, never)
-    assert time.monotonic() - began < SHORT
+def test_captures_that_are_never_opened_delay_a_stream_only_once(opens: ArrivedOpens) -> None:
+    waits = OpenWaits(opens)
+    assert seconds_of_wait(waits, 1) >= SHORT
+    assert waits.wait_for(NAME, 1, never), "it was given up"
+    assert sum(seconds_of_wait(waits, attempt) for attempt in range(2, 7)) < SHORT
 
 
-def test_a_stream_is_patient_again_later(patience: Patience, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience.wait_for(1, never)
-    monkeypatch.setattr(early_rows, "_REFILL_SECONDS", 1e-9)
-    began = time.monotonic()
-    patience.wait_for(2, never)
-    assert time.monotonic() - began >= SHORT
+def test_a_stream_regains_its_time(opens: ArrivedOpens, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = OpenWaits(opens)
+    seconds_of_wait(waits, 1)
+    monkeypatch.setattr(early_rows, "_REGAIN_SECONDS", 1e-9)
+    assert seconds_of_wait(waits, 2) >= SHORT
 
 
-def test_the_oldest_attempts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_has_waited_in_vain_still_waits_a_little(
+    opens: ArrivedOpens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = OpenWaits(opens)
+    seconds_of_wait(waits, 1)
+    monkeypatch.setattr(early_rows, "_LEAST_SECONDS", LONG)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (time.sleep(SHORT), opens.note([2])))
+        assert seconds_of_wait(waits, 2, arrives=True) >= SHORT / 2
+
+
+def test_waits_that_succeed_cost_nothing(opens: ArrivedOpens) -> None:
+    waits = OpenWaits(opens)
+    for attempt in range(10):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: (time.sleep(SHORT / 3), opens.note([attempt + 1])))  # noqa: B023 - runs at once
+            seconds_of_wait(waits, attempt + 1, arrives=True)
+    assert seconds_of_wait(waits, 99) >= SHORT
+
+
+def test_a_stream_that_gives_up_or_ends_leaves_the_others_waiting(opens: ArrivedOpens) -> None:
+    seconds_of_wait(OpenWaits(opens), 1)
+    assert OpenWaits(opens).wait_for(NAME, 1, lambda: True), "it has ended"
+    assert seconds_of_wait(OpenWaits(opens), 1) >= SHORT
+
+
+def test_the_oldest_opens_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_rows, "_MAX_ATTEMPTS", 3)
-    attempts = Attempts()
-    attempts.note([1, 2, 3])
-    attempts.note([4])
-    assert [number in attempts for number in (0, 1, 2, 3, 4)] == [True, False, True, True, True]
+    opens = ArrivedOpens(lambda name: name.capture_id == "open")
+    opens.note([1, 2, 3])
+    opens.note([4])
+    assert [opens.has(NAME, attempt) for attempt in (1, 2, 3, 4)] == [False, True, True, True]
+    assert opens.has(CaptureName("", "open"), 1), "the capture is still open"

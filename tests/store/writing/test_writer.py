@@ -18,7 +18,7 @@ from store_svc.captures.lifecycle import Wait
 from store_svc.database.db import Database
 from store_svc.writing.append import AppendStream
 from store_svc.writing.changes import Batch
-from store_svc.writing.early_rows import Attempts
+from store_svc.writing.early_rows import ArrivedOpens
 from store_svc.writing.write_queue import Append, Command, WorkQueue
 from store_svc.writing.writer import Writer, WriterOptions
 from svc_common.security.tokens_file import ANYBODY
@@ -169,7 +169,7 @@ def rejection(number: int) -> store_pb2.ChunkRejection:
 
 @pytest.mark.parametrize("end", ["finished", "failed"])
 def test_no_acknowledgement_passes_a_rejection_that_it_does_not_carry(end: str) -> None:
-    stream = AppendStream(WorkQueue(), ANYBODY, Attempts())
+    stream = AppendStream(WorkQueue(), ANYBODY, ArrivedOpens(lambda _: False))
     stream.committed(5000, [rejection(number) for number in range(2, 5001, 2)])
     stream.synced(5000)
     if end == "finished":
