@@ -274,7 +274,8 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
     """Records the calls of a store.
 
     `refuse` is a reason to refuse OpenCapture with, `refuse_seal` one for SealCapture. Calls hang until `gate` is set.
-    With `is_older`, it is older than the calls that open or seal many captures.
+    With `is_older`, it is older than the calls that open or seal many captures. With `takes_early_rows`, rows may be
+    sent before the answer to an open.
     """
 
     def __init__(self):
@@ -288,6 +289,7 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
         self.refuse_seal = None
         self.away = False
         self.is_older = False
+        self.takes_early_rows = False
         self.checks = 0
         self.batches = []
         """The number of captures of each call that opens many."""
@@ -305,7 +307,7 @@ class FakeStore(store_pb2_grpc.StoreServiceServicer):
         if self.is_older:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         self.batches.append(len(request.opens))
-        response = store_pb2.OpenCapturesResponse()
+        response = store_pb2.OpenCapturesResponse(takes_early_rows=self.takes_early_rows)
         for index, item in enumerate(request.opens):
             result = response.results.add(index=index)
             try:

@@ -166,6 +166,25 @@ async def test_a_capture_that_cannot_be_opened_is_not_open(service, store, scrap
     assert some(await scrape(), expected) == expected
 
 
+async def test_a_request_is_refused_if_its_capture_is_after_generation_began(service, store, scrape):
+    store.takes_early_rows = True
+    await service.events(ask(spec("r", CAPTURE)))
+    service.engine.script = stuck_after()
+    store.refuse = Reason.ERROR_REASON_CAPTURE_EXISTS
+    failure = await failure_of(service.events(ask(spec("s", CAPTURE))))
+    assert failure.reason == Reason.ERROR_REASON_CAPTURE_EXISTS
+    assert len(service.engine.calls) == len(service.engine.closed) == 2, "it did not wait for the store, and stopped"
+    expected = {
+        ("residuum_inference_open_captures", store.endpoint): 0,
+        ("residuum_inference_running_requests",): 0,
+        ("residuum_inference_requests_total", "finished"): 1,
+        ("residuum_inference_requests_total", "refused"): 1,
+        ("residuum_inference_requests_total", "failed"): 0,
+    }
+    assert some(await scrape(), expected) == expected
+    assert [seal.capture_id for seal in store.seals] == ["r"]
+
+
 async def test_errors_by_reason(service, scrape):
     for _ in range(2):
         await failure_of(service.abort("nobody"))
