@@ -117,14 +117,15 @@ class RequestWatch:
         self._first: float | None = None
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._began = False
+        self.has_begun = False
+        """Whether the request has passed its checks, and the store has not refused its capture."""
 
     def __enter__(self) -> Self:
         return self
 
     def begin(self, prompt_tokens: int) -> None:
-        """Note that the request passed its checks and starts."""
-        self._began = True
+        """Note that the request passed its checks and starts; see `has_begun`."""
+        self.has_begun = True
         self._prompt_tokens = prompt_tokens
         self._metrics.prompt_tokens.inc(prompt_tokens)
 
@@ -140,13 +141,13 @@ class RequestWatch:
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         outcome, reason = _outcome(error)
-        if outcome == "failed" and not self._began:
+        if outcome == "failed" and not self.has_begun:
             outcome = "refused"
         seconds = self._elapsed()
         self._metrics.ended[outcome].inc()
         if outcome == "finished":
             self._metrics.request_seconds.observe(seconds)
-        if self._began:
+        if self.has_begun:
             _log.info(
                 "request ended",
                 outcome=outcome,

@@ -40,7 +40,7 @@ class Served:
 
     @property
     def label(self) -> str:
-        """The words for it in the tables."""
+        """Its name in the tables."""
         tensor, pipeline = self.layout
         parts = [self.machine, f"vLLM {self.vllm}", self.dtype, f"runner {self.runner.upper()}" if self.runner else ""]
         parts += [f"tensor parallel {tensor}"] * (tensor > 1) + [f"pipeline parallel {pipeline}"] * (pipeline > 1)

@@ -101,10 +101,9 @@ class RequestRunner:
                     async with changes or nullcontext(), aclosing(stream) as events:
                         if traced:
                             tracing.add_event("queued")  # the vectors are active, and rows may be sent
-                        has_begun, has_tokens = False, not traced
+                        has_tokens = not traced
                         async for event in events:
-                            if not has_begun:  # the store has not refused its capture
-                                has_begun = True
+                            if not watch.has_begun:
                                 watch.begin(len(token_ids))
                             if not has_tokens and event.HasField("delta"):
                                 tracing.add_event("first token")

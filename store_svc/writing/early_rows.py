@@ -18,11 +18,11 @@ WAIT_SECONDS = 5.0
 _LEAST_SECONDS = 0.25
 """How long they wait if the stream has waited in vain for `WAIT_SECONDS` in the last minute."""
 _REGAIN_SECONDS = 60.0
-"""In how many seconds a stream may wait in vain for `WAIT_SECONDS`."""
+"""In each period of this many seconds, a stream may wait in vain for `WAIT_SECONDS`."""
 _POLL_SECONDS = 0.05
 """How often a wait looks whether the stream has ended."""
-_MAX_ATTEMPTS = 1 << 16
-"""How many attempts are remembered. Each takes about 150 bytes."""
+_MAX_ATTEMPTS = 1 << 13
+"""How many attempts the store remembers, and each stream: about a megabyte."""
 
 
 class _Recent:

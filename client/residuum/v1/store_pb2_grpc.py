@@ -191,10 +191,10 @@ class StoreServiceServicer:
         store:  OK
 
         `queued` replaces the initial metadata of OpenCapture: chunks that the caller sends after it has received the first
-        message are written after these captures. With `takes_early_rows`, later calls need not wait for it. Every capture
-        has one result. The errors of a capture are in its result, are those of OpenCapture, and do not affect the other
-        captures. Captures with IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for rows of the
-        existing capture, and its manifest may fill a message. Use OpenCapture for them.
+        message are written after these captures. If the message says `takes_early_rows`, callers may send rows earlier.
+        Every capture has one result. The errors of a capture are in its result, are those of OpenCapture, and do not
+        affect the other captures. Captures with IF_EXISTS_SKIP are refused (INVALID_FIELD), because the store may wait for
+        rows of the existing capture, and its manifest may fill a message. Use OpenCapture for them.
 
         Errors:
         * INVALID_ARGUMENT, INVALID_FIELD: `opens` is empty or too long; nothing is opened.

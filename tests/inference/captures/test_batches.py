@@ -229,12 +229,14 @@ async def test_a_queued_open_of_a_call_that_breaks_is_not_repeated_but_the_other
 
 
 class EarlyRowsStore(FakeStore):
-    """Takes rows before the open of their capture, unless `refuses_early_rows`."""
+    """Takes rows before the open of their capture, and says so before it opens any."""
 
-    refuses_early_rows = False
+    def __init__(self):
+        super().__init__()
+        self.takes_early_rows = True
 
     async def OpenCaptures(self, request, context):
-        yield store_pb2.OpenCapturesResponse(takes_early_rows=not self.refuses_early_rows)
+        yield store_pb2.OpenCapturesResponse(takes_early_rows=self.takes_early_rows)
         async for response in super().OpenCaptures(request, context):
             yield response
 
@@ -278,11 +280,11 @@ async def test_rows_wait_again_if_the_store_fails_or_becomes_older(monkeypatch):
         store.gate.set()
         await asyncio.gather(*start(keeper, "c", on_queued=lambda: queued.append("c")))
         await asyncio.gather(*start(keeper, "d", on_queued=lambda: queued.append("d")))
-        store.refuses_early_rows = True
+        store.takes_early_rows = False
         await asyncio.gather(*start(keeper, "e", on_queued=lambda: queued.append("e")))
         await asyncio.gather(*start(keeper, "f", on_queued=lambda: queued.append("f")))
         assert queued == ["b", "d", "e"]
-        store.refuses_early_rows = False
+        store.takes_early_rows = True
         await asyncio.gather(*start(keeper, "g"))
         store.is_older = True
         await asyncio.gather(*start(keeper, "h", on_queued=lambda: queued.append("h")))
