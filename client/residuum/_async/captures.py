@@ -17,11 +17,13 @@ from residuum.protocol.deadlines import Deadline, get_request, label_request, li
 from residuum.protocol.deleting import check_deletion
 from residuum.protocol.listing import Listing, check_place, read_token
 from residuum.protocol.many import (
+    MESSAGE_STREAMS,
     check_choice,
     check_filter,
     check_ids,
     check_some,
     is_many,
+    most_streams,
     split_reads,
     warn_of_left_out,
 )
@@ -555,7 +557,10 @@ class AsyncCaptureClient(AsyncDeletionClient):
         names = check_ids(capture_ids)
         if plan is None:
             return []
-        parts = split_reads(names)
+        count = most_streams(names)
+        if count > MESSAGE_STREAMS and not await self._has_memory(names[0], timeout):
+            count = MESSAGE_STREAMS
+        parts = split_reads(names, count)
         try:
             return await self._read_parts(parts, plan, timeout, progress=progress)
         except exc.UnknownCapture:

@@ -123,6 +123,15 @@ class StoreClient:
                 self._memories.give_back(memory, clean=True)
         return problems
 
+    def _has_memory(self, capture_id: str, timeout: float | None) -> bool:
+        """Tell whether rows of a capture's likely store come through shared memory."""
+        self._known_stores()
+        [(endpoint, _)] = self._stores.by_likely_store([capture_id])
+        memory = self._borrow_memory(endpoint, Deadline(timeout))
+        if memory is not None:
+            self._memories.give_back(memory, clean=True)
+        return memory is not None
+
     def _borrow_memory(self, endpoint: str, deadline: Deadline) -> ReadMemory | None:
         """Return shared memory for a read from a store; None if its rows are to come in messages."""
         memory = self._memories.borrow(endpoint)

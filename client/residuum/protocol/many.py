@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _MAX_STREAMS = 4
 """Streams that read captures at the same time. Each may have a shared memory with the store."""
 
+MESSAGE_STREAMS = 2
+"""The most if rows come in messages. Threads that receive messages need Python's lock: more streams read slower."""
+
 _CORES_PER_STREAM = 2
 """A stream keeps about two cores busy: one here, and one in the store if it is on this machine."""
 
@@ -50,9 +53,13 @@ def check_ids(requests: Iterable[RequestLike]) -> list[str]:
     return list(dict.fromkeys(map(check_capture_id, requests)))
 
 
-def split_reads(capture_ids: list[str]) -> list[list[str]]:
-    """Split captures into parts to read at the same time: one, or several on a machine with many cores."""
-    count = max(1, min(_MAX_STREAMS, (os.cpu_count() or 1) // _CORES_PER_STREAM, len(capture_ids) // _MIN_PART))
+def most_streams(capture_ids: list[str]) -> int:
+    """Return how many streams read captures at the same time: one, or several on a machine with many cores."""
+    return max(1, min(_MAX_STREAMS, (os.cpu_count() or 1) // _CORES_PER_STREAM, len(capture_ids) // _MIN_PART))
+
+
+def split_reads(capture_ids: list[str], count: int) -> list[list[str]]:
+    """Split captures into parts, one for each stream."""
     return [capture_ids[lane::count] for lane in range(count)]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum.protocol.many import split_reads
+from residuum.protocol.many import MESSAGE_STREAMS, most_streams, split_reads
 from residuum.v1 import store_pb2
 from tests.client.support.flaky_store import Unknown
 from tests.client.support.peer import HIDDEN, POST, PRE, rows
@@ -308,7 +308,7 @@ def many_cores(monkeypatch):
 def test_cores_and_captures_decide_the_number_of_streams(monkeypatch, cores, captures, parts):
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     names = [f"c{number}" for number in range(captures)]
-    found = split_reads(names)
+    found = split_reads(names, most_streams(names))
     assert [len(part) for part in found] == parts
     assert sorted(name for part in found for name in part) == sorted(names)
 
@@ -316,6 +316,13 @@ def test_cores_and_captures_decide_the_number_of_streams(monkeypatch, cores, cap
 async def test_with_many_cores_a_list_is_read_in_several_streams(many_cores, reader, flaky, replies):
     found = await reader.activations(replies)
     assert sorted(asked(flaky)) == sorted([reply.request_id] for reply in replies)
+    assert [acts.manifest.capture_id for acts in found] == [reply.request_id for reply in replies]
+
+
+async def test_rows_in_messages_come_in_fewer_streams(many_cores, make, endpoint, flaky, replies):
+    reader = make(endpoint, store=flaky.endpoint, shared_memory=False)
+    found = await reader.activations(replies)
+    assert len(asked(flaky)) == MESSAGE_STREAMS
     assert [acts.manifest.capture_id for acts in found] == [reply.request_id for reply in replies]
 
 
