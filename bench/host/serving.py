@@ -24,7 +24,7 @@ from bench.processes import Helper
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.gpu import copy_check, kernel, streamed_sink
+from inference_svc.taps.gpu import copy_check, host_copies, streamed_sink
 from inference_svc.taps.gpu import tap as gpu_tap
 from inference_svc.taps.gpu.block_copies import BlockCopies
 from inference_svc.taps.plan import Capture, RequestPlan
@@ -220,7 +220,7 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         def synchronize(self) -> None:
             time.sleep(max(clock.copies - time.perf_counter(), 0.0))
 
-    def copy_out(rows: torch.Tensor, target: kernel.HostPointer) -> None:
+    def copy_out(rows: torch.Tensor, target: host_copies.HostPointer) -> None:
         start = target.address - producer.memory.ctypes.data
         values = rows.view(torch.uint8).numpy()  # numpy gives up the GIL as torch does, and starts no threads
         producer.memory[start : start + values.size].reshape(values.shape)[:] = values
@@ -229,7 +229,7 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
     def start(copies: BlockCopies) -> None:
         for first, to, units, words, stride in copies._views[copies._turn][: copies._count].tolist():  # noqa: SLF001
             source = copies._pool.flatten()[first : first + units * stride].view(units, stride)  # noqa: SLF001
-            copy_out(source[:, :words], kernel.HostPointer(producer.memory.ctypes.data + 4 * to, torch.int32))
+            copy_out(source[:, :words], host_copies.HostPointer(producer.memory.ctypes.data + 4 * to, torch.int32))
         copies._count = 0  # noqa: SLF001
 
     simulated = TorchWithoutCuda()
@@ -241,7 +241,7 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         mock.patch.object(streamed_sink, "TOGETHER_BYTES", streamed_sink.TOGETHER_BYTES * _NARROW // WIDTH),
         mock.patch.object(copy_check, "torch", simulated),
         mock.patch.object(gpu_tap, "torch", simulated),
-        mock.patch.object(kernel, "copy_out", copy_out),
+        mock.patch.object(host_copies, "copy_out", copy_out),
         mock.patch.object(BlockCopies, "start", start),
     ):
         yield

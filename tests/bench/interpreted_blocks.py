@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.encodings import blocks
-from inference_svc.taps.gpu import kernel
+from inference_svc.taps.gpu import host_copies
 
 memory = np.zeros(1 << 21, dtype=np.uint8)
 
@@ -47,5 +47,5 @@ def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
+    host_copies.HostPointer = host_tensor  # type: ignore[assignment,misc]
     sys.stdout.write(json.dumps(blocks.measure(2, 48, Interpreter(), (3, 20))))

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.kernel import COPY_PROGRAMS, COPY_WARPS, HostPointer
+from inference_svc.taps.gpu.host_copies import COPY_PROGRAMS, COPY_WARPS, HostPointer
 from inference_svc.taps.gpu.launching import Launcher
 
 if TYPE_CHECKING:

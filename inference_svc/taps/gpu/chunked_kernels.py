@@ -1,8 +1,9 @@
 # ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
 """The kernels of the tap that handle a row in chunks, so that rows of any width fit the registers.
 
-`tap` does what `kernel.tap` does, for rows wider than `tables.MAX_RESIDENT`. `tap_copy` captures rows that cannot be
-steered, and copies them in the same pass. `tap_experts` captures the experts that a router chose.
+`tap` is for rows wider than `tables.MAX_RESIDENT`. It does what `kernel.tap` does, but adds every vector to the sum.
+`tap_copy` captures rows that cannot be steered, and copies them in the same pass. `tap_experts` captures the experts
+that a router chose.
 
 A kernel that needs more registers than a GPU has spills them to memory. This is slow, and ptxas has computed wrong
 addresses in such a kernel: a value that it computed again came from a register with new contents.
@@ -70,7 +71,7 @@ def _sum_of_products(row, other, width, CHUNK: tl.constexpr):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _opening(row, width, code, entry, count, bank, inverse_norms, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return how far the gate of an operation is open for a row, as `kernel._opening` does."""
+    """Return how far the gate of an operation is open for a row, as `resident_steering._opening` does."""
     opening = tl.full((), 1.0, dtype=tl.float32)
     if code & GATED:
         gate = tl.load(entry + 3)
@@ -120,7 +121,7 @@ def _apply_in_chunks(row, width, entry, count, bank, inverse_norms, max_abs, sco
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _keep_chunk(destination, before, after, columns, width, row_line, pool):  # type: ignore[no-untyped-def]
-    """Store a chunk of a row into its block, as `kernel._keep` stores a row."""
+    """Store a chunk of a row into its block, as `resident_rows.keep` stores a row."""
     if destination >= 0:
         kept = tl.where((destination & 1) != 0, before, after)
         tl.store(place_of(destination, width, row_line, pool) + columns, kept, mask=columns < width)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from inference_svc.taps.gpu import kernel
+from inference_svc.taps.gpu import host_copies
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int,
         bytes_ = block.view(torch.uint8)
         bytes_.copy_((torch.arange(bytes_.numel()) % 251).view(bytes_.shape))  # a prime: neighbouring rows differ
         rows = block[:, :positions]
-        kernel.copy_out(rows, kernel.HostPointer(address, rows.dtype))
+        host_copies.copy_out(rows, host_copies.HostPointer(address, rows.dtype))
         same = _arrived(rows, ring)
         if whole.is_possible:
             whole.add(0, units, positions, positions + 1, 0)

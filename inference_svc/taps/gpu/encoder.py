@@ -13,7 +13,7 @@ import torch
 
 from inference_svc.taps.element_types import cast_of
 from inference_svc.taps.encodings.sae_encoder import GROUP_ELEMENTS, SAEEncoder, rounds_factors
-from inference_svc.taps.gpu import encoding_kernels, kernel
+from inference_svc.taps.gpu import encoding_kernels, host_copies
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
 from residuum.wire.projection import projection_factor
@@ -86,7 +86,7 @@ class GpuEncoder:
         """
         cast = cast_of(form)
         if cast is not None:
-            kernel.copy_out(rows, kernel.HostPointer(address, cast))  # the copying kernel casts
+            host_copies.copy_out(rows, host_copies.HostPointer(address, cast))  # the copying kernel casts
             return
         for part in self._parts(rows, form):
             staged = self._staged[: part.nbytes]
@@ -198,4 +198,4 @@ class GpuEncoder:
 def _copy_bytes(staged: Tensor, address: int) -> None:
     is_words = not (len(staged) | address) % _WORD
     data = staged.view(torch.int32) if is_words else staged
-    kernel.copy_out(data.view(1, 1, -1), kernel.HostPointer(address, data.dtype))
+    host_copies.copy_out(data.view(1, 1, -1), host_copies.HostPointer(address, data.dtype))

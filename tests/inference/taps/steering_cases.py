@@ -45,18 +45,20 @@ class Case:
         bank.load((row, vector.tobytes()) for row, vector in enumerate(self.vectors))
         return bank
 
-    def layout(self, *, captured: bool = False) -> StepLayout:
+    def layout(self, *, captured: bool = False, before_steering: bool = False) -> StepLayout:
         """Every row belongs to a separate request. As in the engine, rows with equal operations share a program.
 
         Args:
-            captured: Capture each row at POINT, after steering, as the pool's row of the same number.
+            captured: Capture each row at POINT, as the pool's row of the same number.
+            before_steering: Capture rows as they are before steering.
         """
         numbers: dict[Program, int] = {}
         lines = []
         for row, operations in enumerate(self.operations):
             if operations or captured:
                 places = ((capture_pb2.SITE_RESID_POST, (0,)),) if captured else ()
-                program = Program.make(places, steps=[Step.of(operation) for operation in operations])
+                steps = [Step.of(operation) for operation in operations]
+                program = Program.make(places, before_steering=before_steering, steps=steps)
                 lines.append((row, numbers.setdefault(program, len(numbers)), row if captured else NOWHERE, 1))
         return StepLayout(list(numbers), np.array(lines, dtype=np.int64).reshape(-1, 4))
 
@@ -278,20 +280,22 @@ def make_tables(
     return KernelTables(rows.to(device), table, bank, pool, scratch)
 
 
-def check_captured(case: Case, tap: Callable[..., None], device: torch.device = CPU) -> None:
-    """Check that captured rows are those that the model computes from what a tap returns, bit by bit.
+def check_captured(case: Case, tap: Callable[..., None], device: torch.device = CPU, *, before_steering: bool) -> None:
+    """Check that captured rows are those that the model computes from what a tap returns, or gets, bit by bit.
 
     The first row becomes another one, so that there is one that is certainly steered.
     """
     case = replace(case, operations=[[Operation(Kind.SET, 0, (0,), select(), 1.0, 0.0, 0.0)], *case.operations[1:]])
     (rows, width), dtype = case.hidden.shape, case.hidden.dtype
-    pool = BlockPool(rows, width, dtype, device, 0)
-    hidden = case.hidden.to(device, copy=True)
     residual = None if case.residual is None else case.residual.to(device)
-    tap(hidden, residual, POINT, make_tables(case.layout(captured=True), rows, case.bank(device), pool))
-    wanted = hidden if residual is None else (hidden.float() + residual.float()).to(dtype)
-    assert same_bits(pool.memory[:rows], wanted)
+    pool = BlockPool(rows, width, dtype, device, 0)
+    layout = case.layout(captured=True, before_steering=before_steering)
+    hidden = case.hidden.to(device, copy=True)
+    tap(hidden, residual, POINT, make_tables(layout, rows, case.bank(device), pool))
     assert not torch.equal(hidden[0].cpu(), case.hidden[0])
+    seen = case.hidden.to(device) if before_steering else hidden
+    wanted = seen if residual is None else (seen.float() + residual.float()).to(dtype)
+    assert same_bits(pool.memory[:rows], wanted)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -98,7 +98,14 @@ def steered_on_gpu(case):
 
 @needs_gpu
 @settings(deadline=None, max_examples=200)
-@given(SEEDS, SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 576, 1024, 11008]), st.booleans())
+@given(
+    SEEDS,
+    SEEDS,
+    DTYPES,
+    st.integers(1, 64),
+    st.sampled_from([2, 70, 576, 1024, 1536, 2560, 4096, 11008]),
+    st.booleans(),
+)
 def test_steering_on_a_gpu_agrees_with_float64_and_depends_on_no_other_row(
     seed, other_seed, dtype, rows, hidden, has_residual
 ):
@@ -111,7 +118,7 @@ def test_steering_on_a_gpu_agrees_with_float64_and_depends_on_no_other_row(
 
 @needs_gpu
 @settings(deadline=None, max_examples=100)
-@given(SEEDS, DTYPES, st.sampled_from([2, 70, 576, 1024]), st.booleans())
+@given(SEEDS, DTYPES, st.sampled_from([2, 70, 576, 1024, 2560, 4096]), st.booleans())
 def test_steering_on_a_gpu_that_moves_nothing_keeps_every_bit_of_rows(seed, dtype, hidden, has_residual):
     case = make_case(seed, dtype, 24, hidden, 1, has_residual=has_residual)
     case.hidden = awkward_rows(dtype, 24, hidden, seed)
@@ -122,17 +129,43 @@ def test_steering_on_a_gpu_that_moves_nothing_keeps_every_bit_of_rows(seed, dtyp
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_no_steering_on_a_gpu_makes_an_infinity_or_nan(dtype, has_residual):
-    check_overflow(make_case(3, dtype, 24, 70, 1, has_residual=has_residual), steered_on_gpu)
+@pytest.mark.parametrize("hidden", [70, 2560, 4096])
+def test_no_steering_on_a_gpu_makes_an_infinity_or_nan(dtype, has_residual, hidden):
+    check_overflow(make_case(3, dtype, 24, hidden, 1, has_residual=has_residual), steered_on_gpu)
 
 
 @needs_gpu
 @settings(deadline=None, max_examples=100)
-@given(SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 577, 1024, 2560, 4095]), st.booleans())
-def test_rows_captured_on_a_gpu_are_those_that_the_model_computes(seed, dtype, rows, hidden, has_residual):
-    """Also rows that are not aligned, of which other threads load an element than stored it."""
+@given(SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 576, 1536, 2560, 4096]))
+def test_the_sum_that_is_normed_on_a_gpu_agrees_with_float64(seed, dtype, rows, hidden):
+    """The sum of the rows and zeros: then the steered sum is what `check` expects of the steered rows."""
+    from tests.inference.taps.gpu import lone_adds
+
+    case = make_case(seed, dtype, rows, hidden, 8, has_residual=False)
+    got = case.hidden.to(CUDA)
+    lone_adds.norm(got, None, POINT, make_tables(case.layout(), rows, case.bank(CUDA)))
+    case.check(got.cpu())
+
+
+@needs_gpu
+@settings(deadline=None, max_examples=100)
+@given(SEEDS, DTYPES, st.integers(1, 64), st.sampled_from([2, 70, 577, 1024, 2560, 4095]), st.booleans(), st.booleans())
+def test_rows_captured_on_a_gpu_are_those_that_the_model_computes(
+    seed, dtype, rows, hidden, has_residual, before_steering
+):
+    """Also rows that are not aligned: there, one thread may load an element that another stores."""
     from inference_svc.taps.gpu import chunked_kernels, kernel
 
     case = make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
     for tap in (kernel.tap, chunked_kernels.tap):
-        check_captured(case, tap, CUDA)
+        check_captured(case, tap, CUDA, before_steering=before_steering)
+
+
+@needs_gpu
+@settings(deadline=None, max_examples=20)
+@given(SEEDS, DTYPES, st.sampled_from([2, 70, 577, 2560, 4096]))
+def test_operations_that_move_nothing_change_no_bit_of_an_add_on_a_gpu(seed, dtype, hidden):
+    from tests.inference.taps.gpu import lone_adds
+
+    for tap in (lone_adds.kernel.tap, lone_adds.norm):
+        lone_adds.check_lone_adds(tap, dtype, hidden, seed, CUDA)

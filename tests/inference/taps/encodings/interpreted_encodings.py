@@ -16,7 +16,7 @@ import torch
 
 from inference_svc.taps.encodings import sae_encoder
 from inference_svc.taps.gpu import encoder as gpu_encoder
-from inference_svc.taps.gpu import encoding_kernels, kernel
+from inference_svc.taps.gpu import encoding_kernels, host_copies
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
 from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
 from tests.inference.taps.encodings.encoder_cases import Case, cases
@@ -36,7 +36,7 @@ def main() -> None:
     Features and random projections are computed by torch's product, and by the kernel for devices on which torch rounds
     factors to TF32.
     """
-    kernel.HostPointer = host_tensor  # type: ignore[assignment,misc]
+    host_copies.HostPointer = host_tensor  # type: ignore[assignment,misc]
     whole = encoding_kernels._CHUNK
     for case in cases(((48, 16), (ODD, 7))):
         encoding_kernels._CHUNK = 32 if case.form.width == ODD else whole

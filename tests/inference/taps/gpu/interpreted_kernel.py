@@ -23,7 +23,7 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
-from inference_svc.taps.gpu import chunked_kernels, kernel
+from inference_svc.taps.gpu import chunked_kernels, host_copies, kernel
 from inference_svc.taps.gpu.block_copies import BlockCopies
 from inference_svc.taps.gpu.score_copies import copy_scores
 from inference_svc.taps.plan import Kind
@@ -33,6 +33,7 @@ from inference_svc.taps.steps.programs import Program, Step
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import MAX_PROBE_OUTPUTS
 from tests.inference.taps import steering_cases as steering
+from tests.inference.taps.gpu.lone_adds import check_lone_adds, norm
 
 LAYERS, ROWS, CPU = 3, 12, torch.device("cpu")
 POINTS = TapPoints(0, LAYERS)
@@ -65,7 +66,7 @@ def main() -> None:
         ("blocks", block_copy_differences),
     )
     differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
-    for seed, (name, has_residual, hidden) in enumerate(product(dtypes, (False, True), (2, 48, 70))):
+    for seed, (name, has_residual, hidden) in enumerate(product(dtypes, (False, True), (2, 70, 96))):
         tap = chunked_kernels.tap if (seed + seed // 6) % 2 else kernel.tap
         rows = (1, 5, 24)[(seed + seed // 3) % 3]
         check_steering(
@@ -76,6 +77,10 @@ def main() -> None:
         for has_residual, tap in ((False, chunked_kernels.tap), (True, kernel.tap)):
             case = steering.make_case(3, getattr(torch, name), 24, 70, 1, has_residual=has_residual)
             steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
+    case = steering.make_case(3, torch.float16, 24, 70, 1, has_residual=False)
+    steering.check_overflow(case, lambda case: normed(case, torch.zeros_like(case.hidden))[1])
+    for seed, (name, tap) in enumerate(product(dtypes, (kernel.tap, norm))):
+        check_lone_adds(tap, getattr(torch, name), 70, seed)
     json.dump(differences, sys.stdout)
 
 
@@ -94,7 +99,7 @@ def tap_differences(
     rng: np.random.Generator,
     dtype: torch.dtype,
     tap: Tap = kernel.tap,
-    widths: Sequence[tuple[int, bool]] = ((48, True), (72, True), (64, False), (112, True)),
+    widths: Sequence[tuple[int, bool]] = ((48, True), (72, True), (64, False), (96, True), (112, True)),
     rows: torch.dtype | None = None,
 ) -> list[float]:
     worst = [0.0, 0.0]
@@ -113,7 +118,7 @@ def tap_differences(
 
 def norm_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
     worst = [0.0, 0.0]
-    for hidden, plus_one in ((48, True), (72, False), (64, False)):
+    for hidden, plus_one in ((48, True), (72, False), (64, False), (96, True)):
         cpu, gpu, pools = prepare(rng, hidden, dtype)
         weight = torch.randn(hidden).to(dtype)
         for layer in range(LAYERS):
@@ -170,7 +175,7 @@ def copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float
     for units, capacity, positions in ((3, 200, 130), (1, 32, 32), (5, 40, 1)):
         rows = pool[7 : 7 + units * capacity].view(units, capacity, -1)[:, :positions]
         target = torch.zeros(units * positions * 48 + 1, dtype=dtype)
-        kernel.copy_out(rows, target)
+        host_copies.copy_out(rows, target)
         worst += [distance(target[:-1], rows.reshape(-1)), float(target[-1].abs())]
     del rng
     return worst
@@ -206,7 +211,8 @@ def check_steering(case: steering.Case, seed: int, tap: Tap) -> None:
     beside = steering.neighbours(case, mine, seed + 1000)
     assert steering.same_bits(got[mine], steered(beside, tap)[mine]), "a row depends on other rows of the batch"
     if dtype != torch.bfloat16:  # captured rows must have the bits that PyTorch's rounding gives; see above
-        steering.check_captured(case, tap)
+        for before_steering in (False, True):
+            steering.check_captured(case, tap, before_steering=before_steering)
     case.hidden = steering.awkward_rows(dtype, rows, hidden, seed)
     case.operations = [steering.idle_operations()[row % 6 :] if row % 4 else [] for row in range(rows)]
     assert steering.same_bits(steered(case, tap), case.hidden), "an operation that moves nothing changed a row"
@@ -259,16 +265,17 @@ def check_score_copies(rng: np.random.Generator) -> None:
 
 def check_idle_norm(case: steering.Case) -> None:
     """Check that the folded norm returns the same sum, bit by bit, with operations that move nothing and with none."""
-    weight = torch.ones(case.hidden.shape[1], dtype=case.hidden.dtype)
-
-    def run(tables: kernel.KernelTables) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernel.tap_norm(case.hidden, case.residual, weight, 1e-5, steering.POINT, tables, plus_one=False)
-
-    tables = tables_of(case)
-    nobody = tables._replace(rows=torch.full_like(tables.rows, -1))
-    case.residual = case.hidden.flip(0)  # negative and positive zeros add up
-    for one, other in zip(run(tables), run(nobody), strict=True):
+    residual = case.hidden.flip(0)  # negative and positive zeros add up
+    steered_rows = normed(case, residual)
+    case.operations = [[]] * len(case.hidden)
+    for one, other in zip(steered_rows, normed(case, residual), strict=True):
         assert steering.same_bits(one, other), "an operation that moves nothing changed a norm"
+
+
+def normed(case: steering.Case, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the folded norm of the steered sums, and these."""
+    weight = torch.ones(case.hidden.shape[1], dtype=case.hidden.dtype)
+    return kernel.tap_norm(case.hidden, residual, weight, 1e-5, steering.POINT, tables_of(case), plus_one=False)
 
 
 def steered(case: steering.Case, tap: Tap) -> torch.Tensor:

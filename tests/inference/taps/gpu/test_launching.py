@@ -26,9 +26,11 @@ from inference_svc.taps.gpu import (  # noqa: E402
     encoding_kernels,
     kernel,
     launching,
+    norm_kernel,
     score_copies,
+    tap_kernel,
 )
-from inference_svc.taps.gpu.kernel import HostPointer  # noqa: E402
+from inference_svc.taps.gpu.host_copies import HostPointer  # noqa: E402
 from inference_svc.taps.gpu.launching import Launcher  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -95,8 +97,8 @@ def plain(argument):
 
 
 FUNCTIONS = (
-    kernel._tap_kernel,
-    kernel._tap_norm_kernel,
+    tap_kernel.tap_kernel,
+    norm_kernel.tap_norm_kernel,
     chunked_kernels._tap_kernel,
     chunked_kernels._tap_copy_kernel,
     chunked_kernels._tap_experts_kernel,
@@ -354,4 +356,4 @@ def test_constants_must_be_all_that_is_left_of_the_parameters(gpu):
 
 def test_the_installed_triton_is_a_tested_one():
     """Otherwise the taps are slower: run `make test-triton` with this version, and add it to `launching`."""
-    assert launching._keeping(kernel._tap_kernel)
+    assert launching._keeping(tap_kernel.tap_kernel)
