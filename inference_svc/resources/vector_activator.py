@@ -75,14 +75,32 @@ class VectorActivator:
         Raises:
             Failure: A vector is no longer in the cache, or no room came free in time.
         """
-        if not names:
-            yield {}
-            return
-        rows = await self._acquire(names, held)
+        rows = self.take_loaded(names)
+        if rows is None:
+            rows = await self._acquire(names, held)
         try:
             yield rows
         finally:
-            await asyncio.shield(self._release(names))
+            await self.release(names)
+
+    def take_loaded(self, names: Sequence[bytes]) -> dict[bytes, int] | None:
+        """Hold vectors without waiting if they are in the banks already, and no request that waits needs their rows.
+
+        Returns:
+            The row of each vector; `release` them later. None: nothing is held, use `active`.
+        """
+        if any(name not in self._rows for name in names):
+            return None
+        if self._turns and any(name not in self._users for name in names):
+            return None
+        self._add_users(names)
+        return self._used(names)
+
+    async def release(self, names: Sequence[bytes]) -> None:
+        """Stop holding vectors."""
+        self._drop_users(names)
+        if self._turns:
+            await asyncio.shield(self._notify())
 
     async def _acquire(self, names: Sequence[bytes], held: int) -> dict[bytes, int]:
         if held + len(names) > self._total:
@@ -140,8 +158,7 @@ class VectorActivator:
 
     async def _activate(self, names: Sequence[bytes]) -> dict[bytes, int]:
         self._cache.check_present(name for name in names if name not in self._rows)
-        for name in names:
-            self._users[name] = self._users.get(name, 0) + 1
+        self._add_users(names)
         fresh = {name: self._take_row() for name in names if name not in self._rows}
         try:
             if fresh:
@@ -151,14 +168,21 @@ class VectorActivator:
             self._drop_users(names)
             raise
         self._rows.update(fresh)
+        return self._used(names)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _used(self, names: Sequence[bytes]) -> dict[bytes, int]:
+        """Return the rows of vectors, which are used now."""
         for name in names:
             self._rows.move_to_end(name)
         return {name: self._rows[name] for name in names}
 
-    async def _release(self, names: Sequence[bytes]) -> None:
-        async with self._changed:
-            self._drop_users(names)
-            self._changed.notify_all()
+    def _add_users(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._users[name] = self._users.get(name, 0) + 1
 
     def _drop_users(self, names: Sequence[bytes]) -> None:
         for name in names:
@@ -201,9 +225,23 @@ class VectorHold:
         Raises:
             Failure: A vector is no longer in the cache, or no room came free in time.
         """
-        new = {self._name(digest): digest for digest in digests if digest not in self.rows}
+        new = self._new(digests)
         rows = await self._stack.enter_async_context(self._activator.active(list(new), held=len(self.rows)))
         self.rows.update({new[name]: row for name, row in rows.items()})
+
+    def add_loaded(self, digests: Iterable[bytes]) -> bool:
+        """Hold more vectors without waiting, if that is possible; see `VectorActivator.take_loaded`."""
+        new = self._new(digests)
+        rows = self._activator.take_loaded(list(new))
+        if rows is None:
+            return False
+        self._stack.push_async_callback(self._activator.release, list(new))
+        self.rows.update({new[name]: row for name, row in rows.items()})
+        return True
+
+    def _new(self, digests: Iterable[bytes]) -> dict[bytes, bytes]:
+        """Return the digests that are not held yet, by the vectors' names."""
+        return {self._name(digest): digest for digest in digests if digest not in self.rows}
 
     def _name(self, digest: bytes) -> bytes:
         return vector_name(OPERATOR if digest in self._operator_digests else self._tenant, digest)

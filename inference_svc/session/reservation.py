@@ -46,7 +46,8 @@ class Reservations:
         self, running: Running, vectors: VectorHold, digests: Sequence[bytes], projection: Projection | None
     ) -> AsyncIterator[VectorHold]:
         async with vectors, AsyncExitStack() as signs:
-            if digests:
+            # To wait takes tasks, and each of them a turn of the event loop, which a burst of requests makes long.
+            if digests and not vectors.add_loaded(digests):
                 await unless_interrupted(running.aborted, running.aborted_failure, vectors.add(digests))
             if projection is not None:
                 held = signs.enter_async_context(self._projections.held(projection))

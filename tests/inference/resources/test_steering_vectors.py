@@ -137,6 +137,34 @@ async def test_a_request_whose_vectors_are_loaded_and_idle_waits_for_its_turn():
         assert b.holding[-1] == "b"
 
 
+async def test_loaded_vectors_are_taken_without_a_turn_of_the_event_loop():
+    async with bench(2) as b:
+        assert b.activator.take_loaded([numbered(1).digest]) is None
+        b.start("loads", 1)
+        await settle()
+        await b.end("loads")
+        hold, digest = VectorHold(b.activator), numbered(1).digest
+        assert hold.add_loaded([digest])
+        assert b.bank[hold.rows[digest]] == numbered(1).values
+        b.start("many", 2, 3)  # needs the row, too
+        await settle()
+        assert b.holding == ["loads"]
+        assert not VectorHold(b.activator).add_loaded([numbered(4).digest])
+        async with hold:
+            pass
+        await settle()
+        assert b.holding == ["loads", "many"]
+
+
+async def test_vectors_that_are_being_loaded_are_not_taken_as_loaded():
+    async with bench(2) as b:
+        b.loading.clear()
+        b.start("loads", 1)
+        await settle()
+        assert b.activator.take_loaded([numbered(1).digest]) is None
+        b.loading.set()
+
+
 async def test_a_waiter_that_is_cancelled_leaves_the_queue():
     async with bench(2) as b:
         b.start("holds", 1)
