@@ -31,6 +31,8 @@ class Iteration:
     """Seconds from the submission until every capture was COMPLETE in the store. `settled_seconds` without a store."""
     fetched_seconds: float | None = None
     """Seconds from the submission until a client held every captured row as arrays. None if no client fetched."""
+    first_tokens_seconds: float = 0.0
+    """Seconds from the submission until every request had its first token: all prompts are computed. 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class ModeSummary:
     """The maximum over all rounds."""
     replies_as_stock: float | None
     """The share of replies that equal stock's, token by token. Steering must lower it; capture alone must not."""
+    first_tokens_seconds: Times | None = None
+    """Until every request had its first token. The rest of the generation is decode steps alone."""
 
 
 def summarise(runs: Sequence[Run]) -> list[ModeSummary]:
@@ -134,6 +138,7 @@ def _summarise_mode(runs: Sequence[Run], stock: Sequence[Run]) -> ModeSummary:
         runner=runs[0].runner,
         model_runner=runs[0].model_runner,
         generation_seconds=generation,
+        first_tokens_seconds=times_of(runs, stock, "first_tokens_seconds") if first.first_tokens_seconds else None,
         settled_seconds=times_of(runs, stock, "settled_seconds"),
         completed_seconds=times_of(runs, stock, "completed_seconds"),
         tokens_per_second=first.generated_tokens / generation.median,
@@ -199,11 +204,12 @@ def show(summaries: Sequence[ModeSummary]) -> str:
     """Return the printed table."""
     head = (
         *("mode", "runner", "generation", "over stock", "best", "by round", "last/first"),
-        *("settled", "over stock", "tokens/s", "rows", "MB", "as stock"),
+        *("first tokens", "over stock", "settled", "over stock", "tokens/s", "rows", "MB", "as stock"),
     )
     rows = []
     for summary in summaries:
         generation, settled, same = summary.generation_seconds, summary.settled_seconds, summary.replies_as_stock
+        firsts = summary.first_tokens_seconds
         mode = " batch-invariant" if summary.runner is Runner.BATCH_INVARIANT else ""
         runner = f"{summary.model_runner}{mode}"
         rows.append(
@@ -211,6 +217,7 @@ def show(summaries: Sequence[ModeSummary]) -> str:
                 *(summary.mode.value, runner, f"{generation.median:.3f} s"),
                 *map(percent, (generation.ratio_to_stock, generation.ratio_of_best)),
                 *(", ".join(map(percent, generation.ratio_by_round)), f"{generation.last_over_first:.2f}"),
+                *((f"{firsts.median:.3f} s", percent(firsts.ratio_to_stock)) if firsts else ("", "")),
                 *(f"{settled.median:.3f} s", percent(settled.ratio_to_stock), f"{summary.tokens_per_second:.0f}"),
                 *(f"{summary.rows_per_iteration}", f"{summary.bytes_per_iteration / 1e6:.1f}"),
                 "" if same is None else f"{same:.0%}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from vllm import SamplingParams
@@ -41,9 +41,14 @@ class Subject(Protocol):
         """The model runner of vLLM that it uses."""
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, plan: RequestPlan | None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        plan: RequestPlan | None,
+        on_first: Callable[[], None],
     ) -> list[int]:
-        """Generate, and return the token IDs of the reply."""
+        """Generate, call `on_first` when the first token is there, and return the token IDs of the reply."""
 
     async def call(self, method: str, *arguments: object) -> None:
         """Call a method of `WorkerExtension` in every worker."""
@@ -73,12 +78,15 @@ class StockSubject:
         prompt: Sequence[int],
         sampling: SamplingParams,
         plan: RequestPlan | None,
+        on_first: Callable[[], None],
     ) -> list[int]:
         """See `Subject`. Stock vLLM cannot carry out a plan."""
         assert plan is None  # noqa: S101 - modes with a plan never run on stock
         reply: list[int] = []
         # Uses the service's loop over vLLM's outputs, so that only the taps differ.
         async for delta in stream(self.llm, {"prompt_token_ids": list(prompt)}, sampling.clone(), request_id):
+            if not reply:
+                on_first()
             reply.extend(delta.token_ids)
         return reply
 
@@ -121,11 +129,18 @@ class TappedSubject:
         return cls(engine)
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, plan: RequestPlan | None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        plan: RequestPlan | None,
+        on_first: Callable[[], None],
     ) -> list[int]:
         """See `Subject`."""
         reply: list[int] = []
         async for delta in self.engine.generate(request_id, prompt, sampling, plan, None):
+            if not reply:
+                on_first()
             reply.extend(delta.token_ids)
         return reply
 
@@ -156,6 +171,8 @@ class Batch(NamedTuple):
     """The time of the submission, on `time.perf_counter`."""
     ended: float
     """The time of the last token of the last reply."""
+    prompted: float | None = None
+    """The time at which every request had its first token; None if unknown."""
 
 
 async def generate_batch(
@@ -163,9 +180,13 @@ async def generate_batch(
 ) -> Batch:
     """Generate `decode` tokens greedily for each prompt, all submitted at the same time."""
     sampling = SamplingParams(max_tokens=decode, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    return await timed_batch(
-        (subject.generate(name, prompt, sampling, plans[name]) for name, prompt in prompts.items()), decode
-    )
+    firsts: list[float] = []
+
+    def note() -> None:
+        firsts.append(time.perf_counter())
+
+    requests = (subject.generate(name, prompt, sampling, plans[name], note) for name, prompt in prompts.items())
+    return (await timed_batch(requests, decode))._replace(prompted=max(firsts))
 
 
 async def timed_batch(requests: Iterable[Awaitable[list[int]]], decode: int) -> Batch:
