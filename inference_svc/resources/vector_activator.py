@@ -47,6 +47,8 @@ class VectorActivator:
         self._rows: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._users: dict[bytes, int] = {}
         self._turns: deque[object] = deque()
+        self._waiting = 0
+        """How many requests wait for rows, or for the lock."""
         self._changed = asyncio.Condition()
 
     @property
@@ -84,22 +86,22 @@ class VectorActivator:
             await self.release(names)
 
     def take_loaded(self, names: Sequence[bytes]) -> dict[bytes, int] | None:
-        """Hold vectors without waiting if they are in the banks already, and no request that waits needs their rows.
+        """Hold vectors without waiting, if all are in the banks, and either all are in use or no request waits.
 
         Returns:
             The row of each vector; `release` them later. None: nothing is held, use `active`.
         """
         if any(name not in self._rows for name in names):
             return None
-        if self._turns and any(name not in self._users for name in names):
+        if self._waiting and any(name not in self._users for name in names):
             return None
         self._add_users(names)
         return self._used(names)
 
     async def release(self, names: Sequence[bytes]) -> None:
-        """Stop holding vectors."""
+        """Stop holding vectors. If requests wait for rows, wait until they know."""
         self._drop_users(names)
-        if self._turns:
+        if names and self._turns:  # a request that waits for the lock looks for room itself
             await asyncio.shield(self._notify())
 
     async def _acquire(self, names: Sequence[bytes], held: int) -> dict[bytes, int]:
@@ -110,9 +112,13 @@ class VectorActivator:
                 needed=held + len(names),
                 allowed=self._total,
             )
-        async with self._changed, self._turn(names):
-            # The lock is held while the banks are written, so no other request uses a row that is half written.
-            return await self._activate(names)
+        self._waiting += 1
+        try:
+            # The lock keeps others from loading meanwhile, and from taking vectors as used that are still being loaded.
+            async with self._changed, self._turn(names):
+                return await self._activate(names)
+        finally:
+            self._waiting -= 1
 
     @asynccontextmanager
     async def _turn(self, names: Sequence[bytes]) -> AsyncIterator[None]:
@@ -167,7 +173,7 @@ class VectorActivator:
             self._free.extend(fresh.values())
             self._drop_users(names)
             raise
-        self._rows.update(fresh)
+        self._rows.update(fresh)  # only now, because `take_loaded` does not wait for the lock
         return self._used(names)
 
     async def _notify(self) -> None:
@@ -175,7 +181,7 @@ class VectorActivator:
             self._changed.notify_all()
 
     def _used(self, names: Sequence[bytes]) -> dict[bytes, int]:
-        """Return the rows of vectors, which are used now."""
+        """Note that vectors are used now, and return their rows."""
         for name in names:
             self._rows.move_to_end(name)
         return {name: self._rows[name] for name in names}
@@ -226,12 +232,16 @@ class VectorHold:
             Failure: A vector is no longer in the cache, or no room came free in time.
         """
         new = self._new(digests)
+        if not new:
+            return
         rows = await self._stack.enter_async_context(self._activator.active(list(new), held=len(self.rows)))
         self.rows.update({new[name]: row for name, row in rows.items()})
 
     def add_loaded(self, digests: Iterable[bytes]) -> bool:
         """Hold more vectors without waiting, if that is possible; see `VectorActivator.take_loaded`."""
         new = self._new(digests)
+        if not new:
+            return True
         rows = self._activator.take_loaded(list(new))
         if rows is None:
             return False

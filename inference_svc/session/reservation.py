@@ -46,7 +46,8 @@ class Reservations:
         self, running: Running, vectors: VectorHold, digests: Sequence[bytes], projection: Projection | None
     ) -> AsyncIterator[VectorHold]:
         async with vectors, AsyncExitStack() as signs:
-            # To wait takes tasks, and each of them a turn of the event loop, which a burst of requests makes long.
+            # `unless_interrupted` starts tasks, which run only in later turns of the event loop. In a burst of
+            # requests, turns are long.
             if digests and not vectors.add_loaded(digests):
                 await unless_interrupted(running.aborted, running.aborted_failure, vectors.add(digests))
             if projection is not None:

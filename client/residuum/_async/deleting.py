@@ -45,8 +45,8 @@ class AsyncDeletionClient(AsyncStoreClient):
         """
         if not capture_ids:
             return {}
-        await self._known_stores()
-        groups = self._stores.by_likely_store(capture_ids, MAX_CAPTURES_PER_DELETION)
+        known = await self._known_stores()
+        groups = self._stores.by_likely_store(capture_ids, known, MAX_CAPTURES_PER_DELETION)
         answers = await io.call_each(self._delete_group, groups, CALLS_AT_ONCE)
         outcomes: dict[str, int | exc.ResiduumError] = {}
         for (_, names), answer in zip(groups, answers, strict=True):

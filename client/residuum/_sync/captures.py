@@ -552,16 +552,17 @@ class CaptureClient(DeletionClient):
         names = check_ids(capture_ids)
         if plan is None:
             return []
-        count = most_streams(names)
-        if count > MESSAGE_STREAMS and not self._has_memory(names[0], timeout):
+        deadline, count = Deadline(timeout), most_streams(names)
+        if count > MESSAGE_STREAMS and not self._has_memory(names, deadline):
             count = MESSAGE_STREAMS
         parts = split_reads(names, count)
         try:
-            return self._read_parts(parts, plan, timeout, progress=progress)
+            return self._read_parts(parts, plan, deadline.remaining(), progress=progress)
         except exc.UnknownCapture:
             if len(parts) == 1:
                 raise
-        return self._read_parts([names], plan, timeout, progress=progress)  # its error names all of them
+        # The error of one stream names all of them.
+        return self._read_parts([names], plan, deadline.remaining(), progress=progress)
 
     def _read_parts(
         self, parts: Sequence[Sequence[str]], plan: ReadPlan, timeout: float | None, *, progress: bool

@@ -46,8 +46,8 @@ class DeletionClient(StoreClient):
         """
         if not capture_ids:
             return {}
-        self._known_stores()
-        groups = self._stores.by_likely_store(capture_ids, MAX_CAPTURES_PER_DELETION)
+        known = self._known_stores()
+        groups = self._stores.by_likely_store(capture_ids, known, MAX_CAPTURES_PER_DELETION)
         answers = io.call_each(self._delete_group, groups, CALLS_AT_ONCE)
         outcomes: dict[str, int | exc.ResiduumError] = {}
         for (_, names), answer in zip(groups, answers, strict=True):

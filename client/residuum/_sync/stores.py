@@ -123,11 +123,11 @@ class StoreClient:
                 self._memories.give_back(memory, clean=True)
         return problems
 
-    def _has_memory(self, capture_id: str, timeout: float | None) -> bool:
-        """Tell whether rows of a capture's likely store come through shared memory."""
-        self._known_stores()
-        [(endpoint, _)] = self._stores.by_likely_store([capture_id])
-        memory = self._borrow_memory(endpoint, Deadline(timeout))
+    def _has_memory(self, capture_ids: Sequence[str], deadline: Deadline) -> bool:
+        """Tell whether the store that likely has most of these captures shares memory with this client."""
+        groups = self._stores.by_likely_store(capture_ids, self._known_stores())
+        endpoint, _ = max(groups, key=lambda group: len(group[1]))
+        memory = self._borrow_memory(endpoint, deadline)
         if memory is not None:
             self._memories.give_back(memory, clean=True)
         return memory is not None
@@ -328,9 +328,10 @@ class StoreClient:
             UnknownCapture: No store holds some of the captures; the message names them.
         """
         deadline, searched = Deadline(timeout), set[str]()
-        is_only = len(self._known_stores()) == 1
+        known = self._known_stores()
+        is_only = len(known) == 1
         missed: dict[str, exc.ResiduumError] = {}
-        waiting = deque(self._stores.by_likely_store(capture_ids))
+        waiting = deque(self._stores.by_likely_store(capture_ids, known))
         while waiting:
             endpoint, names = waiting.popleft()
             reading = ManyReading(plan, names)
@@ -382,7 +383,7 @@ class StoreClient:
                 unknown.append(failure)
         if unknown:
             raise not_found(unknown, total)
-        return self._stores.by_likely_store(missed)
+        return self._stores.by_likely_store(missed, self._known_stores())
 
     def _find_in_time(self, capture_id: str, deadline: Deadline) -> None:
         """Find the store of a capture. If a store that may have it is away, retry as reads do."""

@@ -24,7 +24,8 @@ _MAX_STREAMS = 4
 """Streams that read captures at the same time. Each may have a shared memory with the store."""
 
 MESSAGE_STREAMS = 2
-"""The most if rows come in messages. Threads that receive messages need Python's lock: more streams read slower."""
+"""The most if rows come in messages. Threads that receive messages need Python's lock, and asyncio has one thread: with
+more streams, a client reads slower."""
 
 _CORES_PER_STREAM = 2
 """A stream keeps about two cores busy: one here, and one in the store if it is on this machine."""

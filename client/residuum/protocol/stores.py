@@ -124,13 +124,17 @@ class StoreDirectory:
         return self._stores[0] if len(self._stores) == 1 else None
 
     def by_likely_store(
-        self, capture_ids: Iterable[str], at_most: int = MAX_CAPTURES_PER_READ
+        self,
+        capture_ids: Iterable[str],
+        known_stores: Iterable[StoreAddress],
+        at_most: int = MAX_CAPTURES_PER_READ,
     ) -> list[tuple[str, Sequence[str]]]:
         """Group captures by the endpoint of their store, in groups of at most as many as one call may name.
 
-        If the store of a capture is unknown, it is assumed to be the one that placement chooses for its ID.
+        If the store of a capture is unknown, it is assumed to be the one of `known_stores` that placement chooses for
+        its ID.
         """
-        stores = {store.name: store for store in self._stores}
+        stores = {store.name: store for store in known_stores}
         groups: dict[str, list[str]] = {}
         for capture_id in capture_ids:
             store = self.known(capture_id) or stores[first_rank(stores, capture_id)]

@@ -33,8 +33,10 @@ class _Tapped:
         norm: Any = self
         if residual is None:
             return super().forward(x)  # type: ignore[misc]
+        # As vLLM's own norms do. The parameter itself requires a gradient, for which compiled code may prepare.
+        weight = norm.weight.data
         return op.call_norm(
-            x, residual, norm.weight, norm.variance_epsilon, self.residuum_point, plus_one=self.residuum_plus_one
+            x, residual, weight, norm.variance_epsilon, self.residuum_point, plus_one=self.residuum_plus_one
         )
 
 

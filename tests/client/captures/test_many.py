@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import uuid
@@ -313,17 +314,29 @@ def test_cores_and_captures_decide_the_number_of_streams(monkeypatch, cores, cap
     assert sorted(name for part in found for name in part) == sorted(names)
 
 
+@pytest.mark.usefixtures("shared_memory")
 async def test_with_many_cores_a_list_is_read_in_several_streams(many_cores, reader, flaky, replies):
     found = await reader.activations(replies)
     assert sorted(asked(flaky)) == sorted([reply.request_id] for reply in replies)
     assert [acts.manifest.capture_id for acts in found] == [reply.request_id for reply in replies]
 
 
-async def test_rows_in_messages_come_in_fewer_streams(many_cores, make, endpoint, flaky, replies):
-    reader = make(endpoint, store=flaky.endpoint, shared_memory=False)
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_rows_in_messages_come_in_fewer_streams(many_cores, make, endpoint, flaky, replies, is_old):
+    flaky.missing = {"DescribeStore"} if is_old else set()
+    reader = make(endpoint, store=flaky.endpoint, shared_memory=is_old)
     found = await reader.activations(replies)
     assert len(asked(flaky)) == MESSAGE_STREAMS
     assert [acts.manifest.capture_id for acts in found] == [reply.request_id for reply in replies]
+
+
+async def test_the_time_limit_of_a_list_counts_once_if_the_store_is_silent(many_cores, make, endpoint, replies):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        reader = make(endpoint, store=f"127.0.0.1:{silent.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(residuum.ResiduumError):
+            await reader.activations(replies, timeout=2)
+        assert time.monotonic() - start < 3
 
 
 async def test_the_error_of_several_streams_names_all_unknown_captures(many_cores, client, replies):

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.admission.specs import ResolvedSpec
-from inference_svc.requests.registry import RequestRegistry
+from inference_svc.requests.registry import RequestRegistry, Running
 from inference_svc.resources.vector_activator import VectorActivator, VectorHold
 from inference_svc.resources.vector_cache import VectorCache
+from inference_svc.session.reservation import Reservations
 from residuum.rpc.errors import Failure
 from residuum.v1 import steering_pb2
 from residuum.wire.digests import vector_message
@@ -138,22 +139,77 @@ async def test_a_request_whose_vectors_are_loaded_and_idle_waits_for_its_turn():
 
 
 async def test_loaded_vectors_are_taken_without_a_turn_of_the_event_loop():
-    async with bench(2) as b:
-        assert b.activator.take_loaded([numbered(1).digest]) is None
-        b.start("loads", 1)
+    async with bench(3) as b:
+        used, idle = numbered(1).digest, numbered(2).digest
+        assert b.activator.take_loaded([used]) is None
+        b.start("loads", 1, 2)
         await settle()
         await b.end("loads")
-        hold, digest = VectorHold(b.activator), numbered(1).digest
-        assert hold.add_loaded([digest])
-        assert b.bank[hold.rows[digest]] == numbered(1).values
-        b.start("many", 2, 3)  # needs the row, too
-        await settle()
-        assert b.holding == ["loads"]
-        assert not VectorHold(b.activator).add_loaded([numbered(4).digest])
-        async with hold:
-            pass
+        async with VectorHold(b.activator) as hold:
+            assert hold.add_loaded([used])
+            assert b.bank[hold.rows[used]] == numbered(1).values
+            assert hold.add_loaded([used])
+            b.start("many", 3, 4, 5)  # needs the row, too
+            await settle()
+            async with VectorHold(b.activator) as other:
+                assert other.add_loaded([used])
+                assert not other.add_loaded([idle]), "a request that waits may need its row"
+            assert b.holding == ["loads"]
         await settle()
         assert b.holding == ["loads", "many"]
+
+
+async def test_a_request_that_waits_for_the_end_of_a_load_keeps_its_turn():
+    async with bench(2) as b:
+        b.start("was idle", 1)
+        await settle()
+        await b.end("was idle")
+        b.loading.clear()
+        b.start("loads", 2)
+        await settle()
+        b.start("next", 3)  # needs the row of vector 1
+        await settle()
+        b.loading.set()
+        while "loads" not in b.holding:
+            assert b.activator.take_loaded([numbered(1).digest]) is None
+            await asyncio.sleep(0)
+        assert b.activator.take_loaded([numbered(1).digest]) is None
+        await settle()
+        assert b.holding == ["was idle", "loads", "next"]
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_vectors_are_released_while_others_are_loaded(is_cancelled):
+    async with bench(2) as b:
+        b.start("holds", 1)
+        await settle()
+        b.loading.clear()
+        b.start("loads", 2)
+        await settle()
+        b.start("waits", 3, 4)
+        release = asyncio.create_task(b.activator.release([numbered(1).digest]))
+        await settle()
+        assert numbered(1).digest not in b.activator._users
+        if is_cancelled:
+            release.cancel()
+        b.activator._add_users([numbered(1).digest])  # of "holds", which releases it again
+        b.loading.set()
+        await asyncio.wait({release})
+        await b.end("holds", "loads")
+        assert b.holding == ["holds", "loads", "waits"]
+
+
+async def test_a_request_whose_vectors_are_loaded_starts_no_task(monkeypatch):
+    async with bench(2) as b:
+        b.start("loads", 1)
+        await settle()
+        own = steering_pb2.SteeringOperation(add=steering_pb2.Add(digest=numbered(1).digest))
+        running = Running(
+            "r", ResolvedSpec("r", None, steering_pb2.SteeringSpec(operations=[own])), was_registered=False
+        )
+        monkeypatch.setattr("inference_svc.session.reservation.unless_interrupted", None)
+        async with Reservations(b.activator, None).reserve(running) as hold:
+            assert b.bank[hold.rows[numbered(1).digest]] == numbered(1).values
 
 
 async def test_vectors_that_are_being_loaded_are_not_taken_as_loaded():
