@@ -211,7 +211,7 @@ class _Driver:
             replies=tuple(map(digest, batch.replies)),
             completed_seconds=completed - batch.started,
             fetched_seconds=None if fetched is None else fetched - batch.started,
-            first_tokens_seconds=0.0 if batch.prompted is None else batch.prompted - batch.started,
+            first_tokens_seconds=None if batch.prompted is None else batch.prompted - batch.started,
         )
 
     async def _fetch(self, mode: Mode, capture_ids: Sequence[str]) -> float | None:

@@ -31,8 +31,8 @@ class Iteration:
     """Seconds from the submission until every capture was COMPLETE in the store. `settled_seconds` without a store."""
     fetched_seconds: float | None = None
     """Seconds from the submission until a client held every captured row as arrays. None if no client fetched."""
-    first_tokens_seconds: float = 0.0
-    """Seconds from the submission until every request had its first token: all prompts are computed. 0 if unknown."""
+    first_tokens_seconds: float | None = None
+    """Seconds from the submission until every request had its first token: all prompts are computed. None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,9 @@ def _summarise_mode(runs: Sequence[Run], stock: Sequence[Run]) -> ModeSummary:
         runner=runs[0].runner,
         model_runner=runs[0].model_runner,
         generation_seconds=generation,
-        first_tokens_seconds=times_of(runs, stock, "first_tokens_seconds") if first.first_tokens_seconds else None,
+        first_tokens_seconds=None
+        if first.first_tokens_seconds is None
+        else times_of(runs, stock, "first_tokens_seconds"),
         settled_seconds=times_of(runs, stock, "settled_seconds"),
         completed_seconds=times_of(runs, stock, "completed_seconds"),
         tokens_per_second=first.generated_tokens / generation.median,

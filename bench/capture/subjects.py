@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from vllm import SamplingParams
@@ -17,7 +17,7 @@ from bench.capture import noop_taps
 from inference_svc.engine.arguments import engine_arguments
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.facts import model_runner
-from inference_svc.engine.streams import stream
+from inference_svc.engine.streams import Delta, stream
 from inference_svc.selftest import self_test_replicas
 from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import RequestPlan
@@ -82,13 +82,9 @@ class StockSubject:
     ) -> list[int]:
         """See `Subject`. Stock vLLM cannot carry out a plan."""
         assert plan is None  # noqa: S101 - modes with a plan never run on stock
-        reply: list[int] = []
         # Uses the service's loop over vLLM's outputs, so that only the taps differ.
-        async for delta in stream(self.llm, {"prompt_token_ids": list(prompt)}, sampling.clone(), request_id):
-            if not reply:
-                on_first()
-            reply.extend(delta.token_ids)
-        return reply
+        deltas = stream(self.llm, {"prompt_token_ids": list(prompt)}, sampling.clone(), request_id)
+        return await _reply(deltas, on_first)
 
     async def call(self, method: str, *arguments: object) -> None:
         """See `Subject`."""
@@ -137,12 +133,7 @@ class TappedSubject:
         on_first: Callable[[], None],
     ) -> list[int]:
         """See `Subject`."""
-        reply: list[int] = []
-        async for delta in self.engine.generate(request_id, prompt, sampling, plan, None):
-            if not reply:
-                on_first()
-            reply.extend(delta.token_ids)
-        return reply
+        return await _reply(self.engine.generate(request_id, prompt, sampling, plan, None), on_first)
 
     async def call(self, method: str, *arguments: object) -> None:
         """See `Subject`."""
@@ -156,6 +147,16 @@ class TappedSubject:
     def shutdown(self) -> None:
         """See `Subject`."""
         self.engine.shutdown()
+
+
+async def _reply(deltas: AsyncIterable[Delta], on_first: Callable[[], None]) -> list[int]:
+    """Return the token IDs of a reply, and call `on_first` when the first are there."""
+    reply: list[int] = []
+    async for delta in deltas:
+        if not reply:
+            on_first()
+        reply.extend(delta.token_ids)
+    return reply
 
 
 class WrongTokenCountError(RuntimeError):

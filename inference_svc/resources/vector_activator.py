@@ -114,7 +114,8 @@ class VectorActivator:
             )
         self._waiting += 1
         try:
-            # The lock keeps others from loading meanwhile, and from taking vectors as used that are still being loaded.
+            # With the lock, one request loads at a time. `_users` has its vectors before they are loaded, and others
+            # that wait for the lock must not count on them yet.
             async with self._changed, self._turn(names):
                 return await self._activate(names)
         finally:

@@ -256,11 +256,6 @@ def check_scores() -> None:
             for index, column in enumerate(chosen):
                 wanted[row, column] = x @ case.vectors[index + 1].astype(np.float64)
         assert wanted.any()
-        weight = torch.ones(hidden, dtype=dtype)
-
-        def norm(hidden: torch.Tensor, residual: torch.Tensor | None, point: int, tables: kernel.KernelTables) -> None:
-            kernel.tap_norm(hidden, residual, weight, 1e-5, point, tables, plus_one=False)  # noqa: B023 - called here
-
         for tap in (kernel.tap, chunked_kernels.tap, norm):
             tables = tables_of(case)._replace(scores=torch.zeros(12, MAX_PROBE_OUTPUTS))
             got = case.hidden.clone()
