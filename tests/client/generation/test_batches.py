@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import residuum
+from residuum.transport.batches import BatchResults
 from residuum.v1 import capture_pb2
 from tests.client.support.peer import HIDDEN
 
@@ -185,11 +186,12 @@ def test_an_interrupt_keeps_finished_replies_sync(endpoint, peer, monkeypatch):
 async def test_a_cancelled_batch_keeps_finished_replies_async(endpoint, peer, monkeypatch):
     hold, wait = finish_all_but(peer, 1)
     monkeypatch.setattr(peer, "_deltas", wait)
+    arrived, add = asyncio.Semaphore(0), BatchResults.add
+    monkeypatch.setattr(BatchResults, "add", lambda *arguments: (add(*arguments), arrived.release())[0])
     async with residuum.AsyncClient(endpoint) as client:
         batch = asyncio.ensure_future(client.generate_many([[1], [2], [3]], max_tokens=2))
-        while len(peer.done) < 3 or sum(len(tokens[0]) == 2 for tokens in peer.done.values()) < 2:  # noqa: ASYNC110 - the peer runs in threads
-            await asyncio.sleep(0.001)
-        await client.generate("bbbb", max_tokens=1)  # the replies have arrived by then
+        for _ in range(2):
+            await asyncio.wait_for(arrived.acquire(), 10)
         batch.cancel()
         with pytest.raises(residuum.BatchCancelled) as caught:
             await batch
