@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from inference_svc.engine.streams import Delta
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
+    from inference_svc.session.burst import Burst
     from inference_svc.session.kept_scores import KeptScores
     from inference_svc.session.rules import SequenceRules
     from inference_svc.session.scoring import SequenceScores
@@ -49,6 +50,7 @@ class Generation:
         sequences: Sequence[GeneratedSequence],
         handle: inference_pb2.CaptureHandle | None,
         count_sent: Callable[[int], None],
+        burst: Burst,
         scores: Sequence[SequenceScores] = (),
         rules: Sequence[SequenceRules] = (),
         kept_scores: KeptScores | None = None,
@@ -65,12 +67,14 @@ class Generation:
             sequences: The record of each sequence, to which the tokens are added.
             handle: Tells clients where to find the capture; None if the request captures nothing.
             count_sent: Called with the number of tokens of each delta that is passed on.
+            burst: The requests that arrive at this time: the first event waits for its end, or for the first token.
             scores: The scores of each sequence; empty without probes.
             rules: The rules of each sequence; empty without rules.
             kept_scores: Where the scores that are passed on are added; None: they are not stored.
             ready: Waited for before the first event, while the engine generates already; None: nothing is.
         """
         self._ready = ready
+        self._burst = burst
         self._count_sent = count_sent
         self._kept_scores = kept_scores
         self._scores = scores
@@ -93,7 +97,8 @@ class Generation:
         try:
             if self._ready is not None:
                 await self._ready()
-            await asyncio.sleep(0)  # the engine gets the request before the caller gets its first event
+            self._burst.call_after(self._queue.wake)
+            items = await self._queue.take()  # empty if the burst is over before the first token comes
             yield inference_pb2.GenerateResponse(
                 started=inference_pb2.GenerationStarted(
                     request_id=self._running.request_id, prompt_token_ids=self._token_ids, capture=self._handle
@@ -101,7 +106,8 @@ class Generation:
             )
             open_sequences = len(self._sequences)
             while open_sequences:
-                deltas, ends = _merged(await self._queue.take())
+                deltas, ends = _merged(items or await self._queue.take())
+                items = []
                 for index, delta in deltas.items():
                     for event in self._delta(index, delta):
                         yield event

@@ -24,11 +24,15 @@ class Mailbox(Generic[Item]):
     def put(self, item: Item) -> None:
         """Add an item."""
         self._items.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """End the wait of the reader, if it waits. It then gets no items if there are none."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[Item]:
-        """Return all items in their order, at least one, and leave none. Wait for the first one if there is none."""
+        """Return all items in their order, and leave none. If there is none, wait for the first one or for `wake`."""
         if not self._items:
             if self._loop is None:
                 self._loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from inference_svc.captures.stores import require_stores
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.concurrency import Places
 from inference_svc.requests.replies import NO_CHAT
+from inference_svc.session.burst import Burst
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences, replay
 from inference_svc.session.generation import Generation
@@ -65,6 +66,7 @@ class RequestRunner:
         self._stores = stores
         self._metrics = metrics or InferenceMetrics()
         self._places = places or Places()
+        self._burst = Burst()
         self._changes: dict[str, SteeringChanges] = {}
         """The steering changes of each updatable request that generates, by its path."""
 
@@ -172,6 +174,7 @@ class RequestRunner:
             sequences,
             handle,
             count_sent,
+            self._burst,
             scores,
             rules,
             session.scores,

@@ -32,3 +32,13 @@ async def test_a_reader_that_is_cancelled_loses_no_item():
         await taking
     box.put(2)
     assert await box.take() == [1, 2]
+
+
+async def test_a_woken_reader_takes_nothing():
+    box = Mailbox()
+    box.wake()  # nobody waits
+    taking = asyncio.ensure_future(box.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    box.wake()
+    assert await taking == []

@@ -1,0 +1,80 @@
+"""The first message to a caller waits while more requests arrive."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from inference_svc.session import burst
+from inference_svc.session.burst import Burst
+from tests.inference.service_support import DEADLINE, FakeEngine, ask, running_service, stuck_after
+
+
+class Clock:
+    """Replaces the event loop's timer: a pause ends when the test says so."""
+
+    def __init__(self, monkeypatch):
+        self.timers = []
+        monkeypatch.setattr(burst.asyncio, "get_running_loop", lambda: self)
+
+    def call_later(self, seconds, callback):
+        assert seconds == burst._PAUSE
+        self.timers.append(callback)
+
+    def end_pause(self):
+        (callback,) = self.timers
+        self.timers.clear()
+        callback()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_a_burst_ends_with_a_pause_without_requests(clock):
+    requests, ended = Burst(), []
+    requests.call_after(lambda: ended.append(1))
+    requests.call_after(lambda: ended.append(2))
+    clock.end_pause()
+    assert not ended, "one came during the pause"
+    clock.end_pause()
+    assert ended == [1, 2]
+    assert not clock.timers
+
+
+def test_a_lone_request_waits_for_one_pause_and_the_next_one_too(clock):
+    requests, ended = Burst(), []
+    for number in (1, 2):
+        requests.call_after(lambda number=number: ended.append(number))
+        clock.end_pause()
+        assert ended[-1] == number
+
+
+def test_requests_that_never_pause_wait_for_a_limited_time(clock):
+    requests, ended = Burst(), []
+    for number in range(burst._MAX_PAUSES):
+        assert not ended
+        requests.call_after(lambda number=number: ended.append(number))
+        requests.call_after(lambda number=number: ended.append(number))
+        clock.end_pause()
+    assert len(ended) == 2 * burst._MAX_PAUSES
+
+
+async def test_the_first_event_does_not_wait_for_a_burst_once_there_is_a_token(monkeypatch):
+    monkeypatch.setattr(burst, "_PAUSE", 2 * DEADLINE)
+    async with running_service() as service, asyncio.timeout(DEADLINE):
+        events = await service.events(ask())
+    started, *deltas, finished = events
+    assert started.HasField("started")
+    assert finished.HasField("finished")
+    assert [token for event in deltas for token in event.delta.token_ids] == [1, 2, 3]
+
+
+async def test_the_first_event_does_not_wait_for_the_first_token():
+    engine = FakeEngine()
+    engine.script = stuck_after()
+    async with running_service(engine=engine) as service, asyncio.timeout(DEADLINE):
+        event = await service.stub.Generate(ask()).read()
+    assert event.HasField("started")
