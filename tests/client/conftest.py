@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import time
+from types import SimpleNamespace
 
 import pytest
 
 import residuum
 from residuum.cli import main
+from residuum.protocol import deadlines
+from residuum.transport import connections
 from tests.client.support.flaky_store import FlakyStore
 from tests.client.support.peer import RunningPeer
 from tests.client.support.running_store import RunningStore
@@ -93,6 +97,28 @@ async def make(kind):
 @pytest.fixture
 def client(make, endpoint):
     return make(endpoint, timeout=10)
+
+
+class Clock:
+    """The clock by which a client counts how long a service is away. It stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """What a test adds to it."""
+        self.speed = 0.0
+        """Its seconds for each second that passes."""
+
+    def monotonic(self) -> float:
+        return self.seconds + self.speed * time.monotonic()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replaces the clock of deadlines and retries, so that a test depends neither on the machine nor on its load."""
+    made = Clock()
+    for module in (connections, deadlines):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made.monotonic))
+    return made
 
 
 @pytest.fixture

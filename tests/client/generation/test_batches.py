@@ -106,7 +106,7 @@ def finish_all_but(peer, prompt):
 
     def wait(name, tokens, *arguments):
         if tokens[-1] == prompt:
-            hold.wait(10)
+            assert hold.wait(60)
         return deltas(name, tokens, *arguments)
 
     return hold, wait
@@ -151,7 +151,7 @@ def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer, monkeypatch):
         if tokens[-1] == 1:
             arguments[-1].add_callback(stopped.set)  # the call's context
             running.set()
-            stopped.wait(10)
+            stopped.wait(60)
             return iter(())
         return deltas(name, tokens, *arguments)
 
@@ -159,10 +159,10 @@ def test_dropping_the_replies_stops_the_rest_sync(endpoint, peer, monkeypatch):
     with residuum.Client(endpoint) as client:
         replies = client.generate_as_completed([[1], [2]], max_tokens=1)
         assert next(replies)[0] == 1
-        assert running.wait(10)
+        assert running.wait(60)
         assert not stopped.is_set()
         replies.close()
-        assert stopped.wait(10)
+        assert stopped.wait(30)
 
 
 def test_an_interrupt_keeps_finished_replies_sync(endpoint, peer, monkeypatch):
@@ -191,7 +191,7 @@ async def test_a_cancelled_batch_keeps_finished_replies_async(endpoint, peer, mo
     async with residuum.AsyncClient(endpoint) as client:
         batch = asyncio.ensure_future(client.generate_many([[1], [2], [3]], max_tokens=2))
         for _ in range(2):
-            await asyncio.wait_for(arrived.acquire(), 10)
+            await asyncio.wait_for(arrived.acquire(), 30)
         batch.cancel()
         with pytest.raises(residuum.BatchCancelled) as caught:
             await batch

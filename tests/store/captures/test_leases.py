@@ -11,6 +11,7 @@ from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2
 from store_svc.captures import leases as leases_module
 from store_svc.captures.leases import Leases
+from store_svc.captures.lifecycle import Wait
 from store_svc.server import Store
 from tests.store.support import (
     COMPLETE,
@@ -25,6 +26,7 @@ from tests.store.support import (
     rejections,
     serving,
 )
+from tests.waiting import wait_for
 
 GONE = capture_pb2.INCOMPLETE_REASON_SERVICE_GONE
 LAYERS = [0, 1, 2]
@@ -71,6 +73,14 @@ def test_a_service_that_lives_keeps_its_captures_open(tmp_path: Path) -> None:
         assert client.get("b", wait=30).incomplete_reason == GONE
 
 
+def set_drain(store: Store, seconds: float) -> None:
+    """Change how long the store waits for rows of an abandoned capture."""
+    waits = store._writer._options.waits
+    assert isinstance(waits, dict)
+    waits[Wait.REMNANTS] = seconds
+    store._writer.submit("other", lambda _: None).result(30)  # the writer works out again how long it may sleep
+
+
 def until_abandoned(store: Store) -> None:
     number = store._catalog.number_of(("", "a"))
     end = time.monotonic() + 30
@@ -81,13 +91,14 @@ def until_abandoned(store: Store) -> None:
 
 def test_rows_that_arrive_after_the_lease_has_run_out_are_waited_for(tmp_path: Path) -> None:
     """Shippers outlive their service for a while."""
-    wait = 3.0
-    with store(tmp_path, ending_timeout_seconds=wait) as (running, client):
+    wait = 2.0
+    with store(tmp_path, ending_timeout_seconds=60.0) as (running, client):
         open_of(client, "s")
         until_abandoned(running)
         time.sleep(wait / 4)
         start = time.monotonic()
         client.append([make_chunk(LAYERS, [0])])
+        set_drain(running, wait)
         assert client.get(wait=30).incomplete_reason == GONE
         assert time.monotonic() - start >= wait
         assert client.read()[0] == grid(LAYERS, [0])
@@ -102,16 +113,19 @@ def test_a_seal_that_comes_after_the_lease_has_run_out_counts(tmp_path: Path) ->
 
 
 def test_a_service_that_was_out_of_reach_for_a_moment_keeps_its_captures(tmp_path: Path) -> None:
-    with store(tmp_path) as (running, client):
+    with store(tmp_path, ending_timeout_seconds=60.0) as (running, client):
         open_of(client, "s")
         until_abandoned(running)
+        leases = running._catalog.leases
         feed = running._catalog.feed_of(running._catalog.number_of(("", "a")))
-        end = time.monotonic() + 30
-        while feed.capture.is_abandoned:
-            assert time.monotonic() < end
-            renew(client)
-            time.sleep(0.05)
+        leases.seconds = 60.0
+        renew(client)
+        set_drain(running, DRAIN)
+        wait_for(lambda: not feed.capture.is_abandoned)
         assert client.get().state == OPEN
+        leases.seconds = LEASE
+        renew(client)
+        set_drain(running, DRAIN)  # the lease ends sooner than the writer knows
         assert client.get(wait=30).incomplete_reason == GONE, "its next absence is noticed"
 
 
@@ -131,15 +145,19 @@ def test_a_service_without_leases_is_waited_for_as_before(tmp_path: Path) -> Non
         assert manifest.incomplete_reason == capture_pb2.INCOMPLETE_REASON_TIMED_OUT
 
 
-def test_a_capture_of_a_dead_service_can_be_replaced_before_it_ends(tmp_path: Path) -> None:
-    with store(tmp_path, ending_timeout_seconds=60.0) as (_, client):
+def test_a_capture_of_a_dead_service_can_be_replaced_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    with store(tmp_path, ending_timeout_seconds=60.0) as (running, client):
+        monkeypatch.setattr(running._catalog.leases, "_clock", lambda: now[0])
         open_of(client, "dead")
         description = describe()
         description.service_instance, description.attempt = "new", 1
         request = store_pb2.OpenCaptureRequest(description=description, if_exists=capture_pb2.IF_EXISTS_REPLACE)
         with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
             client.stub.OpenCapture(request)
-        time.sleep(LEASE)
+        now[0] += LEASE
         client.stub.OpenCapture(request)
         assert client.get().description.service_instance == "new"
 
