@@ -490,15 +490,15 @@ async def test_a_lost_capture_is_computed_again(client, peer, prompts, tmp_path)
 
 async def test_a_service_that_was_restarted_elsewhere_is_found_again(endpoint):
     """One is away at first, then starts, and then is at another address."""
-    nowhere, asked = AsyncClient("127.0.0.1:1", timeout=2), []
+    nowhere, asked = AsyncClient("127.0.0.1:1", timeout=30), []
 
     async def find_again(number, client):
         asked.append(number)
         if len(asked) == 1:
             raise residuum.Unreachable("it starts", endpoint=client.endpoint)
-        return client if client.endpoint == endpoint else AsyncClient(endpoint, timeout=5)
+        return client if client.endpoint == endpoint else AsyncClient(endpoint, timeout=30)
 
-    services = Services([AsyncClient(endpoint, timeout=5), nowhere], 4, 30.0, find_again)
+    services = Services([AsyncClient(endpoint, timeout=30), nowhere], 4, 30.0, find_again)
     with pytest.warns(residuum.OutageWarning, match=r"leaves out 127\.0\.0\.1:1"):
         await services.begin()
     await asyncio.wait_for(services._is_back.wait(), 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
@@ -16,6 +17,7 @@ import residuum
 from tests.client.extraction.test_extract import WHAT, check_rows, files, job_id, write_prompts
 from tests.client.support.peer import RunningPeer
 from tests.client.support.running_store import RunningStore
+from tests.waiting import wait_for
 
 COUNT = 200
 FLAGS = ["--capture", "1,4", "--keep", "y,id", "--shard-bytes", "600", "--max-concurrency", "4"]
@@ -60,22 +62,38 @@ def whole(running_peer, tmp_path_factory):
     return folder / "rows"
 
 
-def test_a_job_that_is_killed_makes_the_same_files(source, endpoint, tmp_path, whole):
+def at_most(deltas, prompts, go_on):
+    """Let a number of generations begin, and the others only when an event is set."""
+    begun = itertools.count()
+
+    def held(*arguments):
+        assert next(begun) < prompts or go_on.wait(60)
+        yield from deltas(*arguments)
+
+    return held
+
+
+def test_a_job_that_is_killed_makes_the_same_files(source, endpoint, peer, tmp_path, whole, monkeypatch):
     """It is killed while it writes some shard, three times, and continues each time."""
     chance, out = random.Random(), tmp_path / "killed"
-    kills = 0
+    kills, deltas = 0, peer._deltas
     for least in (1, 4, 8):
+        killed = threading.Event()
+        monkeypatch.setattr(peer, "_deltas", at_most(deltas, 60, killed))  # it cannot end before it is killed
         process = start(source, out, endpoint)
-        while process.poll() is None and shards_of(out) < least:
-            time.sleep(0.002)
+        wait_for(
+            lambda process=process, least=least: process.poll() is not None or shards_of(out) >= least, every=0.002
+        )
         time.sleep(chance.random() * 0.03)
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        killed.set()
         kills += process.returncode == -signal.SIGKILL
         found = residuum.Extracted(out)
         assert least <= shards_of(out)
         assert [line["index"] for line in found.prompts] == list(range(len(found.prompts)))
     assert kills == 3
+    monkeypatch.undo()
     ended(start(source, out, endpoint))
     assert shards_of(out) > 10
     assert files(out) == files(whole)
@@ -145,12 +163,27 @@ async def test_services_may_have_stores_of_their_own(client, source, tmp_path):
         own.stop()
 
 
-def slowly(deltas):
+def slowly(deltas, is_back=None):
+    """Make generations slow; and those after the first 100 very slow, until an event is set."""
+    begun = itertools.count()
+
     def slow(*arguments):
         time.sleep(0.02)
+        if is_back is not None and next(begun) > 100:
+            is_back.wait(2)
         yield from deltas(*arguments)
 
     return slow
+
+
+def noting(deltas, event):
+    """Set an event when a generation begins."""
+
+    def noted(*arguments):
+        event.set()
+        yield from deltas(*arguments)
+
+    return noted
 
 
 async def test_a_service_that_dies_is_left_out_and_taken_back(client, peer, store, source, tmp_path):
@@ -158,14 +191,17 @@ async def test_a_service_that_dies_is_left_out_and_taken_back(client, peer, stor
     dying = RunningPeer(store.endpoint)
     port = int(dying.endpoint.rpartition(":")[2])
     again = []
-    for servicer in (peer, dying.servicer):  # slow, so that some prompts run when it dies, and some are left later
-        servicer._deltas = slowly(servicer._deltas)
+    is_back = threading.Event()
+    # Slow, so that some prompts run when it dies, and some are left when it is back.
+    peer._deltas = slowly(peer._deltas, is_back)
+    dying.servicer._deltas = slowly(dying.servicer._deltas)
 
     def die():
         while dying.servicer.calls.count("Generate") < 20:
             time.sleep(0.005)
         dying.stop()
         again.append(RunningPeer(store.endpoint, port))
+        again[0].servicer._deltas = noting(again[0].servicer._deltas, is_back)
 
     thread = threading.Thread(target=die)
     thread.start()

@@ -214,7 +214,7 @@ async def test_cutting_can_be_cancelled(endpoint, tmp_path, monkeypatch):
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # reading all of them takes 30 s
 
 
 @pytest.fixture

@@ -53,22 +53,22 @@ async def test_a_batch_waits_for_a_service_that_restarts(make, store):
     client = make(first.endpoint, timeout=10)
     await client.info()
     first.stop()
-    started = []
-    with pytest.warns(residuum.OutageWarning, match="does not answer now") as warned:
+    warned, started = pytest.warns(residuum.OutageWarning, match="does not answer now"), []
 
-        def restart():
-            wait_for(lambda: len(warned), "the batch notices that the service is away")
-            started.append(RunningPeer(store.endpoint, int(first.endpoint.rpartition(":")[2])))
+    def restart():
+        wait_for(lambda: len(warned), "the batch notices that the service is away")
+        started.append(RunningPeer(store.endpoint, int(first.endpoint.rpartition(":")[2])))
 
-        thread = threading.Thread(target=restart)
-        thread.start()
-        try:
+    thread = threading.Thread(target=restart)
+    thread.start()
+    try:
+        with warned:
             replies = await client.generate_many(["a"] * 8, max_tokens=1)
-            assert [reply.text for reply in replies] == [" 2"] * 8
-        finally:
-            thread.join()
-            for again in started:
-                again.stop()
+        assert [reply.text for reply in replies] == [" 2"] * 8
+    finally:
+        thread.join()
+        for again in started:
+            again.stop()
 
 
 @pytest.mark.parametrize("timeout", [50, None])
