@@ -143,7 +143,7 @@ def test_a_reader_holds_at_most_two_large_ranges(monkeypatch: pytest.MonkeyPatch
             nonlocal live, peak
             with changed:
                 # The thread that has fetched a range may hold it for a moment longer than the reader.
-                changed.wait_for(lambda: live + length <= bound, 5)
+                changed.wait_for(lambda: live + length <= bound, 20)
                 live += length
                 peak = max(peak, live)
             return memoryview(Counted(length))

@@ -91,8 +91,11 @@ def test_serving_says_what_is_missing(python, tmp_path):
 
 
 def test_import_is_quick(python, tmp_path):
-    """Import time matters in a notebook's first cell. numpy, protobuf and grpc take most of it."""
-    code = "import json, time; t = time.perf_counter(); import residuum; print(json.dumps(time.perf_counter() - t))"
+    """Import time matters in a notebook's first cell. numpy, protobuf and grpc take most of it.
+
+    Only the time of the processor counts, so that it does not matter what else the machine does.
+    """
+    code = "import json, time; t = time.process_time(); import residuum; print(json.dumps(time.process_time() - t))"
     run(python, code, tmp_path)  # the first import writes bytecode
     assert run(python, code, tmp_path) < 5
 

@@ -205,23 +205,25 @@ def test_acquire_waits_until_an_extent_is_given_back(start_producer, connect):
     assert producer.stats().seconds_waited > 0
 
 
-def test_releasing_wakes_a_waiting_acquire(start_producer):
+def test_releasing_wakes_a_waiting_acquire(start_producer, monkeypatch):
+    monkeypatch.setattr(dispatcher, "_TICK_SECONDS", 2 * DEADLINE)  # the next tick must not be the reason
     producer = start_producer(ring_bytes=PAGE)
     extent = producer.acquire(1, block=False)
     thread, result = in_thread(lambda: producer.acquire(PAGE, block=True))
     wait_for(lambda: producer.stats().waits)
     producer.release(extent)
-    thread.join(2)  # see below
+    thread.join(DEADLINE)
     assert result == [Extent(0, PAGE)]
 
 
-def test_closing_wakes_a_waiting_acquire(start_producer):
+def test_closing_wakes_a_waiting_acquire(start_producer, monkeypatch):
+    monkeypatch.setattr(dispatcher, "_TICK_SECONDS", 2 * DEADLINE)  # as above
     producer = start_producer(ring_bytes=PAGE)
     publish(producer, "a", "a")
     thread, result = in_thread(lambda: producer.acquire(1, block=True))
     wait_for(lambda: producer.stats().waits)
     producer.close()
-    thread.join(2)  # the dispatcher also wakes up every 5 s; that must not be the reason
+    thread.join(DEADLINE)
     assert not thread.is_alive()
     assert isinstance(result[0], ProducerClosedError)
 

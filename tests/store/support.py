@@ -21,6 +21,7 @@ from residuum.rpc.channels import open_channel
 from residuum.rpc.errors import Failure, failure_from_rpc_error
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from residuum.wire.frames import append_prefix, checksum, chunk_prefix
+from store_svc.captures.lifecycle import Wait
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
 from tests.waiting import wait_for
@@ -263,6 +264,14 @@ def busy_writer(store: Store) -> Iterator[None]:
     finally:
         ended.set()
         blocking.result(30)
+
+
+def set_wait(store: Store, wait: Wait, seconds: float) -> None:
+    """Change how long captures of a running store may wait for something."""
+    waits = store._writer._options.waits
+    assert isinstance(waits, dict)
+    waits[wait] = seconds
+    store._writer.submit("other", lambda _: None).result(30)  # the writer works out again how long it may sleep
 
 
 def call_errors(store: Store) -> list[dict[str, str]]:

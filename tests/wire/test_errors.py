@@ -238,6 +238,8 @@ def test_a_call_that_ends_before_its_message_is_read_is_no_incident(monkeypatch,
         ask = getattr(channel, method)(f"/residuum.test/{method}")
         ask = ask.future if method == "stream_unary" else ask
         call = ask(iter([b"x"]), timeout=timeout)
+        if timeout is not None and not running.wait(5):  # a busy machine: the call has ended before the handler began
+            call = ask(iter([b"x"]), timeout=20)
         assert running.wait(30)
         if timeout is None:
             call.cancel()

@@ -251,8 +251,11 @@ async def test_requests_behind_a_waiter_that_gives_up_continue_at_once():
         b.start("holds", 1)
         await settle()
         waiting = asyncio.create_task(b.activator.active([numbered(2).digest, numbered(3).digest]).__aenter__())
-        await asyncio.sleep(SOON * 0.8)
+        await settle()
+        b.activator._wait_seconds = LONG
         b.start("small", 4)
+        await settle()
+        assert b.holding == ["holds"]
         await asyncio.wait({waiting})
         assert isinstance(waiting.exception(), Failure)
         await settle()

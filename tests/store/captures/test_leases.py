@@ -25,6 +25,7 @@ from tests.store.support import (
     message,
     rejections,
     serving,
+    set_wait,
 )
 from tests.waiting import wait_for
 
@@ -73,14 +74,6 @@ def test_a_service_that_lives_keeps_its_captures_open(tmp_path: Path) -> None:
         assert client.get("b", wait=30).incomplete_reason == GONE
 
 
-def set_drain(store: Store, seconds: float) -> None:
-    """Change how long the store waits for rows of an abandoned capture."""
-    waits = store._writer._options.waits
-    assert isinstance(waits, dict)
-    waits[Wait.REMNANTS] = seconds
-    store._writer.submit("other", lambda _: None).result(30)  # the writer works out again how long it may sleep
-
-
 def until_abandoned(store: Store) -> None:
     number = store._catalog.number_of(("", "a"))
     end = time.monotonic() + 30
@@ -98,7 +91,7 @@ def test_rows_that_arrive_after_the_lease_has_run_out_are_waited_for(tmp_path: P
         time.sleep(wait / 4)
         start = time.monotonic()
         client.append([make_chunk(LAYERS, [0])])
-        set_drain(running, wait)
+        set_wait(running, Wait.REMNANTS, wait)
         assert client.get(wait=30).incomplete_reason == GONE
         assert time.monotonic() - start >= wait
         assert client.read()[0] == grid(LAYERS, [0])
@@ -120,12 +113,12 @@ def test_a_service_that_was_out_of_reach_for_a_moment_keeps_its_captures(tmp_pat
         feed = running._catalog.feed_of(running._catalog.number_of(("", "a")))
         leases.seconds = 60.0
         renew(client)
-        set_drain(running, DRAIN)
+        set_wait(running, Wait.REMNANTS, DRAIN)
         wait_for(lambda: not feed.capture.is_abandoned)
         assert client.get().state == OPEN
         leases.seconds = LEASE
         renew(client)
-        set_drain(running, DRAIN)  # the lease ends sooner than the writer knows
+        set_wait(running, Wait.REMNANTS, DRAIN)  # the lease ends sooner than the writer knows
         assert client.get(wait=30).incomplete_reason == GONE, "its next absence is noticed"
 
 

@@ -31,7 +31,7 @@ from tests.store.support import (
 from tests.waiting import wait_for
 
 LIMIT = Reason.ERROR_REASON_LIMIT_REACHED
-HASTY = {"first_message_seconds": 0.6, "stall_seconds": 0.6}
+HASTY = {"first_message_seconds": 1.5, "stall_seconds": 1.5}
 """Long enough for callers that do not stall, even on a busy machine."""
 
 
@@ -102,11 +102,18 @@ def test_a_reader_that_does_not_read_is_cancelled(tmp_path: Path) -> None:
 
 def test_an_alarm_rings_only_after_its_timeout() -> None:
     alarm, rung = Alarm(0.2), threading.Event()
-    early: list[str] = []
+    has_ended, early = True, []
+
+    def ring() -> None:
+        if has_ended:  # on a busy machine, even the quick ones may last until the alarm rings
+            early.append("quick")
+
     try:
         for _ in range(100):
-            with alarm.over(lambda: early.append("quick")):
+            has_ended = False
+            with alarm.over(ring):
                 pass
+            has_ended = True
         start = time.monotonic()
         with alarm.over(rung.set):
             assert rung.wait(30)

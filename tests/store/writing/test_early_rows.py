@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,52 @@ def never() -> bool:
     return False
 
 
+class Clock:
+    """Its time passes only while a stream waits for an open. It replaces the module `time` and a condition."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.arrival: tuple[float, Callable[[], None]] = (float("inf"), lambda: None)
+        """What happens during a wait, and when."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.arrival[0]:
+            self.arrival[1]()
+
+    def notify_all(self) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
-def opens(monkeypatch: pytest.MonkeyPatch) -> ArrivedOpens:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(early_rows, "time", made)
+    return made
+
+
+@pytest.fixture
+def opens(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> ArrivedOpens:
     monkeypatch.setattr(early_rows, "WAIT_SECONDS", SHORT)
     monkeypatch.setattr(early_rows, "_LEAST_SECONDS", 0.01)
-    return ArrivedOpens(lambda _: False)
+    made = ArrivedOpens(lambda _: False)
+    monkeypatch.setattr(made, "_condition", clock)
+    return made
 
 
-def seconds_of_wait(waits: OpenWaits, attempt: int, *, arrives: bool = False) -> float:
-    began = time.monotonic()
+def seconds_of_wait(clock: Clock, waits: OpenWaits, attempt: int, *, arrives: bool = False) -> float:
+    began = clock.now
     assert waits.wait_for(NAME, attempt, never) is arrives
-    return time.monotonic() - began
+    return clock.now - began
 
 
 def test_rows_that_come_before_the_open_are_written_after_it(tmp_path: Path) -> None:
@@ -155,44 +191,42 @@ def test_rows_without_an_attempt_do_not_wait(tmp_path: Path, monkeypatch: pytest
         assert rejections(client.send([message(1, range(2), attempt=0)])) == REJECTED
 
 
-def test_captures_that_are_never_opened_delay_a_stream_only_once(opens: ArrivedOpens) -> None:
+def test_captures_that_are_never_opened_delay_a_stream_only_once(opens: ArrivedOpens, clock: Clock) -> None:
     waits = OpenWaits(opens)
-    assert seconds_of_wait(waits, 1) >= SHORT
+    assert seconds_of_wait(clock, waits, 1) == pytest.approx(SHORT)
     assert waits.wait_for(NAME, 1, never), "it was given up"
-    assert sum(seconds_of_wait(waits, attempt) for attempt in range(2, 7)) < SHORT
+    assert sum(seconds_of_wait(clock, waits, attempt) for attempt in range(2, 7)) < SHORT
 
 
-def test_a_stream_regains_its_time(opens: ArrivedOpens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_regains_its_time(opens: ArrivedOpens, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = OpenWaits(opens)
-    seconds_of_wait(waits, 1)
+    seconds_of_wait(clock, waits, 1)
     monkeypatch.setattr(early_rows, "_REGAIN_SECONDS", 1e-9)
-    assert seconds_of_wait(waits, 2) >= SHORT
+    assert seconds_of_wait(clock, waits, 2) == pytest.approx(SHORT)
 
 
 def test_a_stream_that_has_waited_in_vain_still_waits_a_little(
-    opens: ArrivedOpens, monkeypatch: pytest.MonkeyPatch
+    opens: ArrivedOpens, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = OpenWaits(opens)
-    seconds_of_wait(waits, 1)
+    seconds_of_wait(clock, waits, 1)
     monkeypatch.setattr(early_rows, "_LEAST_SECONDS", LONG)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: (time.sleep(SHORT), opens.note([2])))
-        assert seconds_of_wait(waits, 2, arrives=True) >= SHORT / 2
+    clock.arrival = clock.now + LONG / 2, lambda: opens.note([2])
+    assert seconds_of_wait(clock, waits, 2, arrives=True) == pytest.approx(LONG / 2, abs=0.1)
 
 
-def test_waits_that_succeed_cost_nothing(opens: ArrivedOpens) -> None:
+def test_waits_that_succeed_cost_nothing(opens: ArrivedOpens, clock: Clock) -> None:
     waits = OpenWaits(opens)
-    for attempt in range(10):
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: (time.sleep(SHORT / 3), opens.note([attempt + 1])))  # noqa: B023 - runs at once
-            seconds_of_wait(waits, attempt + 1, arrives=True)
-    assert seconds_of_wait(waits, 99) >= SHORT
+    for attempt in range(1, 11):
+        clock.arrival = clock.now + SHORT / 2, partial(opens.note, [attempt])
+        assert seconds_of_wait(clock, waits, attempt, arrives=True) >= SHORT / 3
+    assert seconds_of_wait(clock, waits, 99) == pytest.approx(SHORT)
 
 
-def test_a_stream_that_gives_up_or_ends_leaves_the_others_waiting(opens: ArrivedOpens) -> None:
-    seconds_of_wait(OpenWaits(opens), 1)
+def test_a_stream_that_gives_up_or_ends_leaves_the_others_waiting(opens: ArrivedOpens, clock: Clock) -> None:
+    seconds_of_wait(clock, OpenWaits(opens), 1)
     assert OpenWaits(opens).wait_for(NAME, 1, lambda: True), "it has ended"
-    assert seconds_of_wait(OpenWaits(opens), 1) >= SHORT
+    assert seconds_of_wait(clock, OpenWaits(opens), 1) == pytest.approx(SHORT)
 
 
 def test_the_oldest_opens_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

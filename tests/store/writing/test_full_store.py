@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 import residuum
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, store_pb2
+from store_svc.captures.lifecycle import Wait
 from store_svc.server import Store
 from tests.small_disk import fill, small_disk
 from tests.store.support import (
@@ -26,6 +27,7 @@ from tests.store.support import (
     failing_with,
     rejections,
     serving,
+    set_wait,
 )
 from tests.store.wide import MIB, append_until_full, open_wide, try_to_append, wide_chunk
 from tests.waiting import wait_for
@@ -122,10 +124,13 @@ def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve
         for name in ("sealed", "unsealed"):
             open_wide(client, name)
         client.seal("sealed", generated=[2])
-        filled = append_until_full(client, "unsealed")
-        assert client.get("sealed").state == OPEN
+        filled, before = 0, time.time()
+        while (failure := try_to_append(client, "unsealed", filled)) is None:
+            filled, before = filled + 1, time.time()
+        assert failure.reason == Reason.ERROR_REASON_STORE_FULL
         for name in ("sealed", "unsealed"):
             ended = client.get(name, wait=20)
+            assert ended.end_time.ToNanoseconds() / 1e9 - before >= 0.9, "the store was not full before that"
             assert (ended.state, ended.incomplete_reason) == (INCOMPLETE, STORE_FULL)
             assert "the store was full" in ended.incomplete_detail
         assert client.get("unsealed").num_rows == filled
@@ -142,7 +147,7 @@ def test_captures_that_wait_for_a_full_store_end_after_a_time(small_store: Serve
 
 def test_captures_that_waited_continue_when_there_is_room(small_store: Serve) -> None:
     """The time while the store is full does not count towards the timeout for rows."""
-    with small_store(seal_timeout_seconds=2.0, full_timeout_seconds=60.0) as (_, client):
+    with small_store(seal_timeout_seconds=2.0, full_timeout_seconds=60.0) as (store, client):
         for name in ("doomed", "waiting"):
             open_wide(client, name)
         append_until_full(client, "doomed")
@@ -150,8 +155,10 @@ def test_captures_that_waited_continue_when_there_is_room(small_store: Serve) ->
         client.seal("waiting", generated=[0])
         time.sleep(2.5)  # longer than the seal's timeout
         assert client.get("waiting").state == OPEN
+        set_wait(store, Wait.ROWS, 60.0)
         delete(client, "doomed")
         wait_for(lambda: try_to_append(client, "waiting", 1) is None)
+        set_wait(store, Wait.ROWS, 2.0)
         ended = client.get("waiting", wait=20)
         assert (ended.state, ended.incomplete_reason) == (INCOMPLETE, TIMED_OUT), "the timeout runs again"
 

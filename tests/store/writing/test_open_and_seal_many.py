@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -131,9 +130,8 @@ def test_opens_that_may_wait_for_rows_are_refused_and_the_others_opened(client: 
     client.seal("waiting", generated=[2])
     skip = capture_pb2.IF_EXISTS_SKIP
     opens = [open_request("waiting", 5, if_exists=skip), open_request("a"), open_request("b", if_exists=skip)]
-    start = time.monotonic()
+    # If an open waited for the rows, the call would end with its time limit.
     assert open_many(client, *opens) == [INVALID, OPENED, INVALID]
-    assert time.monotonic() - start < 2
     assert open_many(client, open_request("c", if_exists=skip, check_only=True)) == [OPENED], "it is only a check"
     with failing_with(UNKNOWN):
         client.get("b")
