@@ -338,14 +338,15 @@ def test_many_hits_take_several_messages(client):
     assert len(hits[2000].text_before) == 1024
 
 
-def slow_steps(monkeypatch, searching):
-    """Make each step of a scan wait until the event is set."""
+def slow_steps(monkeypatch, searching, go_on=None):
+    """Make each step of a scan slow, and set an event at the first one. `go_on`: no step ends before it is set."""
     from store_svc.searching import scanning
 
     step = scanning._CaptureScan.step
 
     def slow(self, *arguments):
         searching.set()
+        assert go_on is None or go_on.wait(60)
         threading.Event().wait(0.02)
         return step(self, *arguments)
 
@@ -383,8 +384,8 @@ def test_a_capture_that_is_deleted_during_the_search_is_left_out(tmp_path, monke
 
 
 def test_more_searches_than_the_limit_are_refused_and_all_take_turns(tmp_path, monkeypatch):
-    searching = threading.Event()
-    slow_steps(monkeypatch, searching)
+    searching, go_on = threading.Event(), threading.Event()
+    slow_steps(monkeypatch, searching, go_on)
     with serving(tmp_path / "store", shards=1) as (_, client):
         put(client, "a", np.ones((30, 2)))
         request = store_pb2.SearchRequest(vector=np.ones(2, "<f4").tobytes(), layer=1, max_hits=1)
@@ -393,6 +394,7 @@ def test_more_searches_than_the_limit_are_refused_and_all_take_turns(tmp_path, m
         assert not any(answer.is_last for answer in firsts)
         with failing_with(errors_pb2.ERROR_REASON_LIMIT_REACHED):
             list(client.stub.Search(request, timeout=30))
+        go_on.set()
         assert all(list(call)[-1].hits for call in calls)
 
 
