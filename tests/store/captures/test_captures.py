@@ -12,6 +12,7 @@ import pytest
 from residuum.rpc.errors import Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from store_svc.captures.capture_names import CaptureName
+from store_svc.captures.lifecycle import Wait
 from store_svc.traces import CaptureTraces
 from tests.store.support import (
     ABORTED,
@@ -30,6 +31,7 @@ from tests.store.support import (
     message,
     rejections,
     serving,
+    set_wait,
     wait_request,
 )
 
@@ -152,7 +154,7 @@ def test_a_capture_is_open_until_the_rows_in_flight_have_arrived(patient: Client
     assert rejections(patient.append([make_chunk(LAYERS, range(4, 9))])) == {}
     manifest = patient.get()
     check_ended_as(manifest, ending)
-    assert waiting.result(timeout=10).manifest == manifest
+    assert waiting.result(timeout=30).manifest == manifest
     assert cells_of(manifest.present) == grid(LAYERS, range(5))
     assert not manifest.missing
     assert patient.read()[0] == grid(LAYERS, range(5))
@@ -237,10 +239,11 @@ def test_an_open_capture_has_its_own_timeout(tmp_path: Path) -> None:
 
 
 def test_a_capture_that_is_never_sealed_ends(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", open_timeout_seconds=2.0) as (_, client):
+    with serving(tmp_path / "store", open_timeout_seconds=60.0) as (store, client):
         client.open()
         follow = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", follow=True), timeout=20)
         client.append([make_chunk([0, 1], [0, 1, 4]), make_chunk([2], [0])])
+        set_wait(store, Wait.SEAL, 0.5)
         manifest = client.get(wait=20)
         assert (manifest.state, manifest.incomplete_reason) == (INCOMPLETE, capture_pb2.INCOMPLETE_REASON_TIMED_OUT)
         assert "never sealed" in manifest.incomplete_detail
@@ -264,7 +267,7 @@ def test_waiting_ends_with_the_capture(client: Client) -> None:
     waiter.start()
     client.append([make_chunk(LAYERS, range(5))])
     client.seal(generated=[2])
-    waiter.join(timeout=10)
+    waiter.join(timeout=30)
     assert [manifest.state for manifest in manifests] == [COMPLETE]
 
 
