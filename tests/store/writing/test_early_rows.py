@@ -36,6 +36,12 @@ def sending(client: Client, *messages: bytes) -> Iterator[Future[list[store_pb2.
         yield answers
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows wait for longer than the machine may stand still."""
+    monkeypatch.setattr(early_rows, "WAIT_SECONDS", 10 * LONG)
+
+
 def never() -> bool:
     return False
 
@@ -88,6 +94,7 @@ def seconds_of_wait(clock: Clock, waits: OpenWaits, attempt: int, *, arrives: bo
     return clock.now - began
 
 
+@pytest.mark.usefixtures("patient")
 def test_rows_that_come_before_the_open_are_written_after_it(tmp_path: Path) -> None:
     with serving(tmp_path / "store") as (_, client):
         rows = [message(1, range(2), attempt=7), message(2, range(2, 4), attempt=7)]
@@ -98,6 +105,7 @@ def test_rows_that_come_before_the_open_are_written_after_it(tmp_path: Path) -> 
         assert client.read()[0] == grid(LAYERS, range(4))
 
 
+@pytest.mark.usefixtures("patient")
 def test_opens_of_one_call_release_their_rows(tmp_path: Path) -> None:
     with serving(tmp_path / "store") as (_, client):
         with sending(client, message(1, range(2), attempt=7)) as answers:
@@ -113,6 +121,7 @@ def test_opens_of_one_call_release_their_rows(tmp_path: Path) -> None:
         assert client.read()[0] == grid(LAYERS, range(2))
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_stream_that_waits_does_not_hold_up_another_one(tmp_path: Path) -> None:
     with serving(tmp_path / "store") as (_, client), sending(client, message(1, range(2), attempt=7)) as answers:
         client.open(attempt_of(8, capture_id="b"))
