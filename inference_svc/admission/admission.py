@@ -107,8 +107,10 @@ class Admission:
             self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
         # The operator's rules were checked when their file was read, and a tenant's lack of room is not theirs.
         own = spec.own_probes
-        steering = with_rules(spec.steering, steering_of_rules(own).operations)
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
+        if spec.steering is None and own is None and not projected:
+            return
+        steering = with_rules(spec.steering, steering_of_rules(own).operations)
         widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(own))]
         self._check_vectors(tenant, [*widths, *widths_of(steering, self._facts)], directions_of(steering))
 

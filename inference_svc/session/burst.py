@@ -29,20 +29,18 @@ class Burst:
 
     def call_after(self, callback: Callable[[], None]) -> None:
         """Note that a request has reached the engine, and call this when the burst is over."""
+        if self._waiting:
+            self._has_new = True
+        else:
+            self._has_new, self._pauses = False, 1
+            asyncio.get_running_loop().call_later(_PAUSE, self._check)
         self._waiting.append(callback)
-        self._has_new = True
-        if len(self._waiting) == 1:
-            self._pauses = 0
-            self._pause()
-
-    def _pause(self) -> None:
-        self._has_new = False
-        self._pauses += 1
-        asyncio.get_running_loop().call_later(_PAUSE, self._check)
 
     def _check(self) -> None:
         if self._has_new and self._pauses < _MAX_PAUSES:
-            self._pause()
+            self._has_new = False
+            self._pauses += 1
+            asyncio.get_running_loop().call_later(_PAUSE, self._check)
             return
         waiting, self._waiting = self._waiting, []
         for callback in waiting:

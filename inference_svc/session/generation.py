@@ -190,7 +190,7 @@ class Generation:
             ],
             usage=inference_pb2.Usage(
                 prompt_tokens=len(self._token_ids),
-                generated_tokens=sum(len(sequence.token_ids) for sequence in self._sequences),
+                generated_tokens=sum([len(sequence.token_ids) for sequence in self._sequences]),
             ),
             capture=self._handle,
         )

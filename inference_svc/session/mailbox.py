@@ -24,7 +24,8 @@ class Mailbox(Generic[Item]):
     def put(self, item: Item) -> None:
         """Add an item."""
         self._items.append(item)
-        self.wake()
+        if self._waiter is not None and not self._waiter.done():  # as in `wake`: a call would cost time for each token
+            self._waiter.set_result(None)
 
     def wake(self) -> None:
         """End the wait of the reader, if it waits. It then gets no items if there are none."""
