@@ -1,4 +1,4 @@
-"""Lets what is not urgent wait while many requests arrive at once, so that the engine gets all of them first."""
+"""Delays the first message to each caller while many requests arrive, so that the engine gets the requests first."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _PAUSE = 0.003
-"""A burst is over if no request arrives for this many seconds."""
+"""A burst is over when no request has arrived for this many seconds."""
 _MAX_PAUSES = 10
-"""And at the latest after this many pauses."""
+"""A burst that does not end by itself ends after this many pauses."""
 
 
 class Burst:
     """The requests that arrive shortly after each other.
 
-    The engine computes the prompts that it has, and those that arrive meanwhile wait for its next step. So a message to
-    a caller, which costs the event loop as much as a part of a request's way into the engine, can cost a whole step.
+    Messages to callers and requests on their way to the engine take turns on the event loop. A request that reaches the
+    engine after a step has begun waits for the whole step, so messages that can wait are sent after the burst.
     """
 
     def __init__(self) -> None:
         """Start with no requests."""
         self._waiting: list[Callable[[], None]] = []
         self._pauses = 0
+        """How many pauses have begun in this burst."""
         self._has_new = False
+        """Whether a request has arrived in the current pause."""
 
     def call_after(self, callback: Callable[[], None]) -> None:
         """Note that a request has reached the engine, and call this when the burst is over."""

@@ -67,7 +67,7 @@ class Generation:
             sequences: The record of each sequence, to which the tokens are added.
             handle: Tells clients where to find the capture; None if the request captures nothing.
             count_sent: Called with the number of tokens of each delta that is passed on.
-            burst: The requests that arrive at this time: the first event waits for its end, or for the first token.
+            burst: The requests that arrive at this time. The first event waits for the burst's end or the first token.
             scores: The scores of each sequence; empty without probes.
             rules: The rules of each sequence; empty without rules.
             kept_scores: Where the scores that are passed on are added; None: they are not stored.
@@ -190,7 +190,7 @@ class Generation:
             ],
             usage=inference_pb2.Usage(
                 prompt_tokens=len(self._token_ids),
-                generated_tokens=sum([len(sequence.token_ids) for sequence in self._sequences]),
+                generated_tokens=sum(len(sequence.token_ids) for sequence in self._sequences),
             ),
             capture=self._handle,
         )

@@ -141,16 +141,16 @@ def test_a_service_without_leases_is_waited_for_as_before(tmp_path: Path) -> Non
 def test_a_capture_of_a_dead_service_can_be_replaced_before_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [time.monotonic()]
+    clock = Clock()
     with store(tmp_path, ending_timeout_seconds=60.0) as (running, client):
-        monkeypatch.setattr(running._catalog.leases, "_clock", lambda: now[0])
+        monkeypatch.setattr(running._catalog.leases, "_clock", clock)
         open_of(client, "dead")
         description = describe()
         description.service_instance, description.attempt = "new", 1
         request = store_pb2.OpenCaptureRequest(description=description, if_exists=capture_pb2.IF_EXISTS_REPLACE)
         with failing_with(Reason.ERROR_REASON_CAPTURE_EXISTS):
             client.stub.OpenCapture(request)
-        now[0] += LEASE
+        clock.now += LEASE
         client.stub.OpenCapture(request)
         assert client.get().description.service_instance == "new"
 
