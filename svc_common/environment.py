@@ -47,7 +47,7 @@ OTHERS = (
         STORE_B_PORT STORE_MEMORY STORE_PORT TLS_DIR VLLM_TAG
     """)
     # scripts, benchmarks and tests
-    | _names("CACHE CONTAINER_ENGINE REVISION TEST_JOURNAL TEST_LANGUAGES TEST_S3 TEST_TIMES")
+    | _names("CACHE CONTAINER_ENGINE REVISION TEST_JOURNAL TEST_KERNELS TEST_LANGUAGES TEST_S3 TEST_TIMES")
 )
 """Variables that are not settings, but are read by other parts of this project."""
 
