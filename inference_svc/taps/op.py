@@ -84,7 +84,7 @@ class Tap(Protocol):
     def tap_norm(
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
-        """Steer and capture the sum of `hidden` and `residual`; return its RMS norm and the sum. See kernel.py."""
+        """Steer and capture the sum of `hidden` and `residual`; return its RMS norm and the sum."""
 
     def tap_copy(self, hidden: Tensor, point: int) -> Tensor:
         """Capture the rows of `hidden` ([rows, width]) at a point that cannot be steered; return a contiguous copy."""

@@ -146,11 +146,11 @@ class SAEEncoder:
                 torch.addmm(self.biases[part], numbers, weights.T, out=outputs[:, part])
 
     def _write_by_kernel(self, rows: Tensor, outputs: Tensor) -> None:
-        from inference_svc.taps.gpu import encoding_kernels  # only GPU installations have Triton
+        from inference_svc.taps.gpu.kernels import encodings  # only GPU installations have Triton
 
         for first in range(0, len(self.biases), _KERNEL_FEATURES):
             part = slice(first, first + _KERNEL_FEATURES)
-            encoding_kernels.inner_products(rows[None], self.weights[part], outputs[:, part], outputs.stride(0))
+            encodings.inner_products(rows[None], self.weights[part], outputs[:, part], outputs.stride(0))
         outputs.add_(self.biases)
 
 

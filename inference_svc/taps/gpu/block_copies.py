@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from inference_svc.taps.gpu.host_copies import COPY_PROGRAMS, COPY_WARPS, HostPointer
-from inference_svc.taps.gpu.launching import Launcher
+from inference_svc.taps.gpu.kernels.launching import Launcher
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,8 @@ import torch
 
 from inference_svc.taps.element_types import cast_of
 from inference_svc.taps.encodings.sae_encoder import GROUP_ELEMENTS, SAEEncoder, rounds_factors
-from inference_svc.taps.gpu import encoding_kernels, host_copies
+from inference_svc.taps.gpu import host_copies
+from inference_svc.taps.gpu.kernels import encodings
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
 from residuum.wire.projection import projection_factor
@@ -158,21 +159,21 @@ class GpuEncoder:
                 basis.encode(unit, target.view(torch.int32).view(len(unit), 2, form.dimensions), self._sums)
             return
         if encoding in LARGEST:
-            encoding_kernels.keep_largest(rows, out, form.dimensions, quantize=encoding == capture_pb2.ENCODING_TOPK8)
+            encodings.keep_largest(rows, out, form.dimensions, quantize=encoding == capture_pb2.ENCODING_TOPK8)
         elif form.prefix_bytes:
-            encoding_kernels.quantize_columns(rows, out)
+            encodings.quantize_columns(rows, out)
         elif encoding == capture_pb2.ENCODING_FULL8:
-            encoding_kernels.quantize_rows(rows, out)
+            encodings.quantize_rows(rows, out)
         elif encoding in RANDOM_PROJECTIONS:
             assert basis is not None  # noqa: S101 - the caller has one for each random projection
             sums, factor = self._multiply(rows, basis), float(projection_factor(form.dimensions))
             if encoding == capture_pb2.ENCODING_RP8:
-                encoding_kernels.quantize_rows(sums, out, factor)
+                encodings.quantize_rows(sums, out, factor)
             else:
                 torch.mul(sums, factor, out=out.view(torch.float32).view(sums.shape))
         else:
             assert basis is not None  # noqa: S101 - the caller has the vectors of PROJECT
-            encoding_kernels.inner_products(rows, basis, out.view(torch.float32))
+            encodings.inner_products(rows, basis, out.view(torch.float32))
 
     def _multiply(self, rows: Tensor, signs: Tensor) -> Tensor:
         """Return rows @ signs, float32 [units, positions, dimensions], in the buffer for sums.
@@ -182,7 +183,7 @@ class GpuEncoder:
         units, positions, width = rows.shape
         if rows.dtype == torch.float32 and rounds_factors(rows):
             sums = self._sums[: units * positions * signs.shape[1]].view(units, positions, -1)
-            encoding_kernels.inner_products(rows, signs.T, sums)
+            encodings.inner_products(rows, signs.T, sums)
             return sums
         capacity = rows.stride(0) // width if units > 1 else positions
         # Empty places of the block are multiplied too, so that all units form one matrix.

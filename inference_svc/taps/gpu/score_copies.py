@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from inference_svc.taps.gpu.host_copies import HostPointer
-from inference_svc.taps.gpu.kernel_parts import SCORE_COLUMNS
-from inference_svc.taps.gpu.launching import Launcher
+from inference_svc.taps.gpu.kernels.launching import Launcher
+from inference_svc.taps.gpu.kernels.parts import SCORE_COLUMNS
 from inference_svc.taps.scores import RUN_FIELDS
 
 if TYPE_CHECKING:

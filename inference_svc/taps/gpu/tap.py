@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from inference_svc.taps.gpu import chunked_kernels, kernel
+from inference_svc.taps.gpu.kernels import chunked, resident
 from inference_svc.taps.gpu.tables import ROW_FIELDS, ProgramTable
 from inference_svc.taps.steps.demand import MAX_ENTRIES
 from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, as_slice
@@ -60,9 +60,9 @@ class CudaTap:
         programs = max_rows + _SPARE_PROGRAMS
         self._programs = ProgramTable(programs, MAX_ENTRIES * max_requests, points, device)
         rows = torch.full((max_rows, ROW_FIELDS), _NO_PROGRAM, dtype=torch.int32, device=device)
-        scratch = chunked_kernels.scratch_for(bank.vectors.shape[1], device)
-        self._tables = kernel.KernelTables(rows, self._programs, bank, pool, scratch, scores)
-        self._tap = kernel.tap if scratch is None else chunked_kernels.tap
+        scratch = chunked.scratch_for(bank.vectors.shape[1], device)
+        self._tables = resident.KernelTables(rows, self._programs, bank, pool, scratch, scores)
+        self._tap = resident.tap if scratch is None else chunked.tap
         self._stages = _Stages(rows)
         self._armed_rows = 0
         self._armed: _Armed | None = None
@@ -101,15 +101,15 @@ class CudaTap:
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float, point: int, *, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
         """See `op.Tap.tap_norm`."""
-        return kernel.tap_norm(hidden, residual, weight, epsilon, point, self._tables, plus_one=plus_one)
+        return resident.tap_norm(hidden, residual, weight, epsilon, point, self._tables, plus_one=plus_one)
 
     def tap_copy(self, hidden: Tensor, point: int) -> Tensor:
         """See `op.Tap.tap_copy`."""
-        return chunked_kernels.tap_copy(hidden, point, self._tables)
+        return chunked.tap_copy(hidden, point, self._tables)
 
     def tap_experts(self, weights: Tensor, experts: Tensor, num_experts: int, scale: float, point: int) -> None:
         """See `op.Tap.tap_experts`."""
-        chunked_kernels.tap_experts(weights, experts, num_experts, scale, point, self._tables)
+        chunked.tap_experts(weights, experts, num_experts, scale, point, self._tables)
 
 
 class _Armed:

@@ -22,7 +22,7 @@ from tests.inference.taps_support import CPU, feature_of, measured, open_gate, s
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inference_svc.taps.gpu.kernel import KernelTables
+    from inference_svc.taps.gpu.kernels.resident import KernelTables
 
 POINTS = TapPoints(0, 1)
 POINT = POINTS.after(0)
@@ -265,7 +265,7 @@ def make_tables(
     layout: StepLayout, count: int, bank: VectorBank, pool: BlockPool | None = None, points: TapPoints = POINTS
 ) -> KernelTables:
     """Return the kernels' tables for a step of `count` rows, on the bank's device."""
-    from inference_svc.taps.gpu.kernel import KernelTables  # tests of the CPU's tap run without Triton
+    from inference_svc.taps.gpu.kernels.resident import KernelTables  # tests of the CPU's tap run without Triton
     from inference_svc.taps.gpu.tables import ROW_FIELDS, ProgramTable
 
     device = bank.vectors.device

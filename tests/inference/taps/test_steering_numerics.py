@@ -86,12 +86,12 @@ CUDA = torch.device("cuda")
 
 
 def steered_on_gpu(case):
-    from inference_svc.taps.gpu import chunked_kernels, kernel
+    from inference_svc.taps.gpu.kernels import chunked, resident
     from inference_svc.taps.gpu.tables import MAX_RESIDENT
 
     hidden = case.hidden.to(CUDA)
     residual = None if case.residual is None else case.residual.to(CUDA)
-    tap = chunked_kernels.tap if hidden.shape[1] > MAX_RESIDENT else kernel.tap
+    tap = chunked.tap if hidden.shape[1] > MAX_RESIDENT else resident.tap
     tap(hidden, residual, POINT, make_tables(case.layout(), len(hidden), case.bank(CUDA)))
     return hidden.cpu()
 
@@ -154,10 +154,10 @@ def test_rows_captured_on_a_gpu_are_those_that_the_model_computes(
     seed, dtype, rows, hidden, has_residual, before_steering
 ):
     """Also rows that are not aligned: there, one thread may load an element that another stores."""
-    from inference_svc.taps.gpu import chunked_kernels, kernel
+    from inference_svc.taps.gpu.kernels import chunked, resident
 
     case = make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual)
-    for tap in (kernel.tap, chunked_kernels.tap):
+    for tap in (resident.tap, chunked.tap):
         check_captured(case, tap, CUDA, before_steering=before_steering)
 
 
@@ -167,5 +167,5 @@ def test_rows_captured_on_a_gpu_are_those_that_the_model_computes(
 def test_operations_that_move_nothing_change_no_bit_of_an_add_on_a_gpu(seed, dtype, hidden):
     from tests.inference.taps.gpu import lone_adds
 
-    for tap in (lone_adds.kernel.tap, lone_adds.norm):
+    for tap in (lone_adds.resident.tap, lone_adds.norm):
         lone_adds.check_lone_adds(tap, dtype, hidden, seed, CUDA)

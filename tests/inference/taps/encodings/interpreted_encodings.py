@@ -16,7 +16,7 @@ import torch
 
 from inference_svc.taps.encodings import sae_encoder
 from inference_svc.taps.gpu import encoder as gpu_encoder
-from inference_svc.taps.gpu import encoding_kernels, host_copies
+from inference_svc.taps.gpu import encodings, host_copies
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
 from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
 from tests.inference.taps.encodings.encoder_cases import Case, cases
@@ -37,9 +37,9 @@ def main() -> None:
     factors to TF32.
     """
     host_copies.HostPointer = host_tensor  # type: ignore[assignment,misc]
-    whole = encoding_kernels._CHUNK
+    whole = encodings._CHUNK
     for case in cases(((48, 16), (ODD, 7))):
-        encoding_kernels._CHUNK = 32 if case.form.width == ODD else whole
+        encodings._CHUNK = 32 if case.form.width == ODD else whole
         check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
         # With the axis BY_DIMENSION, the rows of a unit are always encoded together.
         if not case.form.prefix_bytes and case.name.startswith("random"):

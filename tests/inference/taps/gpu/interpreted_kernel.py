@@ -23,8 +23,9 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
-from inference_svc.taps.gpu import chunked_kernels, host_copies, kernel
+from inference_svc.taps.gpu import host_copies
 from inference_svc.taps.gpu.block_copies import BlockCopies
+from inference_svc.taps.gpu.kernels import chunked, resident
 from inference_svc.taps.gpu.score_copies import copy_scores
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
@@ -46,14 +47,14 @@ SITES = (
 CAPACITY = 7
 """Positions of a block: an odd number, and fewer than a real block has."""
 
-Tap = Callable[[torch.Tensor, torch.Tensor | None, int, kernel.KernelTables], None]
+Tap = Callable[[torch.Tensor, torch.Tensor | None, int, resident.KernelTables], None]
 
 
 def main() -> None:
     """Print {case: [largest relative difference of the model's values, the same for captured rows]}."""
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
-    chunked_kernels._CHUNK = 32  # so that short rows have several chunks
+    chunked._CHUNK = 32  # so that short rows have several chunks
     dtypes = ("float32", "bfloat16", "float16")
     runs = (
         ("tap", tap_differences),
@@ -68,25 +69,25 @@ def main() -> None:
     )
     differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
     for seed, (name, has_residual, hidden) in enumerate(product(dtypes, (False, True), (2, 70, 96))):
-        tap = chunked_kernels.tap if (seed + seed // 6) % 2 else kernel.tap
+        tap = chunked.tap if (seed + seed // 6) % 2 else resident.tap
         rows = (1, 5, 24)[(seed + seed // 3) % 3]
         check_steering(
             steering.make_case(seed, getattr(torch, name), rows, hidden, 8, has_residual=has_residual), seed, tap
         )
     check_scores()
     for name in dtypes:
-        for has_residual, tap in ((False, chunked_kernels.tap), (True, kernel.tap)):
+        for has_residual, tap in ((False, chunked.tap), (True, resident.tap)):
             case = steering.make_case(3, getattr(torch, name), 24, 70, 1, has_residual=has_residual)
             steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
     case = steering.make_case(3, torch.float16, 24, 70, 1, has_residual=False)
     steering.check_overflow(case, lambda case: normed(case, torch.zeros_like(case.hidden))[1])
-    for seed, (name, tap) in enumerate(product(dtypes, (kernel.tap, norm))):
+    for seed, (name, tap) in enumerate(product(dtypes, (resident.tap, norm))):
         check_lone_adds(tap, getattr(torch, name), 70, seed)
     json.dump(differences, sys.stdout)
 
 
 def chunked_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
-    return tap_differences(rng, dtype, chunked_kernels.tap, ((48, True), (70, False)))
+    return tap_differences(rng, dtype, chunked.tap, ((48, True), (70, False)))
 
 
 def float32_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
@@ -99,7 +100,7 @@ def float32_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> lis
 def tap_differences(
     rng: np.random.Generator,
     dtype: torch.dtype,
-    tap: Tap = kernel.tap,
+    tap: Tap = resident.tap,
     widths: Sequence[tuple[int, bool]] = ((48, True), (72, True), (64, False), (112, True)),
     rows: torch.dtype | None = None,
 ) -> list[float]:
@@ -142,7 +143,7 @@ def norm_differences(
             point = POINTS.after(layer)
             states, residual = torch.randn(ROWS, hidden).to(dtype), torch.randn(ROWS, hidden).to(dtype)
             expected = cpu.tap_norm(states, residual, weight, 1e-5, point, plus_one=plus_one)
-            got = kernel.tap_norm(states, residual, weight, 1e-5, point, gpu, plus_one=plus_one)
+            got = resident.tap_norm(states, residual, weight, 1e-5, point, gpu, plus_one=plus_one)
             worst[0] = max(worst[0], *(distance(*pair) for pair in zip(got, expected, strict=True)))
         worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
     return worst
@@ -159,7 +160,7 @@ def tap_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[f
         for point, rows in enumerate(whole.split(width, dim=1)):
             expected = rows.clone()
             cpu._steering = {}  # it is only for points that cannot be steered
-            for got in (cpu.tap_copy(rows, point), chunked_kernels.tap_copy(rows, point, gpu)):
+            for got in (cpu.tap_copy(rows, point), chunked.tap_copy(rows, point, gpu)):
                 assert got.is_contiguous()
                 worst[0] = max(worst[0], distance(got, expected))
         worst[1] = max(worst[1], distance(pools[1].memory, pools[0].memory))
@@ -181,7 +182,7 @@ def tap_experts_differences(rng: np.random.Generator, dtype: torch.dtype) -> lis
             experts = torch.rand(ROWS, width).topk(chosen).indices.to(numbers)
             experts[-1] = -1
             cpu.tap_experts(weights, experts, width, 1.5, point)
-            chunked_kernels.tap_experts(weights, experts, width, 1.5, point, gpu)
+            chunked.tap_experts(weights, experts, width, 1.5, point, gpu)
         worst = max(worst, distance(pools[1].memory, pools[0].memory))
         assert pools[0].memory.any()
     return [0.0, worst]
@@ -242,7 +243,7 @@ def check_scores() -> None:
     rng = np.random.default_rng(5)
     for hidden, dtype in ((48, torch.float32), (70, torch.bfloat16)):
         case = steering.make_case(9, dtype, 12, hidden, 3, has_residual=True)
-        plain = {tap: steered(case, tap) for tap in (kernel.tap, chunked_kernels.tap)}
+        plain = {tap: steered(case, tap) for tap in (resident.tap, chunked.tap)}
         unscored = case.operations
         columns = [[int(column) for column in rng.permutation(MAX_PROBE_OUTPUTS)[: row % 4]] for row in range(12)]
         case.operations = [
@@ -256,7 +257,7 @@ def check_scores() -> None:
             for index, column in enumerate(chosen):
                 wanted[row, column] = x @ case.vectors[index + 1].astype(np.float64)
         assert wanted.any()
-        for tap in (kernel.tap, chunked_kernels.tap, norm):
+        for tap in (resident.tap, chunked.tap, norm):
             tables = tables_of(case)._replace(scores=torch.zeros(12, MAX_PROBE_OUTPUTS))
             got = case.hidden.clone()
             tap(got, case.residual, steering.POINT, tables)
@@ -287,7 +288,7 @@ def check_idle_norm(case: steering.Case) -> None:
 def normed(case: steering.Case, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the folded norm of the steered sums, and these."""
     weight = torch.ones(case.hidden.shape[1], dtype=case.hidden.dtype)
-    return kernel.tap_norm(case.hidden, residual, weight, 1e-5, steering.POINT, tables_of(case), plus_one=False)
+    return resident.tap_norm(case.hidden, residual, weight, 1e-5, steering.POINT, tables_of(case), plus_one=False)
 
 
 def steered(case: steering.Case, tap: Tap) -> torch.Tensor:
@@ -296,13 +297,13 @@ def steered(case: steering.Case, tap: Tap) -> torch.Tensor:
     return hidden
 
 
-def tables_of(case: steering.Case) -> kernel.KernelTables:
+def tables_of(case: steering.Case) -> resident.KernelTables:
     return steering.make_tables(case.layout(), len(case.hidden), case.bank())
 
 
 def prepare(
     rng: np.random.Generator, hidden: int, dtype: torch.dtype, site: int | None = None
-) -> tuple[CpuTap, kernel.KernelTables, list[BlockPool]]:
+) -> tuple[CpuTap, resident.KernelTables, list[BlockPool]]:
     """Return the CPU's tap and the kernel's tables, armed with the same programs, and their pools.
 
     With `site`, some rows are captured there.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.gpu import kernel
+from inference_svc.taps.gpu.kernels import resident
 from inference_svc.taps.plan import Gate, Kind, Measure, Operation
 from residuum.wire.limits import MAX_PROBE_OUTPUTS
 from tests.inference.taps.steering_cases import POINT, make_case, make_tables, same_bits, scoring
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def norm(hidden: torch.Tensor, residual: torch.Tensor | None, point: int, tables: kernel.KernelTables) -> None:
+def norm(hidden: torch.Tensor, residual: torch.Tensor | None, point: int, tables: resident.KernelTables) -> None:
     """Steer rows in place, by the kernel that also norms them."""
     residual = torch.zeros_like(hidden) if residual is None else residual
     weight = torch.ones_like(hidden[0])
-    hidden.copy_(kernel.tap_norm(hidden, residual, weight, 1e-5, point, tables, plus_one=False)[1])
+    hidden.copy_(resident.tap_norm(hidden, residual, weight, 1e-5, point, tables, plus_one=False)[1])
 
 
 def check_lone_adds(

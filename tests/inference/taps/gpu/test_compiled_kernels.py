@@ -1,6 +1,6 @@
 """The kernels compile to machine code for a GPU, which fits its registers. This needs no GPU and runs nothing on one.
 
-ptxas has computed wrong addresses in a kernel that spilled registers (see `chunked_kernels`).
+ptxas has computed wrong addresses in a kernel that spilled registers (see `kernels.chunked`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from inference_svc.taps.gpu import (  # noqa: E402
-    chunked_kernels,
-    encoding_kernels,
-    host_copies,
-    kernel,
-    resident_rows,
-    score_copies,
-)
-from inference_svc.taps.gpu.norm_kernel import tap_norm_kernel  # noqa: E402
-from inference_svc.taps.gpu.tap_kernel import tap_kernel  # noqa: E402
+from inference_svc.taps.gpu import host_copies, score_copies  # noqa: E402
+from inference_svc.taps.gpu.kernels import chunked, encodings, resident, resident_rows  # noqa: E402
+from inference_svc.taps.gpu.kernels.resident_norm import tap_norm_kernel  # noqa: E402
+from inference_svc.taps.gpu.kernels.resident_tap import tap_kernel  # noqa: E402
 
 CAPABILITY = 90
 OTHERS = (80, 89, 100)
@@ -44,7 +38,7 @@ BARRIERS = {"3.6": 32, "3.7": 32}.get(VERSION, 21)
 
 Before 3.9, Triton makes threads wait three times in a sum across them, and once more at its end.
 """
-CHUNKS = {"CHUNK": encoding_kernels._CHUNK}
+CHUNKS = {"CHUNK": encodings._CHUNK}
 BYTES = {"target": "*u8"}
 TYPES = {
     **dict.fromkeys(("hidden", "residual", "pool", "copy", "source", "weight", "normed", "summed"), "*bf16"),
@@ -56,13 +50,13 @@ TYPES = {
 # Each kernel, the types of its arguments beyond TYPES, and its constants.
 KERNELS = {
     "tap, row in chunks": (
-        chunked_kernels._tap_kernel,
+        chunked._tap_kernel,
         {},
-        {"HAS_RESIDUAL": True, "CHUNK": chunked_kernels._CHUNK},
+        {"HAS_RESIDUAL": True, "CHUNK": chunked._CHUNK},
     ),
-    "tap a copy": (chunked_kernels._tap_copy_kernel, {}, {"CHUNK": chunked_kernels._CHUNK}),
+    "tap a copy": (chunked._tap_copy_kernel, {}, {"CHUNK": chunked._CHUNK}),
     "tap experts": (
-        chunked_kernels._tap_experts_kernel,
+        chunked._tap_experts_kernel,
         {"weights": "*fp32", "experts": "*i32", "scale": "fp32"},
         {"CHUNK": 512},
     ),
@@ -71,22 +65,22 @@ KERNELS = {
         {"buffer": "*fp32", "board": "*fp32", "table": "*i64"},
         {"ROWS": score_copies._ROWS},
     ),
-    "quantised rows": (encoding_kernels._quantize_rows_kernel, BYTES, CHUNKS),
-    "quantised columns": (encoding_kernels._quantize_columns_kernel, BYTES, {"COLUMNS": 128}),
-    "largest, quantised": (encoding_kernels._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": True, **CHUNKS}),
-    "largest": (encoding_kernels._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": False, **CHUNKS}),
+    "quantised rows": (encodings._quantize_rows_kernel, BYTES, CHUNKS),
+    "quantised columns": (encodings._quantize_columns_kernel, BYTES, {"COLUMNS": 128}),
+    "largest, quantised": (encodings._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": True, **CHUNKS}),
+    "largest": (encodings._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": False, **CHUNKS}),
     "inner products": (
-        encoding_kernels._inner_products_kernel,
+        encodings._inner_products_kernel,
         {"target": "*fp32"},
         {"ROWS": 32, "VECTORS": 16, "WIDTH": 64, "element_step": 1},
     ),
     "inner products with 16-bit vectors": (
-        encoding_kernels._inner_products_kernel,
+        encodings._inner_products_kernel,
         {"target": "*fp32", "vectors": "*bf16"},
         {"ROWS": 32, "VECTORS": 16, "WIDTH": 64, "element_step": 1},
     ),
     "inner products with signs": (
-        encoding_kernels._inner_products_kernel,
+        encodings._inner_products_kernel,
         {"target": "*fp32", "source": "*fp32"},
         {"ROWS": 32, "VECTORS": 16, "WIDTH": 64, "vector_step": 1},
     ),
@@ -110,7 +104,7 @@ for width in (1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192):
 LIMITED = [
     name
     for name, (function, _, constants) in KERNELS.items()
-    if constants.get("WIDTH") in kernel._REGISTERS.get((function, constants.get("HAS_RESIDUAL", True)), {})
+    if constants.get("WIDTH") in resident._REGISTERS.get((function, constants.get("HAS_RESIDUAL", True)), {})
 ]
 """The kernels whose registers are limited for some rows."""
 RESIDENT = [name for name in KERNELS if name.endswith("in registers")]
@@ -137,8 +131,8 @@ def compiled(name, capability=CAPABILITY, rows="*bf16"):
     if "HEAD" in constants:
         has_residual = constants.get("HAS_RESIDUAL", True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "_generation", lambda device: device)
-            options = kernel._options.__wrapped__(  # as it is launched
+            patch.setattr(resident, "_generation", lambda device: device)
+            options = resident._options.__wrapped__(  # as it is launched
                 function, constants["WIDTH"], ROWS[rows], capability // 10, has_residual=has_residual
             )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
@@ -197,7 +191,7 @@ def test_threads_wait_for_each_other_where_a_row_is_loaded_for_its_block(name):
     assert compiled(f"{name}, 2560 in registers")["ttir"].count(".barrier") == 2
 
 
-@pytest.mark.parametrize("file", sorted(Path(resident_rows.__file__).parent.glob("*.py")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(Path(host_copies.__file__).parent.rglob("*.py")), ids=lambda file: file.name)
 def test_a_constant_has_no_plain_text_as_its_default(file):
     """Triton 3.6, which vLLM 0.24 requires, compiles no kernel that calls such a function; newer versions do."""
     for node in ast.walk(ast.parse(file.read_text())):

@@ -20,18 +20,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from inference_svc.taps.gpu import (  # noqa: E402
-    block_copies,
-    chunked_kernels,
-    encoding_kernels,
-    kernel,
-    launching,
-    norm_kernel,
-    score_copies,
-    tap_kernel,
-)
+from inference_svc.taps.gpu import block_copies, score_copies  # noqa: E402
 from inference_svc.taps.gpu.host_copies import HostPointer  # noqa: E402
-from inference_svc.taps.gpu.launching import Launcher  # noqa: E402
+from inference_svc.taps.gpu.kernels import chunked, encodings, launching, resident, resident_norm, resident_tap  # noqa: E402
+from inference_svc.taps.gpu.kernels.launching import Launcher  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -97,15 +89,15 @@ def plain(argument):
 
 
 FUNCTIONS = (
-    tap_kernel.tap_kernel,
-    norm_kernel.tap_norm_kernel,
-    chunked_kernels._tap_kernel,
-    chunked_kernels._tap_copy_kernel,
-    chunked_kernels._tap_experts_kernel,
-    encoding_kernels._quantize_rows_kernel,
-    encoding_kernels._quantize_columns_kernel,
-    encoding_kernels._keep_largest_kernel,
-    encoding_kernels._inner_products_kernel,
+    resident_tap.tap_kernel,
+    resident_norm.tap_norm_kernel,
+    chunked._tap_kernel,
+    chunked._tap_copy_kernel,
+    chunked._tap_experts_kernel,
+    encodings._quantize_rows_kernel,
+    encodings._quantize_columns_kernel,
+    encodings._keep_largest_kernel,
+    encodings._inner_products_kernel,
     score_copies._copy_kernel,
     block_copies._copy_blocks,
 )
@@ -194,7 +186,7 @@ def tables(dtype, *, pool=True, scores=True, offset=0):
 
     rows = zeros(64, 4, dtype=torch.int32)
     scores = zeros(65 * 16)[offset:][: 64 * 16].view(64, 16) if scores else None
-    return kernel.KernelTables(rows, Programs, Bank, Pool if pool else None, zeros(8, 64), scores)
+    return resident.KernelTables(rows, Programs, Bank, Pool if pool else None, zeros(8, 64), scores)
 
 
 def rows_of(dtype, stride, offset):
@@ -225,19 +217,19 @@ def check_taps(gpu, hidden, residual, dtype, chosen, point, which):
     weight = torch.zeros(64, dtype=dtype)
     other = hidden if residual is None else residual
     call = {
-        "tap": lambda: kernel.tap(hidden, residual, point, table),
-        "tap_norm": lambda: kernel.tap_norm(hidden, other, weight, 1e-6, point, table, plus_one=False),
-        "chunked": lambda: chunked_kernels.tap(hidden, residual, point, table),
-        "copy": lambda: chunked_kernels.tap_copy(hidden, point, table),
+        "tap": lambda: resident.tap(hidden, residual, point, table),
+        "tap_norm": lambda: resident.tap_norm(hidden, other, weight, 1e-6, point, table, plus_one=False),
+        "chunked": lambda: chunked.tap(hidden, residual, point, table),
+        "copy": lambda: chunked.tap_copy(hidden, point, table),
     }[which]
     gpu.launches.clear()
     call()
     call()
     functions = {
-        "tap": (kernel, "_launch_tap"),
-        "tap_norm": (kernel, "_launch_tap_norm"),
-        "chunked": (chunked_kernels, "_launch_tap"),
-        "copy": (chunked_kernels, "_launch_tap_copy"),
+        "tap": (resident, "_launch_tap"),
+        "tap_norm": (resident, "_launch_tap_norm"),
+        "chunked": (chunked, "_launch_tap"),
+        "copy": (chunked, "_launch_tap_copy"),
     }
     module, name = functions[which]
     launcher = getattr(module, name)
@@ -273,10 +265,10 @@ def without_results(launch):
 def fresh(monkeypatch):
     """New launchers for the taps: those of the modules may have kept kernels."""
     for module, name in (
-        (kernel, "_launch_tap"),
-        (kernel, "_launch_tap_norm"),
-        (chunked_kernels, "_launch_tap"),
-        (chunked_kernels, "_launch_tap_copy"),
+        (resident, "_launch_tap"),
+        (resident, "_launch_tap_norm"),
+        (chunked, "_launch_tap"),
+        (chunked, "_launch_tap_copy"),
     ):
         monkeypatch.setattr(module, name, Launcher(getattr(module, name)._function))
 
@@ -284,8 +276,8 @@ def fresh(monkeypatch):
 @pytest.mark.usefixtures("fresh")
 def test_the_taps_pass_what_triton_would_pass(gpu):
     check_taps(gpu)
-    assert kernel._launch_tap._kept
-    assert chunked_kernels._launch_tap._kept
+    assert resident._launch_tap._kept
+    assert chunked._launch_tap._kept
 
 
 @pytest.mark.usefixtures("fresh")
@@ -293,11 +285,11 @@ def test_a_compiled_kernel_is_kept_and_launched_on_the_current_stream(bare):
     hidden, residual, table = rows_of(torch.bfloat16, 64, 0), rows_of(torch.bfloat16, 64, 0), TABLES[TYPES[0], 1, 1, 0]
     for stream in (100, 200):  # as inside and outside the capture of a CUDA graph
         bare.stream = stream
-        kernel.tap(hidden, residual, 5, table)
+        resident.tap(hidden, residual, 5, table)
     first, second = bare.launches
     assert first.stream == 100
     assert second == first._replace(stream=200)
-    (kept,) = kernel._launch_tap._kept.values()
+    (kept,) = resident._launch_tap._kept.values()
     assert type(kept) is CompiledKernel
     kept.module = None  # otherwise it is unloaded when the fake driver is gone
 
@@ -356,4 +348,4 @@ def test_constants_must_be_all_that_is_left_of_the_parameters(gpu):
 
 def test_the_installed_triton_is_a_tested_one():
     """Otherwise the taps are slower: run `make test-triton` with this version, and add it to `launching`."""
-    assert launching._keeping(tap_kernel.tap_kernel)
+    assert launching._keeping(resident_tap.tap_kernel)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.launching import Launcher
+from inference_svc.taps.gpu.kernels.launching import Launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ _TILE_ROWS, _TILE_VECTORS, _TILE_WIDTH = 32, 16, 64
 
 _CHUNK = 4096
 """How many elements of a row one Triton program has in registers at a time. It reads longer rows again in each pass: a
-row of 16384 elements does not fit the registers, and kernels that spill them are unsafe (see `chunked_kernels`)."""
+row of 16384 elements does not fit the registers, and kernels that spill them are unsafe (see `chunked`)."""
 
 _LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
 _ROUNDER = tl.constexpr(12582912.0)

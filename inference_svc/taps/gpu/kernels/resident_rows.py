@@ -13,7 +13,7 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.kernel_parts import place_of
+from inference_svc.taps.gpu.kernels.parts import place_of
 
 AGAIN = tl.constexpr("evict_first")
 """The policy of the second load of a row. With the same one, the compiler would merge both and keep the row in

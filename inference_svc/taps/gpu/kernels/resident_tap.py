@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.kernel_parts import (
+from inference_svc.taps.gpu.kernels.parts import (
     ENTRY_FIELDS,
     LINE_FIELDS,
     ROW_FIELDS,
@@ -24,7 +24,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     load_gate,
     number,
 )
-from inference_svc.taps.gpu.resident_rows import (
+from inference_svc.taps.gpu.kernels.resident_rows import (
     AGAIN,
     added,
     after,
@@ -37,7 +37,7 @@ from inference_svc.taps.gpu.resident_rows import (
     store,
     zeros,
 )
-from inference_svc.taps.gpu.resident_steering import load_gate_vector, steer
+from inference_svc.taps.gpu.kernels.resident_steering import load_gate_vector, steer
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -97,7 +97,7 @@ def tap_kernel(  # type: ignore[no-untyped-def]
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Steer and capture rows; see `kernel.tap`."""
+    """Steer and capture rows; see `resident.tap`."""
     row = tl.program_id(0)
     row_line = row_table + row * ROW_FIELDS
     program = tl.load(row_line)

@@ -4,9 +4,9 @@ A row's program says what is done to it (tables.py). Rows without a program, and
 is that of operations.py, in float32, with two differences: the order in which a projection is summed, and that a vector
 which is all that `tap` adds to a row is added to the hidden row itself, not to its sum with the residual.
 
-There are two kernels. `tap` runs on its own after a layer (tap_kernel.py). `tap_norm` replaces the add and the RMS norm
-that follow a layer in most models (norm_kernel.py). Both hold a whole row in registers; chunked_kernels.py has those
-for wider rows, and one that only captures.
+There are two kernels, and both hold a whole row in registers. `tap` runs on its own after a layer (resident_tap.py).
+`tap_norm` replaces the add and the RMS norm that follow a layer in most models (resident_norm.py). The kernels for
+wider rows are in chunked.py, with those that only capture.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 
-from inference_svc.taps.gpu.launching import Launcher
-from inference_svc.taps.gpu.norm_kernel import tap_norm_kernel
-from inference_svc.taps.gpu.resident_rows import split, warps
-from inference_svc.taps.gpu.tap_kernel import tap_kernel
+from inference_svc.taps.gpu.kernels.launching import Launcher
+from inference_svc.taps.gpu.kernels.resident_norm import tap_norm_kernel
+from inference_svc.taps.gpu.kernels.resident_rows import split, warps
+from inference_svc.taps.gpu.kernels.resident_tap import tap_kernel
 from inference_svc.taps.operations import reach
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class KernelTables(NamedTuple):
     pool: BlockPool | None
     """The capture blocks; None on a rank that only steers."""
     scratch: Tensor | None = None
-    """Memory for `chunked_kernels.tap`, float32 [programs, width]; None if rows fit the registers."""
+    """Memory for `chunked.tap`, float32 [programs, width]; None if rows fit the registers."""
     scores: Tensor | None = None
     """Receives the scores of rows, float32 [rows, MAX_PROBE_OUTPUTS]; None if no row is scored."""
 

@@ -1,7 +1,7 @@
 # ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
 """The kernels of the tap that handle a row in chunks, so that rows of any width fit the registers.
 
-`tap` is for rows wider than `tables.MAX_RESIDENT`. It does what `kernel.tap` does, but adds every vector to the sum.
+`tap` is for rows wider than `tables.MAX_RESIDENT`. It does what `resident.tap` does, but adds every vector to the sum.
 `tap_copy` captures rows that cannot be steered, and copies them in the same pass. `tap_experts` captures the experts
 that a router chose.
 
@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.kernel_parts import (
+from inference_svc.taps.gpu.kernels.launching import Launcher
+from inference_svc.taps.gpu.kernels.parts import (
     ADD,
     CLAMP,
     COSINE,
@@ -42,13 +43,12 @@ from inference_svc.taps.gpu.kernel_parts import (
     place_of,
     rescaling,
 )
-from inference_svc.taps.gpu.launching import Launcher
 from inference_svc.taps.gpu.tables import MAX_RESIDENT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from inference_svc.taps.gpu.kernel import KernelTables
+    from inference_svc.taps.gpu.kernels.resident import KernelTables
 
 _CHUNK = 4096
 """How many elements of a row are in registers at a time."""
@@ -262,12 +262,12 @@ _launch_tap, _launch_tap_copy, _launch_tap_experts = map(Launcher, (_tap_kernel,
 
 
 def scratch_for(width: int, device: torch.device) -> Tensor | None:
-    """Return the memory that `tap` needs for rows of this width; None if `kernel.tap` takes them."""
+    """Return the memory that `tap` needs for rows of this width; None if `resident.tap` takes them."""
     return torch.empty(_PROGRAMS, width, dtype=torch.float32, device=device) if width > MAX_RESIDENT else None
 
 
 def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTables) -> None:
-    """Do what `kernel.tap` does, with `tables.scratch`."""
+    """Do what `resident.tap` does, with `tables.scratch`."""
     rows, width = hidden.shape
     if not rows:
         return

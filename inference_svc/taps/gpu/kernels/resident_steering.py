@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.kernel_parts import (
+from inference_svc.taps.gpu.kernels.parts import (
     ADD,
     CLAMP,
     COSINE,
@@ -29,7 +29,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     opened,
     rescaling,
 )
-from inference_svc.taps.gpu.resident_rows import dot, load, load_if, zeros
+from inference_svc.taps.gpu.kernels.resident_rows import dot, load, load_if, zeros
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

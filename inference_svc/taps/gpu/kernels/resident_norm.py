@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.kernel_parts import (
+from inference_svc.taps.gpu.kernels.parts import (
     ENTRY_FIELDS,
     LINE_FIELDS,
     ROW_FIELDS,
@@ -18,7 +18,7 @@ from inference_svc.taps.gpu.kernel_parts import (
     bounded,
     load_gate,
 )
-from inference_svc.taps.gpu.resident_rows import (
+from inference_svc.taps.gpu.kernels.resident_rows import (
     added,
     after,
     before,
@@ -31,7 +31,7 @@ from inference_svc.taps.gpu.resident_rows import (
     store,
     zeros,
 )
-from inference_svc.taps.gpu.resident_steering import load_gate_vector, steer
+from inference_svc.taps.gpu.kernels.resident_steering import load_gate_vector, steer
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -68,7 +68,7 @@ def tap_norm_kernel(  # type: ignore[no-untyped-def]
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Steer and norm rows; see `kernel.tap_norm`."""
+    """Steer and norm rows; see `resident.tap_norm`."""
     row = tl.program_id(0)
     dtype: tl.constexpr = hidden.dtype.element_ty
     row_line = row_table + row * ROW_FIELDS
