@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from inference_svc.captures.store_link import NoAnswerError
 from inference_svc.engine.finish_reasons import FAILED
 from inference_svc.requests.token_texts import unknown_texts
-from inference_svc.session.kept_scores import KeptScores, leave_out_scores
+from inference_svc.session.scores.kept import KeptScores, leave_out_scores
 from inference_svc.session.sequences import GeneratedSequence
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, steering_pb2, store_pb2

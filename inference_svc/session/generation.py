@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from inference_svc.requests.registry import Running
     from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.burst import Burst
-    from inference_svc.session.kept_scores import KeptScores
-    from inference_svc.session.rules import SequenceRules
-    from inference_svc.session.scoring import SequenceScores
+    from inference_svc.session.scores.kept import KeptScores
+    from inference_svc.session.scores.rules import SequenceRules
+    from inference_svc.session.scores.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inference_svc.session.joined_scores import JoinedScores
+from inference_svc.session.scores.joined import JoinedScores
 from residuum.v1 import inference_pb2
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from inference_svc.session.burst import Burst
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences, replay
 from inference_svc.session.generation import Generation
-from inference_svc.session.rules import sequence_rules
-from inference_svc.session.scoring import scoring
+from inference_svc.session.scores.rules import sequence_rules
+from inference_svc.session.scores.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
 from residuum.rpc import tracing
 from residuum.rpc.errors import Failure, Reason
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from inference_svc.requests.registry import RequestRegistry, Running
     from inference_svc.resources.vector_activator import VectorHold
     from inference_svc.session.reservation import Reservations
-    from inference_svc.session.scoring import SequenceScores
+    from inference_svc.session.scores.scoring import SequenceScores
     from residuum.v1 import capture_pb2, inference_pb2, steering_pb2
 
 

@@ -23,9 +23,9 @@ of the inference service. The front end does the work of the service's own proce
 * `request_runner` opens the capture before vLLM sees the request, and seals it however the request ends.
 * Each sequence is a request of its own in vLLM, and asks for output step by step, so its tokens are known whenever it
   ends. `outputs` gives callers what vLLM would have given them.
-* `scored_streams` judges each output by its scores (`session/rules.py`), and may end a sequence. The worker makes the
-  memory of the scores; the API servers open it and divide it among them. vLLM's answers have no room for scores, so a
-  middleware adds them to the JSON (`score_fields`).
+* `scored_streams` judges each output by its scores (`session/scores/rules.py`), and may end a sequence. The worker
+  makes the memory of the scores; the API servers open it and divide it among them. vLLM's answers have no room for
+  scores, so a middleware adds them to the JSON (`score_fields`).
 * `delivery` has an event loop of its own, in a thread: vLLM stops its engine in a plain function, on the loop that
   serves HTTP.
 * With several API servers, the first one starts the shippers and runs the self-test; a file beside the control sockets

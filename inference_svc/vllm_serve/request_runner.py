@@ -20,8 +20,8 @@ from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
-from inference_svc.session.rules import sequence_rules
-from inference_svc.session.scoring import scoring
+from inference_svc.session.scores.rules import sequence_rules
+from inference_svc.session.scores.scoring import scoring
 from inference_svc.session.steering_changes import SteeringChanges
 from inference_svc.vllm_serve.outputs import CallerOutputs, digest_of, kept_outputs, merge_streams
 from inference_svc.vllm_serve.refusals import as_http_errors
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from inference_svc.engine.engine import Engine
     from inference_svc.requests.registry import RequestRegistry, Running
     from inference_svc.session.reservation import Reservations
-    from inference_svc.session.rules import SequenceRules
-    from inference_svc.session.scoring import SequenceScores
+    from inference_svc.session.scores.rules import SequenceRules
+    from inference_svc.session.scores.scoring import SequenceScores
     from inference_svc.vllm_serve.delivery import Delivery
     from inference_svc.vllm_serve.request_admission import AdmittedRequest
     from inference_svc.vllm_serve.shared_vectors import RequestVectors

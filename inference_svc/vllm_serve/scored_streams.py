@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from inference_svc.engine.streams import Delta
-from inference_svc.session.kept_scores import kept_scores_of
+from inference_svc.session.scores.kept import kept_scores_of
 from residuum.wire.rules import FINISH_REASON
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from inference_svc.session.capture_session import CaptureSession
     from inference_svc.session.existing_capture import KeptSequence
-    from inference_svc.session.rules import SequenceRules
-    from inference_svc.session.scoring import SequenceScores
+    from inference_svc.session.scores.rules import SequenceRules
+    from inference_svc.session.scores.scoring import SequenceScores
     from inference_svc.session.sequences import GeneratedSequence
     from inference_svc.vllm_serve.request_admission import AdmittedRequest, ReceivedRequest
     from residuum.v1 import capture_pb2

@@ -9,8 +9,8 @@ import pytest
 
 from inference_svc.engine.streams import Delta
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
-from inference_svc.session.joined_scores import JoinedScores, ScoreLayout
 from inference_svc.session.messages import messages
+from inference_svc.session.scores.joined import JoinedScores, ScoreLayout
 from residuum.v1 import rule_pb2
 
 OUTPUTS = (1, 200, 3)

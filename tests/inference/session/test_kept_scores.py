@@ -10,7 +10,7 @@ from inference_svc.engine.streams import Delta
 from inference_svc.requests.registry import Running
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences, replay
-from inference_svc.session.kept_scores import KeptScores
+from inference_svc.session.scores.kept import KeptScores
 from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, store_pb2
 from residuum.wire.limits import MAX_KEPT_SCORES, MAX_SEAL_BYTES
 from tests.inference.service_support import CAPTURE, FACTS

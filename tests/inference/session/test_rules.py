@@ -23,7 +23,7 @@ from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.resources.vector_activator import VectorHold
-from inference_svc.session.rules import SequenceRules
+from inference_svc.session.scores.rules import SequenceRules
 from inference_svc.session.sequences import GeneratedSequence
 from inference_svc.session.steering_changes import SteeringChanges, _Change
 from inference_svc.taps.plan import Kind

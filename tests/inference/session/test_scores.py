@@ -18,8 +18,8 @@ from inference_svc.requests.registry import Running
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.session import scoring
 from inference_svc.session.messages import messages
-from inference_svc.session.probe_groups import ProbeGroups
-from inference_svc.session.scoring import SequenceScores
+from inference_svc.session.scores.probe_groups import ProbeGroups
+from inference_svc.session.scores.scoring import SequenceScores
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from inference_svc.admission.probes import in_columns
-from inference_svc.session.joined_scores import JoinedScores, ScoreLayout
+from inference_svc.session.scores.joined import JoinedScores, ScoreLayout
 from residuum.v1 import probe_pb2
 from residuum.wire.pooling import AttentionPool
 from residuum.wire.probes import evaluate, num_outputs

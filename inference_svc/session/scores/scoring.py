@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from inference_svc.admission.sampling import max_new_tokens, num_sequences
-from inference_svc.session.probe_groups import ProbeGroups
+from inference_svc.session.scores.probe_groups import ProbeGroups
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
