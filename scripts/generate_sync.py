@@ -23,19 +23,30 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("client", "residuum")
 BIN = Path(sys.executable).parent
 
-SOURCES = ("captures.py", "client.py", "deleting.py", "searches.py", "stores.py", "tokens.py")
+SOURCES = (
+    "captures.py",
+    "client.py",
+    "deleting.py",
+    "generation.py",
+    "searches.py",
+    "stores.py",
+    "tokens.py",
+    "uploads.py",
+)
 
 MARK = "# Generated from client/residuum/_async/"
-HEADER = MARK + "{name} by scripts/generate_sync.py. Change that file, then run `make sync`.\n"
+HEADER = MARK + "{name} by scripts/generate_sync.py. Edit that file, then run `make sync`.\n"
 
 NAMES = {
     "AsyncCaptureClient": "CaptureClient",
     "AsyncClient": "Client",
     "AsyncDeletionClient": "DeletionClient",
+    "AsyncGenerationClient": "GenerationClient",
     "AsyncSearchClient": "SearchClient",
     "AsyncStoreClient": "StoreClient",
     "AsyncStream": "Stream",
     "AsyncTokenStream": "TokenStream",
+    "AsyncUploadClient": "UploadClient",
     "InferenceServiceAsyncStub": "InferenceServiceStub",
     "StoreServiceAsyncStub": "StoreServiceStub",
     "_async": "_sync",
@@ -55,16 +66,21 @@ WORDS = {
     "StopAsyncIteration": "StopIteration",
     **{
         name: NAMES[name]
-        for name in ("AsyncCaptureClient", "AsyncClient", "AsyncDeletionClient", "AsyncSearchClient", "AsyncStream")
+        for name in (
+            *("AsyncCaptureClient", "AsyncClient", "AsyncDeletionClient", "AsyncGenerationClient", "AsyncSearchClient"),
+            *("AsyncStream", "AsyncUploadClient"),
+        )
     },
 }
 """Texts that unasync does not replace: in docstrings, comments and strings, and names of two parts."""
 
 SENTENCES = {
     "The asyncio client.": "The synchronous client.",
-    "How the asyncio client deletes": "How the synchronous client deletes",
+    "How the asyncio client": "How the synchronous client",
+    "The asyncio client's generations": "The synchronous client's generations",
     "The asyncio client's methods": "The synchronous client's methods",
     "The asyncio client's search": "The synchronous client's search",
+    "The asyncio client's uploads": "The synchronous client's uploads",
     "An asyncio client of": "A client of",
     "Use a client within one event loop.": "Threads may share a client. Create it after any fork.",
     "use it in an async with-block": "use it in a with-block",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AsyncSearchClient(AsyncCaptureClient):
-    """The methods for captures, with the search for tokens; the base class of `residuum.AsyncClient`."""
+    """The methods for captures, with the search for tokens; the base class of `AsyncUploadClient`."""
 
     async def search(
         self,

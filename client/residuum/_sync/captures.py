@@ -1,4 +1,4 @@
-# Generated from client/residuum/_async/captures.py by scripts/generate_sync.py. Change that file, then run `make sync`.
+# Generated from client/residuum/_async/captures.py by scripts/generate_sync.py. Edit that file, then run `make sync`.
 """The synchronous client's methods for captures: activations, manifests and lists."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# Generated from client/residuum/_async/deleting.py by scripts/generate_sync.py. Change that file, then run `make sync`.
+# Generated from client/residuum/_async/deleting.py by scripts/generate_sync.py. Edit that file, then run `make sync`.
 """How the synchronous client deletes captures."""
 
 from __future__ import annotations

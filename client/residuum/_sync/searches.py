@@ -1,4 +1,4 @@
-# Generated from client/residuum/_async/searches.py by scripts/generate_sync.py. Change that file, then run `make sync`.
+# Generated from client/residuum/_async/searches.py by scripts/generate_sync.py. Edit that file, then run `make sync`.
 """The synchronous client's search for tokens."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SearchClient(CaptureClient):
-    """The methods for captures, with the search for tokens; the base class of `residuum.Client`."""
+    """The methods for captures, with the search for tokens; the base class of `UploadClient`."""
 
     def search(
         self,

@@ -1,5 +1,5 @@
-# Generated from client/residuum/_async/stores.py by scripts/generate_sync.py. Change that file, then run `make sync`.
-"""How the asyncio client finds captures and calls the stores."""
+# Generated from client/residuum/_async/stores.py by scripts/generate_sync.py. Edit that file, then run `make sync`.
+"""How the synchronous client finds captures and calls the stores."""
 
 from __future__ import annotations
 

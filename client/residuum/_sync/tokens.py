@@ -1,4 +1,4 @@
-# Generated from client/residuum/_async/tokens.py by scripts/generate_sync.py. Change that file, then run `make sync`.
+# Generated from client/residuum/_async/tokens.py by scripts/generate_sync.py. Edit that file, then run `make sync`.
 """Reads the events of a running generation one by one."""
 
 from __future__ import annotations

@@ -1,0 +1,96 @@
+# Generated from client/residuum/_async/uploads.py by scripts/generate_sync.py. Edit that file, then run `make sync`.
+"""The synchronous client's uploads: steering vectors and encoders of sparse autoencoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from residuum import exceptions as exc
+from residuum._sync.searches import SearchClient
+from residuum.protocol import sae_upload, vector_upload
+from residuum.v1 import inference_pb2
+from residuum.values.replies.uploads import PutResult, PutSAEResult
+from residuum.values.tensors.sae import SAE
+from residuum.values.tensors.vector import Vector
+
+
+class UploadClient(SearchClient):
+    """The methods that send vectors and encoders, with those for captures: the base of `GenerationClient`."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._ledger = vector_upload.VectorLedger()
+        self._saes = sae_upload.SAELedger()
+
+    def put_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> PutResult:
+        """Send vectors, or those of Directions, that the server lacks. Calls that steer also do this.
+
+        Raises:
+            BadVector: The server refused a vector; it accepted the others.
+
+        Example:
+            >>> client.put_vectors([joy]).sent, client.put_vectors([joy]).sent
+            (1, 0)
+        """
+        given = vector_upload.vector_list(vectors)
+        return vector_upload.put_result(given, self._provide(given))
+
+    def put_sae(self, sae: SAE) -> PutSAEResult:
+        """Send the encoder of a sparse autoencoder, if the server lacks it. Requests that capture features do this.
+
+        The server keeps it in device memory until it needs the room for another one.
+
+        Raises:
+            LimitReached: It does not fit into the server's memory for encoders; the message says what is left.
+            BadSAE: Rows of the model have another width.
+            InvalidRequest: The server takes no sparse autoencoders.
+
+        Example:
+            >>> client.put_sae(residuum.sae.load("sae/")).free_bytes
+            134217728
+        """
+        sae = sae_upload.check_sae(sae)
+        return sae_upload.put_result(sae, self._put_encoder(sae))
+
+    def find_missing_vectors(self, vectors: Vector | Iterable[Vector] | Mapping[int, Vector]) -> list[Vector]:
+        """Return the vectors that the server lacks. Asking for the others prolongs the time that it keeps them."""
+        given = vector_upload.vector_list(vectors)
+        missing: set[bytes] = set()
+        for request in vector_upload.find_requests(given):
+            answer = self._call(self.endpoint, self._inference.FindMissingVectors, request)
+            missing.update(answer.missing_digests)
+        return vector_upload.only(given, missing)
+
+    def _provide(self, vectors: Iterable[Vector]) -> list[Vector]:
+        """Send the vectors that the server lacks, and return them."""
+        unknown = self._ledger.unknown(vectors)
+        if not unknown:
+            return []
+        missing = self.find_missing_vectors(unknown)
+        self._send(missing)
+        self._ledger.add(unknown)
+        return missing
+
+    def _provide_sae(self, sae: sae_upload.Encoder | None) -> None:
+        """Send an encoder if the server may lack it."""
+        if sae is not None and not self._saes.knows(sae):
+            self._put_encoder(sae)
+
+    def _put_encoder(self, sae: sae_upload.Encoder) -> inference_pb2.PutSAEResponse:
+        put = self._inference.PutSAE
+        try:
+            try:
+                answer = self._call(self.endpoint, put, sae_upload.find_requests(sae))
+            except exc.MissingSAE:
+                requests, extra = sae_upload.put_requests(sae), sae_upload.extra_seconds(sae)
+                answer = self._call(self.endpoint, put, requests, extra=extra)
+        except exc.ResiduumError as failure:
+            raise sae_upload.refusal(failure, sae) from None
+        self._saes.add(sae)
+        return answer
+
+    def _send(self, vectors: Sequence[Vector]) -> None:
+        for part in vector_upload.put_calls(vectors):
+            answer = self._call(self.endpoint, self._inference.PutVectors, vector_upload.put_requests(part))
+            vector_upload.check_results(part, answer)
