@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from bench.memory import provide_memory
 from bench.processes import RunFailedError
 from bench.store.captures import Shape, differs
 from bench.store.lane import Lane
@@ -76,6 +77,7 @@ class Shipped(_Stored):
 
     def get(self) -> float:
         """See `Way`: `client.activations` of all captures."""
+        provide_memory(self._shape.num_bytes * self._num_captures)  # for the arrays that are returned
         started = time.perf_counter()
         found = self._lane.client.activations(self._captures)
         seconds = time.perf_counter() - started
@@ -116,6 +118,7 @@ class Plain(_Stored):
 
     def get(self) -> float:
         """See `Way`. Parses and checks the chunks, and copies them into one array, like the client."""
+        provide_memory(self._shape.num_bytes)  # for the array of a capture
         started = time.perf_counter()
         for capture_id in self._captures:
             self._read(capture_id)
