@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import residuum
-from residuum._async import client as async_client
-from residuum._sync import client as sync_client
+from residuum._async import generation as async_generation
+from residuum._sync import generation as sync_generation
 from residuum.v1 import capture_pb2
 from tests.client.support.peer import row
 
@@ -105,13 +105,13 @@ async def test_a_batch_reads_each_row_once(client, peer, captured, monkeypatch):
 
 async def test_the_rows_of_a_position_are_read_in_one_call(client, peer, captured, monkeypatch):
     plans = []
-    plan_read = async_client.plan_read
+    plan_read = async_generation.plan_read
 
     def counted(*arguments, **options):
         plans.append((options["layers"], options["positions"]))
         return plan_read(*arguments, **options)
 
-    for module in (async_client, sync_client):
+    for module in (async_generation, sync_generation):
         monkeypatch.setattr(module, "plan_read", counted)
     rows = [residuum.StoredRow(captured, layer=layer, position=position) for position in (0, 1) for layer in (4, 1, 4)]
     await client.generate("x", max_tokens=1, steer=[residuum.Set(row, layer=row.layer) for row in rows])

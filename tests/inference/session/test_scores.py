@@ -16,8 +16,8 @@ from inference_svc.engine.streams import Delta
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
-from inference_svc.session import scoring
 from inference_svc.session.messages import messages
+from inference_svc.session.scores import scoring
 from inference_svc.session.scores.probe_groups import ProbeGroups
 from inference_svc.session.scores.scoring import SequenceScores
 from inference_svc.taps.bank import VectorBank

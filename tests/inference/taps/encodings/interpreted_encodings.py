@@ -16,8 +16,9 @@ import torch
 
 from inference_svc.taps.encodings import sae_encoder
 from inference_svc.taps.gpu import encoder as gpu_encoder
-from inference_svc.taps.gpu import encodings, host_copies
+from inference_svc.taps.gpu import host_copies
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
+from inference_svc.taps.gpu.kernels import encodings
 from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
 from tests.inference.taps.encodings.encoder_cases import Case, cases
 
