@@ -64,13 +64,7 @@ WORDS = {
     "await ": "",
     "anext(": "next(",
     "StopAsyncIteration": "StopIteration",
-    **{
-        name: NAMES[name]
-        for name in (
-            *("AsyncCaptureClient", "AsyncClient", "AsyncDeletionClient", "AsyncGenerationClient", "AsyncSearchClient"),
-            *("AsyncStream", "AsyncUploadClient"),
-        )
-    },
+    **{name: instead for name, instead in NAMES.items() if name.startswith("Async")},
 }
 """Texts that unasync does not replace: in docstrings, comments and strings, and names of two parts."""
 

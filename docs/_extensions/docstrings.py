@@ -3,7 +3,7 @@
 * reStructuredText makes an indented paragraph a quotation. In a module's docstring, this extension keeps it as text.
 * reStructuredText makes |x| a substitution. Here it is a length.
 * Napoleon takes the words before a colon in an attribute's docstring for its type. Here they are part of a sentence.
-* Members are listed in the order of the file that `__module__` names. For a client it names where users import it.
+* Members are listed in the order of the file that `__module__` names. For a stream it names where users import it.
 * The signature of a dataclass whose `__new__` only checks is that of its `__init__`.
 """
 
@@ -26,7 +26,7 @@ CODE = re.compile(r"(`[^`]*`)")
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Sphinx calls this."""
-    for shown in (residuum.AsyncClient, residuum.AsyncStream, residuum.Client, residuum.Stream):
+    for shown in (residuum.AsyncStream, residuum.Stream):
         shown.__module__ = next(item.__module__ for item in vars(shown).values() if inspect.isfunction(item))
     app.connect("autodoc-process-docstring", read, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", sign)

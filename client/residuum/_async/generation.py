@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class AsyncGenerationClient(AsyncUploadClient):
-    """The methods that generate, with those for captures and uploads; the base class of `residuum.AsyncClient`."""
+    """The methods that generate; the base class of `residuum.AsyncClient`."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

@@ -15,7 +15,7 @@ from residuum.values.tensors.vector import Vector
 
 
 class AsyncUploadClient(AsyncSearchClient):
-    """The methods that send vectors and encoders, with those for captures: the base of `AsyncGenerationClient`."""
+    """The methods that send vectors and encoders; the base class of `AsyncGenerationClient`."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class GenerationClient(UploadClient):
-    """The methods that generate, with those for captures and uploads; the base class of `residuum.Client`."""
+    """The methods that generate; the base class of `residuum.Client`."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

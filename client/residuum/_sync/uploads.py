@@ -16,7 +16,7 @@ from residuum.values.tensors.vector import Vector
 
 
 class UploadClient(SearchClient):
-    """The methods that send vectors and encoders, with those for captures: the base of `GenerationClient`."""
+    """The methods that send vectors and encoders; the base class of `GenerationClient`."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
