@@ -73,8 +73,8 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     )  # fmt: skip
     parser.add_argument(
         "--together", action="store_true",
-        help="--share-engine, and stock's engine runs at the same time: iterations alternate between both engines, so "
-        "that a drift of the machine does not count; the device must have memory for both (gpu_memory_utilization)",
+        help="--share-engine, and stock's engine runs at the same time: iterations alternate between the engines, so "
+        "that a drift of the machine does not count; the device must have memory for all (gpu_memory_utilization)",
     )  # fmt: skip
     parser.add_argument(
         "--runners", type=words(Runner), default=[Runner.DEFAULT],
@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     )  # fmt: skip
     parser.add_argument(
         "--modes", type=words(CHOICES), default=list(USUAL_MODES),
-        help="names, separated by commas (default: all but all-layers+encoded)",
+        help="names, separated by commas (default: all but stock-again and all-layers+encoded)",
     )  # fmt: skip
     add_output(parser)
     return parser.parse_args(arguments)

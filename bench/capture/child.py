@@ -113,7 +113,7 @@ async def start_engine(
 ) -> tuple[Subject, TappedSubject | None]:
     """Start the engine of a job, with or without taps. The exit stack stops it."""
     subject: Subject
-    if Mode.STOCK in job.modes:
+    if not job.modes[0].tapped:
         subject, tapped = await StockSubject.start(settings), None
     else:
         subject = tapped = await TappedSubject.start(settings, job.folder, noop=job.workload.noop_taps)

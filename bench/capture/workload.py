@@ -18,6 +18,8 @@ class Mode(str, Enum):
 
     STOCK = "stock"
     """Stock vLLM with its own worker."""
+    STOCK_AGAIN = "stock-again"
+    """Stock vLLM in another process, compared with `STOCK`: the difference is the benchmark's own error."""
     IDLE = "idle"
     """residuum's worker with taps in the model. Nothing is captured or steered."""
     ALL_LAYERS = "all-layers"
@@ -30,6 +32,11 @@ class Mode(str, Enum):
     """Every token is captured at every layer, with the workload's encoding instead of raw."""
     CUSTOM = "custom"
     """Every token is captured at the workload's `layers` and every enabled site."""
+
+    @property
+    def tapped(self) -> bool:
+        """Whether the engine has residuum's worker."""
+        return self not in {Mode.STOCK, Mode.STOCK_AGAIN}
 
     @property
     def captures(self) -> bool:
@@ -49,7 +56,7 @@ class Mode(str, Enum):
 
 CHOICES = tuple(mode for mode in Mode if mode is not Mode.CUSTOM)
 """The modes that every workload can run in."""
-USUAL_MODES = tuple(mode for mode in CHOICES if not mode.encodes)
+USUAL_MODES = tuple(mode for mode in CHOICES if not mode.encodes and mode is not Mode.STOCK_AGAIN)
 """The modes that run by default."""
 
 
@@ -165,7 +172,7 @@ class Job:
     """The task of one process, which it gets as JSON."""
 
     modes: tuple[Mode, ...]
-    """The modes that are measured alternately on one engine: stock alone, or any of the others."""
+    """The modes that are measured alternately on one engine: one without taps alone, or any of the others."""
     round: int
     workload: Workload
     folder: str
@@ -212,8 +219,8 @@ def schedule(
     """
     groups: list[tuple[Mode, ...]] = [(mode,) for mode in modes]
     if shared:
-        tapped = tuple(mode for mode in modes if mode is not Mode.STOCK)
-        groups = [group for group in ((Mode.STOCK,) * (Mode.STOCK in modes), tapped) if group]
+        tapped = tuple(mode for mode in modes if mode.tapped)
+        groups = [group for group in groups if not group[0].tapped] + [tapped] * bool(tapped)
     order = [(runner, group) for runner in runners for group in groups]
     return [
         Turn(number, runner, group)

@@ -29,6 +29,11 @@ def test_all_but_stock_may_share_an_engine():
     assert [turn.modes for turn in schedule(MODES, 2, shared=True)] == [stock, tapped, tapped, stock]
     assert [turn.modes for turn in schedule(tapped, 1, shared=True)] == [tapped]
     assert [turn.modes for turn in schedule(stock, 1, shared=True)] == [stock]
+    again = (Mode.STOCK_AGAIN,)
+    assert [turn.modes for turn in schedule([*MODES, *again], 2, shared=True)] == [
+        *(stock, again, tapped),
+        *(tapped, again, stock),
+    ]
 
 
 def test_everything_is_run_with_each_model_runner():
