@@ -64,6 +64,10 @@ class CaptureKeeper:
         """Seals that the store has not acknowledged yet."""
         return len(self._seals)
 
+    def takes_early_rows(self, if_exists: capture_pb2.IfExists.ValueType) -> bool:
+        """Return whether rows of a capture may be sent before it is opened, as far as the store is known."""
+        return self._link.takes_early_rows and if_exists <= capture_pb2.IF_EXISTS_FAIL
+
     async def check_free(self, description: capture_pb2.CaptureDescription) -> None:
         """Check that the store has no capture with this ID. Creates nothing.
 
@@ -97,9 +101,8 @@ class CaptureKeeper:
         Args:
             description: The capture's ID, tenant and contents.
             if_exists: What to do if the store holds a capture with this ID.
-            on_queued: Called when rows may be sent, before the capture is committed: at once if the store takes early
-                rows and no capture is replaced or skipped. It may be called twice, or not at all, for example if the
-                call fails or the store is older.
+            on_queued: Called when rows may be sent, before the capture is committed. It may be called twice, or not at
+                all, for example if the call fails or the store is older. See also `takes_early_rows`.
 
         Returns:
             The manifest of the existing capture that is the result (IF_EXISTS_SKIP); None: a capture was created.
@@ -139,7 +142,7 @@ class CaptureKeeper:
         """
         path = tenant_path(request.tenant, request.capture_id, request.attempt)
         name = tenant_path(request.tenant, request.capture_id)
-        task = asyncio.create_task(self._seal(request, complete, self._opening.get(path)), name=name)
+        task = asyncio.create_task(self._seal(request, complete, path), name=name)
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
         task.add_done_callback(lambda _: self._open.discard(path))
@@ -192,11 +195,11 @@ class CaptureKeeper:
         self,
         request: store_pb2.SealCaptureRequest,
         complete: Callable[[store_pb2.SealCaptureRequest], Awaitable[None]] | None,
-        opening: Opening | None,
+        path: str,
     ) -> None:
         if complete is not None:
             await complete(request)
-        if opening is not None:  # the caller left early; a seal that overtakes the open would end nothing
+        if opening := self._opening.get(path):  # a seal that overtakes the open would end nothing
             await asyncio.wait([opening.answer])
             if opening.answer.cancelled():  # it was never sent
                 return

@@ -73,8 +73,6 @@ class Openings:
             Failure: The store does not answer, or refuses.
         """
         self._batches.add(opening, alone=opening.may_wait)
-        if self._link.takes_early_rows and opening.request.if_exists <= capture_pb2.IF_EXISTS_FAIL:
-            opening.on_queued()  # the store keeps rows that arrive before the open
         try:
             # Shielded: the call may carry other captures, too.
             return await asyncio.wait_for(asyncio.shield(opening.answer), OPEN_SECONDS)

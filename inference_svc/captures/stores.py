@@ -95,6 +95,15 @@ class Stores:
         """Check concurrently whether each store answers."""
         return list(await asyncio.gather(*map(_check, self.keepers.values())))
 
+    def takes_early_rows(self, capture_id: str, *, is_new_id: bool, if_exists: capture_pb2.IfExists.ValueType) -> bool:
+        """Return whether rows of a capture may be sent before it is opened.
+
+        Its store must have said so in answer to an earlier open. A capture that may replace or skip another one is
+        opened first, and so is one whose ID other stores may hold.
+        """
+        has_free_id = is_new_id or self._fixed or self._only is not None
+        return has_free_id and self.of(capture_id).takes_early_rows(if_exists)
+
     async def open(
         self,
         description: capture_pb2.CaptureDescription,

@@ -46,6 +46,9 @@ _FAILED = "The texts could not be made; the log of the inference service says wh
 class CaptureStore(Protocol):
     """Where captures are opened and sealed."""
 
+    def takes_early_rows(self, capture_id: str, *, is_new_id: bool, if_exists: capture_pb2.IfExists.ValueType) -> bool:
+        """Return whether rows of a capture may be sent before it is opened; see `Stores.takes_early_rows`."""
+
     async def open(
         self,
         description: capture_pb2.CaptureDescription,
@@ -71,7 +74,8 @@ class CaptureSession:
     """An asynchronous context that opens the capture of a request and seals it at the end.
 
     The context begins as soon as rows of the capture may be sent, so that the model computes the prompt while the
-    store commits the capture. Wait for `opened` before the caller gets anything.
+    store commits the capture. Call `opened` before the caller gets anything. If rows may be sent before the store knows
+    the capture, only this call opens it. So in a burst of requests, the engine gets all of them first.
 
     For a request that captures nothing, it only records the sequences.
 
@@ -137,14 +141,17 @@ class CaptureSession:
         return all(sequence.is_complete for sequence in self.sequences)
 
     async def __aenter__(self) -> Self:
-        """Begin to open the capture.
+        """Begin to open the capture, unless rows may be sent before.
 
         Raises:
             Failure: There is no store, or the store refuses or does not answer.
         """
-        if self._running.spec.capture is not None:
+        spec = self._running.spec
+        if spec.capture is not None and not self._store().takes_early_rows(
+            self._running.request_id, is_new_id=not spec.request_id, if_exists=spec.if_exists
+        ):
             try:
-                await self._begin(self._store())
+                await self._begin()
             except (asyncio.CancelledError, NoAnswerError):
                 # The store may have opened the capture, and nothing else would seal it.
                 self.has_begun = True
@@ -154,15 +161,16 @@ class CaptureSession:
         return self
 
     async def opened(self) -> None:
-        """Wait until the store has opened the capture.
+        """Open the capture, if that has not begun, and wait until the store has opened it.
 
         Raises:
             Failure: The store refuses or does not answer.
         """
-        if self._opening is None:
+        if self._running.spec.capture is None:
             return
+        opening = self._opening or self._open()
         try:
-            self.existing = await asyncio.shield(self._opening)  # a caller that leaves does not break off the call
+            self.existing = await asyncio.shield(opening)  # a caller that leaves does not break off the call
         except Failure as failure:
             self.has_begun = isinstance(failure, NoAnswerError)  # without an answer, the capture may exist
             raise
@@ -173,27 +181,32 @@ class CaptureSession:
         """Seal the capture. Its outcome depends on the sequences, and on the exception that ended the request."""
         del kind, traceback
         if self._running.spec.capture is not None and self.existing is None and self.has_begun:
+            if self._opening is None:
+                self._open()  # rows may have been sent; the seal follows the open
             self._seal(error)
 
-    async def _begin(self, store: CaptureStore) -> None:
+    async def _begin(self) -> None:
         """Ask the store to open the capture, and wait until rows may be sent."""
-        spec = self._running.spec
         queued = asyncio.Event()
-        opening = asyncio.create_task(
-            store.open(
-                self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists, on_queued=queued.set
-            )
-        )
+        opening = self._open(queued.set)
         opening.add_done_callback(lambda _: queued.set())
-        opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for it
         try:
             await queued.wait()
         except asyncio.CancelledError:
             opening.cancel()
             raise
-        self._opening = opening
-        if opening.done() or spec.if_exists == capture_pb2.IF_EXISTS_SKIP:
+        if opening.done() or self._running.spec.if_exists == capture_pb2.IF_EXISTS_SKIP:
             await self.opened()
+
+    def _open(self, on_queued: Callable[[], object] = lambda: None) -> asyncio.Task[capture_pb2.CaptureManifest | None]:
+        """Start to open the capture."""
+        spec = self._running.spec
+        opening = self._store().open(
+            self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists, on_queued=on_queued
+        )
+        self._opening = asyncio.create_task(opening)
+        self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for it
+        return self._opening
 
     def _seal(self, error: BaseException | None) -> None:
         self._store().seal(self._seal_request(error), self._complete)

@@ -67,11 +67,12 @@ class Generation:
             sequences: The record of each sequence, to which the tokens are added.
             handle: Tells clients where to find the capture; None if the request captures nothing.
             count_sent: Called with the number of tokens of each delta that is passed on.
-            burst: The requests that arrive at this time. The first event waits for the burst's end or the first token.
+            burst: The requests that arrive at this time. `ready` and the first event wait for the burst's end or the
+                first token.
             scores: The scores of each sequence; empty without probes.
             rules: The rules of each sequence; empty without rules.
             kept_scores: Where the scores that are passed on are added; None: they are not stored.
-            ready: Waited for before the first event, while the engine generates already; None: nothing is.
+            ready: Called and waited for before the first event, while the engine generates already; None: nothing is.
         """
         self._ready = ready
         self._burst = burst
@@ -95,10 +96,10 @@ class Generation:
         if self._running.aborted.is_set():  # it was aborted before `on_abort` was set
             self._end_by_abort()
         try:
-            if self._ready is not None:
-                await self._ready()
             self._burst.call_after(self._queue.wake)
             items = await self._queue.take()  # empty if the burst is over before the first token comes
+            if self._ready is not None:
+                await self._ready()
             yield inference_pb2.GenerateResponse(
                 started=inference_pb2.GenerationStarted(
                     request_id=self._running.request_id, prompt_token_ids=self._token_ids, capture=self._handle

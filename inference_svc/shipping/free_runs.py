@@ -41,8 +41,14 @@ class FreeRuns:
         """Free `count` rows from `start` on."""
         if not count:
             return
-        index = bisect(self._runs, (start, 0))
-        first = index - 1 if index and sum(self._runs[index - 1]) == start else index
-        end = index + 1 if index < len(self._runs) and self._runs[index][0] == start + count else index
-        joined = [*self._runs[first:index], (start, count), *self._runs[index:end]]
-        self._runs[first:end] = [(joined[0][0], sum(size for _, size in joined))]
+        first = last = bisect(self._runs, (start, 0))
+        end = start + count
+        if last < len(self._runs) and self._runs[last][0] == end:
+            end += self._runs[last][1]
+            last += 1
+        if first:
+            before, size = self._runs[first - 1]
+            if before + size == start:
+                start = before
+                first -= 1
+        self._runs[first:last] = [(start, end - start)]

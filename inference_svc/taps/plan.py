@@ -201,7 +201,7 @@ class Capture:
         """The layers at each site."""
         return tuple(zip(self.sites, self.site_layers or repeat(self.layers), strict=False))
 
-    @property
+    @cached_property
     def units(self) -> int:
         """Rows of one captured position: one for each site and, within a site, for each layer."""
         return sum(len(layers) for _, layers in self.places)

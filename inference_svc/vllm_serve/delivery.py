@@ -41,7 +41,7 @@ class Delivery:
         # Not a uvloop loop: uvloop can start processes only on the main thread.
         self._loop = asyncio.SelectorEventLoop()
         threading.Thread(target=self._loop.run_forever, name="residuum-delivery", daemon=True).start()
-        self._stores = self._call(self._connect()).result()
+        self._stores: Stores = self._call(self._connect()).result()
 
     async def ship(self, control_paths: Sequence[str]) -> None:
         """Start the shippers.
@@ -50,6 +50,10 @@ class Delivery:
             OSError: A shipper process cannot be started.
         """
         await asyncio.wrap_future(self._call(self._start_shippers(control_paths)))
+
+    def takes_early_rows(self, capture_id: str, *, is_new_id: bool, if_exists: capture_pb2.IfExists.ValueType) -> bool:
+        """Return whether rows of a capture may be sent before it is opened; see `Stores.takes_early_rows`."""
+        return self._stores.takes_early_rows(capture_id, is_new_id=is_new_id, if_exists=if_exists)
 
     async def open(
         self,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from vllm import SamplingParams
 
+    from inference_svc.session.burst import Burst
     from inference_svc.session.existing_capture import KeptSequence
     from inference_svc.session.sequences import GeneratedSequence
 
@@ -38,7 +39,11 @@ _NOT_SAMPLING = {
 
 
 async def merge_streams(
-    streams: Sequence[AsyncGenerator[Any]], ready: Callable[[], Awaitable[None]], *, reads_ahead: bool = False
+    streams: Sequence[AsyncGenerator[Any]],
+    burst: Burst,
+    ready: Callable[[], Awaitable[None]],
+    *,
+    reads_ahead: bool = False,
 ) -> AsyncGenerator[tuple[int, Any]]:
     """Yield the items of several generators as they come, each with the index of its generator.
 
@@ -48,6 +53,7 @@ async def merge_streams(
 
     Args:
         streams: The generators.
+        burst: The requests that arrive at this time. `ready` waits for the burst's end or the first item.
         ready: Returns when items may be yielded.
         reads_ahead: Whether the generators run on if the caller reads slowly, or before `ready` returns. Rules need
             it, because the generators judge the tokens.
@@ -58,18 +64,25 @@ async def merge_streams(
     # the engine has generated, even if the caller reads nothing.
     queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(0 if reads_ahead else len(streams))
 
+    due = asyncio.Event()
+
     async def read(index: int, stream: AsyncGenerator[Any]) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
                     await queue.put((index, item, None))
+                    due.set()
         except Exception as error:  # noqa: BLE001 - the consumer below raises it
             await queue.put((index, None, error))
         else:
             await queue.put((index, None, None))
+        finally:
+            due.set()
 
     tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
     try:
+        burst.call_after(due.set)
+        await due.wait()
         await ready()
         running = len(tasks)
         while running:

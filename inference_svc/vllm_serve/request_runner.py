@@ -18,6 +18,7 @@ from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
+from inference_svc.session.burst import Burst
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.existing_capture import kept_sequences
 from inference_svc.session.scores.rules import sequence_rules
@@ -81,6 +82,7 @@ class RequestRunner:
         self._vectors = vectors
         self._delivery = delivery
         self._wait_for_startup = wait_for_startup
+        self._burst = Burst()
         self._metrics = InferenceMetrics()  # which vLLM's server does not show
         self._replies: ReplyReader | None = None
 
@@ -140,7 +142,7 @@ class RequestRunner:
                         )
                         for index, sequence in enumerate(session.sequences)
                     ]
-                    merged = merge_streams(streams, session.opened, reads_ahead=bool(rules))
+                    merged = merge_streams(streams, self._burst, session.opened, reads_ahead=bool(rules))
                     async with changes or nullcontext(), aclosing(merged) as steps:
                         async for index, (step, delta) in steps:
                             if delta is not None:

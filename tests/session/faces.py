@@ -33,7 +33,8 @@ DEAD = object()
 class ScriptedStore:
     """Opens captures as `opening` says: "ok", "refused" or "no answer".
 
-    With "later, " before it, after `answers` is set. With "queued, ", too, but it takes rows before.
+    With "later, " before it, after `answers` is set. With "queued, ", too, but it takes rows before. With "early, ", it
+    takes them even before it is asked to open the capture.
     """
 
     def __init__(self, opening):
@@ -42,6 +43,9 @@ class ScriptedStore:
         self.opened = []
         self.seals = []
         self.make_id = make_id
+
+    def takes_early_rows(self, capture_id, *, is_new_id, if_exists):
+        return self.opening.startswith("early")
 
     async def open(self, description, *, is_new_id, if_exists, on_queued):
         assert not is_new_id
@@ -63,6 +67,25 @@ class ScriptedStore:
         return inference_pb2.CaptureHandle(capture_id=capture_id)
 
 
+class HeldBurst:
+    """A burst of requests that ends when a test calls `end`."""
+
+    def __init__(self):
+        self.callbacks = []
+        self.is_over = False
+
+    def call_after(self, callback):
+        self.callbacks.append(callback)
+        if self.is_over:
+            self.end()
+
+    def end(self):
+        self.is_over = True
+        callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            asyncio.get_running_loop().call_soon(callback)
+
+
 class Face:
     """One entry point. Sequence i generates `scripts[i]`: (token IDs, finish reason), exceptions, or DEAD."""
 
@@ -74,6 +97,7 @@ class Face:
         """The tokens that the caller got."""
         self.error = None
         self.updates = []
+        self.burst = HeldBurst()
 
     def start(self):
         self.consumer = asyncio.create_task(self._consume())
@@ -107,6 +131,7 @@ class GrpcFace(Face):
         self.parts = Parts.assemble(engine, InferenceSettings(model="tiny"), store)
         self.parts.vectors.put(JOY)
         self.registry = self.parts.registry
+        self.parts.runner._burst = self.burst
 
     async def _script(self, call):
         index = int(call.engine_id.rpartition("#")[2])
@@ -174,6 +199,7 @@ class OpenAIFace(Face):
         self.front._delivery = store
         self.front._serve([RANK])
         self.registry = self.front._registry
+        self.front._serving.runner._burst = self.burst
 
     async def _generate(self, prompt, sampling_params, request_id, **options):
         index = RequestPlan.from_extra_args(sampling_params.extra_args).capture.sequence

@@ -17,7 +17,10 @@ COMPLETE, INCOMPLETE, ABORTED = (
     capture_pb2.CAPTURE_STATE_INCOMPLETE,
     capture_pb2.CAPTURE_STATE_ABORTED,
 )
-OPENINGS = ["ok", "ok", "later, ok", "refused", "no answer", "queued, ok", "queued, refused", "queued, no answer"]
+OPENINGS = [
+    *("ok", "ok", "later, ok", "refused", "no answer", "queued, ok", "queued, refused", "queued, no answer"),
+    *("early, ok", "early, refused", "early, no answer"),
+]
 _TURNS = 60
 """Turns of the event loop after which it is idle."""
 
@@ -25,7 +28,9 @@ _TURNS = 60
 class EveryOrder(RuleBasedStateMachine):
     """One request. The expected seal follows from the first event that ends it.
 
-    While the store takes rows but has not opened the capture, the engine generates, and the caller gets nothing.
+    While the store takes rows but has not opened the capture, the engine generates, and the caller gets nothing. If the
+    store takes rows early, it is asked to open the capture when the burst of requests is over, when the engine has
+    generated anything, or when the request ends.
     """
 
     face_name: str
@@ -41,7 +46,8 @@ class EveryOrder(RuleBasedStateMachine):
         self.reason = capture_pb2.INCOMPLETE_REASON_UNSPECIFIED
         self.has_ended = opening in ("refused", "no answer")
         self.is_open = opening == "ok"
-        self.is_queued = opening.startswith("queued")
+        self.is_queued = opening.startswith(("queued", "early"))
+        self.holds_burst = opening.startswith("early")
         self.waiting_end = None
         """What will end the request as soon as the store has opened the capture."""
         self.next_token = 1
@@ -49,6 +55,8 @@ class EveryOrder(RuleBasedStateMachine):
         async def begin():
             self.store = ScriptedStore(opening)
             self.face = FACES[self.face_name](self.store, num_sequences)
+            if not self.holds_burst:
+                self.face.burst.end()
             self.face.start()
 
         self.loop.run_until_complete(begin())
@@ -137,7 +145,15 @@ class EveryOrder(RuleBasedStateMachine):
     def time_passes(self):
         self.settle()
 
-    @precondition(lambda self: ", " in self.store.opening and not self.store.answers.is_set())
+    @precondition(lambda self: self.holds_burst and not self.has_ended)
+    @rule()
+    def burst_ends(self):
+        self.holds_burst = False
+        self.loop.call_soon(self.face.burst.end)
+        self.settle()
+        assert self.store.opened
+
+    @precondition(lambda self: ", " in self.store.opening and self.store.opened and not self.store.answers.is_set())
     @rule()
     def store_answers(self):
         self.loop.call_soon(self.store.answers.set)
@@ -164,7 +180,8 @@ class EveryOrder(RuleBasedStateMachine):
     def nothing_is_promised_too_early(self):
         if not hasattr(self, "store"):
             return
-        assert len(self.store.opened) == 1
+        assert len(self.store.opened) <= 1
+        assert self.store.opened or (self.holds_burst and not any(self.made))
         assert len(self.store.seals) <= 1
         if not self.is_open:
             assert not any(self.face.handed_on)
@@ -181,6 +198,8 @@ class EveryOrder(RuleBasedStateMachine):
             self.loop.close()
 
     def finish(self):
+        if self.holds_burst and not self.store.opened:
+            self.burst_ends()
         if ", " in self.store.opening and not self.store.answers.is_set():
             self.store_answers()
         if not self.has_ended:

@@ -30,6 +30,9 @@ class Store:
     def __init__(self):
         self.seals = []
 
+    def takes_early_rows(self, capture_id, *, is_new_id, if_exists):
+        return False
+
     async def open(self, description, *, is_new_id, if_exists, on_queued):
         pass
 

@@ -9,8 +9,10 @@ import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from inference_svc.session.burst import Burst
 from inference_svc.session.sequences import GeneratedSequence
 from inference_svc.vllm_serve.outputs import CallerOutputs, merge_streams
+from tests.session.faces import HeldBurst
 
 
 def step(text, token_ids, finish_reason=None, *, logprob=None):
@@ -104,7 +106,7 @@ async def at_once():
 
 
 def merged(*streams, ready=at_once, **options):
-    return merge_streams(streams, ready, **options)
+    return merge_streams(streams, Burst(), ready, **options)
 
 
 async def test_several_generators_are_merged():
@@ -144,6 +146,37 @@ async def test_unread_outputs_stay_in_vllm_which_merges_them():
         assert len(made) <= 6
         for _ in range(20):
             await anext(both)
+
+
+async def test_the_capture_is_opened_after_the_burst_or_with_the_first_item():
+    events, is_free = [], asyncio.Event()
+
+    async def ready():
+        events.append("ready")
+
+    async def slow():
+        await is_free.wait()
+        yield 1
+
+    for free_first in (True, False):
+        events.clear()
+        is_free.clear()
+        burst = HeldBurst()
+        async with aclosing(merge_streams([slow()], burst, ready)) as steps:
+            reading = asyncio.ensure_future(anext(steps))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not events
+            if free_first:
+                is_free.set()
+            else:
+                burst.end()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert events == ["ready"]
+            assert reading.done() == free_first
+            is_free.set()
+            assert await reading == (0, 1)
 
 
 async def test_rules_judge_tokens_that_nobody_reads_yet():

@@ -13,6 +13,7 @@ from inference_svc.captures import opening as opening_module
 from inference_svc.captures.batches import Batches
 from inference_svc.captures.keeper import CaptureKeeper
 from inference_svc.captures.store_link import NoAnswerError
+from inference_svc.captures.stores import Stores
 from residuum.rpc import tracing
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2, store_pb2_grpc
@@ -241,55 +242,69 @@ class EarlyRowsStore(FakeStore):
             yield response
 
 
-async def test_rows_need_not_wait_for_a_store_that_takes_them_early():
-    store = EarlyRowsStore()
-    queued = []
-
-    def begin(name, if_exists=capture_pb2.IF_EXISTS_UNSPECIFIED):
-        description = capture_pb2.CaptureDescription(capture_id=name)
-        opening = keeper.open(description, if_exists, on_queued=lambda: queued.append(name))
-        return asyncio.create_task(opening)
-
-    async with listening(ADD, store) as endpoint:
+async def test_a_store_says_whether_it_takes_rows_before_the_open():
+    async with listening(ADD, EarlyRowsStore()) as endpoint:
         keeper = CaptureKeeper(StoreAddress("a", endpoint))
-        await begin("unknown")
-        assert queued == [], "the first answer tells what the store can do"
-        store.gate.clear()
-        early = [begin("b"), begin("c", capture_pb2.IF_EXISTS_FAIL)]
-        await until(lambda: queued == ["b", "c"])
-        others = [begin("d", capture_pb2.IF_EXISTS_REPLACE), begin("e", capture_pb2.IF_EXISTS_SKIP)]
-        await until(lambda: sorted(opened(store)) == ["b", "d", "e", "unknown"])
-        assert queued == ["b", "c"], "a capture that may exist is opened first"
-        assert not any(task.done() for task in early)
-        store.gate.set()
-        assert await outcomes([*early, *others]) == [None] * 4
+        assert not keeper.takes_early_rows(capture_pb2.IF_EXISTS_FAIL), "it has not said so yet"
+        await asyncio.gather(*start(keeper, "a"))
+        assert keeper.takes_early_rows(capture_pb2.IF_EXISTS_UNSPECIFIED)
+        assert keeper.takes_early_rows(capture_pb2.IF_EXISTS_FAIL)
+        assert not keeper.takes_early_rows(capture_pb2.IF_EXISTS_REPLACE), "a capture that may exist is opened first"
+        assert not keeper.takes_early_rows(capture_pb2.IF_EXISTS_SKIP)
         await keeper.close(DEADLINE)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+async def test_rows_do_not_come_before_the_open_if_another_store_may_hold_the_capture(fixed):
+    async with listening(ADD, EarlyRowsStore()) as a, listening(ADD, EarlyRowsStore()) as b:
+        stores = Stores([StoreAddress("a", a), StoreAddress("b", b)], fixed=fixed)
+        for keeper in stores.keepers.values():
+            await asyncio.gather(*start(keeper, "first"))
+
+        def takes(*, is_new_id):
+            return stores.takes_early_rows("c", is_new_id=is_new_id, if_exists=capture_pb2.IF_EXISTS_FAIL)
+
+        assert takes(is_new_id=True)
+        assert takes(is_new_id=False) == fixed
+        await stores.close(DEADLINE)
 
 
 async def test_rows_wait_again_if_the_store_fails_or_becomes_older(monkeypatch):
     store = EarlyRowsStore()
-    queued = []
     monkeypatch.setattr(opening_module, "OPEN_SECONDS", 0.3)
     async with listening(ADD, store) as endpoint:
         keeper = CaptureKeeper(StoreAddress("a", endpoint))
-        await asyncio.gather(*start(keeper, "a"))
+
+        async def takes_early_rows_after(name):
+            await asyncio.gather(*start(keeper, name), return_exceptions=True)
+            return keeper.takes_early_rows(capture_pb2.IF_EXISTS_FAIL)
+
+        assert await takes_early_rows_after("a")
         store.gate.clear()
-        (late,) = start(keeper, "b", on_queued=lambda: queued.append("b"))
-        with pytest.raises(NoAnswerError):
-            await late
+        assert not await takes_early_rows_after("no answer")
         store.gate.set()
-        await asyncio.gather(*start(keeper, "c", on_queued=lambda: queued.append("c")))
-        await asyncio.gather(*start(keeper, "d", on_queued=lambda: queued.append("d")))
+        assert await takes_early_rows_after("c")
         store.takes_early_rows = False
-        await asyncio.gather(*start(keeper, "e", on_queued=lambda: queued.append("e")))
-        await asyncio.gather(*start(keeper, "f", on_queued=lambda: queued.append("f")))
-        assert queued == ["b", "d", "e"]
+        assert not await takes_early_rows_after("d")
         store.takes_early_rows = True
-        await asyncio.gather(*start(keeper, "g"))
+        assert await takes_early_rows_after("e")
         store.is_older = True
-        await asyncio.gather(*start(keeper, "h", on_queued=lambda: queued.append("h")))
-        await asyncio.gather(*start(keeper, "i", on_queued=lambda: queued.append("i")))
-        assert queued == ["b", "d", "e", "h"], "the call that finds it older is the last one"
+        assert not await takes_early_rows_after("f")
+        await keeper.close(DEADLINE)
+
+
+async def test_the_seal_of_a_capture_whose_open_has_just_begun_comes_after_the_open():
+    store = FakeStore()
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        store.gate.clear()
+        start(keeper, "a")
+        keeper.seal(store_pb2.SealCaptureRequest(capture_id="a"))
+        await store.until(lambda: store.opened)
+        await asyncio.sleep(0.05)
+        assert not store.seals
+        store.gate.set()
+        await store.seal()
         await keeper.close(DEADLINE)
 
 

@@ -8,7 +8,18 @@ import pytest
 
 from inference_svc.session import burst
 from inference_svc.session.burst import Burst
-from tests.inference.service_support import DEADLINE, FakeEngine, ask, running_service, stuck_after
+from residuum.v1 import store_pb2_grpc
+from tests.inference.service_support import (
+    CAPTURE,
+    DEADLINE,
+    FakeEngine,
+    FakeStore,
+    ask,
+    listening,
+    running_service,
+    spec,
+    stuck_after,
+)
 
 
 class Clock:
@@ -78,3 +89,30 @@ async def test_the_first_event_does_not_wait_for_the_first_token():
     async with running_service(engine=engine) as service, asyncio.timeout(DEADLINE):
         event = await service.stub.Generate(ask()).read()
     assert event.HasField("started")
+
+
+async def test_captures_are_opened_together_after_the_engine_has_got_all_requests(monkeypatch):
+    monkeypatch.setattr(burst, "_PAUSE", 0.5)  # all five requests arrive in this time, however busy the machine is
+    store, engine = FakeStore(), FakeEngine()
+    store.takes_early_rows = True
+    asked = []  # how many requests the engine had at each call to the store
+
+    async def note(request, context):
+        asked.append(len(engine.calls))
+        return await FakeStore.OpenCapture(store, request, context)
+
+    store.OpenCapture = note
+    add = store_pb2_grpc.add_StoreServiceServicer_to_server
+    async with (
+        listening(add, store) as endpoint,
+        running_service(endpoint, engine) as service,
+        asyncio.timeout(DEADLINE),
+    ):
+        await service.events(ask(spec(capture=CAPTURE)))  # the store answers that it takes early rows
+        engine.script = stuck_after()
+        streams = [service.stub.Generate(ask(spec(capture=CAPTURE))) for _ in range(5)]
+        for stream in streams:
+            assert (await stream.read()).HasField("started")
+            stream.cancel()
+    assert store.batches == [1, 5]
+    assert asked == [0, *[6] * 5]
