@@ -44,6 +44,7 @@ _PLOT = "peers.png"
 _PLOT_WORDS = "Seconds to generate, and to fetch all layers of every token: stock vLLM, residuum and other ways"
 _WIDTH = 118
 _MODES = {
+    "stock-again": "stock vLLM in another process: the error of the measurement",
     "idle": "idle taps, nothing captured",
     "all-layers": "all {layers} layers of every token{sink}: {gb:.1f} GB in {generation:.1f} s",
     "steer": "every layer steered, each request by its own vector",
@@ -98,23 +99,27 @@ def spliced(page: str, text: str) -> str:
 def _kinds(results: Path) -> list[Path]:
     """Return the folders of all kinds of machines: GPUs first, of these those with the main table, `bench.capture`."""
     folders = sorted(folder for folder in results.iterdir() if folder.is_dir())
-    return sorted(folders, key=lambda folder: (folder.name == "cpu", not (folder / "capture.json").exists()))
+    return sorted(folders, key=lambda folder: (folder.name == "cpu", not _has_capture(folder)))
 
 
 def summary(results: Path, results_link: str = "bench/results") -> str:
-    """Return one table and one plot, of the first kind of machine that has them, as Markdown.
+    """Return one table, that of the newest vLLM, and one plot, as Markdown.
 
     The table compares generation with stock vLLM. The plot compares residuum with other ways to capture everything.
     """
-    for folder in _kinds(results):
-        if not (folder / "capture.json").exists():
-            continue
-        link = f"{results_link}/{folder.name}"
-        texts = [capture(_read(folder / "capture.json"), link)]
-        if (folder / _PLOT).exists():
-            texts.append(f"![{_PLOT_WORDS}]({link}/{_PLOT})")
-        return "\n\n".join(texts)
-    return ""
+    measured = [(_read(folder / "capture.json"), folder) for folder in _kinds(results) if _has_capture(folder)]
+    plots = [folder / _PLOT for folder in _kinds(results) if (folder / _PLOT).exists()]
+    texts = []
+    if measured:
+        newest, folder = max(measured, key=lambda found: [int(part) for part in vllm_version(found[0]).split(".")[:3]])
+        texts.append(capture(newest, f"{results_link}/{folder.name}"))
+    if plots:
+        texts.append(f"![{_PLOT_WORDS}]({results_link}/{plots[0].parent.name}/{_PLOT})")
+    return "\n\n".join(texts)
+
+
+def _has_capture(folder: Path) -> bool:
+    return (folder / "capture.json").exists()
 
 
 def figures(results: Path, results_link: str = "bench/results") -> str:
@@ -172,10 +177,12 @@ def capture(result: Mapping[str, Any], link: str) -> str:
             gb=found[0]["bytes_per_iteration"] / 1e9,
             generation=found[0]["generation_seconds"]["median"],
         )
-        rows.append((label, *(_over_stock(mode) if mode else "" for mode in found)))
+        rows.append((label, *(_over_stock(mode) + _by_round(mode) if mode else "" for mode in found)))
     head = f"{_workload(workload)}, `bench.capture` at {short_revision(result)}"
     where = f"on {machine_name(result)} ([results]({link}))"
-    intro = f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}:"
+    intro = (
+        f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}. In brackets: by round."
+    )
     return f"{_filled(intro)}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
 
 
@@ -539,6 +546,12 @@ def _engine(engine: Mapping[str, Any]) -> str:
 
 def _over_stock(mode: Mapping[str, Any]) -> str:
     return percent(mode["generation_seconds"]["ratio_to_stock"])
+
+
+def _by_round(mode: Mapping[str, Any]) -> str:
+    """Return the range of a mode's rounds; empty if there was one."""
+    ratios = mode["generation_seconds"]["ratio_by_round"]
+    return f" ({percent(min(ratios))} to {percent(max(ratios))})" if len(ratios) > 1 else ""
 
 
 def _workload(workload: Mapping[str, Any]) -> str:

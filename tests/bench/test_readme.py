@@ -14,6 +14,7 @@ from bench.readme import (
     SITES,
     NoMarksError,
     batch_invariant,
+    capture,
     enabled_sites,
     encodings,
     end_to_end,
@@ -69,16 +70,36 @@ def test_outdated_figures_are_reported(name, monkeypatch, tmp_path):
     assert page.read_text() == real.read_text()
 
 
-def test_the_summary_is_the_first_table_and_a_plot(tmp_path):
+def test_the_summary_is_a_table_and_a_plot(tmp_path):
     text = summary(RESULTS)
     table, plot = text.rsplit("\n\n", 1)
-    heading, first = figures(RESULTS).split("\n\n", 1)
-    assert heading.startswith("## On ")
-    assert first.startswith(table)
+    assert f"\n\n{table}\n\n" in figures(RESULTS)
     assert plot.startswith("![")
     name = plot.rpartition("(")[2].removesuffix(")")
     assert (RESULTS.parents[1] / name).is_file()
     assert summary(tmp_path) == ""
+
+
+@pytest.mark.parametrize("newest", ["h100", "h200"])
+def test_the_summary_is_about_the_newest_vllm(newest, tmp_path):
+    result = json.loads((RESULTS / "h200" / "capture.json").read_text())
+    for name in ("h100", "h200"):
+        result["versions"]["vllm"] = "0.100.0" if name == newest else "0.32.0"
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "capture.json").write_text(json.dumps(result))
+    text = summary(tmp_path)
+    assert "stock vLLM 0.100.0" in text
+    assert f"/{newest})" in text
+
+
+def test_the_table_of_captures_has_the_range_of_rounds_and_the_error_of_the_measurement():
+    result = json.loads((RESULTS / "h200" / "capture.json").read_text())
+    times = {"ratio_to_stock": 1.02, "ratio_by_round": [1.03, 0.99, 1.02], "median": 1.0}
+    again = {"mode": "stock-again", "model_runner": "v2", "bytes_per_iteration": 0, "generation_seconds": times}
+    once = {**again, "mode": "idle", "generation_seconds": {**times, "ratio_by_round": [1.02]}}
+    text = capture({**result, "modes": [again, once]}, "")
+    assert "| stock vLLM in another process: the error of the measurement | +2.0 % (-1.0 % to +3.0 %) |" in text
+    assert "| idle taps, nothing captured | +2.0 % |" in text
 
 
 def test_the_table_of_enabled_sites_names_those_that_cost_more(tmp_path):
