@@ -105,7 +105,7 @@ def test_a_result_has_the_models_name_without_its_path():
 def test_the_command_line_defines_the_workload():
     options = parse(["--model", "m", "--eager", "--sink", "ring", "--decode", "7", "--engine-args", '{"seed": 3}'])
     assert workload_of(options) == Workload("m", eager=True, sink=Sink.RING, decode=7, engine_args={"seed": 3})
-    assert options.modes == [mode for mode in Mode if mode is not Mode.CUSTOM and not mode.encodes]
+    assert options.modes == [Mode.STOCK, Mode.IDLE, Mode.ALL_LAYERS, Mode.STEER, Mode.ALL_LAYERS_STEER]
 
 
 def test_sites_and_folding_are_recorded():
