@@ -142,7 +142,7 @@ class CaptureKeeper:
         """
         path = tenant_path(request.tenant, request.capture_id, request.attempt)
         name = tenant_path(request.tenant, request.capture_id)
-        task = asyncio.create_task(self._seal(request, complete, path), name=name)
+        task = asyncio.create_task(self._seal(request, complete, path, self._opening.get(path)), name=name)
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
         task.add_done_callback(lambda _: self._open.discard(path))
@@ -196,10 +196,12 @@ class CaptureKeeper:
         request: store_pb2.SealCaptureRequest,
         complete: Callable[[store_pb2.SealCaptureRequest], Awaitable[None]] | None,
         path: str,
+        opening: Opening | None,
     ) -> None:
         if complete is not None:
             await complete(request)
-        if opening := self._opening.get(path):  # a seal that overtakes the open would end nothing
+        opening = opening or self._opening.get(path)  # it may have been about to begin
+        if opening is not None:  # the caller left early; a seal that overtakes the open would end nothing
             await asyncio.wait([opening.answer])
             if opening.answer.cancelled():  # it was never sent
                 return

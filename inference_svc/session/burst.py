@@ -1,4 +1,4 @@
-"""Delays the first message to each caller while many requests arrive, so that the engine gets the requests first."""
+"""Delays what can wait while many requests arrive, so that the engine gets the requests first."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
 
 _PAUSE = 0.003
 """A burst is over when no request has arrived for this many seconds."""
-_MAX_PAUSES = 10
-"""A burst that does not end by itself ends after this many pauses."""
+_MAX_SECONDS = 0.03
+"""A burst that does not end by itself ends after this many seconds."""
 
 
 class Burst:
     """The requests that arrive shortly after each other.
 
-    Messages to callers and requests on their way to the engine take turns on the event loop. A request that reaches the
-    engine after a step has begun waits for the whole step, so messages that can wait are sent after the burst.
+    All of the service's work takes turns on the event loop. A request that reaches the engine after a step has begun
+    waits for the whole step. So captures are opened, and the first messages to callers are sent, after the burst.
     """
 
     def __init__(self) -> None:
         """Start with no requests."""
         self._waiting: list[Callable[[], None]] = []
-        self._pauses = 0
-        """How many pauses have begun in this burst."""
+        self._ends_at = 0.0
+        """When this burst ends at the latest, by the event loop's clock."""
         self._has_new = False
         """Whether a request has arrived in the current pause."""
 
@@ -34,15 +34,16 @@ class Burst:
         if self._waiting:
             self._has_new = True
         else:
-            self._has_new, self._pauses = False, 1
-            asyncio.get_running_loop().call_later(_PAUSE, self._check)
+            loop = asyncio.get_running_loop()
+            self._has_new, self._ends_at = False, loop.time() + _MAX_SECONDS
+            loop.call_later(_PAUSE, self._check)
         self._waiting.append(callback)
 
     def _check(self) -> None:
-        if self._has_new and self._pauses < _MAX_PAUSES:
+        loop = asyncio.get_running_loop()
+        if self._has_new and loop.time() < self._ends_at:
             self._has_new = False
-            self._pauses += 1
-            asyncio.get_running_loop().call_later(_PAUSE, self._check)
+            loop.call_later(_PAUSE, self._check)
             return
         waiting, self._waiting = self._waiting, []
         for callback in waiting:

@@ -49,14 +49,14 @@ class CaptureStore(Protocol):
     def takes_early_rows(self, capture_id: str, *, is_new_id: bool, if_exists: capture_pb2.IfExists.ValueType) -> bool:
         """Return whether rows of a capture may be sent before it is opened; see `Stores.takes_early_rows`."""
 
-    async def open(
+    def open(
         self,
         description: capture_pb2.CaptureDescription,
         *,
         is_new_id: bool,
         if_exists: capture_pb2.IfExists.ValueType,
         on_queued: Callable[[], object],
-    ) -> capture_pb2.CaptureManifest | None:
+    ) -> Awaitable[capture_pb2.CaptureManifest | None]:
         """Create a capture; see `Stores.open`."""
 
     def seal(self, request: store_pb2.SealCaptureRequest, complete: CompleteSeal | None = None) -> None:
@@ -131,7 +131,7 @@ class CaptureSession:
         self.prompt_text = ""
         self.has_begun = False
         self.history: SteeringHistory | None = None
-        self._opening: asyncio.Task[capture_pb2.CaptureManifest | None] | None = None
+        self._opening: asyncio.Future[capture_pb2.CaptureManifest | None] | None = None
         probes = running.spec.own_probes
         self.scores = KeptScores(len(probes.probes), num_sequences) if running.spec.capture and probes else None
 
@@ -141,7 +141,7 @@ class CaptureSession:
         return all(sequence.is_complete for sequence in self.sequences)
 
     async def __aenter__(self) -> Self:
-        """Begin to open the capture, unless rows may be sent before.
+        """Begin to open the capture, unless its rows may be sent before it is opened.
 
         Raises:
             Failure: There is no store, or the store refuses or does not answer.
@@ -198,14 +198,16 @@ class CaptureSession:
         if opening.done() or self._running.spec.if_exists == capture_pb2.IF_EXISTS_SKIP:
             await self.opened()
 
-    def _open(self, on_queued: Callable[[], object] = lambda: None) -> asyncio.Task[capture_pb2.CaptureManifest | None]:
+    def _open(
+        self, on_queued: Callable[[], object] = lambda: None
+    ) -> asyncio.Future[capture_pb2.CaptureManifest | None]:
         """Start to open the capture."""
         spec = self._running.spec
         opening = self._store().open(
             self._description(), is_new_id=not spec.request_id, if_exists=spec.if_exists, on_queued=on_queued
         )
-        self._opening = asyncio.create_task(opening)
-        self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait for it
+        self._opening = asyncio.ensure_future(opening)
+        self._opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it
         return self._opening
 
     def _seal(self, error: BaseException | None) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference_svc.captures.stores import Stores
 from inference_svc.shipping.supervisor import ShipperSupervisor
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2
 from svc_common.logs import get_logger
 
@@ -55,20 +56,29 @@ class Delivery:
         """Return whether rows of a capture may be sent before it is opened; see `Stores.takes_early_rows`."""
         return self._stores.takes_early_rows(capture_id, is_new_id=is_new_id, if_exists=if_exists)
 
-    async def open(
+    def open(
         self,
         description: capture_pb2.CaptureDescription,
         *,
         is_new_id: bool,
         if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_FAIL,
         on_queued: Callable[[], object] = lambda: None,
-    ) -> capture_pb2.CaptureManifest | None:
-        """Create a capture; see `Stores.open`."""
+    ) -> asyncio.Future[capture_pb2.CaptureManifest | None]:
+        """Create a capture; see `Stores.open`. The thread gets it before this returns, so before any later seal."""
         here = asyncio.get_running_loop()
+        if self._is_closed:
+            refused = here.create_future()
+            refused.set_exception(
+                Failure(
+                    Reason.ERROR_REASON_STORE_UNREACHABLE,
+                    "The server is stopping, so it opens no more captures. Send the request to another one.",
+                    endpoint="",
+                )
+            )
+            return refused
         queued = partial(here.call_soon_threadsafe, on_queued)
         opening = self._call(self._stores.open(description, is_new_id=is_new_id, if_exists=if_exists, on_queued=queued))
-        manifest: capture_pb2.CaptureManifest | None = await asyncio.wrap_future(opening)
-        return manifest
+        return asyncio.wrap_future(opening)
 
     def seal(
         self,

@@ -1,8 +1,8 @@
 """The front end inside vLLM's API server. It does for `vllm serve` what the process of the inference service does.
 
 A request without residuum's arguments passes unchanged. Any other request is checked before vLLM's endpoint begins its
-answer (`request_admission`), so that an invalid request gets status 400. `request_runner` opens its capture before vLLM
-sees the request, and seals the capture no matter how the request ends.
+answer (`request_admission`), so that an invalid request gets status 400. `request_runner` opens its capture, and seals
+it no matter how the request ends.
 """
 
 from __future__ import annotations

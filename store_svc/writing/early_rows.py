@@ -1,7 +1,7 @@
 """Rows that reach the store before the call that opens their capture.
 
-An inference service starts a request's generation at the same time as it opens the capture, through another connection.
-The rows usually come later, but nothing ensures that.
+An inference service starts a request's generation before it opens the capture, through another connection. The rows
+usually come later, but nothing ensures that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 
 from store_svc.captures.capture_names import CaptureName
 
-WAIT_SECONDS = 5.0
-"""How long rows wait for their capture's open. The service gives up an open after as long."""
+WAIT_SECONDS = 6.0
+"""How long rows wait for their capture's open. The service gives up an open after 5 seconds, and begins it a little
+after the generation."""
 _LEAST_SECONDS = 0.25
 """How long they wait if the stream has waited in vain for `WAIT_SECONDS` in the last minute."""
 _REGAIN_SECONDS = 60.0

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 import pytest
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 import residuum
+from inference_svc.admission.specs import ResolvedSpec
+from inference_svc.requests.registry import RequestRegistry
+from inference_svc.session.capture_session import CaptureSession
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.refusals import as_http_errors, http_error
 from residuum.rpc.errors import CODES, Failure, Reason
-from residuum.v1 import capture_pb2, selection_pb2, store_pb2, tensor_pb2
+from residuum.v1 import capture_pb2, selection_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from svc_common.launcher import start_store
+from tests.inference.service_support import CAPTURE, FACTS, FakeStore, listening
 
 
 def description(name, model="tiny"):
@@ -56,6 +63,51 @@ async def test_seals_are_sent_before_the_stores_close(tmp_path):
             assert client.manifest("one", wait=30).reason == "REQUEST_FAILED"
     finally:
         store.stop()
+
+
+class StrictStore(FakeStore):
+    """Takes rows before the open of their capture. Notes seals of captures that it has not opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.takes_early_rows = True
+        self.too_early = []
+
+    async def SealCapture(self, request, context):
+        if request.capture_id not in {description.capture_id for description in self.opened}:
+            self.too_early.append(request.capture_id)
+        return await super().SealCapture(request, context)
+
+
+async def test_captures_of_callers_that_leave_before_the_open_are_opened_and_then_sealed():
+    store = StrictStore()
+    async with listening(store_pb2_grpc.add_StoreServiceServicer_to_server, store) as endpoint:
+        delivery = Delivery(TapSettings(store=endpoint))
+        await delivery.open(description("first"), is_new_id=True)
+        registry = RequestRegistry(0.0, 0)
+
+        async def leave(name):
+            running = registry.start_inline(ResolvedSpec(name, CAPTURE, None))
+            with suppress(asyncio.CancelledError):
+                async with CaptureSession(FACTS, running, [1], 1, lambda: delivery):
+                    raise asyncio.CancelledError
+
+        names = {f"r{number}" for number in range(32)}
+        await asyncio.gather(*map(leave, names))
+        await store.until(lambda: len(store.seals) == len(names))
+        assert store.too_early == []
+        assert {description.capture_id for description in store.opened} == {"first", *names}
+        await asyncio.to_thread(delivery.close_stores)
+        delivery.close()
+
+
+async def test_no_capture_is_opened_after_the_stores_closed():
+    delivery = Delivery(TapSettings(store="127.0.0.1:9"))
+    delivery.close_stores()
+    with pytest.raises(Failure, match="is stopping") as caught:
+        await delivery.open(description("late"), is_new_id=True)
+    assert caught.value.reason == Reason.ERROR_REASON_STORE_UNREACHABLE
+    delivery.close()
 
 
 async def test_a_seal_after_the_stores_closed_is_logged(capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 
 import grpc
@@ -305,6 +306,35 @@ async def test_the_seal_of_a_capture_whose_open_has_just_begun_comes_after_the_o
         assert not store.seals
         store.gate.set()
         await store.seal()
+        await keeper.close(DEADLINE)
+
+
+async def test_a_capture_whose_open_is_never_sent_is_not_sealed_however_long_the_seal_takes_to_complete():
+    store = FakeStore()
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        store.gate.clear()
+        (first,) = start(keeper, "a")
+        await store.until(lambda: store.opened)
+        (left,) = start(keeper, "b")  # it waits for the call before
+        await asyncio.sleep(0)
+        left.cancel()
+        with suppress(asyncio.CancelledError):
+            await left
+        is_complete = asyncio.Event()
+
+        async def complete(seal):
+            await is_complete.wait()
+
+        keeper.seal(store_pb2.SealCaptureRequest(capture_id="b"), complete)
+        await asyncio.sleep(0)
+        store.gate.set()
+        await first
+        await asyncio.sleep(0.05)
+        is_complete.set()
+        await until(lambda: keeper.num_seals == 0)
+        assert opened(store) == ["a"]
+        assert not store.seals
         await keeper.close(DEADLINE)
 
 

@@ -27,13 +27,18 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.timers = []
+        self.now = 100.0
         monkeypatch.setattr(burst.asyncio, "get_running_loop", lambda: self)
+
+    def time(self):
+        return self.now
 
     def call_later(self, seconds, callback):
         assert seconds == burst._PAUSE
         self.timers.append(callback)
 
     def end_pause(self):
+        self.now += burst._PAUSE
         (callback,) = self.timers
         self.timers.clear()
         callback()
@@ -65,12 +70,22 @@ def test_a_lone_request_waits_for_one_pause_and_the_next_one_too(clock):
 
 def test_requests_that_never_pause_wait_for_a_limited_time(clock):
     requests, ended = Burst(), []
-    for number in range(burst._MAX_PAUSES):
+    pauses = round(burst._MAX_SECONDS / burst._PAUSE)
+    for number in range(pauses):
         assert not ended
         requests.call_after(lambda number=number: ended.append(number))
         requests.call_after(lambda number=number: ended.append(number))
         clock.end_pause()
-    assert len(ended) == 2 * burst._MAX_PAUSES
+    assert len(ended) == 2 * pauses
+
+
+def test_a_busy_event_loop_makes_a_burst_no_longer(clock):
+    requests, ended = Burst(), []
+    requests.call_after(lambda: ended.append(1))
+    requests.call_after(lambda: ended.append(2))
+    clock.now += burst._MAX_SECONDS
+    clock.end_pause()
+    assert ended == [1, 2]
 
 
 async def test_the_first_event_does_not_wait_for_a_burst_once_there_is_a_token(monkeypatch):
