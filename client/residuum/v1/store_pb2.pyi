@@ -326,7 +326,7 @@ class OpenCapturesResponse(_message.Message):
     TAKES_EARLY_ROWS_FIELD_NUMBER: _builtins.int
     takes_early_rows: _builtins.bool
     """Rows of new captures may be sent before the answer. Rows that arrive before the open of their `attempt` wait in the
-    store, usually up to 5 s, and less in a stream that has waited in vain before. Only in the first message. Unset: the
+    store, usually up to 6 s, and less in a stream that has waited in vain before. Only in the first message. Unset: the
     store is older than this field, and refuses such rows.
     """
     @_builtins.property
