@@ -410,7 +410,7 @@ def served(result: Mapping[str, Any], _: str) -> str:
     compared = f"Compared with stock `vllm serve` through HTTP, {_model(parameters)}"
     if parameters["shared_prefix"]:
         compared += f", prompts share {parameters['shared_prefix']:,} tokens"
-    head = f"{compared}, `bench.service --served` at {short_revision(result)}"
+    head = f"{compared}, `bench.service` at {short_revision(result)}"
     return markdown_table((head, "to the first token, stock = 1 (rounds)", "each further token, stock = 1"), rows)
 
 
