@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from bench.conformance.page import tables as conformance_tables
 from bench.machine import ROOT
 from bench.output import machine_name, markdown_table, percent, seconds, short_revision, times, vllm_version
@@ -111,7 +113,7 @@ def summary(results: Path, results_link: str = "bench/results") -> str:
     plots = [folder / _PLOT for folder in _kinds(results) if (folder / _PLOT).exists()]
     texts = []
     if measured:
-        newest, folder = max(measured, key=lambda found: [int(part) for part in vllm_version(found[0]).split(".")[:3]])
+        newest, folder = max(measured, key=lambda found: Version(vllm_version(found[0])))
         texts.append(capture(newest, f"{results_link}/{folder.name}"))
     if plots:
         texts.append(f"![{_PLOT_WORDS}]({results_link}/{plots[0].parent.name}/{_PLOT})")
@@ -180,9 +182,8 @@ def capture(result: Mapping[str, Any], link: str) -> str:
         rows.append((label, *(_over_stock(mode) + _by_round(mode) if mode else "" for mode in found)))
     head = f"{_workload(workload)}, `bench.capture` at {short_revision(result)}"
     where = f"on {machine_name(result)} ([results]({link}))"
-    intro = (
-        f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}. In brackets: by round."
-    )
+    intro = f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}."
+    intro += " In brackets is the range of the rounds."
     return f"{_filled(intro)}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
 
 

@@ -74,7 +74,8 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     parser.add_argument(
         "--together", action="store_true",
         help="--share-engine, and stock's engine runs at the same time: iterations alternate between the engines, so "
-        "that a drift of the machine does not count; the device must have memory for all (gpu_memory_utilization)",
+        "that a drift of the machine does not count; the device must have memory for all engines "
+        "(gpu_memory_utilization)",
     )  # fmt: skip
     parser.add_argument(
         "--runners", type=words(Runner), default=[Runner.DEFAULT],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ Span = tuple[float, float]
 
 
 class NoKernelsError(ValueError):
-    """The trace has nothing that ran on a GPU."""
+    """There is no trace, or it has nothing that ran on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for each trace."""
     parser = argparse.ArgumentParser(prog="python -m bench.isolated.trace", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="folders with traces of --profile")
-    files = [file for folder in parser.parse_args(arguments).folders for file in sorted(folder.glob("*.json.gz"))]
-    rows = []
-    for file in files:
-        with gzip.open(file) as data:
-            rows.append(timeline(json.load(data)["traceEvents"]).row(f"{file.parent.name}/{file.name.split('.')[0]}"))
+    try:
+        rows = [row for folder in parser.parse_args(arguments).folders for row in _rows(folder)]
+    except NoKernelsError as error:
+        sys.exit(str(error))
     print(table(HEAD, rows))
+
+
+def _rows(folder: Path) -> list[tuple[str, ...]]:
+    """Return a row for each rank's trace in a folder."""
+    files = sorted(folder.glob("*.json.gz"))
+    if not files:
+        raise NoKernelsError(f"{folder} has no traces. Make one with bench.isolated --profile {folder}.")
+    return [timeline(json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]).row(_name(file)) for file in files]
+
+
+def _name(file: Path) -> str:
+    return f"{file.parent.name}/{file.name.removesuffix('.json.gz')}"
 
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> Timeline:

@@ -200,7 +200,7 @@ class CaptureKeeper:
     ) -> None:
         if complete is not None:
             await complete(request)
-        opening = opening or self._opening.get(path)  # it may have been about to begin
+        opening = opening or self._opening.get(path)  # the open may have begun meanwhile
         if opening is not None:  # the caller left early; a seal that overtakes the open would end nothing
             await asyncio.wait([opening.answer])
             if opening.answer.cancelled():  # it was never sent

@@ -67,8 +67,8 @@ class Generation:
             sequences: The record of each sequence, to which the tokens are added.
             handle: Tells clients where to find the capture; None if the request captures nothing.
             count_sent: Called with the number of tokens of each delta that is passed on.
-            burst: The requests that arrive at this time. `ready` and the first event wait for the burst's end or the
-                first token.
+            burst: The requests that arrive at this time. `ready` and the first event wait for the burst's end, or for
+                the first token if that comes sooner.
             scores: The scores of each sequence; empty without probes.
             rules: The rules of each sequence; empty without rules.
             kept_scores: Where the scores that are passed on are added; None: they are not stored.

@@ -20,7 +20,7 @@ of the inference service. The front end does the work of the service's own proce
 * `front` checks each request in the call of `generate` (`request_admission`), before an endpoint begins its answer. So
   a bad spec gets status 400, also for a stream. Only requests in the first moments, before the workers have described
   themselves, are checked in their answer.
-* `request_runner` opens the capture, before the caller gets anything, and seals it however the request ends.
+* `request_runner` opens the capture before the caller gets anything, and seals it however the request ends.
 * Each sequence is a request of its own in vLLM, and asks for output step by step, so its tokens are known whenever it
   ends. `outputs` gives callers what vLLM would have given them.
 * `scored_streams` judges each output by its scores (`session/scores/rules.py`), and may end a sequence. The worker

@@ -53,7 +53,7 @@ async def merge_streams(
 
     Args:
         streams: The generators.
-        burst: The requests that arrive at this time. `ready` waits for the burst's end or the first item.
+        burst: The requests that arrive at this time. `ready` is called at the burst's end, or with the first item.
         ready: Returns when items may be yielded.
         reads_ahead: Whether the generators run on if the caller reads slowly, or before `ready` returns. Rules need
             it, because the generators judge the tokens.

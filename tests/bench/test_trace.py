@@ -48,6 +48,11 @@ def test_a_trace_without_a_gpu_is_refused():
         timeline([{"cat": "cpu_op", "ts": 0.0, "dur": 1.0}])
 
 
+def test_a_folder_without_traces_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"has no traces. Make one with bench\.isolated --profile"):
+        main([str(tmp_path)])
+
+
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 8)).map(lambda span: (span[0], span[0] + span[1])))
 
 

@@ -107,7 +107,8 @@ async def test_the_first_event_does_not_wait_for_the_first_token():
 
 
 async def test_captures_are_opened_together_after_the_engine_has_got_all_requests(monkeypatch):
-    monkeypatch.setattr(burst, "_PAUSE", 0.5)  # all five requests arrive in this time, however busy the machine is
+    monkeypatch.setattr(burst, "_PAUSE", 0.5)  # each request arrives in this time, however busy the machine is
+    monkeypatch.setattr(burst, "_MAX_SECONDS", DEADLINE)
     store, engine = FakeStore(), FakeEngine()
     store.takes_early_rows = True
     asked = []  # how many requests the engine had at each call to the store
