@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -35,6 +36,7 @@ from residuum.wire.encodings import ENCODINGS
 
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20
+_WARM_UP_SECONDS = 2.0
 VECTOR_SCALE = 0.1
 """Standard deviation of the steering vectors' values: large enough to change replies, but too small to break the
 model."""
@@ -74,15 +76,14 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     if tapped and any(mode.steers for mode in job.modes):
         await tapped.engine.load_vectors(_vectors(job.workload, tapped.engine.facts))
     ready = time.perf_counter()
-    driver = _Driver(job.workload, subject, tapped, sink, fetcher)
-    iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
     count = job.workload.warmups + job.workload.iterations
+    driver = _Driver(job.workload, subject, tapped, sink, fetcher, spare=count + 1)
+    iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
     for number, modes in groupby(turns(job.modes, count), key=itemgetter(0)):
         order = [mode for _, mode in modes]
         async with job.baton.turn(number):
             if job.baton.members > 1:
-                # An engine that has waited for its turn is slow at first: its caches and cores are cold.
-                await driver.iterate(count + 1 + number, order[0])
+                await driver.warm_up(order[0])
             for mode in order:
                 iterations[mode].append(await driver.iterate(number, mode))
     if job.profile:
@@ -161,12 +162,21 @@ class _Driver:
         tapped: TappedSubject | None,
         sink: CaptureSink | None,
         fetcher: Fetcher | None,
+        spare: int,
     ) -> None:
+        """Drive a subject. Iterations from the number `spare` on are not measured."""
         self._workload = workload
+        self._spare = itertools.count(spare)
         self._subject = subject
         self._tapped = tapped
         self._sink = sink
         self._fetcher = fetcher
+
+    async def warm_up(self, mode: Mode) -> None:
+        """Work for a while: an engine that has waited for its turn is slow at first. Its caches and cores are cold."""
+        until = time.perf_counter() + _WARM_UP_SECONDS
+        while time.perf_counter() < until:
+            await self.iterate(next(self._spare), mode)
 
     async def iterate(self, number: int, mode: Mode) -> Iteration:
         """Generate one batch. Its captures are opened before the clock starts, and checked after the clock stops.

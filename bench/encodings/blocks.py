@@ -128,11 +128,12 @@ def _measure_block(device: Device, block: Block) -> dict[str, Any]:
     import torch
 
     from inference_svc.taps.gpu.encoder import GpuEncoder
+    from inference_svc.taps.gpu.host_copies import HostCopies
 
     rows = device.rows(block)
     copy = torch.empty_like(rows)
     memory = device.host_memory(2 * rows.nbytes + (1 << 20))
-    encoder = GpuEncoder(rows.device)
+    encoder = GpuEncoder(rows.device, HostCopies())
 
     def measured(case: Case) -> dict[str, Any]:
         form = case.form(block.width, tensor_pb2.DATA_TYPE_BFLOAT16)

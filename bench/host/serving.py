@@ -8,6 +8,7 @@ memory: the host never looks at rows, so their width does not change what the th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from bench.host.loop import Device, Sink, TorchWithoutCuda
@@ -26,7 +28,6 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.gpu import copy_check, host_copies, streamed_sink
 from inference_svc.taps.gpu import tap as gpu_tap
-from inference_svc.taps.gpu.block_copies import BlockCopies
 from inference_svc.taps.plan import Capture, RequestPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.ring_writer import ModelRows
@@ -220,28 +221,29 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         def synchronize(self) -> None:
             time.sleep(max(clock.copies - time.perf_counter(), 0.0))
 
-    def copy_out(rows: torch.Tensor, target: host_copies.HostPointer) -> None:
-        start = target.address - producer.memory.ctypes.data
-        values = rows.view(torch.uint8).numpy()  # numpy gives up the GIL as torch does, and starts no threads
-        producer.memory[start : start + values.size].reshape(values.shape)[:] = values
-        clock.copies += values.size // (2 * _NARROW) * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
+    def queue_lines(lines: host_copies.Lines, stream: int) -> None:
+        del stream
+        start = lines.target - producer.memory.ctypes.data
+        source = (ctypes.c_ubyte * (lines.pitch * lines.height)).from_address(lines.source)
+        values = np.ctypeslib.as_array(source).reshape(lines.height, -1)[:, : lines.width]
+        producer.memory[start : start + lines.nbytes].reshape(values.shape)[:] = values  # numpy gives up the GIL
+        clock.copies += lines.nbytes // (2 * _NARROW) * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
 
-    def start(copies: BlockCopies) -> None:
-        for first, to, units, words, stride in copies._views[copies._turn][: copies._count].tolist():  # noqa: SLF001
-            source = copies._pool.flatten()[first : first + units * stride].view(units, stride)  # noqa: SLF001
-            copy_out(source[:, :words], host_copies.HostPointer(producer.memory.ctypes.data + 4 * to, torch.int32))
-        copies._count = 0  # noqa: SLF001
+    class ModelStream:
+        cuda_stream = 0
 
+    of_the_model = ModelStream()
     simulated = TorchWithoutCuda()
     simulated.cuda = mock.Mock(Event=Event, Stream=Stream, stream=lambda _stream: contextlib.nullcontext())
-    simulated.cuda.current_stream = lambda: "the model's"
+    simulated.cuda.current_stream = lambda: of_the_model
     simulated.cuda.cudart.return_value.cudaHostRegister.return_value = 0
     with (
         mock.patch.object(streamed_sink, "torch", simulated),
         mock.patch.object(streamed_sink, "TOGETHER_BYTES", streamed_sink.TOGETHER_BYTES * _NARROW // WIDTH),
         mock.patch.object(copy_check, "torch", simulated),
         mock.patch.object(gpu_tap, "torch", simulated),
-        mock.patch.object(host_copies, "copy_out", copy_out),
-        mock.patch.object(BlockCopies, "start", start),
+        mock.patch.object(host_copies, "torch", simulated),
+        mock.patch.object(host_copies, "queue_lines", queue_lines),
+        mock.patch.object(host_copies, "PIECE_BYTES", host_copies.PIECE_BYTES * _NARROW // WIDTH),
     ):
         yield

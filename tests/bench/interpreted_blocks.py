@@ -9,7 +9,6 @@ import tests.triton_interpreter  # noqa: F401
 
 # isort: split
 
-import ctypes
 import json
 import sys
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.encodings import blocks
-from inference_svc.taps.gpu import host_copies
+from tests.inference.taps.gpu.copies_without_gpu import without_gpu
 
 memory = np.zeros(1 << 21, dtype=np.uint8)
 
@@ -39,13 +38,6 @@ class Interpreter:
         return 1.0
 
 
-def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """The interpreter accepts only tensors."""
-    rest = len(memory) - (address - memory.ctypes.data)
-    data = (ctypes.c_ubyte * (rest - rest % dtype.itemsize)).from_address(address)
-    return torch.from_numpy(np.frombuffer(data, np.uint8)).view(dtype)
-
-
 if __name__ == "__main__":
-    host_copies.HostPointer = host_tensor  # type: ignore[assignment,misc]
-    sys.stdout.write(json.dumps(blocks.measure(2, 48, Interpreter(), (3, 20))))
+    with without_gpu():
+        sys.stdout.write(json.dumps(blocks.measure(2, 48, Interpreter(), (3, 20))))

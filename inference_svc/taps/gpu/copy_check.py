@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from inference_svc.taps.gpu import host_copies
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inference_svc.shipping.worker.producer import RingProducer
-    from inference_svc.taps.gpu.block_copies import BlockCopies
+    from inference_svc.taps.gpu.host_copies import HostCopies
 
 _CHECKED_UNITS = (1, 3, 16)
 """Units of the copied blocks. Each block holds as many positions as units, and has one free place."""
@@ -43,7 +42,7 @@ def pin(producer: RingProducer) -> int:
     return int(memory.ctypes.data)  # the device reaches registered memory by the host's address
 
 
-def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int, whole: BlockCopies) -> None:
+def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int, copies: HostCopies) -> None:
     """Copy blocks of known bytes as captured rows are copied later, and compare what arrives.
 
     Overwrites the start of both memories, and zeroes it afterwards: no block may be in use.
@@ -52,7 +51,7 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int,
         pool_memory: The memory of the block pool, [rows, hidden].
         ring: The ring's memory, pinned.
         address: The address at which the device reaches the ring.
-        whole: Copies blocks from this pool to this ring.
+        copies: Copies them.
 
     Raises:
         CannotCopyError: Other bytes arrive.
@@ -66,12 +65,8 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int,
         bytes_ = block.view(torch.uint8)
         bytes_.copy_((torch.arange(bytes_.numel()) % 251).view(bytes_.shape))  # a prime: neighbouring rows differ
         rows = block[:, :positions]
-        host_copies.copy_out(rows, host_copies.HostPointer(address, rows.dtype))
+        copies.copy(rows, address)
         same = _arrived(rows, ring)
-        if whole.is_possible:
-            whole.add(0, units, positions, positions + 1, 0)
-            whole.start()
-            same &= _arrived(rows, ring)
         bytes_.zero_()
         if not same:
             raise CannotCopyError(

@@ -1,8 +1,8 @@
 """The encoder on a GPU: it encodes rows into a buffer of fixed size, and copies the buffer to the ring.
 
-All work goes to the current stream. No call waits for the device, and only the features of sparse autoencoders take
-more device memory, up to `sae_encoder.WORKING_BYTES`. Large blocks pass through the buffer in parts. On the stream,
-each part starts when the part before it has left the buffer.
+All work goes to the current stream. Only the features of sparse autoencoders take more device memory, up to
+`sae_encoder.WORKING_BYTES`. Large blocks pass through the buffer in parts. On the stream, each part starts when the
+part before it has left the buffer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 
 from inference_svc.taps.element_types import cast_of
 from inference_svc.taps.encodings.sae_encoder import GROUP_ELEMENTS, SAEEncoder, rounds_factors
-from inference_svc.taps.gpu import host_copies
 from inference_svc.taps.gpu.kernels import encodings
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inference_svc.taps.encodings.bases import Basis
+    from inference_svc.taps.gpu.host_copies import HostCopies
     from residuum.wire.encodings import RowFormat
 
 STAGED_BYTES = 16 << 20
 """The size of the buffer for encoded rows, and of the buffer for sums: of a random projection, or outputs of an SAE."""
-
-_WORD = 4
 
 
 class Part(NamedTuple):
@@ -65,8 +63,9 @@ class FeatureRows(NamedTuple):
 class GpuEncoder:
     """Encodes blocks and writes them to host memory."""
 
-    def __init__(self, device: torch.device, staged_bytes: int = STAGED_BYTES) -> None:
-        """Allocate the buffers."""
+    def __init__(self, device: torch.device, copies: HostCopies, staged_bytes: int = STAGED_BYTES) -> None:
+        """Allocate the buffers. `copies` bring what is encoded to the host."""
+        self._copies = copies
         self._staged = torch.empty(staged_bytes, dtype=torch.uint8, device=device)
         self._sums = torch.empty(staged_bytes // 4, dtype=torch.float32, device=device)
 
@@ -83,16 +82,15 @@ class GpuEncoder:
             form: The format of the encoded rows.
             basis: For a random projection, the signs [width, dimensions]. For PROJECT, the vectors [dimensions, width].
                 For SAE, the encoder. Otherwise None.
-            address: Host memory for form.payload_bytes(units, positions) bytes, which the device can write.
+            address: Pinned host memory for form.payload_bytes(units, positions) bytes.
         """
-        cast = cast_of(form)
-        if cast is not None:
-            host_copies.copy_out(rows, host_copies.HostPointer(address, cast))  # the copying kernel casts
+        if rows.dtype == cast_of(form):
+            self._copies.copy(rows, address)
             return
         for part in self._parts(rows, form):
             staged = self._staged[: part.nbytes]
             self._encode_part(part.rows, form, basis, staged)
-            _copy_bytes(staged, address + part.offset)
+            self._copies.copy(staged[None], address + part.offset)
 
     def encode_features(self, blocks: Sequence[FeatureRows]) -> None:
         """Encode blocks that fit with each other. Several small ones are encoded together.
@@ -111,7 +109,7 @@ class GpuEncoder:
         first = 0
         for block in blocks:
             end = first + form.payload_bytes(*block.rows.shape[:2])
-            _copy_bytes(staged[first:end], block.address)
+            self._copies.copy(staged[None, first:end], block.address)
             first = end
 
     def divide(self, blocks: Sequence[FeatureRows]) -> Iterator[Sequence[FeatureRows]]:
@@ -153,7 +151,10 @@ class GpuEncoder:
                 yield Part(part, offset, part.shape[1] * form.row_bytes)
 
     def _encode_part(self, rows: Tensor, form: RowFormat, basis: Basis | None, out: Tensor) -> None:
-        encoding = form.encoding
+        encoding, cast = form.encoding, cast_of(form)
+        if cast is not None:
+            out.view(cast).view(rows.shape).copy_(rows)
+            return
         if isinstance(basis, SAEEncoder):
             for unit, target in zip(rows, out.view(len(rows), -1), strict=True):
                 basis.encode(unit, target.view(torch.int32).view(len(unit), 2, form.dimensions), self._sums)
@@ -194,9 +195,3 @@ class GpuEncoder:
         else:
             torch.mm(matrix.float(), signs.float(), out=sums)
         return sums.view(units, capacity, -1)[:, :positions]
-
-
-def _copy_bytes(staged: Tensor, address: int) -> None:
-    is_words = not (len(staged) | address) % _WORD
-    data = staged.view(torch.int32) if is_words else staged
-    host_copies.copy_out(data.view(1, 1, -1), host_copies.HostPointer(address, data.dtype))

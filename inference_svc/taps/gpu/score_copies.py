@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from inference_svc.taps.gpu.host_copies import HostPointer
 from inference_svc.taps.gpu.kernels.launching import Launcher
 from inference_svc.taps.gpu.kernels.parts import SCORE_COLUMNS
 from inference_svc.taps.scores import RUN_FIELDS
@@ -26,6 +25,19 @@ _PROGRAMS = (32, 4, 1)
 _ROWS = 32
 """Lines that a program copies at once."""
 _FIELDS = tl.constexpr(RUN_FIELDS)
+
+
+class HostPointer:
+    """Host memory that the device can reach, as a kernel argument. It has only what Triton needs of a tensor."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        """Point to elements of `dtype` at `address`."""
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self.address
 
 
 class CudaScoreCopies:

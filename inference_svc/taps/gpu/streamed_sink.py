@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from inference_svc.taps.encodings.sae_encoder import SAEEncoder
-from inference_svc.taps.gpu.block_copies import MAX_TOGETHER, BlockCopies
 from inference_svc.taps.gpu.copy_check import check_copies, pin
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
+from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.gpu.waiting_features import Copy, WaitingFeatures
 from inference_svc.taps.ring_writer import NO_MEMORY, Encoded
 from inference_svc.taps.sink import BlockSink
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
 TOGETHER_BYTES = 64 << 20
-"""From this many bytes on, copies start. They are published while the next ones run."""
+"""Copies of this many bytes are published together, while the next ones run."""
 PAUSE_SECONDS = 0.032
 """After its work the thread lets full blocks gather for this long, unless a step needs blocks back. A block that comes
 when the thread has nothing to do leaves at once."""
@@ -94,8 +94,8 @@ class StreamedSink(BlockSink):
         self._address = pin(producer)
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
-        self._encoder = GpuEncoder(self._device)
-        self._whole = BlockCopies(pool.memory, self._address)
+        self._copies = HostCopies()
+        self._encoder = GpuEncoder(self._device, self._copies)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._collected: list[Copy] = []
         self._features = WaitingFeatures(self._encoder, self._lose)  # of the collected copies, for their start
@@ -106,7 +106,7 @@ class StreamedSink(BlockSink):
         self._done = 0  # how many of them are done
         self._failed = False  # whether the thread has ended
         self._changed = threading.Condition()  # guards `_done` and `_failed`
-        check_copies(pool.memory, producer.memory, self._address, self._whole)
+        check_copies(pool.memory, producer.memory, self._address, self._copies)
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
 
     @property
@@ -225,17 +225,14 @@ class StreamedSink(BlockSink):
 
     def _is_whole(self, capture: Capture) -> bool:
         """Return whether a capture's rows leave as the model computed them."""
-        raw = capture.encoding.encoding == capture_pb2.ENCODING_RAW and not capture.is_followed
-        return raw and self._whole.is_possible
+        return capture.encoding.encoding == capture_pb2.ENCODING_RAW and not capture.is_followed
 
     def _start_whole(self, block: Block) -> bool:
         """Have a block copied as it is. Return False if it was shed instead."""
         encoded = self._acquire(block.capture, block.positions)
         if encoded is None:
             return False
-        self._whole.add(
-            block.first_row, block.capture.units, len(block.positions), block.capacity, encoded.extent.offset
-        )
+        self._copies.copy(self._pool.rows(block), self._address + encoded.extent.offset)
         self._collect(Copy(encoded, block))
         return True
 
@@ -282,15 +279,14 @@ class StreamedSink(BlockSink):
     def _collect(self, copy: Copy) -> None:
         self._collected.append(copy)
         size = sum(copy.encoded.extent.nbytes for copy in self._collected)
-        if size >= TOGETHER_BYTES or len(self._collected) == MAX_TOGETHER:
+        if size >= TOGETHER_BYTES:
             self._start_group()
 
     def _start_group(self) -> None:
-        """Start the copies that are collected. While they run, wait for the group before them and publish it."""
+        """End the group of copies that are collected. While they run, wait for the group before and publish it."""
         self._features.encode()
         if not self._collected:
             return
-        self._whole.start()
         done = torch.cuda.Event(blocking=True)  # otherwise the thread keeps a core busy while it waits
         done.record(self._stream)
         earlier, self._running = self._running, _Group(self._collected, done)
@@ -311,10 +307,8 @@ class StreamedSink(BlockSink):
         self._pool.give_back(*(copy.block for copy in group.copies if copy.block is not None))
 
     def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Basis | None) -> npt.NDArray[np.uint8]:
+        self._encoder.encode(rows, form, basis, self._address)
         torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(self._stream):
-            self._encoder.encode(rows, form, basis, self._address)
-        self._stream.synchronize()
         arrived = self._producer.memory[: form.payload_bytes(*rows.shape[:2])]
         data = arrived.copy()
         arrived[:] = 0

@@ -16,11 +16,12 @@ import torch
 
 from inference_svc.taps.encodings import sae_encoder
 from inference_svc.taps.gpu import encoder as gpu_encoder
-from inference_svc.taps.gpu import host_copies
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
+from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.gpu.kernels import encodings
 from residuum.wire.encodings import RANDOM_PROJECTIONS, SAE
 from tests.inference.taps.encodings.encoder_cases import Case, cases
+from tests.inference.taps.gpu.copies_without_gpu import without_gpu
 
 GUARD = 64
 """Bytes before and after the payload, which must not change."""
@@ -37,29 +38,32 @@ def main() -> None:
     Features and random projections are computed by torch's product, and by the kernel for devices on which torch rounds
     factors to TF32.
     """
-    host_copies.HostPointer = host_tensor  # type: ignore[assignment,misc]
     whole = encodings._CHUNK
     for case in cases(((48, 16), (ODD, 7))):
         encodings._CHUNK = 32 if case.form.width == ODD else whole
-        check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
+        check(case, encoder_with(1 << 16))
         # With the axis BY_DIMENSION, the rows of a unit are always encoded together.
         if not case.form.prefix_bytes and case.name.startswith("random"):
             row_bytes = max(case.form.row_bytes, 4 * case.form.dimensions)
-            check(case, GpuEncoder(torch.device("cpu"), 4 * (2 * row_bytes // 4 + 1)))
-            check(case, GpuEncoder(torch.device("cpu"), 4 * (20 * row_bytes // 4 + 1)))
+            check(case, encoder_with(4 * (2 * row_bytes // 4 + 1)))
+            check(case, encoder_with(4 * (20 * row_bytes // 4 + 1)))
         if case.form.encoding == SAE:
             check_together(case)
             with (
                 mock.patch.object(sae_encoder, "rounds_factors", return_value=True),
                 mock.patch.object(sae_encoder, "_KERNEL_FEATURES", 48),
             ):
-                check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
+                check(case, encoder_with(1 << 16))
         if case.form.encoding in RANDOM_PROJECTIONS and case.rows.dtype == torch.float32:
             with (
                 mock.patch.object(gpu_encoder, "rounds_factors", return_value=True),
                 mock.patch.object(torch, "mm", side_effect=AssertionError("torch's product")),
             ):
-                check(case, GpuEncoder(torch.device("cpu"), 1 << 16))
+                check(case, encoder_with(1 << 16))
+
+
+def encoder_with(staged_bytes: int) -> GpuEncoder:
+    return GpuEncoder(torch.device("cpu"), HostCopies(), staged_bytes)
 
 
 def check(case: Case, encoder: GpuEncoder) -> None:
@@ -77,7 +81,12 @@ def check_together(case: Case) -> None:
     small = max(case.form.row_bytes, 4 * len(basis.biases))
     rows = [case.rows, case.rows[:1, 1:], case.rows[:, :2], case.rows[2:]]
     for size, groups in ((1 << 16, 1 if basis.chosen is None else 4), (4 * -(-small // 4) * 8, None)):
-        encoder, first, blocks, ends = GpuEncoder(torch.device("cpu"), size), memory.ctypes.data + GUARD, [], [GUARD]
+        encoder, first, blocks, ends = (
+            encoder_with(size),
+            memory.ctypes.data + GUARD,
+            [],
+            [GUARD],
+        )
         memory[:] = 0xEE
         for part in rows:
             blocks.append(FeatureRows(part, case.form, basis, first + ends[-1] - GUARD))
@@ -93,18 +102,12 @@ def check_together(case: Case) -> None:
         case.check(together[GUARD : ends[1]], exact_bfloat16=False)
         for start, part in zip(ends[1:-1], rows[1:], strict=True):
             end = start + case.form.payload_bytes(*part.shape[:2])
-            GpuEncoder(torch.device("cpu"), 1 << 16).encode(part, case.form, basis, memory.ctypes.data + start)
+            encoder_with(1 << 16).encode(part, case.form, basis, memory.ctypes.data + start)
             got, alone = (case.form.split(data[start:end], *part.shape[:2])[1] for data in (together, memory))
             for name in got.dtype.names:
                 np.testing.assert_allclose(got[name], alone[name], rtol=1e-4, atol=1e-5)
 
 
-def host_tensor(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """The interpreter accepts only tensors."""
-    offset = address - memory.ctypes.data
-    rest = memory[offset : len(memory) - (len(memory) - offset) % dtype.itemsize]
-    return torch.from_numpy(rest).view(dtype)
-
-
 if __name__ == "__main__":
-    main()
+    with without_gpu():
+        main()

@@ -23,8 +23,6 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
-from inference_svc.taps.gpu import host_copies
-from inference_svc.taps.gpu.block_copies import BlockCopies
 from inference_svc.taps.gpu.kernels import chunked, resident
 from inference_svc.taps.gpu.score_copies import copy_scores
 from inference_svc.taps.plan import Kind
@@ -63,8 +61,6 @@ def main() -> None:
         ("norm", norm_differences),
         ("tap copy", tap_copy_differences),
         ("tap experts", tap_experts_differences),
-        ("copy", copy_differences),
-        ("blocks", block_copy_differences),
         ("sums in threads", thread_sum_differences),
     )
     differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
@@ -186,38 +182,6 @@ def tap_experts_differences(rng: np.random.Generator, dtype: torch.dtype) -> lis
         worst = max(worst, distance(pools[1].memory, pools[0].memory))
         assert pools[0].memory.any()
     return [0.0, worst]
-
-
-def copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
-    pool, worst = torch.randn(4000, 48).to(dtype), []
-    for units, capacity, positions in ((3, 200, 130), (1, 32, 32), (5, 40, 1)):
-        rows = pool[7 : 7 + units * capacity].view(units, capacity, -1)[:, :positions]
-        target = torch.zeros(units * positions * 48 + 1, dtype=dtype)
-        host_copies.copy_out(rows, target)
-        worst += [distance(target[:-1], rows.reshape(-1)), float(target[-1].abs())]
-    del rng
-    return worst
-
-
-def block_copy_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:
-    """Copy blocks together, twice as many times as there are tables. The interpreter's ring is a tensor."""
-    del rng
-    pool, worst = torch.randn(4000, 48).to(dtype), []
-    ring = torch.zeros(2000 * 48, dtype=dtype)
-    copies = BlockCopies(pool, ring.data_ptr())
-    copies._ring = ring.view(torch.int32)
-    for first in (0, 7, 100, 2900):
-        expected, at = torch.zeros_like(ring), 5 * 48
-        ring.zero_()
-        for units, capacity, positions in ((3, 200, 130), (1, 32, 32), (5, 40, 1)):
-            copies.add(first, units, positions, capacity, at * ring.itemsize)
-            rows = pool[first : first + units * capacity].view(units, capacity, -1)[:, :positions].reshape(-1)
-            expected[at : at + len(rows)] = rows
-            at += len(rows) + 96
-            first += units * capacity  # noqa: PLW2901 - the next block comes after this one
-        copies.start()
-        worst.append(distance(ring, expected))
-    return worst
 
 
 def check_steering(case: steering.Case, seed: int, tap: Tap) -> None:

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from inference_svc.taps.gpu import host_copies, score_copies  # noqa: E402
+from inference_svc.taps.gpu import score_copies  # noqa: E402
 from inference_svc.taps.gpu.kernels import chunked, encodings, resident, resident_rows  # noqa: E402
 from inference_svc.taps.gpu.kernels.resident_norm import tap_norm_kernel  # noqa: E402
 from inference_svc.taps.gpu.kernels.resident_tap import tap_kernel  # noqa: E402
@@ -84,8 +84,6 @@ KERNELS = {
         {"target": "*fp32", "source": "*fp32"},
         {"ROWS": 32, "VECTORS": 16, "WIDTH": 64, "vector_step": 1},
     ),
-    "casts to float32": (host_copies._copy_kernel, {"target": "*fp32"}, CHUNKS),
-    "casts to float16": (host_copies._copy_kernel, {"target": "*fp16"}, CHUNKS),
 }
 
 for width in (1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192):
@@ -191,7 +189,7 @@ def test_threads_wait_for_each_other_where_a_row_is_loaded_for_its_block(name):
     assert compiled(f"{name}, 2560 in registers")["ttir"].count(".barrier") == 2
 
 
-@pytest.mark.parametrize("file", sorted(Path(host_copies.__file__).parent.rglob("*.py")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted(Path(score_copies.__file__).parent.rglob("*.py")), ids=lambda file: file.name)
 def test_a_constant_has_no_plain_text_as_its_default(file):
     """Triton 3.6, which vLLM 0.24 requires, compiles no kernel that calls such a function; newer versions do."""
     for node in ast.walk(ast.parse(file.read_text())):

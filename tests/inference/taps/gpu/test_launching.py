@@ -20,10 +20,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from inference_svc.taps.gpu import block_copies, score_copies  # noqa: E402
-from inference_svc.taps.gpu.host_copies import HostPointer  # noqa: E402
+from inference_svc.taps.gpu import score_copies  # noqa: E402
 from inference_svc.taps.gpu.kernels import chunked, encodings, launching, resident, resident_norm, resident_tap  # noqa: E402
 from inference_svc.taps.gpu.kernels.launching import Launcher  # noqa: E402
+from inference_svc.taps.gpu.score_copies import HostPointer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -99,7 +99,6 @@ FUNCTIONS = (
     encodings._keep_largest_kernel,
     encodings._inner_products_kernel,
     score_copies._copy_kernel,
-    block_copies._copy_blocks,
 )
 
 

@@ -1,0 +1,122 @@
+"""Copies from the device to the host, as far as they can be tested without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.taps.gpu import host_copies
+from inference_svc.taps.gpu.host_copies import CopyFailedError, HostCopies, Lines, divided, queue_lines
+from tests.inference.taps.gpu.copies_without_gpu import without_gpu
+
+GUARD = 24
+
+
+@given(
+    units=st.integers(1, 5),
+    positions=st.integers(1, 7),
+    gap=st.integers(0, 3),
+    width=st.integers(1, 6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+    piece=st.integers(1, 200),
+)
+def test_rows_arrive_without_their_gaps_and_nothing_else_changes(units, positions, gap, width, dtype, piece):
+    capacity = positions + gap
+    pool = torch.arange(3 + units * capacity * width).to(dtype)[3:].view(units, capacity, width)
+    rows = pool[:, :positions]
+    memory = np.full(rows.numel() * rows.itemsize + 2 * GUARD, 0xEE, dtype=np.uint8)
+    with without_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copies, "PIECE_BYTES", piece)
+        HostCopies().copy(rows, memory.ctypes.data + GUARD)
+        pieces = list(divided(rows, 0))
+    assert bytes(memory[GUARD:-GUARD]) == bytes(rows.contiguous().view(torch.uint8).numpy())
+    assert (memory[:GUARD] == 0xEE).all()
+    assert (memory[-GUARD:] == 0xEE).all()
+    assert all(lines.nbytes <= piece for lines in pieces)
+
+
+def test_a_block_without_gaps_is_one_copy():
+    rows = torch.zeros(36, 32, 8)
+    assert list(divided(rows, 7)) == [Lines(rows.data_ptr(), rows.nbytes, 7, rows.nbytes, 1)]
+    assert list(divided(rows[:, :31], 7)) == [Lines(rows.data_ptr(), 32 * 8 * 4, 7, 31 * 8 * 4, 36)]
+
+
+def test_a_copy_waits_until_the_pieces_before_the_last_two_are_done(monkeypatch):
+    """The model's own copies wait behind all that is queued."""
+    log = []
+
+    class Event:
+        made = 0
+
+        def __init__(self, *, blocking):
+            assert blocking
+            self.name, self.at = Event.made, None
+            Event.made += 1
+
+        def record(self):
+            self.at = log.count("copy")
+            log.append(f"record {self.at}")
+
+        def synchronize(self):
+            log.append(f"wait for {self.at}")
+
+    stream = SimpleNamespace(cuda_stream=5)
+    monkeypatch.setattr(
+        host_copies, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event, current_stream=lambda: stream))
+    )
+    monkeypatch.setattr(host_copies, "queue_lines", lambda lines, on: log.append("copy") or on)
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 100)
+    copies = HostCopies()
+    copies.copy(torch.zeros(1, 350, dtype=torch.uint8), 0)
+    copies.copy(torch.zeros(1, 30, dtype=torch.uint8), 0)
+    copies.copy(torch.zeros(1, 30, dtype=torch.uint8), 0)
+    assert log == [
+        "copy", "record 1", "wait for None",  # an event that was never recorded is done
+        "copy", "record 2", "wait for 1",
+        "copy", "record 3", "wait for 2",
+        "copy",  # 50 bytes
+        "copy",  # 80
+        "copy", "record 6", "wait for 3",
+    ]  # fmt: skip
+
+
+class Driver:
+    """Stands in for libcuda: it keeps the last request and answers with a code."""
+
+    def __init__(self, code):
+        self.code, self.request, self.stream = code, None, None
+
+    def cuMemcpy2DAsync_v2(self, request, stream):
+        self.request, self.stream = request._obj, stream.value
+        return self.code
+
+
+def test_the_driver_gets_the_lines(monkeypatch):
+    driver = Driver(0)
+    monkeypatch.setattr(host_copies, "_driver", lambda: driver)
+    queue_lines(Lines(source=4096, pitch=300, target=64, width=200, height=9), 17)
+    request = driver.request
+    assert (request.srcMemoryType, request.srcDevice, request.srcPitch) == (2, 4096, 300)
+    assert (request.dstMemoryType, request.dstHost, request.dstPitch) == (1, 64, 200)
+    assert (request.WidthInBytes, request.Height, driver.stream) == (200, 9, 17)
+    assert ctypes.sizeof(request) == 128  # as cuda.h lays it out on 64-bit machines
+
+
+def test_a_copy_that_the_driver_refuses_is_an_error(monkeypatch):
+    monkeypatch.setattr(host_copies, "_driver", lambda: Driver(700))
+    with pytest.raises(CopyFailedError, match=r"1800 bytes were not copied to the host: .* failed with 700"):
+        queue_lines(Lines(4096, 300, 64, 200, 9), 17)
+
+
+def test_pieces_follow_each_other(monkeypatch):
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 64)
+    lines = list(divided(torch.zeros(2, 9, 5)[:, :8], 1000))
+    assert {item.width for item in lines} == {64, 32}
+    assert all(one.target + one.nbytes == two.target for one, two in pairwise(lines))
