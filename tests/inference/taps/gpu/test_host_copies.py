@@ -48,42 +48,35 @@ def test_a_block_without_gaps_is_one_copy():
     assert list(divided(rows[:, :31], 7)) == [Lines(rows.data_ptr(), 32 * 8 * 4, 7, 31 * 8 * 4, 36)]
 
 
-def test_a_copy_waits_until_the_pieces_before_the_last_two_are_done(monkeypatch):
+def test_no_more_than_a_piece_is_queued_at_a_time(monkeypatch):
     """The model's own copies wait behind all that is queued."""
     log = []
 
     class Event:
-        made = 0
-
         def __init__(self, *, blocking):
             assert blocking
-            self.name, self.at = Event.made, None
-            Event.made += 1
 
         def record(self):
-            self.at = log.count("copy")
-            log.append(f"record {self.at}")
+            log.append("record")
 
         def synchronize(self):
-            log.append(f"wait for {self.at}")
+            log.append("wait")
 
     stream = SimpleNamespace(cuda_stream=5)
     monkeypatch.setattr(
         host_copies, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event, current_stream=lambda: stream))
     )
-    monkeypatch.setattr(host_copies, "queue_lines", lambda lines, on: log.append("copy") or on)
+    monkeypatch.setattr(host_copies, "queue_lines", lambda lines, on: log.append((lines.nbytes, on)))
     monkeypatch.setattr(host_copies, "PIECE_BYTES", 100)
     copies = HostCopies()
-    copies.copy(torch.zeros(1, 350, dtype=torch.uint8), 0)
+    copies.copy(torch.zeros(1, 250, dtype=torch.uint8), 0)
     copies.copy(torch.zeros(1, 30, dtype=torch.uint8), 0)
-    copies.copy(torch.zeros(1, 30, dtype=torch.uint8), 0)
+    copies.copy(torch.zeros(1, 20, dtype=torch.uint8), 0)
+    copies.copy(torch.zeros(1, 1, dtype=torch.uint8), 0)
     assert log == [
-        "copy", "record 1", "wait for None",  # an event that was never recorded is done
-        "copy", "record 2", "wait for 1",
-        "copy", "record 3", "wait for 2",
-        "copy",  # 50 bytes
-        "copy",  # 80
-        "copy", "record 6", "wait for 3",
+        (100, 5), "record", "wait", (100, 5), "record", "wait",
+        (50, 5), (30, 5), (20, 5), "record", "wait",
+        (1, 5),
     ]  # fmt: skip
 
 
