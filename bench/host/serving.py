@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -207,13 +208,15 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         def __init__(self, *, blocking: bool = False) -> None: ...
 
         def record(self, stream: object = None) -> None:
-            self.at = clock.copies if stream else clock.model
+            self.at = clock.model if (stream or current_stream()) is of_the_model else clock.copies
 
         def synchronize(self) -> None:
             time.sleep(max(self.at - time.perf_counter(), 0.0))
 
     class Stream:
-        def __init__(self, _device: object) -> None: ...
+        cuda_stream = 0
+
+        def __init__(self, _device: object = None) -> None: ...
 
         def wait_stream(self, _stream: object) -> None:
             clock.copies = max(clock.copies, clock.model, time.perf_counter())
@@ -229,13 +232,18 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         producer.memory[start : start + lines.nbytes].reshape(values.shape)[:] = values  # numpy gives up the GIL
         clock.copies += lines.nbytes // (2 * _NARROW) * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
 
-    class ModelStream:
-        cuda_stream = 0
+    of_the_model, local = Stream(), threading.local()
 
-    of_the_model = ModelStream()
+    def current_stream() -> Stream:
+        return getattr(local, "stream", of_the_model)
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        local.stream = stream  # for the rest of the thread
+        yield
+
     simulated = TorchWithoutCuda()
-    simulated.cuda = mock.Mock(Event=Event, Stream=Stream, stream=lambda _stream: contextlib.nullcontext())
-    simulated.cuda.current_stream = lambda: of_the_model
+    simulated.cuda = mock.Mock(Event=Event, Stream=Stream, stream=on, current_stream=current_stream)
     simulated.cuda.cudart.return_value.cudaHostRegister.return_value = 0
     with (
         mock.patch.object(streamed_sink, "torch", simulated),

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-PIECE_BYTES = 8 << 20
-"""The most bytes that are queued at a time. At about 50 GB/s, they take 0.16 ms."""
+PIECE_BYTES = 16 << 20
+"""The most bytes that are queued at a time. At about 50 GB/s, they take 0.3 ms. The engine's thread waits longer than
+that for each step of the device, so a step begins no later. Smaller pieces wake the sink's thread more often."""
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 
