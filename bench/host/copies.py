@@ -47,7 +47,7 @@ class Run:
     during_us: float
     """A step while 64 MiB are copied in every eighth one."""
     wait_us: float
-    """A small copy on another stream, such as the model's copy of sampled tokens, while others are copied."""
+    """A small copy on another stream, such as the model's copy of sampled tokens, while 64 MiB are copied."""
 
 
 HEAD = ("copies by", "after them", "rounds", "during them", "rounds", "a small copy meanwhile takes, us")

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,6 +28,7 @@ _LAYERS, _ROWS, _HIDDEN, _INNER = 36, 32, 2048, 22016
 _COPY_BYTES, _RING_BYTES = 64 << 20, 512 << 20
 _COPIES = 32
 _STEPS, _REPEATS, _EVERY = 40, 5, 8
+_LEAD_SECONDS = 0.0003
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def measure(way: Way) -> Run:
     before = _seconds(step)
     for number in range(_COPIES):
         copy(number)
-    torch.cuda.synchronize()
+    copy.finish()
     after = _seconds(step)
     during = _seconds(step, copy)
     return Run(way, torch.cuda.get_device_name(), before * 1e6, after * 1e6, during * 1e6, _wait(copy) * 1e6)
@@ -78,12 +80,14 @@ def _step() -> Callable[[], object]:
 
 
 class _Copier:
-    """Copies 64 MiB to a part of a pinned memory file, as large as a ring, on a stream of its own."""
+    """Copies 64 MiB to a part of a pinned memory file, as large as a ring, on a stream and a thread of its own."""
 
     def __init__(self, way: Way) -> None:
         self._way = way
         self._stream = torch.cuda.Stream()
         self._copies = HostCopies()
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
         self._source = torch.ones(1, _COPY_BYTES // 4, dtype=torch.int32, device="cuda")
         file = os.memfd_create("ring")
         os.ftruncate(file, _RING_BYTES)
@@ -92,6 +96,16 @@ class _Copier:
             raise RunFailedError(f"The memory cannot be pinned: cudaHostRegister failed with {code}.")
 
     def __call__(self, number: int) -> None:
+        """Start a copy, as the engine's thread hands blocks to the sink's."""
+        self._last = self._thread.submit(self._copy, number)
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        if self._last:
+            self._last.result()
+        self._stream.synchronize()
+
+    def _copy(self, number: int) -> None:
         address = self._ring.ctypes.data + number * _COPY_BYTES % _RING_BYTES
         with torch.cuda.stream(self._stream):
             if self._way is Way.COPY_ENGINE:
@@ -108,7 +122,7 @@ def _copy_kernel(source, target, count, CHUNK: tl.constexpr):  # type: ignore[no
         tl.store(target + offsets, tl.load(source + offsets, mask=offsets < count), mask=offsets < count)
 
 
-def _seconds(step: Callable[[], object], copy: Callable[[int], None] | None = None) -> float:
+def _seconds(step: Callable[[], object], copy: _Copier | None = None) -> float:
     """Return the time of a step on the device, the median of several runs."""
     found: list[float] = []
     for repeat in range(_REPEATS + 1):
@@ -120,24 +134,27 @@ def _seconds(step: Callable[[], object], copy: Callable[[int], None] | None = No
                 copy(number)
         end.record()
         torch.cuda.synchronize()
+        if copy:
+            copy.finish()
         if repeat:  # the first run warms up
             found.append(start.elapsed_time(end) / 1e3 / _STEPS)
     return statistics.median(found)
 
 
-def _wait(copy: Callable[[int], None]) -> float:
-    """Return the time that a copy of 256 bytes takes right after a large one was started."""
+def _wait(copy: _Copier) -> float:
+    """Return the time that a copy of 256 bytes takes soon after one of 64 MiB was started."""
     stream, tokens = torch.cuda.Stream(), torch.ones(32, dtype=torch.int64, device="cuda")
     target = torch.empty(32, dtype=torch.int64, pin_memory=True)
     found: list[float] = []
     for number in range(20):
         copy(number)
+        time.sleep(_LEAD_SECONDS)
         start = time.perf_counter()
         with torch.cuda.stream(stream):
             target.copy_(tokens, non_blocking=True)
         stream.synchronize()
         found.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
+        copy.finish()
     return statistics.median(found)
 
 

@@ -67,7 +67,7 @@ def groups(monkeypatch):
     monkeypatch.setattr(
         serving.streamed_sink.StreamedSink,
         "_publish",
-        lambda sink, group: (publish(sink, group), found.append(len(group.copies))),
+        lambda sink, copies: (publish(sink, copies), found.append(len(copies))),
     )
     return found
 

@@ -2,8 +2,8 @@
 
 capture.proto defines the formats. `residuum.wire.encodings` has their sizes and a reference implementation in numpy.
 
-* On a GPU (`taps/gpu/encoder.py`) encoding runs on the sink's own stream, next to the model's. Nothing waits for the
-  device, and no memory is allocated for a block. Casts need no buffer, because the copying kernel casts.
+* On a GPU (`taps/gpu/encoder.py`) encoding runs on the sink's own stream, next to the model's. The engine's thread does
+  not wait for it, and no memory is allocated for a block.
 * On a CPU (`taps/cpu/encoder.py`) encoding runs in the step, in torch.
 * Making the signs of a random projection takes as long as many steps, and callers choose the seeds. So no step makes
   signs. Before a request goes to the engine, `resources/projections.py` has a thread of each worker make them; a step

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from inference_svc.taps.gpu.host_copies import CopyFailedError
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int,
         copies: Copies them.
 
     Raises:
-        CannotCopyError: Other bytes arrive.
+        CannotCopyError: CUDA refuses a copy, or other bytes arrive.
     """
     for units in _CHECKED_UNITS:
         in_ring = len(ring) // (units * pool_memory.shape[1] * pool_memory.itemsize)
@@ -65,8 +66,13 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int,
         bytes_ = block.view(torch.uint8)
         bytes_.copy_((torch.arange(bytes_.numel()) % 251).view(bytes_.shape))  # a prime: neighbouring rows differ
         rows = block[:, :positions]
-        copies.copy(rows, address)
-        same = _arrived(rows, ring)
+        try:
+            copies.copy(rows, address)
+            same = _arrived(rows, ring)
+        except (CopyFailedError, OSError, AttributeError) as error:  # the last two: no driver, or not its function
+            raise CannotCopyError(
+                f"Rows cannot be copied from the device to the ring: {error}. It needs an NVIDIA GPU and its driver."
+            ) from error
         bytes_.zero_()
         if not same:
             raise CannotCopyError(

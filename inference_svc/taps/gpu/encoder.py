@@ -136,7 +136,9 @@ class GpuEncoder:
         """Divide rows into groups of units. If a unit does not fit the buffers, divide it into runs of positions."""
         units, positions, width = rows.shape
         unit_bytes = form.payload_bytes(1, positions)
-        capacity = rows.stride(0) // width if units > 1 else positions
+        # Random projections also multiply the empty places of a block; see `_multiply`.
+        with_empty = units > 1 and form.encoding in RANDOM_PROJECTIONS
+        capacity = rows.stride(0) // width if with_empty else positions
         max_rows = min(len(self._staged) // form.row_bytes, len(self._sums) // max(form.dimensions, 1))
         together = min(len(self._staged) // unit_bytes, max_rows // capacity)
         if together:

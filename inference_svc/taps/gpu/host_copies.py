@@ -5,9 +5,9 @@ a few milliseconds, every later kernel of the process begins about 0.4 us later,
 step of a small model. This lasts until another process uses the device. Copies by the copy engine have no such effect,
 and take nothing from the model's kernels that run meanwhile.
 
-The copy engine executes one copy after another, and stays with a stream as long as that has copies, for milliseconds.
-Meanwhile the model's own small copies, such as its sampled tokens, wait. So large copies are divided, and a piece is
-queued only when the piece before it is done.
+But while one stream has queued copies, the copy engine may serve no other for milliseconds. Then the model's own small
+copies, such as its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more,
+the thread waits until all of them are done.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE_BYTES = 16 << 20
-"""The most bytes that are queued at a time. At about 50 GB/s, they take 0.3 ms. The engine's thread waits longer than
-that for each step of the device, so a step begins no later. Smaller pieces wake the sink's thread more often."""
+"""The most bytes that are queued at a time: 0.3 ms at 50 GB/s. With asynchronous scheduling, vLLM needs a step's tokens
+only a step later, so such a delay does not leave the device idle. Smaller pieces wake the sink's thread more often."""
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 
@@ -59,7 +59,8 @@ class HostCopies:
 
     def __init__(self) -> None:
         """Begin without copies."""
-        self._done: torch.cuda.Event | None = None  # made by the thread that needs it
+        self._last: torch.cuda.Event | None = None
+        """The end of the last copy. A blocking event: otherwise the thread keeps a core busy while it waits."""
         self._queued = 0
 
     def copy(self, rows: Tensor, address: int) -> None:
@@ -77,20 +78,23 @@ class HostCopies:
 
     def queue(self, lines: Lines) -> None:
         """Queue a piece, after those before it are done if all together are too large."""
-        if self._queued and self._queued + lines.nbytes > PIECE_BYTES:
-            if self._done is None:
-                self._done = torch.cuda.Event(blocking=True)  # otherwise the thread keeps a core busy while it waits
-            self._done.record()
-            self._done.synchronize()
+        if self._queued + lines.nbytes > PIECE_BYTES:
+            if self._last is not None:
+                self._last.synchronize()
             self._queued = 0
         queue_lines(lines, torch.cuda.current_stream().cuda_stream)
+        if self._last is None:
+            self._last = torch.cuda.Event(blocking=True)
+        self._last.record()  # now, because later the stream may wait for the model
         self._queued += lines.nbytes
 
 
 def divided(rows: Tensor, address: int) -> Iterator[Lines]:
     """Divide the copy of rows (see `HostCopies.copy`) into pieces of at most PIECE_BYTES."""
     units, size = len(rows), rows.itemsize
-    width, pitch = rows[0].numel() * size, rows.stride(0) * size
+    if not rows.numel():
+        return
+    width, pitch = rows.numel() // units * size, rows.stride(0) * size
     if pitch == width or units == 1:
         units, width, pitch = 1, units * width, units * width
     source = rows.data_ptr()

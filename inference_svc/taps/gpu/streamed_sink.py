@@ -6,6 +6,7 @@ come back, and the step that needs a new block waits for one.
 
 Whenever the thread has waited and runs Python again, the engine's thread must wait for it, and for being woken up after
 that. This costs more than the work itself. So the thread waits seldom: it takes the blocks of several steps at once.
+Large copies still wait for each other piece by piece; see `host_copies`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from residuum.wire.encodings import RowFormat as EncodedFormat
 
 TOGETHER_BYTES = 64 << 20
-"""Copies of this many bytes are published together, while the next ones run."""
+"""After this many bytes, copies are waited for and published."""
 PAUSE_SECONDS = 0.032
 """After its work the thread lets full blocks gather for this long, unless a step needs blocks back. A block that comes
 when the thread has nothing to do leaves at once."""
@@ -64,13 +65,6 @@ class _Work(NamedTuple):
     """A capture that gets no rows after these blocks."""
     stream: torch.cuda.Stream
     """The stream that fills the blocks."""
-
-
-class _Group(NamedTuple):
-    """Copies that are waited for and published together."""
-
-    copies: Sequence[Copy]
-    done: torch.cuda.Event
 
 
 class StreamedSink(BlockSink):
@@ -99,7 +93,6 @@ class StreamedSink(BlockSink):
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._collected: list[Copy] = []
         self._features = WaitingFeatures(self._encoder, self._lose)  # of the collected copies, for their start
-        self._running: _Group | None = None
         self._is_urgent = False  # whether something waits that must leave soon
         self._gathers = False  # whether the thread lets full blocks gather
         self._handed_over = 0  # calls of `_hand_over`
@@ -147,6 +140,7 @@ class StreamedSink(BlockSink):
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
+            self._stream.synchronize()  # gives the thread its CUDA context, without which the driver refuses copies
             while True:
                 works = self._gathered()
                 try:
@@ -165,7 +159,7 @@ class StreamedSink(BlockSink):
                 self._pause()
 
     def _do(self, works: Sequence[_Work]) -> None:
-        """Send blocks and the last rows of captures, and wait for the device: once, however many captures have ended.
+        """Send blocks and the last rows of captures. All captures that have ended are waited for together.
 
         Replies of equal length end in the same step.
         """
@@ -280,31 +274,21 @@ class StreamedSink(BlockSink):
         self._collected.append(copy)
         size = sum(copy.encoded.extent.nbytes for copy in self._collected)
         if size >= TOGETHER_BYTES:
-            self._start_group()
-
-    def _start_group(self) -> None:
-        """End the group of copies that are collected. While they run, wait for the group before and publish it."""
-        self._features.encode()
-        if not self._collected:
-            return
-        done = torch.cuda.Event(blocking=True)  # otherwise the thread keeps a core busy while it waits
-        done.record(self._stream)
-        earlier, self._running = self._running, _Group(self._collected, done)
-        self._collected = []
-        if earlier:
-            self._publish(earlier)
+            self._finish()
 
     def _finish(self) -> None:
-        """Wait for all copies, publish them, and give their blocks back."""
-        self._start_group()
-        last, self._running = self._running, None
-        if last:
-            self._publish(last)
+        """Wait for the collected copies, publish them, and give their blocks back."""
+        self._features.encode()
+        copies, self._collected = self._collected, []
+        if copies:
+            done = torch.cuda.Event(blocking=True)  # otherwise the thread keeps a core busy while it waits
+            done.record(self._stream)
+            done.synchronize()
+            self._publish(copies)
 
-    def _publish(self, group: _Group) -> None:
-        group.done.synchronize()
-        self._writer.publish(*(copy.encoded for copy in group.copies))
-        self._pool.give_back(*(copy.block for copy in group.copies if copy.block is not None))
+    def _publish(self, copies: Sequence[Copy]) -> None:
+        self._writer.publish(*(copy.encoded for copy in copies))
+        self._pool.give_back(*(copy.block for copy in copies if copy.block is not None))
 
     def _encode_for_check(self, rows: Tensor, form: EncodedFormat, basis: Basis | None) -> npt.NDArray[np.uint8]:
         self._encoder.encode(rows, form, basis, self._address)

@@ -81,12 +81,9 @@ def check_together(case: Case) -> None:
     small = max(case.form.row_bytes, 4 * len(basis.biases))
     rows = [case.rows, case.rows[:1, 1:], case.rows[:, :2], case.rows[2:]]
     for size, groups in ((1 << 16, 1 if basis.chosen is None else 4), (4 * -(-small // 4) * 8, None)):
-        encoder, first, blocks, ends = (
-            encoder_with(size),
-            memory.ctypes.data + GUARD,
-            [],
-            [GUARD],
-        )
+        encoder, first = encoder_with(size), memory.ctypes.data + GUARD
+        blocks: list[FeatureRows] = []
+        ends = [GUARD]
         memory[:] = 0xEE
         for part in rows:
             blocks.append(FeatureRows(part, case.form, basis, first + ends[-1] - GUARD))

@@ -22,7 +22,9 @@ from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.encodings.check import bytes_of
 from inference_svc.taps.encodings.sae_encoder import WORKING_BYTES, SAEEncoder, encoder_of
 from inference_svc.taps.encodings.signs import SignCache
-from inference_svc.taps.gpu.encoder import GpuEncoder
+from inference_svc.taps.gpu import host_copies
+from inference_svc.taps.gpu.encoder import STAGED_BYTES, GpuEncoder
+from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.gpu.streamed_sink import StreamedSink
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from inference_svc.taps.sink import ModelRows
@@ -48,9 +50,30 @@ def memory():
     torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)
 
 
+def encoder_with(staged_bytes):
+    return GpuEncoder(DEVICE, HostCopies(), staged_bytes)
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("shape", [(36, 300, 2048), (2, 9000, 1000), (7, 1, 9)], ids=str)
+def test_rows_of_many_pieces_arrive(memory, shape, gap):
+    units, positions, width = shape
+    rows = torch.randn(units, positions + gap, width, device=DEVICE).to(torch.bfloat16)[:, :positions]
+    memory[:] = 0xEE
+    copies = HostCopies()
+    for _ in range(2):
+        copies.copy(rows, memory.ctypes.data + 64)
+    torch.cuda.synchronize()
+    size = 2 * rows.numel()
+    assert size <= memory.nbytes - 128
+    assert np.array_equal(memory[64 : 64 + size], rows.contiguous().cpu().view(torch.uint8).numpy().reshape(-1))
+    assert (memory[:64] == 0xEE).all()
+    assert (memory[64 + size :] == 0xEE).all()
+
+
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_rows_are_encoded_as_the_contract_says(memory, widths):
-    whole, small = GpuEncoder(DEVICE), GpuEncoder(DEVICE, 1 << 16)
+    whole, small = encoder_with(STAGED_BYTES), encoder_with(1 << 16)
     for case in cases((widths,)):
         rows = torch.empty(3, 9, widths[0], dtype=case.rows.dtype, device=DEVICE)[:, :5]  # with gaps, as in a block
         rows.copy_(case.rows)
@@ -65,10 +88,11 @@ def test_rows_are_encoded_as_the_contract_says(memory, widths):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_encoding_does_not_wait_for_the_device(memory, dtype):
+def test_encoding_a_block_of_a_piece_does_not_wait_for_the_device(memory, dtype):
     """Encoding only enqueues work: it returns while the stream is busy."""
-    encoder, width = GpuEncoder(DEVICE), 2048
-    rows = torch.randn(36, 512, width, dtype=dtype, device=DEVICE)
+    encoder, width, positions = encoder_with(STAGED_BYTES), 2048, 32
+    rows = torch.randn(36, positions, width, dtype=dtype, device=DEVICE)
+    assert 4 * rows.numel() <= host_copies.PIECE_BYTES
     vectors = torch.randn(8, width, device=DEVICE)
     signs = SignCache(width, DEVICE)
     for encoding in ENCODINGS.values():
@@ -76,8 +100,6 @@ def test_encoding_does_not_wait_for_the_device(memory, dtype):
             continue  # below
         size = 8 if encoding == PROJECT else 512 if encoding in SIZED else 0
         form = RowFormat(encoding, width, WIRE_TYPES[dtype], size)
-        if form.payload_bytes(36, 512) > memory.nbytes:
-            continue
         basis = signs.get(0, size, dtype) if encoding in RANDOM_PROJECTIONS else vectors
         encoder.encode(rows, form, basis, memory.ctypes.data)  # compiles the kernels
         torch.cuda.synchronize()
@@ -97,7 +119,7 @@ def test_encoding_does_not_wait_for_the_device(memory, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{"activation": JUMP_RELU}, {"activation": TOP_K, "active": 40}], ids=str)
 def test_features_need_bounded_memory_and_do_not_wait_for_the_device(memory, options, dtype, weights, chosen):
-    encoder, width, features, units, positions = GpuEncoder(DEVICE), 2048, 16384, 2, 512
+    encoder, width, features, units, positions = encoder_with(STAGED_BYTES), 2048, 16384, 2, 512
     one = encoding_cases.encoder(features, width, dtype=weights, **options)
     whole = encoder_of(torch.from_numpy(bytes_of(one)).to(DEVICE), one.shape)
     rows = torch.randn(units, positions, width, device=DEVICE).to(dtype)
@@ -138,7 +160,8 @@ def test_features_and_projections_do_not_depend_on_the_precision_of_torchs_produ
         torch.set_float32_matmul_precision("high")
         for case in cases(((2048, 512),)):
             if case.form.encoding in {SAE, *RANDOM_PROJECTIONS} and case.rows.dtype == dtype:
-                GpuEncoder(DEVICE).encode(case.rows.to(DEVICE), case.form, case.basis("cuda"), memory.ctypes.data)
+                encoder = encoder_with(STAGED_BYTES)
+                encoder.encode(case.rows.to(DEVICE), case.form, case.basis("cuda"), memory.ctypes.data)
                 torch.cuda.synchronize()
                 case.check(memory[: case.form.payload_bytes(3, 5)].copy())
     finally:

@@ -42,6 +42,10 @@ def test_rows_arrive_without_their_gaps_and_nothing_else_changes(units, position
     assert all(lines.nbytes <= piece for lines in pieces)
 
 
+def test_no_rows_are_no_copies():
+    assert list(divided(torch.zeros(3, 0, 8), 7)) == list(divided(torch.zeros(0, 3, 8), 7)) == []
+
+
 def test_a_block_without_gaps_is_one_copy():
     rows = torch.zeros(36, 32, 8)
     assert list(divided(rows, 7)) == [Lines(rows.data_ptr(), rows.nbytes, 7, rows.nbytes, 1)]
@@ -74,9 +78,10 @@ def test_no_more_than_a_piece_is_queued_at_a_time(monkeypatch):
     copies.copy(torch.zeros(1, 20, dtype=torch.uint8), 0)
     copies.copy(torch.zeros(1, 1, dtype=torch.uint8), 0)
     assert log == [
-        (100, 5), "record", "wait", (100, 5), "record", "wait",
-        (50, 5), (30, 5), (20, 5), "record", "wait",
-        (1, 5),
+        (100, 5), "record", "wait",
+        (100, 5), "record", "wait",
+        (50, 5), "record", (30, 5), "record", (20, 5), "record", "wait",
+        (1, 5), "record",
     ]  # fmt: skip
 
 
