@@ -92,6 +92,7 @@ class StreamedSink(BlockSink):
         self._encoder = GpuEncoder(self._device, self._copies)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._collected: list[Copy] = []
+        self._collected_bytes = 0
         self._features = WaitingFeatures(self._encoder, self._lose)  # of the collected copies, for their start
         self._is_urgent = False  # whether something waits that must leave soon
         self._gathers = False  # whether the thread lets full blocks gather
@@ -272,14 +273,14 @@ class StreamedSink(BlockSink):
 
     def _collect(self, copy: Copy) -> None:
         self._collected.append(copy)
-        size = sum(copy.encoded.extent.nbytes for copy in self._collected)
-        if size >= TOGETHER_BYTES:
+        self._collected_bytes += copy.encoded.extent.nbytes
+        if self._collected_bytes >= TOGETHER_BYTES:
             self._finish()
 
     def _finish(self) -> None:
         """Wait for the collected copies, publish them, and give their blocks back."""
         self._features.encode()
-        copies, self._collected = self._collected, []
+        copies, self._collected, self._collected_bytes = self._collected, [], 0
         if copies:
             done = torch.cuda.Event(blocking=True)  # otherwise the thread keeps a core busy while it waits
             done.record(self._stream)
