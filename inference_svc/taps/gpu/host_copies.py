@@ -1,9 +1,9 @@
 """Copies of rows from the device to the host's memory, by the GPU's copy engine.
 
-A kernel could copy them as well. But on an H100, once a kernel on a second stream has written to the host's memory for
-a few milliseconds, every later kernel of the process begins about 0.4 us later, whatever its stream: 5 % of a decode
-step of a small model. This lasts until another process uses the device. Copies by the copy engine have no such effect,
-and take nothing from the model's kernels that run meanwhile.
+A kernel could copy them as well. But on H100s, after kernels of a second stream had written to the host's memory, every
+later kernel of the process began about 0.4 us later, whatever its stream: 5 % of a decode step of a 3B model. It ended
+only when another process used the device. Copies by the copy engine had no such effect, and take nothing from the
+model's kernels that run meanwhile. `bench.host.copies` measures both.
 
 But while one stream has queued copies, the copy engine may serve no other for milliseconds. Then the model's own small
 copies, such as its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more,
