@@ -97,7 +97,7 @@ class CaptureSession:
         num_sequences: int,
         store: Callable[[], CaptureStore],
         cause_of: Callable[[Exception], Exception] = lambda error: error,
-        sampling_digest: bytes = b"",
+        sampling_digest: Callable[[], bytes] = bytes,
         max_generated_tokens: int = 0,
         new_texts: Callable[[], TokenTexts | None] = lambda: None,
         describe_prompt: CompleteSeal | None = None,
@@ -112,7 +112,7 @@ class CaptureSession:
             store: Returns the store for the capture, or raises `Failure` if there is none. Called only for a request
                 that captures.
             cause_of: Translates an exception that ended the request into the failure that the seal records.
-            sampling_digest: A hash of its sampling parameters.
+            sampling_digest: Returns a hash of its sampling parameters. Called when the capture is opened.
             max_generated_tokens: The most tokens that each sequence may generate; 0 if that is not known.
             new_texts: Returns a new collection of the texts of tokens that follow the prompt; None without a tokenizer.
             describe_prompt: Adds the texts of the prompt's tokens and the positions of its messages to a seal. Called
@@ -259,7 +259,7 @@ class CaptureSession:
             ),
             vllm_version=facts.vllm_version,
             attempt=running.attempt,
-            sampling_digest=self._sampling_digest,
+            sampling_digest=self._sampling_digest(),
             max_generated_tokens=self._max_generated_tokens,
         )
         description.request_time.GetCurrentTime()

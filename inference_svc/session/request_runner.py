@@ -202,7 +202,7 @@ class RequestRunner:
             token_ids,
             num_sequences(sampling),
             lambda: require_stores(self._stores),
-            sampling_digest=sampling_digest(sampling) if running.spec.capture else b"",
+            sampling_digest=partial(sampling_digest, sampling),
             max_generated_tokens=max_new_tokens(sampling),
             new_texts=partial(replies.new_texts, token_ids),
             describe_prompt=partial(replies.describe, token_ids, chat),

@@ -8,6 +8,7 @@ it no matter how the request ends.
 from __future__ import annotations
 
 from contextlib import aclosing
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,7 +94,7 @@ class FrontEnd:
             check_argument_names(extra_args)
         if not has_residuum_arguments(extra_args) and not self._has_rules:
             return self._generate(prompt, sampling_params, request_id, **options)
-        sampling = sampling_params.clone()
+        sampling = copy(sampling_params)  # a shallow one, because only a field is replaced
         sampling.extra_args = without_residuum_arguments(extra_args)
         with as_http_errors():
             arguments = read_residuum_arguments(extra_args or {})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing, nullcontext
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ class RequestRunner:
                 sampling.n,
                 self._require_delivery,
                 self._cause_of,
-                sampling_digest=digest_of(sampling) if running.spec.capture else b"",
+                sampling_digest=partial(digest_of, sampling),
                 max_generated_tokens=sampling.max_tokens or 0,
                 new_texts=partial(replies.new_texts, admitted.token_ids) if running.spec.capture else lambda: None,
                 describe_prompt=partial(replies.describe, admitted.token_ids, _NO_CHAT),
@@ -179,7 +180,8 @@ class RequestRunner:
     ) -> AsyncGenerator[Any]:
         """Generate one sequence."""
         received = admitted.received
-        sampling, prompt_tokens = received.sampling.clone(), len(admitted.token_ids)
+        # A shallow copy: vLLM makes a deep one.
+        sampling, prompt_tokens = copy(received.sampling), len(admitted.token_ids)
         spare_positions = count_spare_positions(admitted.parameters, running.spec.probes)
         region = scores[index].region if scores else None
         plan = make_plan(running, index, prompt_tokens, rows, spare_positions, region)
