@@ -24,6 +24,6 @@ def test_steps_are_compared_with_those_before_the_copies_in_the_same_process():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="There is no GPU"):
         main(["--rounds", "1"])

@@ -1,9 +1,9 @@
 """Copies of rows from the device to the host's memory, by the GPU's copy engine.
 
 A kernel could copy them as well. But on H100s, after kernels of a second stream had written to the host's memory, every
-later kernel of the process began about 0.4 us later, whatever its stream: 5 % of a decode step of a 3B model. It ended
-only when another process used the device. Copies by the copy engine had no such effect, and take nothing from the
-model's kernels that run meanwhile. `bench.host.copies` measures both.
+later kernel of the process began later, whatever its stream. It ended only when another process used the device. Copies
+by the copy engine had no such effect, and take nothing from the model's kernels that run meanwhile. `bench.host.copies`
+measures both.
 
 But while one stream has queued copies, the copy engine may serve no other for milliseconds. Then the model's own small
 copies, such as its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more,
@@ -79,14 +79,18 @@ class HostCopies:
     def queue(self, lines: Lines) -> None:
         """Queue a piece, after those before it are done if all together are too large."""
         if self._queued + lines.nbytes > PIECE_BYTES:
-            if self._last is not None:
-                self._last.synchronize()
-            self._queued = 0
+            self.wait()
         queue_lines(lines, torch.cuda.current_stream().cuda_stream)
         if self._last is None:
             self._last = torch.cuda.Event(blocking=True)
         self._last.record()  # now, because later the stream may wait for the model
         self._queued += lines.nbytes
+
+    def wait(self) -> None:
+        """Wait until all copies are done."""
+        if self._last is not None:
+            self._last.synchronize()
+        self._queued = 0
 
 
 def divided(rows: Tensor, address: int) -> Iterator[Lines]:

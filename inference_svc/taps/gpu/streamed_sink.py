@@ -282,9 +282,7 @@ class StreamedSink(BlockSink):
         self._features.encode()
         copies, self._collected, self._collected_bytes = self._collected, [], 0
         if copies:
-            done = torch.cuda.Event(blocking=True)  # otherwise the thread keeps a core busy while it waits
-            done.record(self._stream)
-            done.synchronize()
+            self._copies.wait()
             self._publish(copies)
 
     def _publish(self, copies: Sequence[Copy]) -> None:

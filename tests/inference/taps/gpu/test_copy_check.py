@@ -32,7 +32,7 @@ def test_rows_that_arrive_pass_and_leave_nothing_behind():
     assert not POOL.any()
 
 
-def test_rows_that_arrive_elsewhere_are_noticed(monkeypatch):
+def test_rows_that_do_not_arrive_whole_are_noticed(monkeypatch):
     monkeypatch.setattr(
         host_copies, "queue_lines", lambda lines, on: queue_lines(lines._replace(width=lines.width - 1), on)
     )
