@@ -14,7 +14,7 @@ Numbers are little-endian. A message is the length of its body (uint32), its kin
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,12 +67,8 @@ class ExtentReady:
         Raises:
             ValueError: The headers do not fit a message.
         """
-        capture_id = self.capture_id.encode()
-        parts = [_EXTENT.pack(self.ticket, self.offset, len(capture_id)), capture_id]
-        for header in self.headers:
-            data = header.SerializeToString()
-            parts += (_HEADER.pack(len(data)), data)
-        return _message(2, b"".join(parts))
+        headers = [header.SerializeToString() for header in self.headers]
+        return extent_ready(self.ticket, self.offset, self.capture_id, headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +133,19 @@ class MessageReader:
             body = bytes(self._buffer[_PREFIX.size : end])
             del self._buffer[:end]
             yield _decode(kind, body)
+
+
+def extent_ready(ticket: int, offset: int, capture_id: str, headers: Sequence[bytes]) -> bytes:
+    """Return the bytes of an `ExtentReady` whose headers are serialised already.
+
+    Raises:
+        ValueError: The headers do not fit a message.
+    """
+    name = capture_id.encode()
+    parts = [_EXTENT.pack(ticket, offset, len(name)), name]
+    for header in headers:
+        parts += (_HEADER.pack(len(header)), header)
+    return _message(2, b"".join(parts))
 
 
 def _message(kind: int, body: bytes) -> bytes:

@@ -80,6 +80,8 @@ class BlockPool:
             encoded_width: Elements of a row when it is encoded, if the pool holds only parts of rows.
         """
         self.memory: Tensor = torch.zeros(rows, hidden, dtype=dtype, device=device)
+        self.row_bytes = hidden * self.memory.itemsize
+        """Bytes of a row."""
         self._runs = FreeRuns(rows)
         self._wire_type = WIRE_TYPES[dtype]
         self._largest_block = largest_block
@@ -105,11 +107,6 @@ class BlockPool:
         """
         blocks = (1 + steps_leaving) * (-(-step_tokens // BLOCK_TOKENS) + requests) + requests
         return blocks * BLOCK_TOKENS * units
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return int(self.memory.shape[1] * self.memory.itemsize)
 
     @property
     def nbytes(self) -> int:

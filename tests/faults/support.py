@@ -298,7 +298,8 @@ class Ring(RingProducer):
             return self._acks.wait_for(lambda: self.num_acked >= enough, DEADLINE)
 
     def publish_all(self, filled: Sequence[Filled]) -> None:
-        for extent, capture_id, headers in filled:
+        for extent, capture_id, serialised, _ in filled:
+            headers = [capture_pb2.ChunkHeader.FromString(header) for header in serialised]
             rows = {(layer, at) for header in headers for layer in header.layers for at in header.positions}
             self._published_rows[extent] = capture_id, rows
         super().publish_all(filled)

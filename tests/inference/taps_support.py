@@ -147,8 +147,9 @@ class Ring:
         return self._taken[extent]
 
     def publish_all(self, filled):
-        for one in filled:
-            self.publish(*one)
+        for extent, capture_id, headers, num_bytes in filled:
+            assert num_bytes == extent.nbytes
+            self.publish(extent, capture_id, [capture_pb2.ChunkHeader.FromString(header) for header in headers])
 
     def publish(self, extent, capture_id, headers):
         data, at = self._taken.pop(extent), 0

@@ -530,12 +530,20 @@ def test_extents_are_published_together_or_not_at_all(start_producer, connect):
     producer = start_producer()
     shipper = connect(producer)
     extents = [producer.acquire(NBYTES, block=False) for _ in range(3)]
-    with pytest.raises(ValueError, match="do not fit"):
-        producer.publish_all([Filled(extents[0], "a", [HEADER]), Filled(extents[1], "b", [])])
-    with pytest.raises(ValueError, match="not acquired"):
-        producer.publish_all([Filled(extents[0], "a", [HEADER]), Filled(Extent(1 << 20, NBYTES), "b", [HEADER])])
+    headers = [HEADER.SerializeToString()]
+    good = Filled(extents[0], "a", headers, NBYTES)
+    for bad, why in (
+        (Filled(extents[1], "b", [], NBYTES), "do not fit"),
+        (Filled(extents[1], "b", headers, 0), "do not fit"),
+        (Filled(extents[1], "b", headers, NBYTES + 1), "do not fit"),
+        (Filled(Extent(1 << 20, NBYTES), "b", headers, NBYTES), "not acquired"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            producer.publish_all([good, bad])
     assert producer.stats().published == 0
-    producer.publish_all([Filled(extent, name, [HEADER]) for extent, name in zip(extents, "abc", strict=True)])
+    producer.publish_all(
+        [good._replace(extent=extent, capture_id=name) for extent, name in zip(extents, "abc", strict=True)]
+    )
     assert [shipper.receive().capture_id for _ in extents] == ["a", "b", "c"]
     assert producer.stats().published == 3
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from inference_svc.shipping.figures import FigureFile, figures_path
 from inference_svc.shipping.framing import payload_bytes
-from inference_svc.shipping.protocol import ExtentReady, Hello, LossReport
+from inference_svc.shipping.protocol import Hello, LossReport, extent_ready
 from inference_svc.shipping.ring import Extent, SharedRing
 from inference_svc.shipping.worker.allotment import SharedAllotment
 from inference_svc.shipping.worker.dispatcher import Dispatcher, Item
@@ -47,7 +47,10 @@ class Filled(NamedTuple):
 
     extent: Extent
     capture_id: str
-    headers: Sequence[capture_pb2.ChunkHeader]
+    headers: Sequence[bytes]
+    """The headers, serialised."""
+    num_bytes: int
+    """Bytes of the rows that the headers describe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,10 @@ class RingProducer:
                 has, or are too long for one message. Or the extent is not acquired. The extent stays the caller's.
             ProducerClosedError: The producer is closed.
         """
-        self.publish_all([Filled(extent, capture_id, headers)])
+        sizes = [payload_bytes(header) for header in headers]
+        described = sum(sizes) if all(sizes) else 0  # which `publish_all` refuses
+        serialised = [header.SerializeToString() for header in headers]
+        self.publish_all([Filled(extent, capture_id, serialised, described)])
 
     def publish_all(self, filled: Sequence[Filled]) -> None:
         """Publish several extents with one message to each shipper. If one is refused, all stay the caller's.
@@ -235,16 +241,14 @@ class RingProducer:
         self._dispatcher.submit(items)
 
     def _item(self, filled: Filled) -> Item:
-        sizes = [payload_bytes(header) for header in filled.headers]
-        if not sizes or not all(sizes) or sum(sizes) > filled.extent.nbytes:
-            smallest = min(sizes, default=0)
+        extent, capture_id, headers, num_bytes = filled
+        if not headers or not 0 < num_bytes <= extent.nbytes:
             raise ValueError(
-                f"{len(sizes)} headers describe {sum(sizes)} bytes (the smallest {smallest}), which do not fit "
-                f"{filled.extent}. Give at least one header, none of them empty, for at most the bytes of the extent."
+                f"{len(headers)} headers describe {num_bytes} bytes, which do not fit {extent}. Give at least one "
+                "header, none of them empty, for at most the bytes of the extent."
             )
         ticket = next(self._tickets)
-        message = ExtentReady(ticket, filled.extent.offset, filled.capture_id, tuple(filled.headers)).encode()
-        return Item(ticket, filled.capture_id, message, sum(sizes))
+        return Item(ticket, capture_id, extent_ready(ticket, extent.offset, capture_id, headers), num_bytes)
 
     def report_loss(self, capture_id: str, loss: store_pb2.RowLoss) -> None:
         """Report to the store, through a shipper, rows that will never arrive.

@@ -5,9 +5,9 @@ later kernel of the process began later, whatever its stream. It ended only when
 by the copy engine had no such effect, and take nothing from the model's kernels that run meanwhile. `bench.host.copies`
 measures both.
 
-But while one stream has queued copies, the copy engine may serve no other for milliseconds. Then the model's own small
-copies, such as its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more,
-the thread waits until all of them are done.
+But while one stream has queued copies, the copy engine may serve no other. Then the model's own small copies, such as
+its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more, the thread waits
+until all of them are done.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-PIECE_BYTES = 16 << 20
-"""The most bytes that are queued at a time: 0.3 ms at 50 GB/s. With asynchronous scheduling, vLLM needs a step's tokens
-only a step later, so such a delay does not leave the device idle. Smaller pieces wake the sink's thread more often."""
+PIECE_BYTES = 64 << 20
+"""The most bytes that are queued at a time: 1.3 ms at 50 GB/s. With asynchronous scheduling, vLLM needs a step's tokens
+only a step later, so such a delay does not leave the device idle. After smaller pieces, the sink's thread wakes up more
+often, and each time the engine's thread waits for it."""
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 
@@ -59,9 +60,10 @@ class HostCopies:
 
     def __init__(self) -> None:
         """Begin without copies."""
-        self._last: torch.cuda.Event | None = None
-        """The end of the last copy. A blocking event: otherwise the thread keeps a core busy while it waits."""
-        self._queued = 0
+        self._stream: torch.cuda.Stream | None = None  # the stream of the queued copies
+        self._queued = 0  # bytes
+        self._end: torch.cuda.Event | None = None
+        """Their end. A blocking event: otherwise the thread keeps a core busy while it waits."""
 
     def copy(self, rows: Tensor, address: int) -> None:
         """Copy rows. The call may wait for earlier copies, without the GIL.
@@ -73,41 +75,41 @@ class HostCopies:
         Raises:
             CopyFailedError: CUDA does not accept the copy.
         """
-        for lines in divided(rows, address):
-            self.queue(lines)
+        if rows.numel():
+            width = rows.numel() // len(rows) * rows.itemsize
+            self.copy_lines(Lines(rows.data_ptr(), rows.stride(0) * rows.itemsize, address, width, len(rows)))
 
-    def queue(self, lines: Lines) -> None:
-        """Queue a piece, after those before it are done if all together are too large."""
-        if self._queued + lines.nbytes > PIECE_BYTES:
-            self.wait()
-        queue_lines(lines, torch.cuda.current_stream().cuda_stream)
-        if self._last is None:
-            self._last = torch.cuda.Event(blocking=True)
-        self._last.record()  # now, because later the stream may wait for the model
-        self._queued += lines.nbytes
+    def copy_lines(self, lines: Lines) -> None:
+        """Copy lines of at least one byte; see `copy`."""
+        stream = torch.cuda.current_stream()
+        for piece in divided(lines):
+            if self._queued + piece.nbytes > PIECE_BYTES:
+                self.wait()
+            queue_lines(piece, stream.cuda_stream)
+            self._stream = stream
+            self._queued += piece.nbytes
 
     def wait(self) -> None:
-        """Wait until all copies are done."""
-        if self._last is not None:
-            self._last.synchronize()
+        """Wait until all copies are done, and all else that was queued on their stream before this call."""
+        if self._stream is not None:
+            self._end = self._end or torch.cuda.Event(blocking=True)
+            self._end.record(self._stream)
+            self._end.synchronize()
+        self._stream = None
         self._queued = 0
 
 
-def divided(rows: Tensor, address: int) -> Iterator[Lines]:
-    """Divide the copy of rows (see `HostCopies.copy`) into pieces of at most PIECE_BYTES."""
-    units, size = len(rows), rows.itemsize
-    if not rows.numel():
-        return
-    width, pitch = rows.numel() // units * size, rows.stride(0) * size
-    if pitch == width or units == 1:
-        units, width, pitch = 1, units * width, units * width
-    source = rows.data_ptr()
+def divided(lines: Lines) -> Iterator[Lines]:
+    """Divide a copy into pieces of at most PIECE_BYTES."""
+    source, pitch, target, width, height = lines
+    if pitch == width or height == 1:
+        pitch, width, height = width * height, width * height, 1
     together = max(PIECE_BYTES // width, 1)
-    for first in range(0, units, together):
-        height = min(together, units - first)
+    for first in range(0, height, together):
+        count = min(together, height - first)
         for start in range(0, width, PIECE_BYTES):  # once, unless a line is longer than a piece
             part = min(PIECE_BYTES, width - start)
-            yield Lines(source + first * pitch + start, pitch, address + first * width + start, part, height)
+            yield Lines(source + first * pitch + start, pitch, target + first * width + start, part, count)
 
 
 def queue_lines(lines: Lines, stream: int) -> None:
@@ -152,4 +154,9 @@ class _Memcpy2D(ctypes.Structure):
 
 @cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    """Return the driver's library. Its calls keep the GIL: they take microseconds.
+
+    To get the GIL back takes longer, and disturbs the engine's thread: until this thread has it, each call of torch
+    there wakes this thread, mostly in vain.
+    """
+    return ctypes.PyDLL("libcuda.so.1")

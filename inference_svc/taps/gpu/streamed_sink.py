@@ -21,7 +21,7 @@ import torch
 from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from inference_svc.taps.gpu.copy_check import check_copies, pin
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
-from inference_svc.taps.gpu.host_copies import HostCopies
+from inference_svc.taps.gpu.host_copies import HostCopies, Lines
 from inference_svc.taps.gpu.waiting_features import Copy, WaitingFeatures
 from inference_svc.taps.ring_writer import NO_MEMORY, Encoded
 from inference_svc.taps.sink import BlockSink
@@ -86,6 +86,7 @@ class StreamedSink(BlockSink):
         # The tensor cores take rows and signs of one dtype.
         super().__init__(pool, model_rows, producer, bank, sign_dtype=pool.memory.dtype, saes=saes)
         self._address = pin(producer)
+        self._pool_address = pool.memory.data_ptr()
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
         self._copies = HostCopies()
@@ -227,7 +228,18 @@ class StreamedSink(BlockSink):
         encoded = self._acquire(block.capture, block.positions)
         if encoded is None:
             return False
-        self._copies.copy(self._pool.rows(block), self._address + encoded.extent.offset)
+        row_bytes = (
+            self._pool.row_bytes
+        )  # the calls of torch that would return the rows take longer than the copy's own
+        self._copies.copy_lines(
+            Lines(
+                source=self._pool_address + block.first_row * row_bytes,
+                pitch=block.capacity * row_bytes,
+                target=self._address + encoded.extent.offset,
+                width=len(block.positions) * row_bytes,
+                height=block.capture.units,
+            )
+        )
         self._collect(Copy(encoded, block))
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from inference_svc.shipping.framing import cut
 from inference_svc.shipping.protocol import Done, ExtentReady, MessageReader
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
-from inference_svc.taps.plan import RequestPlan
-from inference_svc.taps.ring_writer import Encoded
+from inference_svc.taps.plan import RequestPlan, RowEncoding
+from inference_svc.taps.ring_writer import _KEPT_CAPTURES, Encoded
 from inference_svc.taps.sink import BlockSink, ModelRows
 from inference_svc.taps.vllm.worker import TappedWorker
 from residuum.v1 import capture_pb2, tensor_pb2
+from residuum.wire.encodings import RowFormat
 from residuum.wire.limits import TARGET_PLACED_CHUNK_BYTES
 from tests.inference.taps_support import CPU, Worker, capture, select
 
@@ -164,6 +166,27 @@ def test_the_headers_of_all_sites_have_all_positions(count):
     assert [header.site for header in headers] == sorted(sites)
     assert all(list(header.positions) == positions for header in headers)
     assert all(list(header.layers) == [0, 1] for header in headers)
+
+
+def test_headers_are_those_of_their_capture_whatever_came_before():
+    """The part of a header that does not change is kept by the capture."""
+    worker = Worker(rows=2 * 32, ring_bytes=1 << 22)
+    writer = worker.sink._writer
+    encoding = RowEncoding(capture_pb2.ENCODING_FULL8, axis=capture_pb2.QUANTIZATION_AXIS_DIMENSION)
+    plans = [
+        capture("a", layers=(0, 1)),
+        capture("b", layers=(1,)),
+        capture("a", layers=(1,)),  # another request with the ID of an earlier one
+        replace(capture("a", layers=(0,)), sequence=3),
+        *(capture(f"more-{number}") for number in range(_KEPT_CAPTURES)),
+        capture("a", layers=(0, 1), encoding=encoding),
+    ]
+    for plan in [*plans, *plans[:4], plans[-1]]:
+        form = writer.format_of(plan)
+        (header,) = map(capture_pb2.ChunkHeader.FromString, writer._headers(plan, [5, 9], form))
+        assert (header.sequence, tuple(header.layers), list(header.positions)) == (plan.sequence, plan.layers, [5, 9])
+        assert RowFormat.of(header) == form
+        assert len(writer._kept) <= _KEPT_CAPTURES
 
 
 def test_a_pool_that_is_too_small_fails_loudly():

@@ -73,7 +73,7 @@ def test_rows_of_many_pieces_arrive(memory, shape, gap):
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_rows_are_encoded_as_the_contract_says(memory, widths):
-    whole, small = encoder_with(STAGED_BYTES), encoder_with(1 << 16)
+    whole, small = encoder_with(STAGED_BYTES), encoder_with(1 << 17)
     for case in cases((widths,)):
         rows = torch.empty(3, 9, widths[0], dtype=case.rows.dtype, device=DEVICE)[:, :5]  # with gaps, as in a block
         rows.copy_(case.rows)
@@ -183,9 +183,9 @@ class Producer:
             return extent
 
     def publish_all(self, filled):
-        for extent, capture_id, headers in filled:
+        for extent, capture_id, headers, _ in filled:
             at = extent.offset
-            for header in headers:
+            for header in map(capture_pb2.ChunkHeader.FromString, headers):
                 form = RowFormat.of(header)
                 size = form.payload_bytes(len(header.layers), len(header.positions))
                 self.published.append((capture_id, header, form, self.memory[at : at + size].copy()))

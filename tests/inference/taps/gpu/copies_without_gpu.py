@@ -17,7 +17,7 @@ class Event:
     def __init__(self, *, blocking: bool = False) -> None:
         """Take the arguments of torch's event."""
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         """See torch's event."""
 
     def synchronize(self) -> None:

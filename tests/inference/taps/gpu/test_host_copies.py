@@ -35,21 +35,29 @@ def test_rows_arrive_without_their_gaps_and_nothing_else_changes(units, position
     with without_gpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_copies, "PIECE_BYTES", piece)
         HostCopies().copy(rows, memory.ctypes.data + GUARD)
-        pieces = list(divided(rows, 0))
     assert bytes(memory[GUARD:-GUARD]) == bytes(rows.contiguous().view(torch.uint8).numpy())
     assert (memory[:GUARD] == 0xEE).all()
     assert (memory[-GUARD:] == 0xEE).all()
-    assert all(lines.nbytes <= piece for lines in pieces)
 
 
-def test_no_rows_are_no_copies():
-    assert list(divided(torch.zeros(3, 0, 8), 7)) == list(divided(torch.zeros(0, 3, 8), 7)) == []
+@given(width=st.integers(1, 300), gap=st.integers(0, 40), height=st.integers(1, 40), piece=st.integers(1, 400))
+def test_pieces_are_small_and_follow_each_other(width, gap, height, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copies, "PIECE_BYTES", piece)
+        pieces = list(divided(Lines(1 << 20, width + gap, 7, width, height)))
+    assert all(0 < one.nbytes <= piece for one in pieces)
+    assert all(one.target + one.nbytes == two.target for one, two in pairwise(pieces))
+    assert (pieces[0].target, sum(one.nbytes for one in pieces)) == (7, width * height)
 
 
-def test_a_block_without_gaps_is_one_copy():
-    rows = torch.zeros(36, 32, 8)
-    assert list(divided(rows, 7)) == [Lines(rows.data_ptr(), rows.nbytes, 7, rows.nbytes, 1)]
-    assert list(divided(rows[:, :31], 7)) == [Lines(rows.data_ptr(), 32 * 8 * 4, 7, 31 * 8 * 4, 36)]
+@pytest.mark.parametrize("shape", [(3, 0, 8), (0, 3, 8)], ids=str)
+def test_no_rows_are_no_copies(shape):
+    HostCopies().copy(torch.zeros(shape), 7)
+
+
+def test_lines_without_gaps_are_one_copy():
+    assert list(divided(Lines(4096, 32, 7, 32, 36))) == [Lines(4096, 32 * 36, 7, 32 * 36, 1)]
+    assert list(divided(Lines(4096, 32, 7, 31, 36))) == [Lines(4096, 32, 7, 31, 36)]
 
 
 def test_no_more_than_a_piece_is_queued_at_a_time(monkeypatch):
@@ -60,8 +68,8 @@ def test_no_more_than_a_piece_is_queued_at_a_time(monkeypatch):
         def __init__(self, *, blocking):
             assert blocking
 
-        def record(self):
-            log.append("record")
+        def record(self, on):
+            log.append(f"record on {on.cuda_stream}")
 
         def synchronize(self):
             log.append("wait")
@@ -78,10 +86,10 @@ def test_no_more_than_a_piece_is_queued_at_a_time(monkeypatch):
     copies.copy(torch.zeros(1, 20, dtype=torch.uint8), 0)
     copies.copy(torch.zeros(1, 1, dtype=torch.uint8), 0)
     assert log == [
-        (100, 5), "record", "wait",
-        (100, 5), "record", "wait",
-        (50, 5), "record", (30, 5), "record", (20, 5), "record", "wait",
-        (1, 5), "record",
+        (100, 5), "record on 5", "wait",
+        (100, 5), "record on 5", "wait",
+        (50, 5), (30, 5), (20, 5), "record on 5", "wait",
+        (1, 5),
     ]  # fmt: skip
 
 
@@ -111,10 +119,3 @@ def test_a_copy_that_the_driver_refuses_is_an_error(monkeypatch):
     monkeypatch.setattr(host_copies, "_driver", lambda: Driver(700))
     with pytest.raises(CopyFailedError, match=r"1800 bytes were not copied to the host: .* failed with 700"):
         queue_lines(Lines(4096, 300, 64, 200, 9), 17)
-
-
-def test_pieces_follow_each_other(monkeypatch):
-    monkeypatch.setattr(host_copies, "PIECE_BYTES", 64)
-    lines = list(divided(torch.zeros(2, 9, 5)[:, :8], 1000))
-    assert {item.width for item in lines} == {64, 32}
-    assert all(one.target + one.nbytes == two.target for one, two in pairwise(lines))
