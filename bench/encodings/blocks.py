@@ -47,8 +47,11 @@ class Device(Protocol):
     def host_memory(self, size: int) -> Tensor:
         """Return host memory that the device can write, uint8 [size]."""
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds that the device takes for the launched work, the median of several runs."""
+    def seconds(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+        """Return the seconds that the device takes for the launched work, the median of several runs.
+
+        `prepare` is called before each run, outside the measured time.
+        """
 
 
 class Gpu:
@@ -71,13 +74,14 @@ class Gpu:
 
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def seconds(self, work: Callable[[], object]) -> float:
+    def seconds(self, work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
         """See `Device`."""
         import torch
 
         times: list[float] = []
         for number in range(_WARMUPS + _REPEATS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            prepare()
             torch.cuda.synchronize()
             torch.cuda._sleep(1 << 20)  # noqa: SLF001 - so that all launches are queued when the clock starts
             start.record()
@@ -133,12 +137,13 @@ def _measure_block(device: Device, block: Block) -> dict[str, Any]:
     rows = device.rows(block)
     copy = torch.empty_like(rows)
     memory = device.host_memory(2 * rows.nbytes + (1 << 20))
-    encoder = GpuEncoder(rows.device, HostCopies())
+    copies = HostCopies()
+    encoder = GpuEncoder(rows.device, copies)
 
     def measured(case: Case) -> dict[str, Any]:
         form = case.form(block.width, tensor_pb2.DATA_TYPE_BFLOAT16)
         basis = _basis(case, form, rows.device)
-        seconds = device.seconds(lambda: encoder.encode(rows, form, basis, memory.data_ptr()))
+        seconds = device.seconds(lambda: encoder.encode(rows, form, basis, memory.data_ptr()), copies.wait)
         return {"name": case.name, "bytes": form.payload_bytes(block.layers, block.positions), "seconds": seconds}
 
     cases = [measured(case) for case in CASES]

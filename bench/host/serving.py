@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from bench.host.loop import Device, Sink, TorchWithoutCuda
@@ -198,6 +197,15 @@ class Clock:
         """When the stream of the sink has done all its copies."""
 
 
+def _copy_now(lines: host_copies.Lines, producer: RingProducer) -> None:
+    """Copy lines on the host. Like the driver's call, this keeps the GIL; numpy would give it up."""
+    source = memoryview((ctypes.c_ubyte * (lines.pitch * lines.height)).from_address(lines.source)).cast("B")
+    ring, start = producer.memory.data, lines.target - producer.memory.ctypes.data
+    for line in range(lines.height):
+        at, first = start + line * lines.width, line * lines.pitch
+        ring[at : at + lines.width] = source[first : first + lines.width]
+
+
 @contextmanager
 def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
     """Replace the CUDA features that the tap and the sink need."""
@@ -226,10 +234,7 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
 
     def queue_lines(lines: host_copies.Lines, stream: int) -> None:
         del stream
-        start = lines.target - producer.memory.ctypes.data
-        source = (ctypes.c_ubyte * (lines.pitch * lines.height)).from_address(lines.source)
-        values = np.ctypeslib.as_array(source).reshape(lines.height, -1)[:, : lines.width]
-        producer.memory[start : start + lines.nbytes].reshape(values.shape)[:] = values  # numpy gives up the GIL
+        _copy_now(lines, producer)
         seconds = lines.nbytes // (2 * _NARROW) * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
         clock.copies = max(clock.copies, time.perf_counter()) + seconds
 

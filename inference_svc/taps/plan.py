@@ -206,6 +206,14 @@ class Capture:
         """Rows of one captured position: one for each site and, within a site, for each layer."""
         return sum(len(layers) for _, layers in self.places)
 
+    @cached_property
+    def header_parts(self) -> tuple[bytes, ...]:
+        """The part of the chunk headers of each site that the capture alone decides, serialised."""
+        return tuple(
+            capture_pb2.ChunkHeader(sequence=self.sequence, site=site, layers=layers).SerializeToString()
+            for site, layers in self.places
+        )
+
     @property
     def is_reduced(self) -> bool:
         """Whether a reduction replaces many rows by one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ _log = get_logger(__name__)
 
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """What an encoding raises without memory. Only the rows that it encodes are lost."""
-
-_KEPT_CAPTURES = 1024
 
 _POSITIONS_AT_ONCE = 1024
 """protobuf takes over this many positions in about 20 µs, and keeps all other threads from Python in that time."""
@@ -57,7 +56,6 @@ class RingWriter:
         """Write rows of one format to a producer's ring."""
         self._producer = producer
         self._format = model_rows
-        self._kept: dict[tuple[str, int], _Unchanging] = {}  # by capture and sequence, the newest last
 
     def format_of(self, capture: Capture) -> RowFormat:
         """Return the format of a capture's encoded rows."""
@@ -78,7 +76,7 @@ class RingWriter:
         """Hand extents that hold encoded rows to shippers, with a chunk header for each site."""
         self._producer.publish_all(
             [
-                Filled(extent, capture.capture_id, self._headers(capture, positions, form), extent.nbytes)
+                Filled(extent, capture.capture_id, _headers(capture, positions, form), extent.nbytes)
                 for capture, positions, form, extent in encoded
             ]
         )
@@ -129,46 +127,28 @@ class RingWriter:
             )
             self._producer.report_loss(capture.capture_id, loss)
 
-    def _headers(self, capture: Capture, positions: Sequence[int], form: RowFormat) -> list[bytes]:
-        """Return the serialised chunk headers of encoded rows, one for each site.
 
-        Two serialised messages, one after the other, are the message with the fields of both.
-        """
-        key = capture.capture_id, capture.sequence
-        kept = self._kept.get(key)
-        if kept is None or kept.capture is not capture or kept.form != form:
-            if len(self._kept) == _KEPT_CAPTURES:
-                del self._kept[next(iter(self._kept))]
-            kept = self._kept[key] = _Unchanging.of(capture, form)
-        header = capture_pb2.ChunkHeader(positions=positions[:_POSITIONS_AT_ONCE])
-        for first in range(_POSITIONS_AT_ONCE, len(positions), _POSITIONS_AT_ONCE):
-            header.positions.extend(positions[first : first + _POSITIONS_AT_ONCE])
-        changing = header.SerializeToString()
-        return [part + changing for part in kept.headers]
+def _headers(capture: Capture, positions: Sequence[int], form: RowFormat) -> list[bytes]:
+    """Return the chunk headers of encoded rows, one for each site, serialised.
+
+    Serialised messages that follow each other are one message with the fields of all. What is the same in all headers
+    of a capture is serialised only once.
+    """
+    header = capture_pb2.ChunkHeader(positions=positions[:_POSITIONS_AT_ONCE])
+    for first in range(_POSITIONS_AT_ONCE, len(positions), _POSITIONS_AT_ONCE):
+        header.positions.extend(positions[first : first + _POSITIONS_AT_ONCE])
+    rest = _format_part(form) + header.SerializeToString()
+    return [part + rest for part in capture.header_parts]
 
 
-class _Unchanging(NamedTuple):
-    """What is the same in all chunk headers of a capture."""
-
-    capture: Capture
-    form: RowFormat
-    headers: Sequence[bytes]
-    """The headers without positions, serialised, one for each site."""
-
-    @classmethod
-    def of(cls, capture: Capture, form: RowFormat) -> _Unchanging:
-        headers = [
-            capture_pb2.ChunkHeader(
-                sequence=capture.sequence,
-                site=site,
-                layers=layers,
-                dtype=form.dtype,
-                width=form.width,
-                encoding=form.encoding,
-                dimensions=form.dimensions,
-                axis=form.axis,
-                features=form.features,
-            ).SerializeToString()
-            for site, layers in capture.places
-        ]
-        return cls(capture, form, headers)
+@lru_cache(maxsize=64)
+def _format_part(form: RowFormat) -> bytes:
+    """Return the part of chunk headers that the format decides, serialised."""
+    return capture_pb2.ChunkHeader(
+        dtype=form.dtype,
+        width=form.width,
+        encoding=form.encoding,
+        dimensions=form.dimensions,
+        axis=form.axis,
+        features=form.features,
+    ).SerializeToString()

@@ -33,7 +33,8 @@ class Interpreter:
         assert size <= len(memory)
         return torch.from_numpy(memory)
 
-    def seconds(self, work) -> float:
+    def seconds(self, work, prepare=lambda: None) -> float:
+        prepare()
         work()
         return 1.0
 

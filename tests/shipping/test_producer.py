@@ -267,8 +267,8 @@ def test_drain_waits_for_extents_and_losses(start_producer, connect):
     ("headers", "why"),
     [
         ([], "do not fit"),
-        ([make_header([])], "do not fit"),
-        ([HEADER, make_header([])], "do not fit"),
+        ([make_header([])], "describes no rows"),
+        ([HEADER, make_header([])], "describes no rows"),
         ([make_header([0], width=129)], "do not fit"),
         ([make_header([0]), make_header([1, 2])], "do not fit"),
         ([HEADER, make_header([0], dtype=0)], "element type"),

@@ -217,15 +217,19 @@ class RingProducer:
             ProducerClosedError: The producer is closed.
         """
         sizes = [payload_bytes(header) for header in headers]
-        described = sum(sizes) if all(sizes) else 0  # which `publish_all` refuses
+        if not all(sizes):
+            raise ValueError(f"A header describes no rows; the {len(sizes)} headers describe {sizes} bytes.")
         serialised = [header.SerializeToString() for header in headers]
-        self.publish_all([Filled(extent, capture_id, serialised, described)])
+        self.publish_all([Filled(extent, capture_id, serialised, sum(sizes))])
 
     def publish_all(self, filled: Sequence[Filled]) -> None:
         """Publish several extents with one message to each shipper. If one is refused, all stay the caller's.
 
+        The headers are not read: that they describe `num_bytes` is up to the caller.
+
         Raises:
-            ValueError: See `publish`.
+            ValueError: There is no header, `num_bytes` is not positive or more than the extent has, the headers are too
+                long for one message, or the extent is not acquired.
             ProducerClosedError: The producer is closed.
         """
         items = [self._item(one) for one in filled]
@@ -245,7 +249,7 @@ class RingProducer:
         if not headers or not 0 < num_bytes <= extent.nbytes:
             raise ValueError(
                 f"{len(headers)} headers describe {num_bytes} bytes, which do not fit {extent}. Give at least one "
-                "header, none of them empty, for at most the bytes of the extent."
+                "header, for at most the bytes of the extent."
             )
         ticket = next(self._tickets)
         return Item(ticket, capture_id, extent_ready(ticket, extent.offset, capture_id, headers), num_bytes)

@@ -68,6 +68,7 @@ def check_copies(pool_memory: Tensor, ring: npt.NDArray[np.uint8], address: int,
         rows = block[:, :positions]
         try:
             copies.copy(rows, address)
+            copies.wait()
             same = _arrived(rows, ring)
         except (CopyFailedError, OSError, AttributeError) as error:  # the last two: no driver, or not its function
             raise CannotCopyError(

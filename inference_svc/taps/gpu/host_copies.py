@@ -1,9 +1,9 @@
 """Copies of rows from the device to the host's memory, by the GPU's copy engine.
 
-A kernel could copy them as well. But on H100s, after kernels of a second stream had written to the host's memory, every
-later kernel of the process began later, whatever its stream. It ended only when another process used the device. Copies
-by the copy engine had no such effect, and take nothing from the model's kernels that run meanwhile. `bench.host.copies`
-measures both.
+A kernel could copy them as well. But on some hosts with an H100, after kernels of a second stream had written to the
+host's memory, every later kernel of the process began later, whatever its stream. It ended only when another process
+used the device. Copies by the copy engine had no such effect, and take nothing from the model's kernels that run
+meanwhile. `bench.host.copies` measures both on a host.
 
 But while one stream has queued copies, the copy engine may serve no other. Then the model's own small copies, such as
 its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more, the thread waits
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE_BYTES = 64 << 20
-"""The most bytes that are queued at a time: 1.3 ms at 50 GB/s. With asynchronous scheduling, vLLM needs a step's tokens
-only a step later, so such a delay does not leave the device idle. After smaller pieces, the sink's thread wakes up more
-often, and each time the engine's thread waits for it."""
+"""The most bytes that are queued at a time: 1.3 ms at 50 GB/s. With asynchronous scheduling, the default, vLLM needs a
+step's tokens only a step later, so such a delay does not leave the device idle. Smaller pieces wake the sink's thread
+more often, and the engine's thread waits each time."""
+
+_MOST_COPIES = 256
+"""The most copies that are queued at a time. The driver makes callers wait when about 1,000 operations are queued."""
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 
@@ -61,7 +64,7 @@ class HostCopies:
     def __init__(self) -> None:
         """Begin without copies."""
         self._stream: torch.cuda.Stream | None = None  # the stream of the queued copies
-        self._queued = 0  # bytes
+        self._count = self._bytes = 0  # of the queued copies
         self._end: torch.cuda.Event | None = None
         """Their end. A blocking event: otherwise the thread keeps a core busy while it waits."""
 
@@ -83,20 +86,22 @@ class HostCopies:
         """Copy lines of at least one byte; see `copy`."""
         stream = torch.cuda.current_stream()
         for piece in divided(lines):
-            if self._queued + piece.nbytes > PIECE_BYTES:
+            is_too_much = self._bytes + piece.nbytes > PIECE_BYTES or self._count == _MOST_COPIES
+            if is_too_much or self._stream not in (None, stream):
                 self.wait()
             queue_lines(piece, stream.cuda_stream)
             self._stream = stream
-            self._queued += piece.nbytes
+            self._bytes += piece.nbytes
+            self._count += 1
 
     def wait(self) -> None:
-        """Wait until all copies are done, and all else that was queued on their stream before this call."""
+        """Wait until all copies are done, and everything else that was queued on their stream before this call."""
         if self._stream is not None:
             self._end = self._end or torch.cuda.Event(blocking=True)
             self._end.record(self._stream)
             self._end.synchronize()
         self._stream = None
-        self._queued = 0
+        self._count = self._bytes = 0
 
 
 def divided(lines: Lines) -> Iterator[Lines]:
@@ -154,9 +159,9 @@ class _Memcpy2D(ctypes.Structure):
 
 @cache
 def _driver() -> Any:
-    """Return the driver's library. Its calls keep the GIL: they take microseconds.
+    """Return the driver's library. Its calls keep the GIL, because they take only microseconds.
 
-    To get the GIL back takes longer, and disturbs the engine's thread: until this thread has it, each call of torch
-    there wakes this thread, mostly in vain.
+    Reacquiring the GIL takes longer. And while this thread waits for it, each torch call of the engine's thread wakes
+    this one, usually in vain.
     """
     return ctypes.PyDLL("libcuda.so.1")

@@ -228,9 +228,8 @@ class StreamedSink(BlockSink):
         encoded = self._acquire(block.capture, block.positions)
         if encoded is None:
             return False
-        row_bytes = (
-            self._pool.row_bytes
-        )  # the calls of torch that would return the rows take longer than the copy's own
+        # Addresses instead of `self._pool.rows`: a view of torch takes longer than the copy's call.
+        row_bytes = self._pool.row_bytes
         self._copies.copy_lines(
             Lines(
                 source=self._pool_address + block.first_row * row_bytes,
@@ -293,8 +292,8 @@ class StreamedSink(BlockSink):
         """Wait for the collected copies, publish them, and give their blocks back."""
         self._features.encode()
         copies, self._collected, self._collected_bytes = self._collected, [], 0
+        self._copies.wait()
         if copies:
-            self._copies.wait()
             self._publish(copies)
 
     def _publish(self, copies: Sequence[Copy]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from inference_svc.shipping.protocol import Done, ExtentReady, MessageReader
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
 from inference_svc.taps.plan import RequestPlan, RowEncoding
-from inference_svc.taps.ring_writer import _KEPT_CAPTURES, Encoded
+from inference_svc.taps.ring_writer import Encoded, _headers
 from inference_svc.taps.sink import BlockSink, ModelRows
 from inference_svc.taps.vllm.worker import TappedWorker
 from residuum.v1 import capture_pb2, tensor_pb2
@@ -168,25 +169,24 @@ def test_the_headers_of_all_sites_have_all_positions(count):
     assert all(list(header.layers) == [0, 1] for header in headers)
 
 
-def test_headers_are_those_of_their_capture_whatever_came_before():
-    """The part of a header that does not change is kept by the capture."""
-    worker = Worker(rows=2 * 32, ring_bytes=1 << 22)
-    writer = worker.sink._writer
+def test_headers_are_those_of_their_capture_and_format_whatever_came_before():
+    """The parts of a header that do not change are kept serialised."""
+    writer = Worker().sink._writer
     encoding = RowEncoding(capture_pb2.ENCODING_FULL8, axis=capture_pb2.QUANTIZATION_AXIS_DIMENSION)
+    sites = (capture_pb2.SITE_RESID_PRE, capture_pb2.SITE_RESID_POST, capture_pb2.SITE_MLP_OUT)
     plans = [
         capture("a", layers=(0, 1)),
-        capture("b", layers=(1,)),
         capture("a", layers=(1,)),  # another request with the ID of an earlier one
-        replace(capture("a", layers=(0,)), sequence=3),
-        *(capture(f"more-{number}") for number in range(_KEPT_CAPTURES)),
-        capture("a", layers=(0, 1), encoding=encoding),
+        replace(capture("a", layers=(1,)), sequence=3),
+        capture("a", layers=(0, 1), sites=sites, site_layers=((0,), (0, 1), (1,)), encoding=encoding),
     ]
-    for plan in [*plans, *plans[:4], plans[-1]]:
+    for plan, positions in product([*plans, *reversed(plans)], ([5, 9], list(range(3000)))):
         form = writer.format_of(plan)
-        (header,) = map(capture_pb2.ChunkHeader.FromString, writer._headers(plan, [5, 9], form))
-        assert (header.sequence, tuple(header.layers), list(header.positions)) == (plan.sequence, plan.layers, [5, 9])
-        assert RowFormat.of(header) == form
-        assert len(writer._kept) <= _KEPT_CAPTURES
+        headers = [capture_pb2.ChunkHeader.FromString(header) for header in _headers(plan, positions, form)]
+        assert [(header.site, tuple(header.layers)) for header in headers] == list(plan.places)
+        for header in headers:
+            assert (header.sequence, list(header.positions)) == (plan.sequence, positions)
+            assert RowFormat.of(header) == form
 
 
 def test_a_pool_that_is_too_small_fails_loudly():

@@ -56,7 +56,8 @@ def encoder_with(staged_bytes):
 
 @pytest.mark.parametrize("gap", [0, 1])
 @pytest.mark.parametrize("shape", [(36, 300, 2048), (2, 9000, 1000), (7, 1, 9)], ids=str)
-def test_rows_of_many_pieces_arrive(memory, shape, gap):
+def test_rows_of_many_pieces_arrive(memory, monkeypatch, shape, gap):
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 1 << 20)
     units, positions, width = shape
     rows = torch.randn(units, positions + gap, width, device=DEVICE).to(torch.bfloat16)[:, :positions]
     memory[:] = 0xEE
@@ -102,7 +103,7 @@ def test_encoding_a_block_of_a_piece_does_not_wait_for_the_device(memory, dtype)
         form = RowFormat(encoding, width, WIRE_TYPES[dtype], size)
         basis = signs.get(0, size, dtype) if encoding in RANDOM_PROJECTIONS else vectors
         encoder.encode(rows, form, basis, memory.ctypes.data)  # compiles the kernels
-        torch.cuda.synchronize()
+        encoder._copies.wait()
         allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
         torch.cuda._sleep(1 << 30)  # keeps the stream busy for hundreds of milliseconds
         held = torch.cuda.Event()
@@ -125,7 +126,7 @@ def test_features_need_bounded_memory_and_do_not_wait_for_the_device(memory, opt
     rows = torch.randn(units, positions, width, device=DEVICE).to(dtype)
     form = RowFormat(SAE, width, WIRE_TYPES[dtype], len(chosen) or 32, features=features)
     encoder.encode(rows, form, whole.choosing(chosen), memory.ctypes.data)  # prepares what torch makes once
-    torch.cuda.synchronize()
+    encoder._copies.wait()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.cuda._sleep(1 << 30)
