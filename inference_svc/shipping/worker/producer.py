@@ -218,7 +218,7 @@ class RingProducer:
         """
         sizes = [payload_bytes(header) for header in headers]
         if not all(sizes):
-            raise ValueError(f"A header describes no rows; the {len(sizes)} headers describe {sizes} bytes.")
+            raise ValueError(f"A header describes no rows: the headers describe {sizes} bytes. Leave it out.")
         serialised = [header.SerializeToString() for header in headers]
         self.publish_all([Filled(extent, capture_id, serialised, sum(sizes))])
 

@@ -29,7 +29,7 @@ step's tokens only a step later, so such a delay does not leave the device idle.
 more often, and the engine's thread waits each time."""
 
 _MOST_COPIES = 256
-"""The most copies that are queued at a time. The driver makes callers wait when about 1,000 operations are queued."""
+"""The most copies that are queued at a time. A call that finds the driver's queue full waits, and keeps the GIL."""
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 

@@ -60,9 +60,10 @@ def test_lines_without_gaps_are_one_copy():
     assert list(divided(Lines(4096, 32, 7, 31, 36))) == [Lines(4096, 32, 7, 31, 36)]
 
 
-def test_no_more_than_a_piece_is_queued_at_a_time(monkeypatch):
-    """The model's own copies wait behind all that is queued."""
-    log = []
+@pytest.fixture
+def log(monkeypatch):
+    """What is queued, recorded and waited for. Copies go to the stream `current.stream`."""
+    log, current = [], SimpleNamespace(stream=SimpleNamespace(cuda_stream=5))
 
     class Event:
         def __init__(self, *, blocking):
@@ -74,23 +75,42 @@ def test_no_more_than_a_piece_is_queued_at_a_time(monkeypatch):
         def synchronize(self):
             log.append("wait")
 
-    stream = SimpleNamespace(cuda_stream=5)
-    monkeypatch.setattr(
-        host_copies, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event, current_stream=lambda: stream))
-    )
+    cuda = SimpleNamespace(Event=Event, current_stream=lambda: current.stream)
+    monkeypatch.setattr(host_copies, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(host_copies, "queue_lines", lambda lines, on: log.append((lines.nbytes, on)))
     monkeypatch.setattr(host_copies, "PIECE_BYTES", 100)
+    return SimpleNamespace(calls=log, current=current)
+
+
+def test_no_more_than_a_piece_is_queued_at_a_time(log):
+    """The model's own copies wait behind all that is queued."""
     copies = HostCopies()
-    copies.copy(torch.zeros(1, 250, dtype=torch.uint8), 0)
-    copies.copy(torch.zeros(1, 30, dtype=torch.uint8), 0)
-    copies.copy(torch.zeros(1, 20, dtype=torch.uint8), 0)
-    copies.copy(torch.zeros(1, 1, dtype=torch.uint8), 0)
-    assert log == [
+    for size in (250, 30, 20, 1):
+        copies.copy(torch.zeros(1, size, dtype=torch.uint8), 0)
+    assert log.calls == [
         (100, 5), "record on 5", "wait",
         (100, 5), "record on 5", "wait",
         (50, 5), (30, 5), (20, 5), "record on 5", "wait",
         (1, 5),
     ]  # fmt: skip
+
+
+def test_only_so_many_copies_are_queued_at_a_time(log, monkeypatch):
+    monkeypatch.setattr(host_copies, "_MOST_COPIES", 2)
+    copies = HostCopies()
+    for _ in range(3):
+        copies.copy_lines(Lines(0, 1, 0, 1, 1))
+    assert log.calls == [(1, 5), (1, 5), "record on 5", "wait", (1, 5)]
+
+
+def test_copies_of_one_stream_are_done_before_those_of_another_are_queued(log):
+    copies = HostCopies()
+    copies.copy_lines(Lines(0, 1, 0, 1, 1))
+    log.current.stream = SimpleNamespace(cuda_stream=6)
+    copies.copy_lines(Lines(0, 1, 0, 1, 1))
+    copies.wait()
+    copies.wait()
+    assert log.calls == [(1, 5), "record on 5", "wait", (1, 6), "record on 6", "wait"]
 
 
 class Driver:
