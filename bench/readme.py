@@ -179,11 +179,11 @@ def capture(result: Mapping[str, Any], link: str) -> str:
             gb=found[0]["bytes_per_iteration"] / 1e9,
             generation=found[0]["generation_seconds"]["median"],
         )
-        rows.append((label, *(_over_stock(mode) + _by_round(mode) if mode else "" for mode in found)))
+        rows.append((label, *(_by_round(mode) if mode else "" for mode in found)))
     head = f"{_workload(workload)}, `bench.capture` at {short_revision(result)}"
     where = f"on {machine_name(result)} ([results]({link}))"
     intro = f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}."
-    intro += " In brackets is the range of the rounds."
+    intro += " Each figure is the median of the rounds, with their range in brackets."
     return f"{_filled(intro)}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
 
 
@@ -550,9 +550,10 @@ def _over_stock(mode: Mapping[str, Any]) -> str:
 
 
 def _by_round(mode: Mapping[str, Any]) -> str:
-    """Return the range of a mode's rounds; empty if there was one."""
+    """Return the median of a mode's rounds, each over stock in the same round, and their range if there are several."""
     ratios = mode["generation_seconds"]["ratio_by_round"]
-    return f" ({percent(min(ratios))} to {percent(max(ratios))})" if len(ratios) > 1 else ""
+    median = percent(statistics.median(ratios))
+    return f"{median} ({percent(min(ratios))} to {percent(max(ratios))})" if len(ratios) > 1 else median
 
 
 def _workload(workload: Mapping[str, Any]) -> str:

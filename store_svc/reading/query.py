@@ -138,6 +138,11 @@ def _between(ascending: Sequence[int], first: int, last: int) -> Sequence[int]:
     return ascending[bisect_left(ascending, first) : bisect_right(ascending, last)]
 
 
+def _short(site: str) -> str:
+    """Return the name of a site that clients use, from its name in the contract."""
+    return site.removeprefix("SITE_").lower()
+
+
 def _check(request: Selection, description: capture_pb2.CaptureDescription) -> None:
     captured = description.spec.layers.list.layers
     for layer in _others(request.layers, captured):
@@ -145,13 +150,15 @@ def _check(request: Selection, description: capture_pb2.CaptureDescription) -> N
             f"The capture {description.capture_id} has no layer {layer}. Choose among its layers: {_runs(captured)}."
         )
         raise Failure(Reason.ERROR_REASON_UNKNOWN_LAYER, message, layer=layer, layers=len(captured))
-    armed = ",".join(capture_pb2.Site.Name(site) for site in description.spec.sites)
+    armed = [capture_pb2.Site.Name(site) for site in description.spec.sites]
     for site in _others(request.sites, description.spec.sites):
         known = site in capture_pb2.Site.values()
         name = capture_pb2.Site.Name(site) if known else str(site)  # type: ignore[arg-type] # checked above
-        choices = armed.replace(",", ", ")
-        message = f"The capture {description.capture_id} has no site {name}. Choose among its sites: {choices}."
-        raise Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site=name, armed=armed)
+        message = (
+            f"The capture {description.capture_id} has no site {_short(name)}. "
+            f"Choose among its sites: {', '.join(map(_short, armed))}."
+        )
+        raise Failure(Reason.ERROR_REASON_UNKNOWN_SITE, message, site=name, armed=",".join(armed))
     for sequence in _others(request.sequences, range(description.num_sequences)):
         last = description.num_sequences - 1
         raise invalid(

@@ -199,6 +199,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
             >>> train.values.shape, train.labels("y")[:3]
             ((500, 576), [1, 0, 0])
         """
+        builder = RowsBuilder(layer, site)
         deadline = Deadline(timeout)
         names = await self._chosen(captures, prefix, where, deadline)
         leaves_out = captures is None and not allow_partial
@@ -208,7 +209,6 @@ class AsyncCaptureClient(AsyncDeletionClient):
         }  # fmt: skip
         plan = replace(plan_read(names[0], **choice), warns_if_empty=False) if names else None
         found = await self._activations_of(names, plan, deadline.remaining(), progress=progress)
-        builder = RowsBuilder(layer, site)
         left_out = []
         for acts in in_order(names, found):
             if leaves_out and acts.manifest.state != "complete":

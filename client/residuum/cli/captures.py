@@ -225,13 +225,21 @@ def add_follow_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", metavar="LAYERS", help=_LAYERS_HELP)
     parser.add_argument("--sites", metavar="SITES", help="only these sites, separated by commas (default: all)")
     parser.add_argument("--sequence", type=int, default=0, metavar="N", help="the sequence (default: 0)")
+    parser.add_argument(
+        "--allow-partial", action="store_true", help="do not fail if the capture ends incomplete (default: fail)"
+    )
 
 
 def follow(options: argparse.Namespace, output: Output) -> int:
     """Print a line for each piece of a capture as it arrives, until the capture ends."""
     with open_client(options) as client, advice_if_cut_off(f"Again from the start: residuum follow {options.id}"):
         pieces = client.follow(
-            options.id, layers=options.layers, sites=options.sites, sequence=options.sequence, timeout=options.timeout
+            options.id,
+            layers=options.layers,
+            sites=options.sites,
+            sequence=options.sequence,
+            timeout=options.timeout,
+            allow_partial=options.allow_partial,
         )
         for site, layer, positions, rows in pieces:
             norms = np.linalg.norm(rows.astype(np.float64), axis=-1)

@@ -11,6 +11,7 @@ from residuum.protocol.deadlines import list_request
 from residuum.protocol.many import check_choice, check_ids
 from residuum.protocol.requests import RequestLike
 from residuum.v1 import store_pb2
+from residuum.values.captures.rows import check_one
 from residuum.values.replies.search import LEFT_OUT, SearchHit, SearchResult
 from residuum.values.selections.layers_and_positions import Positions, PositionsLike
 from residuum.values.selections.points import site_numbers
@@ -53,6 +54,7 @@ def search_request(
         InvalidRequest: An argument is invalid.
         BadVector: The vector is not one, or is zero.
     """
+    check_one(layer, site)
     _check_choice("measure", measure, MEASURES)
     _check_choice("order", order, ORDERS)
     _check_number("k", k, 1, MAX_SEARCH_HITS)

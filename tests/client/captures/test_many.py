@@ -268,6 +268,22 @@ async def test_captures_without_a_row_are_listed(client, replies):
     assert found.ids.tolist() == [replies[3].request_id]
 
 
+@pytest.mark.parametrize("layer", [[1], [1, 4], "1", "all", None, True])
+async def test_rows_of_several_layers_are_refused_before_they_are_read(client, layer):
+    with pytest.raises(residuum.InvalidRequest, match="layer= takes the number of one layer, such as 12, not "):
+        await client.rows(["none-1"], layer=layer)
+
+
+async def test_rows_of_several_sites_are_refused(client):
+    with pytest.raises(residuum.InvalidRequest, match="site= takes the name of one site"):
+        await client.rows(["none-1"], layer=1, site=["resid_post"])
+
+
+async def test_a_numpy_number_is_a_layer(client, replies):
+    found = await client.rows(replies, layer=np.int64(1))
+    assert found.layer == 1
+
+
 async def test_rows_of_no_capture_are_refused(client, replies):
     with pytest.raises(residuum.InvalidRequest, match="There is no capture whose ID starts with 'none-'"):
         await client.rows(prefix="none-", layer=1)

@@ -95,6 +95,18 @@ def test_pull_of_an_incomplete_capture_needs_partial(cli, peer, endpoint, tmp_pa
     assert cli("pull", name, "--out", path, "--allow-partial")[0] == 0
 
 
+def test_follow_of_an_incomplete_capture_needs_partial(cli, peer, endpoint):
+    peer.script.lost_layers = (1,)
+    with residuum.Client(endpoint) as client:
+        name = client.generate("a bb", max_tokens=3, capture=residuum.Capture(layers=[0, 1])).request_id
+    code, _, err = cli("follow", name)
+    assert code == 1
+    assert "--allow-partial" in err
+    code, out, err = cli("follow", name, "--allow-partial")
+    assert (code, err) == (0, "")
+    assert out.endswith(f"{name}: incomplete\n")
+
+
 def test_pull_of_an_unknown_capture_fails(cli, tmp_path):
     code, out, err = cli("pull", "never-was", "--out", tmp_path / "x")
     assert (code, out) == (1, "")

@@ -175,8 +175,9 @@ def test_layers_sites_and_sequences_that_the_capture_lacks_are_refused(client: C
     with failing_with(Reason.ERROR_REASON_UNKNOWN_LAYER) as caught:
         client.read(layers=[1, 3])
     assert caught[0].metadata == {"layer": "3", "layers": "3"}
-    with failing_with(Reason.ERROR_REASON_UNKNOWN_SITE):
+    with failing_with(Reason.ERROR_REASON_UNKNOWN_SITE) as caught:
         client.read(sites=[PRE])
+    assert caught[0].message.endswith("has no site resid_pre. Choose among its sites: resid_post.")
     with failing_with(Reason.ERROR_REASON_INVALID_FIELD):
         client.read(sequences=[1])
     with failing_with(Reason.ERROR_REASON_INVALID_FIELD):

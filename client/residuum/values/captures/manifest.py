@@ -287,7 +287,7 @@ class Manifest:
         if not self.missing and not self.is_final:
             return "nothing is known to be missing yet: the capture is still open"
         if not self.missing:
-            return "the store does not say which rows are missing"
+            return "the store does not know which rows are missing"
         named = "; ".join(str(rows) for rows in self.missing[:limit])
         rest = len(self.missing) - limit
         return named + (f"; and {rest} more" if rest > 0 else "")

@@ -69,10 +69,33 @@ class Rows:
         return f"Rows({count} × {width}, {len(self.captures)} captures, {self.site} of layer {self.layer})"
 
 
+def check_one(layer: object, site: object) -> None:
+    """Check that a layer is one number and a site one name.
+
+    Raises:
+        InvalidRequest: They are not.
+    """
+    if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
+        raise InvalidRequest(
+            f"layer= takes the number of one layer, such as 12, not {layer!r}. For several layers, make a call for "
+            "each.",
+            reason="INVALID_FIELD",
+            metadata={"field": "layer"},
+        )
+    if not isinstance(site, str):
+        raise InvalidRequest(
+            f"site= takes the name of one site, such as 'resid_post', not {site!r}. For several sites, make a call for "
+            "each.",
+            reason="INVALID_FIELD",
+            metadata={"field": "site"},
+        )
+
+
 class RowsBuilder:
     """Collects the rows of one layer at one site."""
 
     def __init__(self, layer: int, site: str) -> None:
+        check_one(layer, site)
         self._layer = layer
         self._site = site
         self._captures: list[str] = []
