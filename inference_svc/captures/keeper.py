@@ -203,7 +203,7 @@ class CaptureKeeper:
         opening = opening or self._opening.get(path)  # the open may have begun meanwhile
         if opening is not None:  # the caller left early; a seal that overtakes the open would end nothing
             await asyncio.wait([opening.answer])
-            if opening.answer.cancelled():  # it was never sent
+            if opening.answer.cancelled() or opening.made_nothing:  # it was never sent, or refused
                 return
         await self._sealings.seal(request)
 

@@ -12,6 +12,7 @@ import grpc.aio
 
 from inference_svc.captures.batches import Batches
 from inference_svc.captures.store_link import CallError, NoAnswerError
+from residuum.rpc.errors import Failure
 from residuum.rpc.methods import OPEN_CAPTURE, OPEN_CAPTURES, QUEUED
 from residuum.v1 import capture_pb2, store_pb2
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from inference_svc.captures.store_link import StoreLink
-    from residuum.rpc.errors import Failure
 
 OPEN_SECONDS = 5.0
 """The timeout of an open, and of other short calls."""
@@ -50,6 +50,16 @@ class Opening:
     def may_wait(self) -> bool:
         """Whether the store may wait for rows of an existing capture, and answer with its manifest."""
         return self.request.if_exists == capture_pb2.IF_EXISTS_SKIP
+
+    @property
+    def made_nothing(self) -> bool:
+        """Whether the store has answered that it made no capture: there is nothing to seal."""
+        if not self.answer.done() or self.answer.cancelled():
+            return False
+        error = self.answer.exception()
+        if error is None:
+            return self.answer.result().HasField("existing")
+        return isinstance(error, Failure) and not isinstance(error, NoAnswerError)
 
     def note_queued(self) -> None:
         """Note that rows may be sent."""

@@ -1,7 +1,7 @@
 """Runs the stores' client and the shippers of a `vllm serve`, in a thread with its own event loop.
 
-vLLM stops its engine in a synchronous function on the event loop that serves HTTP, so nothing can be awaited there. On
-the loop of this thread, captures can still be sealed meanwhile, and the shippers stop in order.
+vLLM stops its engine in a synchronous function, in some versions on the event loop that serves HTTP, so nothing can be
+awaited there. On the loop of this thread, captures can still be sealed meanwhile, and the shippers stop in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _SEAL_SECONDS = 5.0
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 8.0
+"""More than the 6 seconds for which a store keeps early rows of a capture that is never opened. Rows of other captures
+may wait behind them."""
 
 
 class Delivery:
@@ -97,7 +99,7 @@ class Delivery:
         self._wait(self._stores.close(_SEAL_SECONDS), _SEAL_SECONDS)
 
     def close(self) -> None:
-        """Give the shippers up to 5 seconds to deliver their rows, then stop them and the thread."""
+        """Give the shippers up to 8 seconds to deliver their rows, then stop them and the thread."""
         if self._shippers is not None:
             self._wait(self._shippers.stop(_STOP_SECONDS), _STOP_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)

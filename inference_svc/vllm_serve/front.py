@@ -7,6 +7,8 @@ it no matter how the request ends.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+_END_SECONDS = 5.0
+_POLL_SECONDS = 0.01
+
 
 class _Serving(NamedTuple):
     """What serves requests. It depends on the workers' descriptions, which arrive shortly after the start."""
@@ -76,6 +81,7 @@ class FrontEnd:
         self._has_rules = settings.rules_file is not None
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
         self._serving: _Serving | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the requests
         self._delivery = Delivery(settings) if settings.store else None
         self._startup = Startup(llm, settings, self._delivery, self._serve, is_first=index == 0)
 
@@ -102,6 +108,7 @@ class FrontEnd:
                 return self._generate(prompt, sampling, request_id, **options)
             arguments = arguments or ResiduumArguments(inference_pb2.RequestSpec(), ())
             self._startup.check()
+            self._loop = asyncio.get_running_loop()
             adapter = getattr(options.get("lora_request"), "lora_name", "")
             answer = current_answer()
             if answer is not None:
@@ -111,8 +118,18 @@ class FrontEnd:
                 return self._run_later(received, options)
             return self._serving.runner.run(self._serving.admission.admit(received), options)
 
+    def wait_for_requests(self) -> None:
+        """Wait up to 5 seconds until all running requests have ended. Do not call it on their event loop."""
+        end = time.monotonic() + _END_SECONDS
+        while self._registry.num_running and time.monotonic() < end:
+            if self._loop is None or not self._loop.is_running():
+                break
+            time.sleep(_POLL_SECONDS)
+        for running in self._registry.running:
+            _log.error("request did not end before the server stopped", request_id=running.request_id)
+
     def seal_captures(self) -> None:
-        """Seal all captures. Called before the engine stops."""
+        """Wait until the stores have all seals. Captures that open later, or are not sealed yet, are not sealed."""
         if self._delivery is not None:
             self._delivery.close_stores()
 

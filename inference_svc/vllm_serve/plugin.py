@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import os
@@ -79,18 +80,36 @@ def _wrap(kind: Any) -> None:
 
     @functools.wraps(shutdown)
     def stop(llm: Any, *arguments: Any, **options: Any) -> None:
-        front, llm_state = getattr(llm, _FRONT), vars(llm)
-        llm_state.pop(_FRONT, None)  # vLLM calls this again when the object is deleted
+        front = getattr(llm, _FRONT)
+        if front is None or _blocks_event_loop():  # then no request can end while the engine stops
+            vars(llm).pop(_FRONT, None)  # vLLM calls this again when the object is deleted
+            try:
+                if front is not None:
+                    front.seal_captures()
+            finally:
+                shutdown(llm, *arguments, **options)
+                if front is not None:
+                    front.close()
+            return
         try:
-            if front is not None:
-                front.seal_captures()
+            shutdown(llm, *arguments, **options)  # running requests end meanwhile, some of them normally
         finally:
-            shutdown(llm, *arguments, **options)
-            if front is not None:
-                front.close()
+            vars(llm).pop(_FRONT, None)
+            front.wait_for_requests()
+            front.seal_captures()
+            front.close()
 
     setattr(kind, _FRONT, None)
     kind.__init__, kind.generate, kind.shutdown = start, generate_tapped, stop
+
+
+def _blocks_event_loop() -> bool:
+    """Return whether the caller keeps the event loop from running, as functions that it calls do."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _check_untapped(extra_args: Mapping[str, Any] | None) -> None:

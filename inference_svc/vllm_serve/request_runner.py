@@ -180,8 +180,10 @@ class RequestRunner:
     ) -> AsyncGenerator[Any]:
         """Generate one sequence."""
         received = admitted.received
-        # A shallow copy: vLLM makes a deep one.
+        # A shallow copy: vLLM makes a deep one, but only after it has changed the structured outputs. The capture's
+        # digest of the sampling may be made later.
         sampling, prompt_tokens = copy(received.sampling), len(admitted.token_ids)
+        sampling.structured_outputs = copy(sampling.structured_outputs)
         spare_positions = count_spare_positions(admitted.parameters, running.spec.probes)
         region = scores[index].region if scores else None
         plan = make_plan(running, index, prompt_tokens, rows, spare_positions, region)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 import residuum
 from inference_svc.resources.score_board import ScoreMemory
@@ -146,3 +146,23 @@ def test_different_sampling_makes_a_different_request():
     assert digest_of(sampling(temperature=0.5)) not in same
     assert digest_of(sampling(seed=1)) not in same
     assert digest_of(sampling(max_tokens=3)) not in same
+    assert digest_of(sampling(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))) not in same
+
+
+async def test_what_the_engine_changes_in_structured_outputs_does_not_change_the_digest(face):
+    """vLLM writes into them before it copies the parameters, and the digest may be made after that."""
+    asked = sampling(structured_outputs=StructuredOutputsParams(choice=["a", "b"]), if_exists="fail")
+    before, seen = digest_of(asked), []
+
+    async def generate(prompt, sampling_params, request_id, **options):
+        sampling_params.structured_outputs.choice = None
+        sampling_params.structured_outputs.grammar = 'root ::= "a" | "b"'
+        seen.append(digest_of(sampling_params))
+        raise RuntimeError("scripted")
+        yield
+
+    face.front._serving.runner._generate = generate
+    with pytest.raises(RuntimeError, match="scripted"):
+        await answers_of(face, asked)
+    assert before not in seen, "the engine has changed what it got"
+    assert digest_of(asked) == before

@@ -114,7 +114,8 @@ def divided(lines: Lines) -> Iterator[Lines]:
         count = min(together, height - first)
         for start in range(0, width, PIECE_BYTES):  # once, unless a line is longer than a piece
             part = min(PIECE_BYTES, width - start)
-            yield Lines(source + first * pitch + start, pitch, target + first * width + start, part, count)
+            distance = pitch if count > 1 else part  # the driver refuses a long distance, even if there is one line
+            yield Lines(source + first * pitch + start, distance, target + first * width + start, part, count)
 
 
 def queue_lines(lines: Lines, stream: int) -> None:

@@ -139,6 +139,20 @@ async def test_a_caller_that_leaves_does_not_affect_the_others_and_its_capture_i
     assert opened(store) == ["a", "b", "c"]
 
 
+async def test_a_capture_that_the_store_refused_is_not_sealed(keeper, store, capsys):
+    store.refused.add("b")
+    store.gate.clear()
+    tasks = start(keeper, *"abc")
+    await store.until(lambda: opened(store) == ["a"])
+    tasks[1].cancel()
+    seal(keeper, "b", "c")
+    store.gate.set()
+    assert await outcomes([tasks[0], tasks[2]]) == [None, None]
+    await until(lambda: not keeper.num_seals)
+    assert [item.capture_id for item in store.seals] == ["c"]
+    assert "not sealed" not in "".join(capsys.readouterr())
+
+
 async def test_the_capture_of_a_caller_that_leaves_before_the_call_is_neither_opened_nor_sealed(keeper, store):
     store.gate.clear()
     tasks = start(keeper, "a")

@@ -60,16 +60,17 @@ def test_rows_of_many_pieces_arrive(memory, monkeypatch, shape, gap):
     monkeypatch.setattr(host_copies, "PIECE_BYTES", 1 << 20)
     units, positions, width = shape
     rows = torch.randn(units, positions + gap, width, device=DEVICE).to(torch.bfloat16)[:, :positions]
-    memory[:] = 0xEE
-    copies = HostCopies()
-    for _ in range(2):
-        copies.copy(rows, memory.ctypes.data + 64)
-    torch.cuda.synchronize()
+    expected = rows.contiguous().cpu().view(torch.uint8).numpy().reshape(-1)
     size = 2 * rows.numel()
     assert size <= memory.nbytes - 128
-    assert np.array_equal(memory[64 : 64 + size], rows.contiguous().cpu().view(torch.uint8).numpy().reshape(-1))
-    assert (memory[:64] == 0xEE).all()
-    assert (memory[64 + size :] == 0xEE).all()
+    copies = HostCopies()
+    for _ in range(2):
+        memory[:] = 0xEE
+        copies.copy(rows, memory.ctypes.data + 64)
+        torch.cuda.synchronize()
+        assert np.array_equal(memory[64 : 64 + size], expected)
+        assert (memory[:64] == 0xEE).all()
+        assert (memory[64 + size :] == 0xEE).all()
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

@@ -57,6 +57,7 @@ def test_no_rows_are_no_copies(shape):
 
 def test_lines_without_gaps_are_one_copy():
     assert list(divided(Lines(4096, 32, 7, 32, 36))) == [Lines(4096, 32 * 36, 7, 32 * 36, 1)]
+    assert [piece.pitch for piece in divided(Lines(0, 3 << 30, 0, 3 << 30, 1))] == [host_copies.PIECE_BYTES] * 48
     assert list(divided(Lines(4096, 32, 7, 31, 36))) == [Lines(4096, 32, 7, 31, 36)]
 
 
