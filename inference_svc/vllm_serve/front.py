@@ -8,6 +8,7 @@ it no matter how the request ends.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from contextlib import aclosing
 from copy import copy
@@ -82,6 +83,8 @@ class FrontEnd:
         self._registry = RequestRegistry(time_to_live=0.0, max_registrations=0)
         self._serving: _Serving | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the requests
+        self.is_stopping = False
+        """Whether the engine stops or has stopped."""
         self._delivery = Delivery(settings) if settings.store else None
         self._startup = Startup(llm, settings, self._delivery, self._serve, is_first=index == 0)
 
@@ -118,8 +121,29 @@ class FrontEnd:
                 return self._run_later(received, options)
             return self._serving.runner.run(self._serving.admission.admit(received), options)
 
-    def wait_for_requests(self) -> None:
-        """Wait up to 5 seconds until all running requests have ended. Do not call it on their event loop."""
+    def seal_captures(self) -> None:
+        """Wait until the stores have all seals. Captures that open later, or are not sealed yet, are not sealed."""
+        if self._delivery is not None:
+            self._delivery.close_stores()
+
+    def close_later(self) -> None:
+        """Wait up to 5 seconds until all running requests have ended, then seal their captures and close.
+
+        Returns at once, because vLLM ends such requests only after its engine has stopped. The process waits until all
+        is done.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._close_with_requests()  # at the end of a process, which starts no thread any more
+        else:
+            threading.Thread(target=self._close_with_requests, name="residuum-stop", daemon=False).start()
+
+    def close(self) -> None:
+        """Let the shippers send their rows, and clean up. Called after the engine has stopped."""
+        if self._delivery is not None:
+            self._delivery.close()
+        self._startup.clean_up()
+
+    def _close_with_requests(self) -> None:
         end = time.monotonic() + _END_SECONDS
         while self._registry.num_running and time.monotonic() < end:
             if self._loop is None or not self._loop.is_running():
@@ -127,17 +151,8 @@ class FrontEnd:
             time.sleep(_POLL_SECONDS)
         for running in self._registry.running:
             _log.error("request did not end before the server stopped", request_id=running.request_id)
-
-    def seal_captures(self) -> None:
-        """Wait until the stores have all seals. Captures that open later, or are not sealed yet, are not sealed."""
-        if self._delivery is not None:
-            self._delivery.close_stores()
-
-    def close(self) -> None:
-        """Let the shippers send their rows, and clean up. Called after the engine has stopped."""
-        if self._delivery is not None:
-            self._delivery.close()
-        self._startup.clean_up()
+        self.seal_captures()
+        self.close()
 
     async def _run_later(self, received: ReceivedRequest, options: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """Wait until the server has started, then check the request and run it."""

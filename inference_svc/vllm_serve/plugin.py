@@ -81,23 +81,21 @@ def _wrap(kind: Any) -> None:
     @functools.wraps(shutdown)
     def stop(llm: Any, *arguments: Any, **options: Any) -> None:
         front = getattr(llm, _FRONT)
-        if front is None or _blocks_event_loop():  # then no request can end while the engine stops
-            vars(llm).pop(_FRONT, None)  # vLLM calls this again when the object is deleted
+        if front is None or front.is_stopping:  # vLLM calls this again, also when the object is deleted
+            shutdown(llm, *arguments, **options)
+            return
+        front.is_stopping = True
+        if _blocks_event_loop():  # so no request can end meanwhile
             try:
-                if front is not None:
-                    front.seal_captures()
+                front.seal_captures()
             finally:
                 shutdown(llm, *arguments, **options)
-                if front is not None:
-                    front.close()
+                front.close()
             return
         try:
-            shutdown(llm, *arguments, **options)  # running requests end meanwhile, some of them normally
+            shutdown(llm, *arguments, **options)  # running requests may end normally meanwhile
         finally:
-            vars(llm).pop(_FRONT, None)
-            front.wait_for_requests()
-            front.seal_captures()
-            front.close()
+            front.close_later()
 
     setattr(kind, _FRONT, None)
     kind.__init__, kind.generate, kind.shutdown = start, generate_tapped, stop

@@ -44,6 +44,12 @@ class Front(FrontEnd):
         self._registry = RequestRegistry(0.0, 0)
         self._startup = SimpleNamespace(clean_up=lambda: None)
         self._loop = asyncio.get_running_loop()
+        self.is_stopping = False
+        self.closed = threading.Event()
+
+    def close(self):
+        super().close()
+        self.closed.set()
 
 
 @pytest.fixture
@@ -86,13 +92,24 @@ async def test_requests_that_end_while_the_engine_stops_are_sealed(llm, store):
     await store.until(lambda: store.opened)
     stop = asyncio.create_task(asyncio.to_thread(llm.shutdown, timeout=30))
     await asyncio.to_thread(llm.stopping.wait, 30)
-    assert getattr(llm, plugin._FRONT) is not None, "requests still reach the front end"
     llm.drained.set()  # the engine has given all tokens; the request still reads them
+    await stop
     await asyncio.sleep(0.05)
     ends.set()
-    await asyncio.gather(request, stop)
+    await request
+    assert await asyncio.to_thread(getattr(llm, plugin._FRONT).closed.wait, 30)
     assert [(seal.capture_id, seal.outcome) for seal in store.seals] == [("r", capture_pb2.CAPTURE_STATE_COMPLETE)]
     llm.shutdown()  # vLLM calls it again when the object is deleted
+
+
+async def test_requests_that_vllm_cancels_after_its_engine_has_stopped_are_sealed(llm, store):
+    request = asyncio.create_task(run(llm, asyncio.Event()))
+    await store.until(lambda: store.opened)
+    llm.drained.set()
+    await asyncio.to_thread(llm.shutdown)
+    request.cancel()
+    assert await asyncio.to_thread(getattr(llm, plugin._FRONT).closed.wait, 30)
+    assert [(seal.capture_id, seal.outcome) for seal in store.seals] == [("r", capture_pb2.CAPTURE_STATE_ABORTED)]
 
 
 async def test_a_request_that_does_not_end_is_waited_for_a_limited_time_and_logged(llm, store, monkeypatch, capsys):
@@ -100,7 +117,8 @@ async def test_a_request_that_does_not_end_is_waited_for_a_limited_time_and_logg
     request = asyncio.create_task(run(llm, asyncio.Event()))
     await store.until(lambda: store.opened)
     llm.drained.set()
-    await asyncio.wait_for(asyncio.to_thread(llm.shutdown), 20)
+    await asyncio.to_thread(llm.shutdown)
+    assert await asyncio.to_thread(getattr(llm, plugin._FRONT).closed.wait, 30)
     assert "did not end before the server stopped" in "".join(capsys.readouterr())
     request.cancel()
     await asyncio.wait([request])
@@ -117,4 +135,4 @@ async def test_on_the_event_loop_seals_leave_before_the_engine_stops(llm, store)
     await store.until(lambda: store.seals)
     llm.shutdown()  # it keeps the event loop from running, so it must not wait for requests on it
     assert llm.stopping.is_set()
-    assert getattr(llm, plugin._FRONT) is None
+    assert getattr(llm, plugin._FRONT).closed.is_set()
