@@ -153,6 +153,9 @@ class Sink:
         for block in blocks:
             self._pool.give_back(block)
 
+    def publish(self, *, is_last: bool) -> None:
+        """See `BlockSink.publish`."""
+
     def lose(self, *arguments: object) -> None:
         """See `BlockSink.lose`."""
         raise AssertionError(f"rows were lost: {arguments}")

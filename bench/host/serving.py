@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from bench.processes import Helper
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.gpu import copy_check, host_copies, streamed_sink
+from inference_svc.taps.gpu import copy_check, direct_copies, host_copies, streamed_sink
 from inference_svc.taps.gpu import tap as gpu_tap
 from inference_svc.taps.plan import Capture, RequestPlan
 from inference_svc.taps.points import TapPoints
@@ -197,13 +198,16 @@ class Clock:
         """When the stream of the sink has done all its copies."""
 
 
-def _copy_now(lines: host_copies.Lines, producer: RingProducer) -> None:
+def _copy_now(clock: Clock, producer: RingProducer, lines: host_copies.Lines, stream: int) -> None:
     """Copy lines on the host. Like the driver's call, this keeps the GIL; numpy would give it up."""
+    del stream
     source = memoryview((ctypes.c_ubyte * (lines.pitch * lines.height)).from_address(lines.source)).cast("B")
     ring, start = producer.memory.data, lines.target - producer.memory.ctypes.data
     for line in range(lines.height):
         at, first = start + line * lines.width, line * lines.pitch
         ring[at : at + lines.width] = source[first : first + lines.width]
+    seconds = lines.nbytes // (2 * _NARROW) * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
+    clock.copies = max(clock.copies, time.perf_counter()) + seconds
 
 
 @contextmanager
@@ -218,6 +222,9 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         def record(self, stream: object = None) -> None:
             self.at = clock.model if (stream or current_stream()) is of_the_model else clock.copies
 
+        def query(self) -> bool:
+            return self.at <= time.perf_counter()
+
         def synchronize(self) -> None:
             time.sleep(max(self.at - time.perf_counter(), 0.0))
 
@@ -231,12 +238,6 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
 
         def synchronize(self) -> None:
             time.sleep(max(clock.copies - time.perf_counter(), 0.0))
-
-    def queue_lines(lines: host_copies.Lines, stream: int) -> None:
-        del stream
-        _copy_now(lines, producer)
-        seconds = lines.nbytes // (2 * _NARROW) * _ROW_BYTES / _PCIE_BYTES_PER_SECOND
-        clock.copies = max(clock.copies, time.perf_counter()) + seconds
 
     of_the_model, local = Stream(), threading.local()
 
@@ -255,9 +256,10 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         mock.patch.object(streamed_sink, "torch", simulated),
         mock.patch.object(streamed_sink, "TOGETHER_BYTES", streamed_sink.TOGETHER_BYTES * _NARROW // WIDTH),
         mock.patch.object(copy_check, "torch", simulated),
+        mock.patch.object(direct_copies, "torch", simulated),
         mock.patch.object(gpu_tap, "torch", simulated),
         mock.patch.object(host_copies, "torch", simulated),
-        mock.patch.object(host_copies, "queue_lines", queue_lines),
+        mock.patch.object(host_copies, "queue_lines", partial(_copy_now, clock, producer)),
         mock.patch.object(host_copies, "PIECE_BYTES", host_copies.PIECE_BYTES * _NARROW // WIDTH),
     ):
         yield

@@ -9,5 +9,5 @@ One step of the engine passes through these parts in this order:
     op `residuum::tap`          once a layer, inside the graph: steers and copies    (op.py; on a CPU cpu/tap.py and
                                 operations.py, on a GPU tap.py, tables.py and kernels/ in gpu/)
     runtime.finish_step         encodes full blocks into the ring                    (sink.py, gpu/streamed_sink.py,
-                                followed_captures.py, ring_writer.py)
+                                gpu/direct_copies.py, followed_captures.py, ring_writer.py)
 """

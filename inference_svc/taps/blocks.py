@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,17 @@ import torch
 from inference_svc.shipping.free_runs import FreeRuns
 from inference_svc.taps.element_types import WIRE_TYPES
 from residuum.wire.limits import BLOCK_TOKENS, MAX_CHUNK_POSITIONS, TARGET_CHUNK_BYTES
+from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor
 
     from inference_svc.taps.plan import Capture
+
+
+_log = get_logger(__name__)
 
 
 class PoolExhaustedError(RuntimeError):
@@ -88,9 +95,13 @@ class BlockPool:
         self._encoded_width = encoded_width or hidden
         self.is_short = threading.Event()
         """Set when a call of `take` waits for blocks that are leaving."""
+        self.before_waiting: Callable[[], bool] = lambda: False
+        """`take` calls it before it waits. It gives back blocks for which no other thread is responsible, and returns
+        False if there are none."""
         self._changed = threading.Condition()
         self._leaving = 0
-        self._failed = False
+        self.has_failed = False
+        """Whether blocks could not leave the device."""
 
     @staticmethod
     def rows_needed(step_tokens: int, requests: int, units: int, steps_leaving: int = 0) -> int:
@@ -147,9 +158,10 @@ class BlockPool:
         if positions > min_capacity:
             largest = max(min_capacity, min(positions, self._max_capacity(capture)))
         capacities = sorted({min_capacity, largest}, reverse=True)
-        with self._changed:
-            while True:
-                if self._failed:
+        may_wait = False  # whether only other threads can give back blocks
+        while True:
+            with self._changed:
+                if self.has_failed:
                     raise PoolExhaustedError(
                         "Captured rows cannot leave the device; the log above says why. Restart the service."
                     )
@@ -162,8 +174,12 @@ class BlockPool:
                         f"No room is left for captured rows: the pool is too small for this step ({self.free_rows} of "
                         f"{len(self.memory)} rows are free). This is a defect of residuum: please report it."
                     )
-                self.is_short.set()
-                self._changed.wait()
+                if may_wait:
+                    self.is_short.set()
+                    self._changed.wait()
+                    may_wait = False
+                    continue
+            may_wait = not self.before_waiting()  # without the lock: other threads may give back blocks meanwhile
 
     def _max_capacity(self, capture: Capture) -> int:
         """Return the most positions of a block such that its encoded rows fit the ring and chunks well.
@@ -191,8 +207,13 @@ class BlockPool:
             self._leaving = max(self._leaving - len(blocks), 0)
             self._changed.notify()
 
-    def fail(self) -> None:
-        """Note that leaving blocks will never be given back. Every `take` fails from now on."""
-        with self._changed:
-            self._failed = True
-            self._changed.notify_all()
+    @contextmanager
+    def failing_on_error(self) -> Iterator[None]:
+        """Log an error in the block. From then on, leaving blocks are never given back, and every `take` fails."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - logged, and `take` raises
+            _log.exception("captured rows cannot be copied from the device")
+            with self._changed:
+                self.has_failed = True
+                self._changed.notify_all()

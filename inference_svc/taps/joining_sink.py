@@ -73,6 +73,11 @@ class JoiningSink:
         if self._whole and capture.is_own:
             self._whole.sink.end(capture)
 
+    def publish(self, *, is_last: bool) -> None:
+        """See `BlockSink.publish`."""
+        if self._whole:
+            self._whole.sink.publish(is_last=is_last)
+
     def lose(
         self,
         capture: Capture,

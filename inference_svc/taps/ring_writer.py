@@ -61,16 +61,20 @@ class RingWriter:
         """Return the format of a capture's encoded rows."""
         return capture.encoding.format_of(self._format.hidden, self._format.dtype)
 
-    def acquire(self, capture: Capture, positions: Sequence[int], form: RowFormat, *, block: bool) -> Extent | None:
+    def acquire(
+        self, capture: Capture, positions: Sequence[int], form: RowFormat, *, block: bool, at_once: bool = False
+    ) -> Extent | None:
         """Return an extent that fits rows once they are encoded.
 
         Args:
             capture: The capture of the rows.
             positions: The positions of the rows.
             form: The format of the encoded rows.
-            block: Wait while the ring is full. Otherwise return None at once.
+            block: Wait while the ring is full. Otherwise return None.
+            at_once: Without `block`, do not even wait for acknowledgements that have come.
         """
-        return self._producer.acquire(form.payload_bytes(capture.units, len(positions)), block, capture.capture_id)
+        nbytes = form.payload_bytes(capture.units, len(positions))
+        return self._producer.acquire(nbytes, block, capture.capture_id, at_once=at_once)
 
     def publish(self, *encoded: Encoded) -> None:
         """Hand extents that hold encoded rows to shippers, with a chunk header for each site."""

@@ -119,6 +119,13 @@ class BlockSink:
             self._ship(last)
         self._followed.forget(capture)
 
+    def publish(self, *, is_last: bool) -> None:
+        """Publish rows that have left the device by now. Call it in each step. Here `send` does that.
+
+        Args:
+            is_last: No request of the taps is left, so no step may follow soon.
+        """
+
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every sent block has left the pool, and return whether all have. Here `send` does that."""
         del timeout_seconds

@@ -133,7 +133,7 @@ class Ring:
         self.losses = []
         self._taken = {}
 
-    def acquire(self, nbytes, block, capture_id=""):
+    def acquire(self, nbytes, block, capture_id="", *, at_once=False):
         if self.free is not None and self.free < nbytes:
             assert not block, "a real producer would wait for the store here"
             return None

@@ -155,6 +155,8 @@ class RingProducer:
         nbytes: int,
         block: bool,  # noqa: FBT001 - the overflow policy
         capture_id: str = "",
+        *,
+        at_once: bool = False,
     ) -> Extent | None:
         """Take a free extent.
 
@@ -166,6 +168,8 @@ class RingProducer:
             block: When the ring is full, wait for room (policy WAIT) instead of returning None (policy SHED).
             capture_id: The capture that the extent is for. Required with several stores, because each has its own
                 reserve.
+            at_once: Without `block`, do not even wait the few milliseconds in which acknowledgements that have already
+                come are handled.
 
         Returns:
             The extent, or None.
@@ -182,7 +186,8 @@ class RingProducer:
                 extent = self._wait_for_extent(nbytes, store)
             elif extent is None and self._dispatcher.is_pausing:
                 self._dispatcher.wake()
-                extent = self._take_when_free(nbytes, store, _ROUND_SECONDS)
+                if not at_once:
+                    extent = self._take_when_free(nbytes, store, _ROUND_SECONDS)
             if extent is not None:
                 self._acquired.add(extent)
             return extent

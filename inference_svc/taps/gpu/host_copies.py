@@ -6,8 +6,8 @@ used the device. Copies by the copy engine had no such effect, and take nothing 
 meanwhile. `bench.host.copies` measures both on a host.
 
 But while one stream has queued copies, the copy engine may serve no other. Then the model's own small copies, such as
-its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more, the thread waits
-until all of them are done.
+its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more, the thread or the
+stream waits until all of them are done.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from inference_svc.taps.blocks import Block, BlockPool
+
 PIECE_BYTES = 64 << 20
 """The most bytes that are queued at a time: 1.3 ms at 50 GB/s. With asynchronous scheduling, the default, vLLM needs a
-step's tokens only a step later, so such a delay does not leave the device idle. Smaller pieces wake the sink's thread
-more often, and the engine's thread waits each time."""
+step's tokens only a step later, so such a delay does not leave the device idle. Smaller pieces take more calls."""
 
-_MOST_COPIES = 256
+MOST_COPIES = 256
 """The most copies that are queued at a time. A call that finds the driver's queue full waits, and keeps the GIL."""
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
@@ -86,7 +87,7 @@ class HostCopies:
         """Copy lines of at least one byte; see `copy`."""
         stream = torch.cuda.current_stream()
         for piece in divided(lines):
-            is_too_much = self._bytes + piece.nbytes > PIECE_BYTES or self._count == _MOST_COPIES
+            is_too_much = self._bytes + piece.nbytes > PIECE_BYTES or self._count == MOST_COPIES
             if is_too_much or self._stream not in (None, stream):
                 self.wait()
             queue_lines(piece, stream.cuda_stream)
@@ -102,6 +103,18 @@ class HostCopies:
             self._end.synchronize()
         self._stream = None
         self._count = self._bytes = 0
+
+
+def lines_of(pool: BlockPool, block: Block, address: int) -> Lines:
+    """Return the lines that copy a block's rows to an address of the host, as the model computed them."""
+    # Addresses instead of `pool.rows(block)`: a view of torch takes longer than the copy's call.
+    return Lines(
+        source=pool.memory.data_ptr() + block.first_row * pool.row_bytes,
+        pitch=block.capacity * pool.row_bytes,
+        target=address,
+        width=len(block.positions) * pool.row_bytes,
+        height=block.capture.units,
+    )
 
 
 def divided(lines: Lines) -> Iterator[Lines]:

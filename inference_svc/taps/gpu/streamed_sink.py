@@ -1,18 +1,20 @@
-"""The sink on a GPU: a thread of its own encodes blocks and copies them to the ring, on a CUDA stream of its own.
+"""The sink on a GPU: it encodes blocks and copies them to the ring, on CUDA streams of its own.
 
-The engine's thread records an event on its stream and hands the blocks over. It waits neither for a copy nor for room
-in the ring. A full ring still slows the model down, through the pool (policy WAIT): blocks that cannot leave do not
-come back, and the step that needs a new block waits for one.
+Rows that leave as the model computed them are copied at once; see `direct_copies`. Other blocks go to a thread of the
+sink, which encodes them. The engine's thread waits neither for a copy nor for room in the ring. A full ring still slows
+the model down, through the pool (policy WAIT): blocks that cannot leave do not come back, and the step that needs a new
+block waits for one.
 
-Whenever the thread has waited and runs Python again, the engine's thread must wait for it, and for being woken up after
-that. This costs more than the work itself. So the thread waits seldom: it takes the blocks of several steps at once.
-Large copies still wait for each other piece by piece; see `host_copies`.
+Whenever the sink's thread has waited and runs Python again, the engine's thread must wait for it, and for being woken
+up after that. This costs more than the work itself. So the thread waits seldom: it takes the blocks of several steps at
+once.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,8 +22,9 @@ import torch
 
 from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from inference_svc.taps.gpu.copy_check import check_copies, pin
+from inference_svc.taps.gpu.direct_copies import DirectCopies
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
-from inference_svc.taps.gpu.host_copies import HostCopies, Lines
+from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.gpu.waiting_features import Copy, WaitingFeatures
 from inference_svc.taps.ring_writer import NO_MEMORY, Encoded
 from inference_svc.taps.sink import BlockSink
@@ -86,7 +89,6 @@ class StreamedSink(BlockSink):
         # The tensor cores take rows and signs of one dtype.
         super().__init__(pool, model_rows, producer, bank, sign_dtype=pool.memory.dtype, saes=saes)
         self._address = pin(producer)
-        self._pool_address = pool.memory.data_ptr()
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
         self._copies = HostCopies()
@@ -99,9 +101,11 @@ class StreamedSink(BlockSink):
         self._gathers = False  # whether the thread lets full blocks gather
         self._handed_over = 0  # calls of `_hand_over`
         self._done = 0  # how many of them are done
-        self._failed = False  # whether the thread has ended
-        self._changed = threading.Condition()  # guards `_done` and `_failed`
+        self._changed = threading.Condition()  # guards `_done`
         check_copies(pool.memory, producer.memory, self._address, self._copies)
+        self._room = threading.Lock()  # held while the thread waits for room in the ring
+        self._direct = DirectCopies(pool, self._writer, self._address, self._room)
+        pool.before_waiting = self._wait_for_direct
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
 
     @property
@@ -110,11 +114,27 @@ class StreamedSink(BlockSink):
         return self._encoder.nbytes
 
     def send(self, blocks: Sequence[Block]) -> None:
-        """Hand blocks over. They leave once the model's stream has passed this point."""
-        if blocks:
-            self._hand_over(blocks)
-            if any(block.free or not block.may_gather for block in blocks):
+        """Start to copy blocks, or hand them over. They leave once the model's stream has passed this point."""
+        whole = [block for block in blocks if self._leaves_whole(block)]
+        others = blocks
+        if whole:
+            others = [block for block in blocks if not self._leaves_whole(block)]
+            with self._pool.failing_on_error():
+                self._direct.start(whole)
+        if others:
+            self._hand_over(others)
+            if any(block.free or not block.may_gather for block in others):
                 self._hurry()
+
+    def publish(self, *, is_last: bool) -> None:
+        """See `BlockSink.publish`."""
+        if self._direct.is_empty:
+            return
+        if is_last:
+            self._direct.rest()
+        else:
+            with self._pool.failing_on_error():
+                self._direct.go_on()
 
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, and forget it."""
@@ -123,11 +143,20 @@ class StreamedSink(BlockSink):
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every sent block has left the pool, and return whether all have."""
+        end = time.monotonic() + timeout_seconds
         wanted = self._handed_over
         with self._changed:
             self._pool.is_short.set()
-            self._changed.wait_for(lambda: self._done >= wanted or self._failed, timeout_seconds)
-            return self._done >= wanted
+            self._changed.wait_for(lambda: self._done >= wanted or self._pool.has_failed, timeout_seconds)
+            is_done = self._done >= wanted
+        return self._direct.flush(end - time.monotonic()) and is_done
+
+    def _wait_for_direct(self) -> bool:
+        """Wait for the oldest blocks that are copied as they are. Return False if there are none."""
+        has_waited = False
+        with self._pool.failing_on_error():
+            has_waited = self._direct.wait()
+        return has_waited  # noqa: RET504 - an error ends the block before
 
     def _hand_over(self, blocks: Sequence[Block], ended: Capture | None = None) -> None:
         self._pool.leaving(len(blocks))
@@ -140,21 +169,20 @@ class StreamedSink(BlockSink):
             self._pool.is_short.set()
 
     def _run(self) -> None:
+        try:
+            with self._pool.failing_on_error():
+                self._work_forever()
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _work_forever(self) -> None:
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
             self._stream.synchronize()  # gives the thread its CUDA context, without which the driver refuses copies
             while True:
                 works = self._gathered()
-                try:
-                    self._do(works)
-                except Exception:
-                    # Without this thread no block comes back. The next step that needs one fails, instead of waiting.
-                    _log.exception("captured rows cannot be copied from the device")
-                    self._pool.fail()
-                    with self._changed:
-                        self._failed = True
-                        self._changed.notify_all()
-                    raise
+                self._do(works)
                 with self._changed:
                     self._done += len(works)
                     self._changed.notify_all()
@@ -202,16 +230,12 @@ class StreamedSink(BlockSink):
             self._probes.keep(block)
             self._stream.synchronize()
         elif block.positions:
-            if self._is_whole(capture):
-                if self._start_whole(block):
-                    return
-            else:
-                batch = self._followed.add(self._batch(block))
-                if capture.is_reduced:
-                    self._stream.synchronize()  # from here on the reduction does not read the block
-                held = None if capture.is_reduced else block
-                if batch is not None and self._start_batch(batch, held) and held:
-                    return
+            batch = self._followed.add(self._batch(block))
+            if capture.is_reduced:
+                self._stream.synchronize()  # from here on the reduction does not read the block
+            held = None if capture.is_reduced else block
+            if batch is not None and self._start_batch(batch, held) and held:
+                return
         self._pool.give_back(block)
 
     def _start_last(self, capture: Capture) -> None:
@@ -219,28 +243,11 @@ class StreamedSink(BlockSink):
         if last is not None:
             self._start_batch(last)
 
-    def _is_whole(self, capture: Capture) -> bool:
-        """Return whether a capture's rows leave as the model computed them."""
-        return capture.encoding.encoding == capture_pb2.ENCODING_RAW and not capture.is_followed
-
-    def _start_whole(self, block: Block) -> bool:
-        """Have a block copied as it is. Return False if it was shed instead."""
-        encoded = self._acquire(block.capture, block.positions)
-        if encoded is None:
-            return False
-        # Addresses instead of `self._pool.rows`: a view of torch takes longer than the copy's call.
-        row_bytes = self._pool.row_bytes
-        self._copies.copy_lines(
-            Lines(
-                source=self._pool_address + block.first_row * row_bytes,
-                pitch=block.capacity * row_bytes,
-                target=self._address + encoded.extent.offset,
-                width=len(block.positions) * row_bytes,
-                height=block.capture.units,
-            )
-        )
-        self._collect(Copy(encoded, block))
-        return True
+    def _leaves_whole(self, block: Block) -> bool:
+        """Return whether a block's rows leave as the model computed them."""
+        capture = block.capture
+        is_raw = capture.encoding.encoding == capture_pb2.ENCODING_RAW
+        return bool(block.positions) and is_raw and not (capture.is_followed or capture.is_probe)
 
     def _start_batch(self, batch: Batch, block: Block | None = None) -> bool:
         """Start to encode and copy a batch. Return False if it was shed instead, or the device has no memory left."""
@@ -276,7 +283,8 @@ class StreamedSink(BlockSink):
         extent = self._writer.acquire(capture, positions, form, block=False)
         if extent is None:
             self._finish()  # the ring gets no room back from an extent that is not published
-            extent = self._writer.acquire(capture, positions, form, block=not capture.sheds)
+            with self._room:
+                extent = self._writer.acquire(capture, positions, form, block=not capture.sheds)
         if extent is None:
             self._writer.shed(capture, positions)
             return None

@@ -49,6 +49,9 @@ class RowSink(Protocol):
     def send(self, blocks: Sequence[Block]) -> None:
         """Take over blocks, and give them back to their pool when their rows have left."""
 
+    def publish(self, *, is_last: bool) -> None:
+        """Publish rows that have left the device by now. `is_last`: the taps have no request, so no step may follow."""
+
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, after its last block was sent, and forget it."""
 
@@ -174,7 +177,10 @@ class TapRuntime:
         the worker calls `pass_through` before (`TappedWorker.execute_dummy_batch`).
         """
         layout, self._layout = self._layout, None
-        if layout is None or self._sink is None:
+        if self._sink is None:
+            return
+        self._sink.publish(is_last=not self._requests)
+        if layout is None:
             return
         for capture, positions in layout.skipped:
             self._sink.lose(

@@ -179,7 +179,7 @@ class Producer:
         self.published, self.losses = [], []
         self._at, self._lock = 0, threading.Lock()
 
-    def acquire(self, nbytes, block, capture_id):
+    def acquire(self, nbytes, block, capture_id, *, at_once=False):
         with self._lock:
             extent, self._at = Extent(self._at, nbytes), self._at + -(-nbytes // 256) * 256
             return extent

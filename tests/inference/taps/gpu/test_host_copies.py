@@ -97,7 +97,7 @@ def test_no_more_than_a_piece_is_queued_at_a_time(log):
 
 
 def test_only_so_many_copies_are_queued_at_a_time(log, monkeypatch):
-    monkeypatch.setattr(host_copies, "_MOST_COPIES", 2)
+    monkeypatch.setattr(host_copies, "MOST_COPIES", 2)
     copies = HostCopies()
     for _ in range(3):
         copies.copy_lines(Lines(0, 1, 0, 1, 1))

@@ -67,6 +67,9 @@ class Worker:
             self.gathering.append(block.may_gather)
             self.pool.give_back(block)
 
+    def publish(self, *, is_last):
+        assert is_last == (not self.runtime.open_requests)
+
     def lose(self, capture, positions, reason, detail):
         self.lost.append((capture.capture_id, list(positions)))
 

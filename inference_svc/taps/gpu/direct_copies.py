@@ -1,0 +1,238 @@
+"""Copies of rows as the model computed them, which the engine's thread starts, and publishes in a later step.
+
+A thread of their own would have to be woken up for them, and take the GIL to start a copy and again to publish it. Each
+time the engine's thread waits for the GIL, and then until it is woken up. This takes longer than the work itself. While
+the device computes a step, the engine's thread usually has time left for that work.
+
+A thread does it only if no step follows in time. Blocks for which the ring has no room wait. Each step tries again to
+start their copies, and a step that needs their rows of the pool waits for room.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from inference_svc.taps.gpu import host_copies
+from inference_svc.taps.ring_writer import Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inference_svc.shipping.ring import Extent
+    from inference_svc.taps.blocks import Block, BlockPool
+    from inference_svc.taps.ring_writer import RingWriter
+
+LATE_SECONDS = 0.032
+"""When the thread looks for copies that no step has published."""
+_RETRY_SECONDS = 0.002
+"""How often the thread looks for room in the ring after the last step."""
+
+
+class _Group(NamedTuple):
+    """Blocks that are published together."""
+
+    end: torch.cuda.Event
+    """When their copies are done."""
+    copies: int
+    blocks: list[tuple[Block, Encoded]]
+
+
+class DirectCopies:
+    """Copies blocks to the ring. The rows of a capture are published in the order of `start`.
+
+    The engine's thread calls `start`, `go_on`, `rest` and `wait`. It waits only in `wait`.
+    """
+
+    def __init__(self, pool: BlockPool, writer: RingWriter, ring_address: int, room: threading.Lock) -> None:
+        """Start the thread.
+
+        Args:
+            pool: The pool of the blocks.
+            writer: Writes to the ring.
+            ring_address: Where the ring's pinned memory begins.
+            room: Held by a thread that waits for room in the ring. Meanwhile others take none, or a large block might
+                wait for ever.
+        """
+        self._pool = pool
+        self._writer = writer
+        self._ring_address = ring_address
+        self._stream, self._other = (torch.cuda.Stream(pool.memory.device) for _ in range(2))
+        self._waiting: deque[Block] = deque()  # for room
+        self._group: list[tuple[Block, Encoded]] = []  # the next group
+        self._group_bytes = self._copies = 0  # in it
+        self._groups: deque[_Group] = deque()  # not published
+        self._queued_bytes = 0  # since other streams could last use the copy engine
+        self._sent = self._left = 0  # blocks
+        self._started = self._ended = 0  # copies
+        self._free_events: list[torch.cuda.Event] = []
+        # They are acquired in this order.
+        self._room = room
+        self._publishing = threading.Lock()
+        self._starting = threading.Lock()
+        self._has_blocks = threading.Event()  # wakes the thread up
+        self._rests = threading.Event()
+        threading.Thread(target=self._run, name="residuum-copies", daemon=True).start()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all blocks have left."""
+        return self._left == self._sent
+
+    def start(self, blocks: Sequence[Block]) -> None:
+        """Start to copy blocks that the current stream fills.
+
+        Without room in the ring, the capture's policy decides: WAIT lets the block wait, SHED drops the rows and
+        reports them as lost.
+        """
+        self._pool.leaving(len(blocks))
+        with self._starting:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._sent += len(blocks)
+            self._waiting += blocks
+            self._start_waiting()
+        if self._rests.is_set():
+            self._rests.clear()
+        self._has_blocks.set()
+
+    def go_on(self) -> None:
+        """Publish the copies that are done, give their blocks back, and start copies for which there is room now."""
+        if self._groups and self._publishing.acquire(blocking=False):  # otherwise another thread publishes them
+            try:
+                while self._groups and self._groups[0].end.query():
+                    self._publish_first()
+            finally:
+                self._publishing.release()
+        if self._waiting:
+            with self._starting:
+                self._start_waiting()
+
+    def rest(self) -> None:
+        """Have the thread do what is left, as soon as it can be done: no step may follow."""
+        self._rests.set()
+
+    def wait(self) -> bool:
+        """Wait until the oldest blocks have left, or the next waiting one has room. Return False if there is none."""
+        if self._publish_next():
+            return True
+        self.go_on()
+        if self._groups or not self._waiting:
+            return self._publish_next()
+        with self._room:
+            with self._starting:  # from now on, the thread starts no block of WAIT
+                block = next((block for block in self._waiting if not block.capture.sheds), None)
+            extent = self._acquire(block, waits=True) if block else None
+            if block and extent:
+                with self._starting:
+                    self._waiting.remove(block)
+                    self._queue(block, extent)
+                    self._end_group()
+        return True
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until all blocks have left, and return whether they have."""
+        end = time.monotonic() + timeout_seconds
+        while not (self.is_empty or self._pool.has_failed) and time.monotonic() < end:
+            self.rest()
+            time.sleep(_RETRY_SECONDS)
+        return self.is_empty
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._pool.memory.device)
+        with self._pool.failing_on_error():
+            while True:
+                self._has_blocks.wait()
+                self._look_after_blocks()
+
+    def _look_after_blocks(self) -> None:
+        """Do what the engine's thread would do in a step."""
+        if not self._rests.wait(LATE_SECONDS):
+            self.go_on()
+        elif not self._publish_next():
+            time.sleep(_RETRY_SECONDS)
+        with self._starting:
+            self._start_waiting()
+        self._has_blocks.clear()  # before the look at `is_empty`: `start` first sends blocks, and then sets this
+        if not self.is_empty:
+            self._has_blocks.set()
+
+    def _start_waiting(self) -> None:
+        """Start the copies for which there is room. Call it with `_starting`."""
+        is_full = self._room.locked()
+        kept: list[Block] = []
+        while self._waiting and self._started - self._ended < host_copies.MOST_COPIES:
+            block = self._waiting.popleft()
+            sheds = block.capture.sheds
+            extent = None if is_full and not sheds else self._acquire(block, waits=False)
+            if extent is not None:
+                self._queue(block, extent)
+            elif sheds:
+                self._writer.shed(block.capture, block.positions)
+                self._sent -= 1
+                self._pool.give_back(block)
+            else:
+                kept.append(block)
+                is_full = True  # for the blocks after this one, too: otherwise small ones could starve a large one
+        self._end_group()
+        self._waiting.extendleft(reversed(kept))
+
+    def _acquire(self, block: Block, *, waits: bool) -> Extent | None:
+        capture, positions = block.capture, block.positions
+        form = self._writer.format_of(capture)
+        return self._writer.acquire(capture, positions, form, block=waits, at_once=not capture.sheds)
+
+    def _queue(self, block: Block, extent: Extent) -> None:
+        """Queue a block's copies on the stream. Call it with `_starting`, and `_end_group` after the last block."""
+        lines = host_copies.lines_of(self._pool, block, self._ring_address + extent.offset)
+        for piece in host_copies.divided(lines):
+            if self._queued_bytes and self._queued_bytes + piece.nbytes > host_copies.PIECE_BYTES:
+                self._let_others_copy()
+            host_copies.queue_lines(piece, self._stream.cuda_stream)
+            self._queued_bytes += piece.nbytes
+            self._copies += 1
+            self._started += 1
+        form = self._writer.format_of(block.capture)
+        self._group.append((block, Encoded(block.capture, block.positions, form, extent)))
+        self._group_bytes += extent.nbytes
+        if self._group_bytes >= host_copies.PIECE_BYTES:
+            self._end_group()
+
+    def _end_group(self) -> None:
+        if self._group:
+            end = self._free_events.pop() if self._free_events else torch.cuda.Event(blocking=True)
+            end.record(self._stream)
+            self._groups.append(_Group(end, self._copies, self._group))
+            self._group, self._group_bytes, self._copies = [], 0, 0
+
+    def _publish_next(self) -> bool:
+        """Wait for the oldest copies, and publish them. Return False if there are none."""
+        with self._publishing:
+            if not self._groups:
+                return False
+            self._groups[0].end.synchronize()
+            self._publish_first()
+            return True
+
+    def _publish_first(self) -> None:
+        """Publish the oldest copies. Call it with `_publishing`."""
+        group = self._groups[0]
+        self._writer.publish(*(encoded for _, encoded in group.blocks))
+        self._groups.popleft()
+        self._pool.give_back(*(block for block, _ in group.blocks))
+        self._free_events.append(group.end)
+        self._ended += group.copies
+        self._left += len(group.blocks)
+
+    def _let_others_copy(self) -> None:
+        """Make the stream wait for another one, which waits for it.
+
+        While a stream has queued copies, the copy engine may serve no other. Now it serves the model's own small
+        copies, such as its sampled tokens.
+        """
+        self._other.wait_stream(self._stream)
+        self._stream.wait_stream(self._other)
+        self._queued_bytes = 0
