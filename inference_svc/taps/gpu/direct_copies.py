@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LATE_SECONDS = 0.032
 """When the thread looks for copies that no step has published."""
 _RETRY_SECONDS = 0.002
-"""How often the thread looks for room in the ring after the last step."""
+"""How often the thread looks for them after the last step."""
 
 
 class _Group(NamedTuple):
@@ -150,12 +150,9 @@ class DirectCopies:
 
     def _look_after_blocks(self) -> None:
         """Do what the engine's thread would do in a step."""
-        if not self._rests.wait(LATE_SECONDS):
-            self.go_on()
-        elif not self._publish_next():
+        if self._rests.wait(LATE_SECONDS):
             time.sleep(_RETRY_SECONDS)
-        with self._starting:
-            self._start_waiting()
+        self.go_on()
         self._has_blocks.clear()  # before the look at `is_empty`: `start` first sends blocks, and then sets this
         if not self.is_empty:
             self._has_blocks.set()
@@ -203,7 +200,8 @@ class DirectCopies:
 
     def _end_group(self) -> None:
         if self._group:
-            end = self._free_events.pop() if self._free_events else torch.cuda.Event(blocking=True)
+            # No blocking event: the device would interrupt the host at the end of each.
+            end = self._free_events.pop() if self._free_events else torch.cuda.Event()
             end.record(self._stream)
             self._groups.append(_Group(end, self._copies, self._group))
             self._group, self._group_bytes, self._copies = [], 0, 0
