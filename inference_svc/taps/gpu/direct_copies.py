@@ -4,8 +4,10 @@ A thread of their own would have to be woken up for them, and take the GIL to st
 time the engine's thread waits for the GIL, and then until it is woken up. This takes longer than the work itself. While
 the device computes a step, the engine's thread usually has time left for that work.
 
-A thread does it only if no step follows in time. Blocks for which the ring has no room wait. Each step tries again to
-start their copies, and a step that needs their rows of the pool waits for room.
+The device may do all copies to the host in the order in which they were started. So a step's sampled tokens would wait
+for all rows whose copies were started before, and with them the next step. This is why at most PIECE_BYTES are queued.
+Other blocks wait, and so do those for which the ring has no room. Each step starts more copies. So does a step that
+needs the blocks' rows of the pool. A thread does it only if no step follows in time.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ if TYPE_CHECKING:
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.ring_writer import RingWriter
 
-LATE_SECONDS = 0.032
-"""When the thread looks for copies that no step has published."""
+LATE_SECONDS = 0.016
+"""After this time without a step, the thread looks after the blocks."""
 _RETRY_SECONDS = 0.002
-"""How often the thread looks for them after the last step."""
+"""How often it does until the next step."""
 
 
 class _Group(NamedTuple):
@@ -38,14 +40,14 @@ class _Group(NamedTuple):
 
     end: torch.cuda.Event
     """When their copies are done."""
-    copies: int
+    nbytes: int
     blocks: list[tuple[Block, Encoded]]
 
 
 class DirectCopies:
     """Copies blocks to the ring. The rows of a capture are published in the order of `start`.
 
-    The engine's thread calls `start`, `go_on`, `rest` and `wait`. It waits only in `wait`.
+    The engine's thread calls `start`, `step`, `rest` and `wait`. It waits only in `wait`.
     """
 
     def __init__(self, pool: BlockPool, writer: RingWriter, ring_address: int, room: threading.Lock) -> None:
@@ -61,14 +63,12 @@ class DirectCopies:
         self._pool = pool
         self._writer = writer
         self._ring_address = ring_address
-        self._stream, self._other = (torch.cuda.Stream(pool.memory.device) for _ in range(2))
-        self._waiting: deque[Block] = deque()  # for room
+        self._stream = torch.cuda.Stream(pool.memory.device)
+        self._waiting: deque[Block] = deque()  # whose copies have not been started
         self._group: list[tuple[Block, Encoded]] = []  # the next group
-        self._group_bytes = self._copies = 0  # in it
         self._groups: deque[_Group] = deque()  # not published
-        self._queued_bytes = 0  # since other streams could last use the copy engine
-        self._sent = self._left = 0  # blocks
-        self._started = self._ended = 0  # copies
+        self._sent = self._started = self._left = 0  # blocks
+        self._started_bytes = self._left_bytes = 0
         self._free_events: list[torch.cuda.Event] = []
         # They are acquired in this order.
         self._room = room
@@ -76,6 +76,7 @@ class DirectCopies:
         self._starting = threading.Lock()
         self._has_blocks = threading.Event()  # wakes the thread up
         self._rests = threading.Event()
+        self._has_stepped = False  # since the thread's last look
         threading.Thread(target=self._run, name="residuum-copies", daemon=True).start()
 
     @property
@@ -95,12 +96,17 @@ class DirectCopies:
             self._sent += len(blocks)
             self._waiting += blocks
             self._start_waiting()
+        self._has_stepped = True
         if self._rests.is_set():
             self._rests.clear()
         self._has_blocks.set()
 
-    def go_on(self) -> None:
-        """Publish the copies that are done, give their blocks back, and start copies for which there is room now."""
+    def step(self) -> None:
+        """Publish the copies that are done, give their blocks back, and start more. Call it in each step."""
+        self._has_stepped = True
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self._groups and self._publishing.acquire(blocking=False):  # otherwise another thread publishes them
             try:
                 while self._groups and self._groups[0].end.query():
@@ -119,7 +125,7 @@ class DirectCopies:
         """Wait until the oldest blocks have left, or the next waiting one has room. Return False if there is none."""
         if self._publish_next():
             return True
-        self.go_on()
+        self._go_on()
         if self._groups or not self._waiting:
             return self._publish_next()
         with self._room:
@@ -146,22 +152,26 @@ class DirectCopies:
         with self._pool.failing_on_error():
             while True:
                 self._has_blocks.wait()
-                self._look_after_blocks()
+                if not self._rests.wait(LATE_SECONDS) and self._has_stepped:
+                    self._has_stepped = False
+                else:
+                    self._look_after_blocks()
 
     def _look_after_blocks(self) -> None:
-        """Do what the engine's thread would do in a step."""
-        if self._rests.wait(LATE_SECONDS):
+        """Do what a step would do, until one comes or all blocks have left."""
+        self._has_stepped = False
+        while not (self._has_stepped or self.is_empty):
+            self._go_on()
             time.sleep(_RETRY_SECONDS)
-        self.go_on()
         self._has_blocks.clear()  # before the look at `is_empty`: `start` first sends blocks, and then sets this
         if not self.is_empty:
             self._has_blocks.set()
 
     def _start_waiting(self) -> None:
-        """Start the copies for which there is room. Call it with `_starting`."""
+        """Start as many copies as may be queued, if the ring has room for them. Call it with `_starting`."""
         is_full = self._room.locked()
         kept: list[Block] = []
-        while self._waiting and self._started - self._ended < host_copies.MOST_COPIES:
+        while self._waiting and self._may_start(self._waiting[0]):
             block = self._waiting.popleft()
             sheds = block.capture.sheds
             extent = None if is_full and not sheds else self._acquire(block, waits=False)
@@ -177,6 +187,12 @@ class DirectCopies:
         self._end_group()
         self._waiting.extendleft(reversed(kept))
 
+    def _may_start(self, block: Block) -> bool:
+        queued = self._started_bytes - self._left_bytes
+        nbytes = block.capture.units * len(block.positions) * self._pool.row_bytes
+        is_enough = queued and queued + nbytes > host_copies.PIECE_BYTES
+        return not is_enough and self._started - self._left < host_copies.MOST_COPIES
+
     def _acquire(self, block: Block, *, waits: bool) -> Extent | None:
         capture, positions = block.capture, block.positions
         form = self._writer.format_of(capture)
@@ -186,25 +202,20 @@ class DirectCopies:
         """Queue a block's copies on the stream. Call it with `_starting`, and `_end_group` after the last block."""
         lines = host_copies.lines_of(self._pool, block, self._ring_address + extent.offset)
         for piece in host_copies.divided(lines):
-            if self._queued_bytes and self._queued_bytes + piece.nbytes > host_copies.PIECE_BYTES:
-                self._let_others_copy()
             host_copies.queue_lines(piece, self._stream.cuda_stream)
-            self._queued_bytes += piece.nbytes
-            self._copies += 1
-            self._started += 1
+        self._started_bytes += lines.nbytes
+        self._started += 1
         form = self._writer.format_of(block.capture)
         self._group.append((block, Encoded(block.capture, block.positions, form, extent)))
-        self._group_bytes += extent.nbytes
-        if self._group_bytes >= host_copies.PIECE_BYTES:
-            self._end_group()
 
     def _end_group(self) -> None:
         if self._group:
             # No blocking event: the device would interrupt the host at the end of each.
             end = self._free_events.pop() if self._free_events else torch.cuda.Event()
             end.record(self._stream)
-            self._groups.append(_Group(end, self._copies, self._group))
-            self._group, self._group_bytes, self._copies = [], 0, 0
+            nbytes = sum(encoded.extent.nbytes for _, encoded in self._group)
+            self._groups.append(_Group(end, nbytes, self._group))
+            self._group = []
 
     def _publish_next(self) -> bool:
         """Wait for the oldest copies, and publish them. Return False if there are none."""
@@ -222,15 +233,5 @@ class DirectCopies:
         self._groups.popleft()
         self._pool.give_back(*(block for block, _ in group.blocks))
         self._free_events.append(group.end)
-        self._ended += group.copies
+        self._left_bytes += group.nbytes
         self._left += len(group.blocks)
-
-    def _let_others_copy(self) -> None:
-        """Make the stream wait for another one, which waits for it.
-
-        While a stream has queued copies, the copy engine may serve no other. Now it serves the model's own small
-        copies, such as its sampled tokens.
-        """
-        self._other.wait_stream(self._stream)
-        self._stream.wait_stream(self._other)
-        self._queued_bytes = 0

@@ -5,9 +5,9 @@ host's memory, every later kernel of the process began later, whatever its strea
 used the device. Copies by the copy engine had no such effect, and take nothing from the model's kernels that run
 meanwhile. `bench.host.copies` measures both on a host.
 
-But while one stream has queued copies, the copy engine may serve no other. Then the model's own small copies, such as
-its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are queued: before more, the thread or the
-stream waits until all of them are done.
+But the device may do all copies to the host in the order in which they were started, whatever their stream. Then the
+model's own small copies, such as its sampled tokens, wait. So large copies are divided, and at most PIECE_BYTES are
+queued: before more, the thread waits until all of them are done.
 """
 
 from __future__ import annotations

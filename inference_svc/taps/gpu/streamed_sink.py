@@ -134,7 +134,7 @@ class StreamedSink(BlockSink):
             self._direct.rest()
         else:
             with self._pool.failing_on_error():
-                self._direct.go_on()
+                self._direct.step()
 
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, and forget it."""

@@ -33,7 +33,7 @@ class Device:
 
     def __init__(self):
         self.work = deque()
-        self.since_pause = self.most_together = self.queued = self.most_queued = 0
+        self.queued = self.queued_bytes = self.most_queued = self.most_bytes = 0
 
     def event(self):
         event = SimpleNamespace(is_done=True)
@@ -50,21 +50,19 @@ class Device:
         return event
 
     def stream(self, _device):
-        return SimpleNamespace(cuda_stream=0, wait_stream=self._pause)
-
-    def _pause(self, _stream):
-        self.since_pause = 0
+        return SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None)
 
     def queue_lines(self, lines, stream):
-        self.since_pause += lines.nbytes
         self.queued += 1
-        self.most_together = max(self.most_together, self.since_pause)
+        self.queued_bytes += lines.nbytes
+        self.most_bytes = max(self.most_bytes, self.queued_bytes)
         self.most_queued = max(self.most_queued, self.queued)
         self.work.append(lambda: self._copy(lines, stream))
 
     def _copy(self, lines, stream):
         queue_lines(lines, stream)
         self.queued -= 1
+        self.queued_bytes -= lines.nbytes
 
     def run(self):
         """Do the next work."""
@@ -147,7 +145,7 @@ class Copies:
         for _ in range(1000):
             if not self.direct.is_empty:
                 self.device.run()
-                self.direct._look_after_blocks()
+                self.direct._go_on()
                 self.ring.acknowledge(1)
         self.check()
 
@@ -163,14 +161,12 @@ class Copies:
 
 
 @contextmanager
-def running(ring_positions=1 << 10, pool_positions=1 << 10, *, piece_positions=8):
-    """Copies whose thread does not run: `_look_after_blocks` is what it does."""
+def running(ring_positions=1 << 10, pool_positions=1 << 10, *, piece_positions=32):
+    """Copies whose thread does not run: it calls `_go_on`."""
     device = Device()
     cuda = SimpleNamespace(Event=device.event, Stream=device.stream, current_stream=lambda: None)
     with (
         mock.patch.object(direct_copies, "torch", SimpleNamespace(cuda=cuda)),
-        mock.patch.object(direct_copies, "LATE_SECONDS", 0.0),
-        mock.patch.object(direct_copies, "_RETRY_SECONDS", 0.0),
         mock.patch.object(DirectCopies, "_run"),
         mock.patch.object(host_copies, "queue_lines", device.queue_lines),
         mock.patch.object(host_copies, "PIECE_BYTES", piece_positions * POSITION_BYTES),
@@ -183,7 +179,7 @@ happenings = st.one_of(
     st.tuples(st.just("start"), sizes, st.sampled_from(["a", "b", "sheds"])),
     st.tuples(st.just("run"), st.integers(1, 20)),
     st.tuples(st.just("acknowledge"), st.integers(1, 5)),
-    st.tuples(st.sampled_from(["go_on", "wait", "rest", "_look_after_blocks"])),
+    st.tuples(st.sampled_from(["step", "wait", "rest", "_go_on"])),
 )
 
 
@@ -205,7 +201,7 @@ def test_rows_leave_as_they_were_and_in_their_order(ring, pool, piece, most, dat
                     copies.ring.acknowledge(how[0])
                 case _:
                     getattr(copies.direct, what)()
-            assert copies.device.most_together <= piece * POSITION_BYTES
+            assert copies.device.most_bytes <= max(piece, 6) * POSITION_BYTES
         copies.finish()
         assert all(name == "sheds" for name, _ in copies.ring.losses)
 
@@ -214,11 +210,11 @@ def test_a_step_publishes_what_is_done_and_waits_for_nothing():
     with running() as copies:
         copies.start(1, 2)
         copies.start(3)
-        copies.direct.go_on()
+        copies.direct.step()
         assert not copies.ring.published
         for _ in range(3):
             copies.device.run()
-        copies.direct.go_on()
+        copies.direct.step()
         assert [rows.shape[1] for _, rows in copies.ring.published] == [1, 2]
         assert not copies.direct.is_empty
         copies.finish()
@@ -230,10 +226,10 @@ def test_blocks_without_room_are_started_by_a_later_step():
         assert copies.device.queued == 1, "the last block is small enough, but must not overtake the one before it"
         copies.device.run()
         copies.device.run()
-        copies.direct.go_on()
+        copies.direct.step()
         assert copies.device.queued == 0
         copies.ring.acknowledge(1)
-        copies.direct.go_on()
+        copies.direct.step()
         assert copies.device.queued == 2
         copies.finish()
 
@@ -275,14 +271,14 @@ def test_a_pool_that_is_too_small_is_an_error():
 def test_the_thread_does_what_a_step_would():
     with running(ring_positions=4) as copies:
         copies.start(4, 3)
-        copies.direct._look_after_blocks()
+        copies.direct._go_on()
         assert not copies.ring.published
         copies.device.run()
         copies.device.run()
-        copies.direct._look_after_blocks()
+        copies.direct._go_on()
         assert len(copies.ring.published) == 1
         copies.ring.acknowledge(1)
-        copies.direct._look_after_blocks()
+        copies.direct._go_on()
         assert copies.device.queued == 1
         copies.finish()
 
