@@ -111,7 +111,9 @@ def test_a_full_ring_serves_rows_with_and_without_an_encoding(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_rows_leave_even_if_no_step_follows(tmp_path, is_last):
+def test_rows_leave_even_if_no_step_follows(tmp_path, monkeypatch, is_last):
+    if is_last:
+        monkeypatch.setattr(serving.direct_copies, "LATE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         for position in range(2):  # the thread sleeps, and again
             send(worker, [position])
@@ -124,9 +126,21 @@ def test_rows_leave_even_if_no_step_follows(tmp_path, is_last):
 def test_the_engines_thread_needs_no_other_while_steps_follow(tmp_path, monkeypatch):
     monkeypatch.setattr(serving.direct_copies, "LATE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
-        monkeypatch.setattr(worker.sink, "_do", pytest.fail)
         run(worker, ships=True)
-        assert worker.producer.stats().published > 0
+        worker.sink.publish(is_last=True)
+        wait_for(lambda: worker.sink._direct.is_empty, "the blocks of the first requests")
+        calls = []
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.sink, "_do", calls.append)
+            patch.setattr(worker.sink._direct, "_look_after_blocks", lambda: calls.append("looked"))
+            batch = Batch(worker, ships=True)
+            for _ in range(150):
+                batch.prepare()
+                batch.finish()
+            assert worker.producer.stats().published > 0
+            assert not calls
+        batch.end()
+        worker.sink.publish(is_last=True)
 
 
 @pytest.mark.usefixtures("encoder")

@@ -33,6 +33,7 @@ class Device:
 
     def __init__(self):
         self.work = deque()
+        self.log = []
         self.queued = self.queued_bytes = self.most_queued = self.most_bytes = 0
 
     def event(self):
@@ -50,9 +51,10 @@ class Device:
         return event
 
     def stream(self, _device):
-        return SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None)
+        return SimpleNamespace(cuda_stream=0, wait_stream=lambda stream: self.log.append(f"after {stream}"))
 
     def queue_lines(self, lines, stream):
+        self.log.append("copy")
         self.queued += 1
         self.queued_bytes += lines.nbytes
         self.most_bytes = max(self.most_bytes, self.queued_bytes)
@@ -164,7 +166,7 @@ class Copies:
 def running(ring_positions=1 << 10, pool_positions=1 << 10, *, piece_positions=32):
     """Copies whose thread does not run: it calls `_go_on`."""
     device = Device()
-    cuda = SimpleNamespace(Event=device.event, Stream=device.stream, current_stream=lambda: None)
+    cuda = SimpleNamespace(Event=device.event, Stream=device.stream, current_stream=lambda: "model")
     with (
         mock.patch.object(direct_copies, "torch", SimpleNamespace(cuda=cuda)),
         mock.patch.object(DirectCopies, "_run"),
@@ -185,7 +187,7 @@ happenings = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(
-    ring=st.integers(6, 40), pool=st.integers(30, 60), piece=st.integers(1, 20), most=st.integers(1, 20), data=st.data()
+    ring=st.integers(6, 40), pool=st.integers(60, 90), piece=st.integers(1, 20), most=st.integers(1, 20), data=st.data()
 )
 def test_rows_leave_as_they_were_and_in_their_order(ring, pool, piece, most, data):
     """In any order of events, with any room."""
@@ -204,6 +206,14 @@ def test_rows_leave_as_they_were_and_in_their_order(ring, pool, piece, most, dat
             assert copies.device.most_bytes <= max(piece, 6) * POSITION_BYTES
         copies.finish()
         assert all(name == "sheds" for name, _ in copies.ring.losses)
+
+
+def test_copies_begin_after_the_model_has_filled_the_blocks():
+    with running() as copies:
+        copies.start(1, 2)
+        copies.start(1)
+        assert copies.device.log == ["after model", "copy", "copy", "after model", "copy"]
+        copies.finish()
 
 
 def test_a_step_publishes_what_is_done_and_waits_for_nothing():
