@@ -217,6 +217,10 @@ def _explain(kind: type[ServiceSettings], problem: ErrorDetails) -> str:
         return message
     if problem["type"] == "extra_forbidden":
         message = _unknown(kind, location)
+    if problem["type"] == "missing":
+        return f"{_flag(location)} ({_variable(location)}): this setting is required"
+    if problem["type"].startswith("byte_size"):
+        message = "this is no size. Give a number of bytes, or a number with a unit, such as 50GiB"
     return f"{_flag(location)} ({_variable(location)}): {message} (given: {problem['input']!r})"
 
 

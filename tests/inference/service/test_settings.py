@@ -76,7 +76,7 @@ def test_a_folder_that_does_not_exist_ends_the_start_before_the_model_is_loaded(
 def test_a_model_is_needed():
     ended = run(RESIDUUM_LISTEN="127.0.0.1:0")
     assert ended.returncode != 0
-    assert "--model (RESIDUUM_MODEL): Field required" in ended.stderr
+    assert "--model (RESIDUUM_MODEL): this setting is required" in ended.stderr
 
 
 def test_help_explains_every_setting_without_loading_vllm():
@@ -157,7 +157,7 @@ def test_all_bad_settings_are_reported_at_once(monkeypatch):
     monkeypatch.setenv("RESIDUUM_MODL", "x")
     with pytest.raises(SystemExit) as ended:
         load_settings(InferenceSettings, "program", ["--listen", "nonsense"])
-    for told in ("--listen", "--model (RESIDUUM_MODEL): Field required", "RESIDUUM_MODL: unknown setting"):
+    for told in ("--listen", "--model (RESIDUUM_MODEL): this setting is required", "RESIDUUM_MODL: unknown setting"):
         assert told in ended.value.code
 
 

@@ -230,11 +230,15 @@ def test_the_help_explains_every_setting() -> None:
     ("flags", "name"),
     [
         (["--path", "{path}", "--listen", "nowhere"], "--listen"),
-        (["--path", "{path}", "--max-bytes", "lots"], "--max-bytes"),
+        (["--path", "{path}", "--max-bytes", "lots"], "--max-bytes .*: this is no size. Give a number of bytes, or"),
+        (
+            ["--path", "{path}", "--max-bytes", "5 apples"],
+            "--max-bytes .*: this is no size. Give a number of bytes, or",
+        ),
         (["--path", "{path}", "--max-bytes", "1MiB"], "--max-bytes"),
         (["--path", "{path}", "--ack", "maybe"], "--ack"),
         (["--path", "{path}", "--seal-timeout-seconds", "0"], "--seal-timeout-seconds"),
-        ([], "--path"),
+        ([], "--path .*: this setting is required"),
     ],
 )
 def test_a_bad_setting_is_named(tmp_path: Path, flags: list[str], name: str) -> None:
