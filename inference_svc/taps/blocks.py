@@ -96,8 +96,8 @@ class BlockPool:
         self.is_short = threading.Event()
         """Set when a call of `take` waits for blocks that are leaving."""
         self.before_waiting: Callable[[], bool] = lambda: False
-        """`take` calls it before it waits. It gives back blocks for which no other thread is responsible, and returns
-        False if there are none."""
+        """`take` calls it before it waits. It gives back blocks that the same thread sends, or returns False if there
+        are none."""
         self._changed = threading.Condition()
         self._leaving = 0
         self.has_failed = False
@@ -195,7 +195,7 @@ class BlockPool:
         return min(MAX_CHUNK_POSITIONS, max_rows // capture.units, in_chunk)
 
     def leaving(self, count: int) -> None:
-        """Note that another thread will give back `count` blocks. Until then, `take` waits instead of failing."""
+        """Note that `count` blocks will be given back. Until then, `take` waits instead of failing."""
         with self._changed:
             self._leaving += count
 
@@ -209,11 +209,12 @@ class BlockPool:
 
     @contextmanager
     def failing_on_error(self) -> Iterator[None]:
-        """Log an error in the block. From then on, leaving blocks are never given back, and every `take` fails."""
+        """Log an error in the `with` statement. From then on, blocks never come back, and every `take` fails."""
         try:
             yield
         except Exception:  # noqa: BLE001 - logged, and `take` raises
-            _log.exception("captured rows cannot be copied from the device")
+            if not self.has_failed:
+                _log.exception("captured rows cannot be copied from the device")
             with self._changed:
                 self.has_failed = True
                 self._changed.notify_all()

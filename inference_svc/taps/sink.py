@@ -123,7 +123,7 @@ class BlockSink:
         """Publish rows that have left the device by now. Call it in each step. Here `send` does that.
 
         Args:
-            is_last: No request of the taps is left, so no step may follow soon.
+            is_last: No request of the taps is left, so perhaps no step follows.
         """
 
     def flush(self, timeout_seconds: float) -> bool:

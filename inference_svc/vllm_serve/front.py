@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _END_SECONDS = 5.0
+_ABORT_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 
 
@@ -127,10 +128,11 @@ class FrontEnd:
             self._delivery.close_stores()
 
     def close_later(self) -> None:
-        """Wait up to 5 seconds until all running requests have ended, then seal their captures and close.
+        """Wait until all running requests have ended, then seal their captures and close.
 
-        Returns at once, because vLLM ends such requests only after its engine has stopped. The process waits until all
-        is done.
+        After 5 seconds, requests that still run are aborted: an engine that vLLM stops without `--shutdown-timeout`
+        ends none of them. Returns at once, because vLLM ends others only after its engine has stopped. The process
+        waits until all is done.
         """
         if threading.current_thread() is threading.main_thread():
             self._close_with_requests()  # at the end of a process, which starts no thread any more
@@ -144,15 +146,22 @@ class FrontEnd:
         self._startup.clean_up()
 
     def _close_with_requests(self) -> None:
-        end = time.monotonic() + _END_SECONDS
-        while self._registry.num_running and time.monotonic() < end:
-            if self._loop is None or not self._loop.is_running():
-                break
-            time.sleep(_POLL_SECONDS)
+        self._wait_for_requests(_END_SECONDS)
+        if self._loop is not None and self._loop.is_running():
+            for running in self._registry.running:
+                self._loop.call_soon_threadsafe(running.abort)
+            self._wait_for_requests(_ABORT_SECONDS)
         for running in self._registry.running:
             _log.error("request did not end before the server stopped", request_id=running.request_id)
         self.seal_captures()
         self.close()
+
+    def _wait_for_requests(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._registry.num_running and time.monotonic() < end:
+            if self._loop is None or not self._loop.is_running():
+                break
+            time.sleep(_POLL_SECONDS)
 
     async def _run_later(self, received: ReceivedRequest, options: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """Wait until the server has started, then check the request and run it."""

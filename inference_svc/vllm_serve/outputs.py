@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from residuum.rpc.errors import Failure, Reason
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 
     from vllm import SamplingParams
 
+    from inference_svc.requests.registry import Running
     from inference_svc.session.burst import Burst
     from inference_svc.session.existing_capture import KeptSequence
     from inference_svc.session.sequences import GeneratedSequence
@@ -38,7 +41,11 @@ _NOT_SAMPLING = {
 """Fields of vLLM's sampling parameters that do not change a request's tokens. Those about logprobs do not either."""
 
 
+_Queue = asyncio.Queue[tuple[int, Any, BaseException | None]]
+
+
 async def merge_streams(
+    running: Running,
     streams: Sequence[AsyncGenerator[Any]],
     burst: Burst,
     ready: Callable[[], Awaitable[None]],
@@ -52,17 +59,21 @@ async def merge_streams(
     Closing this generator closes all of them.
 
     Args:
+        running: The request. Its `abort` ends the generators, also if their engine gives no more outputs.
         streams: The generators.
         burst: The requests that arrive at this time. `ready` is called at the burst's end, or with the first item.
         ready: Returns when items may be yielded.
         reads_ahead: Whether the generators run on if the caller reads slowly, or before `ready` returns. Rules need
             it, because the generators judge the tokens.
+
+    Raises:
+        Failure: The request was aborted.
     """
     # The queue is short on purpose: if the caller reads slowly, vLLM merges the outputs that were not read yet. With
     # rules it has no limit; `max_tokens` bounds what it holds.
     # `Generation` has an endless queue and merges by itself: a change of the steering needs the number of tokens that
     # the engine has generated, even if the caller reads nothing.
-    queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(0 if reads_ahead else len(streams))
+    queue: _Queue = asyncio.Queue(0 if reads_ahead else len(streams))
 
     due = asyncio.Event()
 
@@ -81,22 +92,43 @@ async def merge_streams(
 
     tasks = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
     try:
+        _end_by_abort(running, queue, due)
         burst.call_after(due.set)
         await due.wait()
         await ready()
-        running = len(tasks)
-        while running:
+        open_streams = len(tasks)
+        while open_streams:
             index, item, error = await queue.get()
             if error is not None:
                 raise error
             if item is None:
-                running -= 1
+                open_streams -= 1
             else:
                 yield index, item
     finally:
+        running.on_abort = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _end_by_abort(running: Running, queue: _Queue, due: asyncio.Event) -> None:
+    """Put an error in front of all items when the request is aborted."""
+
+    def stop() -> None:
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait((0, None, stopped_failure()))
+        due.set()
+
+    running.on_abort = stop
+    if running.aborted.is_set():
+        stop()
+
+
+def stopped_failure() -> Failure:
+    """Return the failure of a request that ends because its server stops."""
+    return Failure(Reason.ERROR_REASON_ABORTED, "The server stopped. Send the request to another one.")
 
 
 def digest_of(sampling: SamplingParams) -> bytes:

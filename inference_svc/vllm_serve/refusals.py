@@ -38,10 +38,11 @@ def http_error(failure: Failure) -> Exception:
     text = f"{failure.reason_name}: {_message(failure)}"
     error: Exception
     never_passes = failure.reason == Reason.ERROR_REASON_LIMIT_REACHED and "needed" in failure.metadata
-    if never_passes or failure.code not in _BUSY | _SERVER_ERRORS:
+    is_stopped = failure.reason == Reason.ERROR_REASON_ABORTED  # by this server: its callers have no Abort
+    if never_passes or (failure.code not in _BUSY | _SERVER_ERRORS and not is_stopped):
         error = exceptions.VLLMValidationError(text, parameter="vllm_xargs")
     elif hasattr(exceptions, "GracefulHTTPError"):
-        busy = failure.code in _BUSY
+        busy = failure.code in _BUSY or is_stopped
         status = HTTPStatus.SERVICE_UNAVAILABLE if busy else HTTPStatus.INTERNAL_SERVER_ERROR
         error = exceptions.GracefulHTTPError(text, status)
     else:

@@ -143,7 +143,7 @@ class RequestRunner:
                         )
                         for index, sequence in enumerate(session.sequences)
                     ]
-                    merged = merge_streams(streams, self._burst, session.opened, reads_ahead=bool(rules))
+                    merged = merge_streams(running, streams, self._burst, session.opened, reads_ahead=bool(rules))
                     async with changes or nullcontext(), aclosing(merged) as steps:
                         async for index, (step, delta) in steps:
                             if delta is not None:

@@ -9,6 +9,7 @@ from bench.host import serving
 from bench.host.loop import Device
 from bench.host.serving import Batch, Load, Worker
 from bench.host.waiting import main
+from inference_svc.shipping.worker import producer
 from inference_svc.taps.blocks import PoolExhaustedError
 from inference_svc.taps.gpu.encoder import GpuEncoder
 from inference_svc.taps.plan import Capture, RowEncoding
@@ -72,6 +73,7 @@ def test_blocks_that_leave_together_do_not_wait_for_each_others_room(tmp_path, m
     monkeypatch.setattr(serving, "_RING_ROWS", blocks * 2 * 32)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker, monkeypatch.context() as patch:
         patch.setattr(serving.streamed_sink, "TOGETHER_BYTES", worker.producer.ring_bytes)
+        patch.setattr(producer, "_ROUND_SECONDS", 0.0)  # otherwise the acknowledgements may come in time
         for step in range(100):
             worker.sink.send([filled(worker, range(32 * step, 32 * step + 32), ENCODED) for _ in range(8)])
         worker.drain()
@@ -128,7 +130,7 @@ def test_the_engines_thread_needs_no_other_while_steps_follow(tmp_path, monkeypa
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         run(worker, ships=True)
         worker.sink.publish(is_last=True)
-        wait_for(lambda: worker.sink._direct.is_empty, "the blocks of the first requests")
+        wait_for(lambda: not worker.sink._direct._has_blocks.is_set(), "the thread, which sleeps")
         calls = []
         with monkeypatch.context() as patch:
             patch.setattr(worker.sink, "_do", calls.append)

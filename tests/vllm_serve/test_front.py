@@ -17,6 +17,7 @@ from inference_svc import selftest
 from inference_svc.admission.captures import resolve_capture
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.front import FrontEnd
+from inference_svc.vllm_serve.outputs import stopped_failure
 from inference_svc.vllm_serve.refusals import http_error
 from inference_svc.vllm_serve.request_admission import capture_id
 from residuum.rpc.errors import Failure
@@ -180,6 +181,10 @@ def test_a_capture_is_named_as_the_answer(vllm_id, name):
     asked = SimpleNamespace(request_id="", capture=object())
     assert capture_id(asked, vllm_id) == name
     assert capture_id(SimpleNamespace(request_id="mine", capture=object()), vllm_id) == "mine"
+
+
+def test_a_request_that_ends_because_the_server_stops_may_be_sent_to_another():
+    assert http_error(stopped_failure()).http_status == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def test_a_site_that_is_not_enabled_is_named_as_in_python_with_the_variable_that_enables_it():

@@ -9,9 +9,12 @@ import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from inference_svc.admission.specs import ResolvedSpec
+from inference_svc.requests.registry import Running
 from inference_svc.session.burst import Burst
 from inference_svc.session.sequences import GeneratedSequence
 from inference_svc.vllm_serve.outputs import CallerOutputs, merge_streams
+from residuum.rpc.errors import Failure
 from tests.session.faces import HeldBurst
 
 
@@ -105,8 +108,12 @@ async def at_once():
     pass
 
 
-def merged(*streams, ready=at_once, **options):
-    return merge_streams(streams, Burst(), ready, **options)
+def request():
+    return Running("r", ResolvedSpec("r", None, None), was_registered=False)
+
+
+def merged(*streams, ready=at_once, running=None, **options):
+    return merge_streams(running or request(), streams, Burst(), ready, **options)
 
 
 async def test_several_generators_are_merged():
@@ -114,6 +121,35 @@ async def test_several_generators_are_merged():
     seen = await everything(merged(counting(2, closed), counting(4, closed), counting(0, closed)))
     assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert sorted(closed) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("when", ["before", "at the start", "while the caller reads slowly"])
+async def test_an_abort_ends_generators_that_give_nothing_any_more(when):
+    closed, silent = [], asyncio.Event()
+    running = request()
+
+    async def stuck():
+        try:
+            yield 0
+            yield 1
+            await silent.wait()
+        finally:
+            closed.append("stuck")
+
+    if when == "before":
+        running.abort()
+
+    async def read():
+        async with aclosing(merged(stuck(), stuck(), running=running)) as items:
+            async for _ in items:
+                if when == "while the caller reads slowly":
+                    await asyncio.sleep(0.05)
+                running.abort()
+
+    with pytest.raises(Failure, match="The server stopped"):
+        await read()
+    assert closed == ["stuck", "stuck"] or when == "before"
+    assert running.on_abort is None
 
 
 async def test_an_error_of_one_generator_closes_all():
@@ -162,7 +198,7 @@ async def test_the_capture_is_opened_after_the_burst_or_with_the_first_item():
         events.clear()
         is_free.clear()
         burst = HeldBurst()
-        async with aclosing(merge_streams([slow()], burst, ready)) as steps:
+        async with aclosing(merge_streams(request(), [slow()], burst, ready)) as steps:
             reading = asyncio.ensure_future(anext(steps))
             for _ in range(5):
                 await asyncio.sleep(0)

@@ -11,11 +11,14 @@ import pytest
 from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.session.capture_session import CaptureSession
+from inference_svc.session.interruption import unless_interrupted
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve import front as front_module
 from inference_svc.vllm_serve import plugin
 from inference_svc.vllm_serve.delivery import Delivery
 from inference_svc.vllm_serve.front import FrontEnd
+from inference_svc.vllm_serve.outputs import stopped_failure
+from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, store_pb2_grpc
 from tests.inference.service_support import CAPTURE, FACTS, FakeStore, listening
 
@@ -73,13 +76,15 @@ async def llm(store, monkeypatch):
         yield Wrapped(None)
 
 
-async def run(llm, ends):
+async def run(llm, ends, *, can_be_aborted=False):
     """Run a request that captures, until `ends`."""
     front = getattr(llm, plugin._FRONT)
     running = front._registry.start_inline(ResolvedSpec("r", CAPTURE, None))
     try:
         async with CaptureSession(FACTS, running, [1], 1, lambda: front._delivery) as session:
             await session.opened()
+            if can_be_aborted:
+                await unless_interrupted(running.aborted, stopped_failure, ends.wait())
             await ends.wait()
             session.sequences[0].add([5], "stop")
     finally:
@@ -112,8 +117,21 @@ async def test_requests_that_vllm_cancels_after_its_engine_has_stopped_are_seale
     assert [(seal.capture_id, seal.outcome) for seal in store.seals] == [("r", capture_pb2.CAPTURE_STATE_ABORTED)]
 
 
+async def test_requests_of_an_engine_that_does_not_wait_for_them_are_aborted_and_sealed(llm, store, monkeypatch):
+    monkeypatch.setattr(front_module, "_END_SECONDS", 0.1)
+    request = asyncio.create_task(run(llm, asyncio.Event(), can_be_aborted=True))
+    await store.until(lambda: store.opened)
+    llm.drained.set()
+    await asyncio.to_thread(llm.shutdown)
+    with pytest.raises(Failure, match="The server stopped"):
+        await request
+    assert await asyncio.to_thread(getattr(llm, plugin._FRONT).closed.wait, 30)
+    assert [(seal.capture_id, seal.outcome) for seal in store.seals] == [("r", capture_pb2.CAPTURE_STATE_ABORTED)]
+
+
 async def test_a_request_that_does_not_end_is_waited_for_a_limited_time_and_logged(llm, store, monkeypatch, capsys):
     monkeypatch.setattr(front_module, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(front_module, "_ABORT_SECONDS", 0.1)
     request = asyncio.create_task(run(llm, asyncio.Event()))
     await store.until(lambda: store.opened)
     llm.drained.set()

@@ -5,9 +5,9 @@ time the engine's thread waits for the GIL, and then until it is woken up. This 
 the device computes a step, the engine's thread usually has time left for that work.
 
 The device may do all copies to the host in the order in which they were started. So a step's sampled tokens would wait
-for all rows whose copies were started before, and with them the next step. This is why at most PIECE_BYTES are queued.
-Other blocks wait, and so do those for which the ring has no room. Each step starts more copies. So does a step that
-needs the blocks' rows of the pool. A thread does it only if no step follows in time.
+for all rows whose copies were started before, and with them the next step. This is why at most PIECE_BYTES are queued,
+or one block, if it is larger. Other blocks wait, and so do those for which the ring has no room. Each step starts more
+copies. So does a step that needs the blocks' rows of the pool. A thread does it only if no step follows in time.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class DirectCopies:
             pool: The pool of the blocks.
             writer: Writes to the ring.
             ring_address: Where the ring's pinned memory begins.
-            room: Held by a thread that waits for room in the ring. Meanwhile others take none, or a large block might
-                wait for ever.
+            room: Held by a thread that waits for room in the ring. Meanwhile no block of WAIT takes any, or a large
+                block might wait for ever.
         """
         self._pool = pool
         self._writer = writer
@@ -77,6 +77,7 @@ class DirectCopies:
         self._has_blocks = threading.Event()  # wakes the thread up
         self._rests = threading.Event()
         self._has_stepped = False  # since the thread's last look
+        self._may_rest = False  # whether this is the first step without requests
         threading.Thread(target=self._run, name="residuum-copies", daemon=True).start()
 
     @property
@@ -87,16 +88,16 @@ class DirectCopies:
     def start(self, blocks: Sequence[Block]) -> None:
         """Start to copy blocks that the current stream fills.
 
-        Without room in the ring, the capture's policy decides: WAIT lets the block wait, SHED drops the rows and
-        reports them as lost.
+        If the ring has no room, not even in the next step, the capture's policy decides: WAIT lets the block wait,
+        SHED drops the rows and reports them as lost.
         """
         self._pool.leaving(len(blocks))
         with self._starting:
             self._stream.wait_stream(torch.cuda.current_stream())
             self._sent += len(blocks)
             self._waiting += blocks
-            self._start_waiting()
-        self._has_stepped = True
+            self._start_waiting(sheds=False)
+        self._has_stepped = self._may_rest = True
         if self._rests.is_set():
             self._rests.clear()
         self._has_blocks.set()
@@ -113,13 +114,18 @@ class DirectCopies:
                     self._publish_first()
             finally:
                 self._publishing.release()
-        if self._waiting:
+        if not self.is_empty:
             with self._starting:
-                self._start_waiting()
+                self._start_waiting(sheds=True)
 
     def rest(self) -> None:
-        """Have the thread do what is left, as soon as it can be done: no step may follow."""
-        self._rests.set()
+        """Like `step`, but no request is left. So have the thread do the rest soon, because perhaps no step follows."""
+        self.step()
+        if self._may_rest:
+            self._rests.set()
+        else:  # steps follow, for requests that are not captured
+            self._rests.clear()
+        self._may_rest = False
 
     def wait(self) -> bool:
         """Wait until the oldest blocks have left, or the next waiting one has room. Return False if there is none."""
@@ -143,13 +149,14 @@ class DirectCopies:
         """Wait until all blocks have left, and return whether they have."""
         end = time.monotonic() + timeout_seconds
         while not (self.is_empty or self._pool.has_failed) and time.monotonic() < end:
-            self.rest()
+            self.step()
             time.sleep(_RETRY_SECONDS)
         return self.is_empty
 
     def _run(self) -> None:
         torch.cuda.set_device(self._pool.memory.device)
         with self._pool.failing_on_error():
+            self._stream.synchronize()  # gives the thread its CUDA context, without which the driver refuses copies
             while True:
                 self._has_blocks.wait()
                 if not self._rests.wait(LATE_SECONDS) and self._has_stepped:
@@ -160,30 +167,34 @@ class DirectCopies:
     def _look_after_blocks(self) -> None:
         """Do what a step would do, until one comes or all blocks have left."""
         self._has_stepped = False
-        while not (self._has_stepped or self.is_empty):
+        while not (self._has_stepped or self.is_empty or self._pool.has_failed):
             self._go_on()
             time.sleep(_RETRY_SECONDS)
         self._has_blocks.clear()  # before the look at `is_empty`: `start` first sends blocks, and then sets this
-        if not self.is_empty:
+        if not (self.is_empty or self._pool.has_failed):
             self._has_blocks.set()
 
-    def _start_waiting(self) -> None:
-        """Start as many copies as may be queued, if the ring has room for them. Call it with `_starting`."""
+    def _start_waiting(self, *, sheds: bool) -> None:
+        """Start as many copies as may be queued, if the ring has room for them. Call it with `_starting`.
+
+        Args:
+            sheds: Whether to shed blocks without room, if their policy says so.
+        """
         is_full = self._room.locked()
         kept: list[Block] = []
         while self._waiting and self._may_start(self._waiting[0]):
             block = self._waiting.popleft()
-            sheds = block.capture.sheds
-            extent = None if is_full and not sheds else self._acquire(block, waits=False)
+            may_wait = not block.capture.sheds
+            extent = None if is_full and may_wait else self._acquire(block, waits=False)
             if extent is not None:
                 self._queue(block, extent)
-            elif sheds:
+            elif sheds and not may_wait:
                 self._writer.shed(block.capture, block.positions)
                 self._sent -= 1
                 self._pool.give_back(block)
             else:
                 kept.append(block)
-                is_full = True  # for the blocks after this one, too: otherwise small ones could starve a large one
+                is_full |= may_wait  # for the blocks after this one, too: otherwise small ones could starve a large one
         self._end_group()
         self._waiting.extendleft(reversed(kept))
 
@@ -196,14 +207,14 @@ class DirectCopies:
     def _acquire(self, block: Block, *, waits: bool) -> Extent | None:
         capture, positions = block.capture, block.positions
         form = self._writer.format_of(capture)
-        return self._writer.acquire(capture, positions, form, block=waits, at_once=not capture.sheds)
+        return self._writer.acquire(capture, positions, form, block=waits, at_once=True)
 
     def _queue(self, block: Block, extent: Extent) -> None:
         """Queue a block's copies on the stream. Call it with `_starting`, and `_end_group` after the last block."""
         lines = host_copies.lines_of(self._pool, block, self._ring_address + extent.offset)
         for piece in host_copies.divided(lines):
             host_copies.queue_lines(piece, self._stream.cuda_stream)
-        self._started_bytes += lines.nbytes
+        self._started_bytes += extent.nbytes
         self._started += 1
         form = self._writer.format_of(block.capture)
         self._group.append((block, Encoded(block.capture, block.positions, form, extent)))

@@ -103,7 +103,7 @@ class StreamedSink(BlockSink):
         self._done = 0  # how many of them are done
         self._changed = threading.Condition()  # guards `_done`
         check_copies(pool.memory, producer.memory, self._address, self._copies)
-        self._room = threading.Lock()  # held while the thread waits for room in the ring
+        self._room = threading.Lock()  # held by a thread that waits for room in the ring
         self._direct = DirectCopies(pool, self._writer, self._address, self._room)
         pool.before_waiting = self._wait_for_direct
         threading.Thread(target=self._run, name="residuum-sink", daemon=True).start()
@@ -128,12 +128,12 @@ class StreamedSink(BlockSink):
 
     def publish(self, *, is_last: bool) -> None:
         """See `BlockSink.publish`."""
-        if self._direct.is_empty:
+        if self._direct.is_empty or self._pool.has_failed:
             return
-        if is_last:
-            self._direct.rest()
-        else:
-            with self._pool.failing_on_error():
+        with self._pool.failing_on_error():
+            if is_last:
+                self._direct.rest()
+            else:
                 self._direct.step()
 
     def end(self, capture: Capture) -> None:

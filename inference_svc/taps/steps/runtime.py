@@ -50,7 +50,7 @@ class RowSink(Protocol):
         """Take over blocks, and give them back to their pool when their rows have left."""
 
     def publish(self, *, is_last: bool) -> None:
-        """Publish rows that have left the device by now. `is_last`: the taps have no request, so no step may follow."""
+        """Publish rows that have left the device by now. `is_last`: no request is left, so perhaps no step follows."""
 
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, after its last block was sent, and forget it."""

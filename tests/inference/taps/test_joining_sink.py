@@ -128,6 +128,15 @@ def test_a_rank_follows_only_its_own_captures():
     assert calls.made == [(call, "own") for call in ("begin", "lose", "end")]
 
 
+def test_each_step_publishes_on_ranks_that_capture():
+    published = []
+    whole = WholeRows(None, SimpleNamespace(publish=lambda **how: published.append(how)))
+    for is_last in (False, True):
+        JoiningSink(None, RowShape(3, 2), None, whole).publish(is_last=is_last)
+        JoiningSink(None, RowShape(3, 2), None, None).publish(is_last=is_last)
+    assert published == [{"is_last": False}, {"is_last": True}]
+
+
 TWO = {K: RowShape(4), Z: RowShape(3, 2)}
 FOUR = {K: RowShape(2, 4, 2), Z: RowShape(3, 4)}
 
