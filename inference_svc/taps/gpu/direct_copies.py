@@ -182,10 +182,12 @@ class DirectCopies:
         """
         is_full = self._room.locked()
         kept: list[Block] = []
+        kept_captures: set[str] = set()  # the rows of each leave in their order, also if later blocks would find room
         while self._waiting and self._may_start(self._waiting[0]):
             block = self._waiting.popleft()
             may_wait = not block.capture.sheds
-            extent = None if is_full and may_wait else self._acquire(block, waits=False)
+            is_behind = (is_full and may_wait) or block.capture.capture_id in kept_captures
+            extent = None if is_behind else self._acquire(block, waits=False)
             if extent is not None:
                 self._queue(block, extent)
             elif sheds and not may_wait:
@@ -194,6 +196,7 @@ class DirectCopies:
                 self._pool.give_back(block)
             else:
                 kept.append(block)
+                kept_captures.add(block.capture.capture_id)
                 is_full |= may_wait  # for the blocks after this one, too: otherwise small ones could starve a large one
         self._end_group()
         self._waiting.extendleft(reversed(kept))

@@ -255,6 +255,17 @@ def test_rows_are_shed_only_if_their_policy_says_so_and_do_not_wait_behind_other
         copies.finish()
 
 
+def test_small_blocks_that_may_be_shed_do_not_overtake_earlier_ones_of_their_capture():
+    with running(ring_positions=6) as copies:
+        copies.start(4, 4, 1, name="sheds", sheds=True)
+        assert copies.device.queued == 1
+        copies.device.run()
+        copies.device.run()
+        copies.direct.step()
+        assert copies.ring.losses == [("sheds", [4, 5, 6, 7])]
+        copies.finish()
+
+
 def test_a_limit_of_copies_holds_back_copies_but_loses_none(monkeypatch):
     monkeypatch.setattr(host_copies, "MOST_COPIES", 3)
     with running() as copies:
