@@ -220,7 +220,7 @@ def _explain(kind: type[ServiceSettings], problem: ErrorDetails) -> str:
     if problem["type"] == "missing":
         return f"{_flag(location)} ({_variable(location)}): this setting is required"
     if problem["type"].startswith("byte_size"):
-        message = "this is no size. Give a number of bytes, or a number with a unit, such as 50GiB"
+        message = "this is not a size. Give a number of bytes, or a number with a unit, such as 50GiB"
     return f"{_flag(location)} ({_variable(location)}): {message} (given: {problem['input']!r})"
 
 

@@ -78,7 +78,7 @@ def check_positions(selection: selection_pb2.PositionSelection) -> None:
     for item in selection.ranges:
         comparable = item.HasField("last") and (item.first < 0) == (item.last < 0)
         if comparable and item.last < item.first:
-            raise ValueError(f"the range from {item.first} to {item.last} is empty. A slice does not contain its end")
+            raise ValueError(f"the range from {item.first} to {item.last} is empty. A slice does not include its end")
 
 
 def wanted_positions(

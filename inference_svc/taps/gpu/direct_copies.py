@@ -25,7 +25,6 @@ from inference_svc.taps.ring_writer import Encoded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference_svc.shipping.ring import Extent
     from inference_svc.taps.blocks import Block, BlockPool
     from inference_svc.taps.ring_writer import RingWriter
 
@@ -40,14 +39,14 @@ class _Group(NamedTuple):
 
     end: torch.cuda.Event
     """When their copies are done."""
-    nbytes: int
     blocks: list[tuple[Block, Encoded]]
 
 
 class DirectCopies:
     """Copies blocks to the ring. The rows of a capture are published in the order of `start`.
 
-    The engine's thread calls `start`, `step`, `rest` and `wait`. It waits only in `wait`.
+    The engine's thread calls `start`, `step`, `rest` and `wait`. It waits only in `wait`
+    and `flush`.
     """
 
     def __init__(self, pool: BlockPool, writer: RingWriter, ring_address: int, room: threading.Lock) -> None:
@@ -137,11 +136,11 @@ class DirectCopies:
         with self._room:
             with self._starting:  # from now on, the thread starts no block of WAIT
                 block = next((block for block in self._waiting if not block.capture.sheds), None)
-            extent = self._acquire(block, waits=True) if block else None
-            if block and extent:
+            encoded = self._acquire(block, waits=True) if block else None
+            if block and encoded:
                 with self._starting:
                     self._waiting.remove(block)
-                    self._queue(block, extent)
+                    self._queue(block, encoded)
                     self._end_group()
         return True
 
@@ -187,9 +186,9 @@ class DirectCopies:
             block = self._waiting.popleft()
             may_wait = not block.capture.sheds
             is_behind = (is_full and may_wait) or block.capture.capture_id in kept_captures
-            extent = None if is_behind else self._acquire(block, waits=False)
-            if extent is not None:
-                self._queue(block, extent)
+            encoded = None if is_behind else self._acquire(block, waits=False)
+            if encoded is not None:
+                self._queue(block, encoded)
             elif sheds and not may_wait:
                 self._writer.shed(block.capture, block.positions)
                 self._sent -= 1
@@ -207,28 +206,27 @@ class DirectCopies:
         is_enough = queued and queued + nbytes > host_copies.PIECE_BYTES
         return not is_enough and self._started - self._left < host_copies.MOST_COPIES
 
-    def _acquire(self, block: Block, *, waits: bool) -> Extent | None:
+    def _acquire(self, block: Block, *, waits: bool) -> Encoded | None:
         capture, positions = block.capture, block.positions
         form = self._writer.format_of(capture)
-        return self._writer.acquire(capture, positions, form, block=waits, at_once=True)
+        extent = self._writer.acquire(capture, positions, form, block=waits, at_once=True)
+        return Encoded(capture, positions, form, extent) if extent else None
 
-    def _queue(self, block: Block, extent: Extent) -> None:
+    def _queue(self, block: Block, encoded: Encoded) -> None:
         """Queue a block's copies on the stream. Call it with `_starting`, and `_end_group` after the last block."""
-        lines = host_copies.lines_of(self._pool, block, self._ring_address + extent.offset)
+        lines = host_copies.lines_of(self._pool, block, self._ring_address + encoded.extent.offset)
         for piece in host_copies.divided(lines):
             host_copies.queue_lines(piece, self._stream.cuda_stream)
-        self._started_bytes += extent.nbytes
+        self._started_bytes += encoded.extent.nbytes
         self._started += 1
-        form = self._writer.format_of(block.capture)
-        self._group.append((block, Encoded(block.capture, block.positions, form, extent)))
+        self._group.append((block, encoded))
 
     def _end_group(self) -> None:
         if self._group:
             # No blocking event: the device would interrupt the host at the end of each.
             end = self._free_events.pop() if self._free_events else torch.cuda.Event()
             end.record(self._stream)
-            nbytes = sum(encoded.extent.nbytes for _, encoded in self._group)
-            self._groups.append(_Group(end, nbytes, self._group))
+            self._groups.append(_Group(end, self._group))
             self._group = []
 
     def _publish_next(self) -> bool:
@@ -247,5 +245,5 @@ class DirectCopies:
         self._groups.popleft()
         self._pool.give_back(*(block for block, _ in group.blocks))
         self._free_events.append(group.end)
-        self._left_bytes += group.nbytes
+        self._left_bytes += sum(encoded.extent.nbytes for _, encoded in group.blocks)
         self._left += len(group.blocks)

@@ -29,7 +29,6 @@ from inference_svc.taps.gpu.waiting_features import Copy, WaitingFeatures
 from inference_svc.taps.ring_writer import NO_MEMORY, Encoded
 from inference_svc.taps.sink import BlockSink
 from residuum.v1 import capture_pb2
-from svc_common.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +55,6 @@ when the thread has nothing to do leaves at once."""
 SHORT_PAUSE_SECONDS = 0.008
 """The same for blocks for which someone may wait: those with rows of a prompt, those that are not full because their
 reply has ended, and those of captures with a `flush_interval`."""
-
-_log = get_logger(__name__)
 
 
 class _Work(NamedTuple):

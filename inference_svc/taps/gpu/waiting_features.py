@@ -22,7 +22,7 @@ class Copy(NamedTuple):
     encoded: Encoded
     block: Block | None
     """The block to give back when the copy is done."""
-    source: tuple[Tensor, Basis | None] | None = None
+    source: tuple[Tensor, Basis | None]
     """The tensors that are encoded. Held here because they must live until the copy is done."""
 
 

@@ -230,10 +230,10 @@ def test_the_help_explains_every_setting() -> None:
     ("flags", "name"),
     [
         (["--path", "{path}", "--listen", "nowhere"], "--listen"),
-        (["--path", "{path}", "--max-bytes", "lots"], "--max-bytes .*: this is no size. Give a number of bytes, or"),
+        (["--path", "{path}", "--max-bytes", "lots"], "--max-bytes .*: this is not a size. Give a number of bytes, or"),
         (
             ["--path", "{path}", "--max-bytes", "5 apples"],
-            "--max-bytes .*: this is no size. Give a number of bytes, or",
+            "--max-bytes .*: this is not a size. Give a number of bytes, or",
         ),
         (["--path", "{path}", "--max-bytes", "1MiB"], "--max-bytes"),
         (["--path", "{path}", "--ack", "maybe"], "--ack"),
