@@ -15,7 +15,7 @@ import torch
 
 from bench.host.loop import Captures, DecodeLoop, Device, Steering
 from bench.machine import describe
-from bench.options import add_output, numbers
+from bench.options import add_output, numbers, positive
 from bench.output import write_result
 
 _WARMUP_STEPS = 64
@@ -27,7 +27,7 @@ class Cost:
     """The cost of a step on the host."""
 
     requests: int
-    """The number of requests. Each generates a token in each step."""
+    """The number of requests. Each generates a token in the step of its batch."""
     captures: Captures
     """The positions that are captured, at every layer."""
     steering: Steering
@@ -48,12 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "device": options.device.value,
         "layers": options.layers,
         "steps": options.steps,
+        "batches": options.batches,
     }
     costs = []
     print("requests\tcaptures\tsteering\tus/step\tp95\tus/request")
     for captures, steering in _KINDS:
         for requests in options.requests:
-            loop = DecodeLoop(requests, options.layers, device=options.device, captures=captures, steering=steering)
+            loop = DecodeLoop(
+                requests,
+                options.layers,
+                device=options.device,
+                captures=captures,
+                steering=steering,
+                batches=options.batches,
+            )
             costs.append(cost_of(requests, times_of(loop, options.steps), captures=captures, steering=steering))
             print(line(costs[-1]), flush=True)
     if options.output:
@@ -108,6 +116,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__)
     parser.add_argument(
         "--requests", type=numbers, default=[0, 1, 8, 32, 128, 256], help="requests in the batch, separated by commas"
+    )
+    parser.add_argument(
+        "--batches",
+        type=positive,
+        default=1,
+        help="batches that take turns, as with pipeline parallelism; each has its part of the requests (default: 1)",
     )
     parser.add_argument("--layers", type=int, default=36, help="layers of the model; all are captured and steered")
     parser.add_argument("--steps", type=int, default=1000, help="measured steps")

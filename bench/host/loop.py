@@ -1,4 +1,4 @@
-"""Runs the taps of a worker for a batch in which every request generates a token in each step.
+"""Runs the taps of a worker for batches in which every request generates a token in each step.
 
 The taps' code, the tap, the pool and the tables are real. Only the sink is replaced, and the rest of a worker is left
 out. If the constructors of the taps change, update this file.
@@ -62,7 +62,7 @@ class Steering(str, Enum):
 
 
 class DecodeLoop:
-    """A batch of requests, each of which generates a token in each step."""
+    """Batches of requests that take turns. In the step of its batch, each request generates a token."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class DecodeLoop:
         device: Device = Device.HOST,
         captures: Captures = Captures.ALL,
         steering: Steering = Steering.NONE,
+        batches: int = 1,
     ) -> None:
         """Admit the requests, and compute their prompts.
 
@@ -81,6 +82,7 @@ class DecodeLoop:
             device: The tap that the layout of a step is passed to.
             captures: The positions that are captured.
             steering: How they are steered.
+            batches: How many batches the requests are divided into.
         """
         where = torch.device("cuda" if device is Device.CUDA else "cpu")
         self._points = TapPoints(0, layers)
@@ -90,15 +92,13 @@ class DecodeLoop:
         self.sink = Sink(self._pool)
         tap = self._make_tap(device, requests)
         self.runtime = TapRuntime(self._points, tap, self._pool, self.sink)  # type: ignore[arg-type]
-        self._names: list[str] = []
+        self._names = [f"request-{index}" for index in range(requests)]
+        self._batches = max(batches, 1)
         self._step = 0
-        self._firsts = np.zeros(0, dtype=np.int64)  # the position that each request would have in step 0
-        self._counts = np.zeros(0, dtype=np.int64)
-        plans = [_plan(index, layers, captures=captures, steering=steering) for index in range(requests)]
-        self._admit(plans)
+        self._compute_prompts([_plan(index, layers, captures=captures, steering=steering) for index in range(requests)])
 
     def step(self) -> None:
-        """Compute a token of every request."""
+        """Compute a token of each request of one batch."""
         self.begin()
         self.place_and_finish()
 
@@ -114,19 +114,17 @@ class DecodeLoop:
 
     def _tell_rows(self) -> StepRows:
         """Return the rows of the step like the adapters of the model runners: two of the three lists are from numpy."""
-        return StepRows(self._names, (self._firsts + self._step).tolist(), self._counts.tolist())
+        turns, batch = divmod(self._step, self._batches)
+        names = self._names[batch :: self._batches]
+        firsts = np.full(len(names), PROMPT_TOKENS + turns, dtype=np.int64)
+        return StepRows(names, firsts.tolist(), np.ones(len(names), dtype=np.int64).tolist())
 
-    def _admit(self, plans: Sequence[RequestPlan]) -> None:
-        """Compute the prompts of new requests, in a step that also generates a token of each earlier request."""
-        known = len(self._names)
-        names = [f"request-{known + index}" for index in range(len(plans))]
-        self.runtime.begin_step((), [(name, plan.to_extra_args()) for name, plan in zip(names, plans, strict=True)])
-        self._names += names
-        self._firsts = np.append(self._firsts, [-self._step] * len(plans)).astype(np.int64)
-        self._counts = np.array([1] * known + [PROMPT_TOKENS] * len(plans), dtype=np.int64)
-        self.place_and_finish()
-        self._firsts[known:] += PROMPT_TOKENS - 1
-        self._counts[known:] = 1
+    def _compute_prompts(self, plans: Sequence[RequestPlan]) -> None:
+        admitted = [(name, plan.to_extra_args()) for name, plan in zip(self._names, plans, strict=True)]
+        self.runtime.begin_step((), admitted)
+        count = len(self._names)
+        self.runtime.place(lambda: StepRows(self._names, [0] * count, [PROMPT_TOKENS] * count))
+        self.runtime.finish_step()
 
     def _make_tap(self, device: Device, requests: int) -> Any:
         if device is Device.NONE:

@@ -81,6 +81,8 @@ class ProgramTable:
         self._entries = StagedTable(entries, ENTRY_FIELDS, dtype=torch.int32, device=device)
         self.is_busy: npt.NDArray[np.int32] = np.zeros(programs, dtype=np.int32)
         """Whether a program does something at more than half of the points, 1 or 0, by the program's number."""
+        self.version = 0
+        """Changes when programs are dropped. Until then, each program keeps its number."""
         self._free_programs = list(range(programs - 1, -1, -1))
         self._free_entries = FreeRuns(entries)
         self._known: OrderedDict[Program, _Place] = OrderedDict()  # least recently used first
@@ -125,6 +127,7 @@ class ProgramTable:
     def _clear(self) -> None:
         """Forget all programs, so that the free room is contiguous again."""
         self._wait_until_uploaded()
+        self.version += 1
         for place in self._known.values():
             self._free_programs.append(place.number)
             self._free_entries.give_back(place.first, place.entries)
@@ -205,6 +208,7 @@ class ProgramTable:
                     f"{len(self.entries)} operations). This is a defect of residuum: please report it."
                 )
             self._wait_until_uploaded()
+            self.version += 1
             place = self._known.pop(idle)
             self._free_programs.append(place.number)
             self._free_entries.give_back(place.first, place.entries)

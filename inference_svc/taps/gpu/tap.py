@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,8 @@ _SPARE_PROGRAMS = 1024
 _STAGES = 16
 """Number of staging buffers, even. The engine prepares a step while uploads of earlier steps still read theirs."""
 _NO_PROGRAM = -1
+_KEPT_LAYOUTS = 8
+"""With pipeline parallelism, steady batches take turns, so the last layout alone would not do."""
 
 
 class CudaTap:
@@ -65,7 +68,7 @@ class CudaTap:
         self._tap = resident.tap if scratch is None else chunked.tap
         self._stages = _Stages(rows)
         self._armed_rows = 0
-        self._armed: _Armed | None = None
+        self._armed: OrderedDict[int, _Armed] = OrderedDict()  # by `id` of their lines, least recently used first
 
     @property
     def nbytes(self) -> int:
@@ -75,10 +78,7 @@ class CudaTap:
 
     def arm(self, layout: StepLayout) -> None:
         """See `DeviceTap.arm`."""
-        armed = self._armed
-        if armed is None or not armed.fits(layout):
-            numbers = self._programs.place(layout.programs)
-            armed = self._armed = _Armed(layout, numbers, self._programs.is_busy[numbers])
+        armed = self._armed_of(layout)
         rows = len(armed.fields)
         table = self._stages.take()
         table[rows : self._armed_rows, 0] = _NO_PROGRAM
@@ -86,6 +86,16 @@ class CudaTap:
         table[armed.rows, 1:3] = layout.lines[:, PLACE:]
         self._stages.upload(max(rows, self._armed_rows))
         self._armed_rows = rows
+
+    def _armed_of(self, layout: StepLayout) -> _Armed:
+        armed = self._armed.pop(id(layout.lines), None)
+        if armed is None or armed.version != self._programs.version or not armed.layout.is_like(layout):
+            numbers = self._programs.place(layout.programs)
+            armed = _Armed(layout, numbers, self._programs.is_busy[numbers], self._programs.version)
+        self._armed[id(layout.lines)] = armed
+        if len(self._armed) > _KEPT_LAYOUTS:
+            self._armed.popitem(last=False)
+        return armed
 
     def disarm(self) -> None:
         """See `DeviceTap.disarm`."""
@@ -115,15 +125,19 @@ class CudaTap:
 class _Armed:
     """The fields of a layout's rows that stay the same while a steady batch goes on."""
 
-    def __init__(self, layout: StepLayout, numbers: npt.NDArray[np.int32], is_busy: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self, layout: StepLayout, numbers: npt.NDArray[np.int32], is_busy: npt.NDArray[np.int32], version: int
+    ) -> None:
         """Take a layout.
 
         Args:
             layout: The layout.
             numbers: The number of each of its programs in the tables.
             is_busy: Whether each program does something at more than half of the points.
+            version: The version of the tables that have these numbers.
         """
-        self._lines, self._programs = layout.lines, layout.programs
+        self.layout = layout
+        self.version = version
         rows, programs = layout.lines[:, ROW], layout.lines[:, PROGRAM]
         self.rows = as_slice(rows)
         """The rows of the lines, as an index of numpy."""
@@ -132,10 +146,6 @@ class _Armed:
         self.fields[:, 0] = _NO_PROGRAM
         self.fields[self.rows, 0] = numbers[programs]
         self.fields[self.rows, 3] = is_busy[programs]
-
-    def fits(self, layout: StepLayout) -> bool:
-        """Return whether only places and strides of a layout may differ: a steady batch keeps its two objects."""
-        return layout.lines is self._lines and layout.programs is self._programs
 
 
 class _Stages:

@@ -131,13 +131,22 @@ class StepLayout:
     """A line for each row that has a program, in any order, int64 [lines, 4]. ROW is the row of the batch, PROGRAM the
     index of its program. PLACE is the pool row for its first unit, or NOWHERE if the row is not captured. STRIDE is the
     distance from one unit to the next in pool rows: the capacity of the block."""
-    repeats: bool = False
-    """Whether programs and lines are those of the step before, so that the device has them already."""
+    moves: bool = True
+    """Whether the lines differ from those of the batch's last step."""
     full_blocks: list[Block] = field(default_factory=list)
     """Blocks to send when the step is done."""
     skipped: list[tuple[Capture, list[int]]] = field(default_factory=list)
     """Positions that should be captured but that the engine did not compute, because it read them from a cache in spite
     of `skip_reading_prefix_cache`. They are reported as lost, so that no capture is silently incomplete."""
+
+    def repeats(self, other: StepLayout) -> bool:
+        """Return whether programs and lines equal those of another layout."""
+        return not self.moves and self.is_like(other)
+
+    def is_like(self, other: StepLayout) -> bool:
+        """Return whether at most places and strides differ: both layouts are of one steady batch."""
+        # A steady batch keeps its two objects.
+        return self.lines is other.lines and self.programs is other.programs
 
 
 class StepPlanner:

@@ -15,6 +15,7 @@ from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
     from typing import Any
 
     from inference_svc.taps.blocks import Block, BlockPool
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _REMEMBERED_NAMES = 10_000
 """How many ended requests the runtime remembers, to distinguish them from requests that have not started."""
+
+_STEADY_BATCHES = 8
+"""How many steady batches the runtime keeps. With pipeline parallelism, as many take turns as there are stages."""
 
 _SIZE_STEP = 13
 """Odd, so that 32 successive requests get 32 different sizes."""
@@ -99,8 +103,8 @@ class TapRuntime:
         self._early_changes: dict[str, tuple[Operation, ...]] = {}  # changes for requests that have not started yet
         self._ended: OrderedDict[str, None] = OrderedDict()  # names
         self._layout: StepLayout | None = None
-        self._steady: SteadyBatch | None = None
-        self._is_armed = False
+        self._steady: list[SteadyBatch] = []  # least recently used first
+        self._armed: StepLayout | None = None  # None: the taps do nothing
         self._admitted = 0
 
     @property
@@ -166,9 +170,9 @@ class TapRuntime:
         self._layout = self._lay_out(get_rows())
         if not self._layout.programs:
             self.pass_through()
-        elif not (self._layout.repeats and self._is_armed):
+        elif self._armed is None or not self._layout.repeats(self._armed):
             self._tap.arm(self._layout)
-            self._is_armed = True
+            self._armed = self._layout
 
     def finish_step(self) -> None:
         """Send the blocks that the step filled, and report positions that the engine skipped.
@@ -193,20 +197,31 @@ class TapRuntime:
 
     def pass_through(self) -> None:
         """Make the taps do nothing, until `place` arms them again."""
-        if self._is_armed:
+        if self._armed is not None:
             self._tap.disarm()
-            self._is_armed = False
+            self._armed = None
 
     def _lay_out(self, rows: StepRows) -> StepLayout:
-        if self._steady is not None and self._steady.continues(rows):
-            return self._steady.advance()
-        self._settle()
-        if len(rows.request_ids) == sum(rows.counts):
-            states = states_by_row(rows.request_ids, self._requests)
-            if SteadyBatch.is_steady(rows, states):
-                self._steady = SteadyBatch(rows, states, self._pool)
-                return self._steady.advance()
-        return self._plan(rows)
+        batch = next((batch for batch in self._steady if batch.continues(rows)), None)
+        if batch is not None:
+            self._steady.remove(batch)
+        else:
+            batch = self._new_batch(rows)
+            if batch is None:
+                return self._plan(rows)
+        self._steady.append(batch)
+        return batch.advance()
+
+    def _new_batch(self, rows: StepRows) -> SteadyBatch | None:
+        """Return the batch of a step that continues none, or None if it is not steady."""
+        self._settle(set(rows.request_ids))
+        if len(rows.request_ids) < sum(rows.counts):
+            return None
+        states = states_by_row(rows.request_ids, self._requests)
+        if not SteadyBatch.is_steady(rows, states):
+            return None
+        self._end(self._steady[: 1 - _STEADY_BATCHES])  # the new one needs a place
+        return SteadyBatch(rows, states, self._pool)
 
     def _plan(self, rows: StepRows) -> StepLayout:
         planner = StepPlanner(self._pool)
@@ -219,11 +234,18 @@ class TapRuntime:
             row += count
         return planner.finish()
 
-    def _settle(self) -> None:
-        """Bring the request states up to date with the steady batch. Call it before anything reads or changes them."""
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
+    def _settle(self, request_ids: AbstractSet[str] | None = None) -> None:
+        """Bring request states up to date with steady batches. Call it before anything reads or changes them.
+
+        Args:
+            request_ids: The requests whose states are needed; None: all.
+        """
+        self._end([batch for batch in self._steady if request_ids is None or batch.has_any(request_ids)])
+
+    def _end(self, batches: Iterable[SteadyBatch]) -> None:
+        for batch in batches:
+            batch.settle()
+            self._steady.remove(batch)
 
     def _admit(self, request_id: str, plan: RequestPlan) -> RequestState:
         state = RequestState(plan, first_generated=self._next_size())

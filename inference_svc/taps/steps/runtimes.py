@@ -68,10 +68,13 @@ class TapRuntimes:
         if self._scores:
             self._scores.place(rows)
 
+    def send_scores(self) -> None:
+        """Copy the step's scores to the board, before the step's tokens are copied; see `Scores.send`."""
+        if self._scores:
+            self._scores.send()
+
     def finish_step(self) -> None:
         """See `TapRuntime.finish_step`."""
-        if self._scores:
-            self._scores.send()  # first: the rest may wait for a store
         for runtime in self._all:
             runtime.finish_step()
 

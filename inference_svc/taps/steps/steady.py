@@ -14,6 +14,7 @@ from inference_svc.taps.steps.layout import NOWHERE, PLACE, STRIDE, StepLayout, 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     import numpy.typing as npt
 
@@ -87,9 +88,13 @@ class SteadyBatch:
             and list(rows.request_ids) == self._request_ids
         )
 
+    def has_any(self, request_ids: AbstractSet[str]) -> bool:
+        """Return whether one of these requests is in the batch."""
+        return not request_ids.isdisjoint(self._request_ids)
+
     def advance(self) -> StepLayout:
         """Return the layout of the next step."""
-        layout = StepLayout(self._programs, self._lines, repeats=bool(self._steps) and not self._rows)
+        layout = StepLayout(self._programs, self._lines, moves=bool(self._rows))
         for index in sorted(self._opening.pop(self._steps, ())):  # in the order of rows, as without a steady batch
             self._open(index)
         if self._rows:

@@ -79,6 +79,9 @@ def _answered(method: Callable[..., _T]) -> Callable[..., _T | str]:
 class TappedWorker:
     """A mixin for vLLM's worker classes. It puts the taps into the loaded model and drives them in each step."""
 
+    _has_computed = False
+    """Whether the model has computed a step that is not finished."""
+
     def load_model(self, **options: Any) -> None:
         """Load the model and put the taps into it, before vLLM's first run traces it."""
         super().load_model(**options)  # type: ignore[misc]
@@ -93,6 +96,7 @@ class TappedWorker:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step with the taps around it."""
+        self._finish_step()  # the last one, if its tokens were not sampled
         taps = self._residuum
         taps.runtime.begin_step(
             scheduler_output.finished_req_ids,
@@ -102,8 +106,26 @@ class TappedWorker:
             ],
         )
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        taps.runtime.finish_step()  # skipped if the step failed: its rows may be wrong
+        taps.runtime.send_scores()
+        self._has_computed = True  # not if the step failed: its rows may be wrong
+        if output is not None:  # nothing is sampled
+            self._finish_step()
         return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample the step's tokens. Then finish the step.
+
+        The device may do copies to the host in the order in which they were started. So the tokens, for which the
+        engine waits, come first, and the step's rows after them.
+        """
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self._finish_step()
+        return output
+
+    def _finish_step(self) -> None:
+        if self._has_computed:
+            self._has_computed = False
+            self._residuum.runtime.finish_step()
 
     def execute_dummy_batch(self) -> None:
         """Run the model without requests, and without the taps, which would repeat what they did in the last step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -110,6 +111,7 @@ happenings = st.one_of(
     st.tuples(st.just("swap"), st.integers(0, 7)),
     st.tuples(st.just("compute_two"), st.integers(0, 7)),
     st.tuples(st.just("compute_again"), st.integers(0, 7)),
+    st.tuples(st.just("take_turns"), st.integers(1, 3)),
 )
 
 
@@ -161,6 +163,7 @@ class Workers:
         )
         self.running: dict[str, int] = {}  # name -> next position
         self.count = 0
+        self.batches = 1
 
     def step(self, rows, **options):
         for worker in self.workers:
@@ -171,10 +174,12 @@ class Workers:
             assert steady.sent == other.sent
 
     def compute(self, more=(), **options):
-        """Compute a token of each running request, and the given rows."""
+        """Compute a token of each running request, and the given rows. With several batches, a step computes one."""
         rows = [*((name, first, 1) for name, first in self.running.items()), *more]
-        if rows:
-            self.step(rows, **options)
+        for batch in range(self.batches):
+            if rows[batch :: self.batches]:
+                self.step(rows[batch :: self.batches], **options)
+                options = {}
         self.running = {name: first + 1 for name, first in self.running.items()}
 
     def some(self, number):
@@ -220,6 +225,10 @@ class Workers:
     def change(self, number):
         assert len({worker.runtime.change_steering(self.some(number), ()) for worker in self.workers}) == 1
 
+    def take_turns(self, number):
+        """From now on, divide the requests into that many batches."""
+        self.batches = number
+
     def swap(self, number):
         name = self.some(number)  # vLLM moves another request into its row
         self.running[name] = self.running.pop(name)
@@ -232,7 +241,7 @@ def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, togeth
     for wanted in [begin] if together else [[each] for each in begin]:
         pair.admit(*wanted)
     for what, value in then:
-        if pair.running or what in {"admit", "go_on"}:
+        if pair.running or what in {"admit", "go_on", "take_turns"}:
             getattr(pair, what)(value)
     for worker in pair.workers:
         worker.runtime.begin_step(list(pair.running), [])
@@ -247,7 +256,7 @@ def test_a_batch_that_is_only_steered_is_armed_once():
     for position in range(2, 40):
         worker.step([("r", position, 1)])
     assert worker.armed == 2, "armed once for the prompt, and once for all generated tokens"
-    assert isinstance(worker.runtime._steady, SteadyBatch)
+    assert len(worker.runtime._steady) == 1
 
 
 @pytest.mark.parametrize("where", [select((-1, None)), select((-1, -1)), select((0, 5)), select((4, None))])
@@ -256,7 +265,33 @@ def test_replies_are_steady_as_soon_as_their_positions_have_one_treatment(where)
     worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", RequestPlan(PROMPT_TOKENS, capture(positions=where)))])
     for position in range(2, 10):
         worker.step([("r", position, 1)])
-    assert isinstance(worker.runtime._steady, SteadyBatch)
+    assert len(worker.runtime._steady) == 1
+
+
+def test_steady_batches_may_take_turns():
+    """With pipeline parallelism, a step computes only the requests of its batch."""
+    pair = Workers()
+    pair.admit(*((capture(layers=(0, 1)), (), False) for _ in range(6)))
+    pair.batches = 3
+    with mock.patch.object(SteadyBatch, "__init__", autospec=True, side_effect=SteadyBatch.__init__) as make:
+        pair.go_on(40)
+        assert make.call_count == 3
+        pair.finish(0)
+        pair.go_on(2)
+        assert make.call_count == 3 + 3, "all of them start again after a request has ended"
+
+
+def test_only_some_steady_batches_are_kept():
+    worker = Worker(steadies=True)
+    names = [f"r{number}" for number in range(12)]
+    plans = [(name, RequestPlan(PROMPT_TOKENS, capture(name))) for name in names]
+    worker.step([(name, 0, PROMPT_TOKENS) for name in names], admitted=plans)
+    for name in names:
+        worker.step([(name, PROMPT_TOKENS, 1)])
+    assert len(worker.runtime._steady) == 8
+    worker.step([(name, PROMPT_TOKENS + 1, 1) for name in names])
+    worker.runtime.begin_step(names, ())
+    assert [positions for _, _, positions in worker.sent[len(names) :]] == [[2, 3]] * len(names)
 
 
 def test_requests_that_began_together_may_change_places():

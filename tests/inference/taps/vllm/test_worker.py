@@ -1,0 +1,76 @@
+"""The order of the taps' work in a step of vLLM's worker, with a worker and taps that note what is called."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from inference_svc.taps.vllm.worker import TappedWorker
+
+STEP = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[], total_num_scheduled_tokens=1)
+
+
+class Worker:
+    """vLLM's worker."""
+
+    def __init__(self):
+        self.calls = mock.Mock()
+        self.calls.execute.return_value = None
+        self.calls.sample.return_value = "tokens"
+        self._residuum = SimpleNamespace(runtime=self.calls)
+
+    def execute_model(self, scheduler_output):
+        return self.calls.execute()
+
+    def sample_tokens(self, grammar_output):
+        return self.calls.sample(grammar_output)
+
+    def happened(self):
+        names = [name for name, *_ in self.calls.mock_calls]
+        self.calls.reset_mock()
+        return names
+
+
+class Tapped(TappedWorker, Worker):
+    pass
+
+
+def test_tokens_come_before_rows_and_scores_before_tokens():
+    worker = Tapped()
+    for _ in range(2):
+        assert worker.execute_model(STEP) is None
+        assert worker.sample_tokens("grammar") == "tokens"
+        assert worker.happened() == ["begin_step", "execute", "send_scores", "sample", "finish_step"]
+
+
+def test_a_step_without_tokens_is_finished_at_once():
+    worker = Tapped()
+    worker.calls.execute.return_value = "nothing"
+    assert worker.execute_model(STEP) == "nothing"
+    assert worker.happened() == ["begin_step", "execute", "send_scores", "finish_step"]
+
+
+def test_a_step_that_failed_is_not_finished():
+    worker = Tapped()
+    worker.calls.execute.side_effect = RuntimeError("the device")
+    with pytest.raises(RuntimeError, match="the device"):
+        worker.execute_model(STEP)
+    worker.sample_tokens(None)  # vLLM calls it, and it returns None
+    assert worker.happened() == ["begin_step", "execute", "sample"]
+
+
+def test_a_step_that_is_not_sampled_is_finished_before_the_next():
+    worker = Tapped()
+    worker.execute_model(STEP)
+    worker.execute_model(STEP)
+    assert worker.happened() == [
+        "begin_step",
+        "execute",
+        "send_scores",
+        "finish_step",
+        "begin_step",
+        "execute",
+        "send_scores",
+    ]
