@@ -54,7 +54,7 @@
     BatchInterrupted (KeyboardInterrupt)        Ctrl-C in generate_many; .replies, .errors
     BatchCancelled (asyncio.CancelledError)     the same, if its task is cancelled
 
-    EmptyCaptureWarning (UserWarning)   activations with 0 positions: no error, but probably unintended
+    EmptyCaptureWarning (UserWarning)   a result without rows: no error, but probably unintended
     OutageWarning (UserWarning)         a batch waits for a service, or one of `residuum.serve` has ended
     LeftOutWarning (UserWarning)        captures that match a filter are not complete, and were left out
     SilentStoreWarning (UserWarning)    with allow_partial=True: a store did not answer and was left out
@@ -417,7 +417,7 @@ class ServerFault(ResiduumError):
 
 
 class EmptyCaptureWarning(UserWarning):
-    """The activations have 0 positions: the request has none of the selected positions."""
+    """The result has no rows: the captures have none of the selected positions."""
 
 
 class OutageWarning(UserWarning):

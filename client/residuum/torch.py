@@ -38,7 +38,7 @@ from residuum.captures.row_stream import (
 from residuum.client import Client
 from residuum.exceptions import InvalidRequest
 from residuum.protocol.deadlines import Deadline
-from residuum.protocol.many import check_choice, check_ids, check_some, warn_of_left_out
+from residuum.protocol.many import check_choice, check_ids, check_some, warn_of_left_out, warn_of_no_rows
 from residuum.protocol.requests import RequestLike
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike, index_list
 from residuum.values.selections.points import SITES as _SITE_NUMBERS
@@ -211,6 +211,8 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         """If aligned, the site and the layer of each place, in the order of the second dimension of `activations`."""
         self._counts: list[int] = []
         found = self._look_up(captures, prefix, where, dtype, labels if isinstance(labels, str) else None)
+        if not any(self._counts):
+            warn_of_no_rows(self.captures, "the dataset has no rows")
         self._labels = _labels(found if isinstance(labels, str) else labels, self.captures)
 
     def __len__(self) -> int:

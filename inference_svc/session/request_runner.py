@@ -132,7 +132,7 @@ class RequestRunner:
             raise Failure(
                 Reason.ERROR_REASON_NOT_UPDATABLE,
                 f"The steering of the request {request_id!r} cannot be changed, because the request was not started as "
-                "updatable. Set steering.updatable in its spec.",
+                "updatable. Start it with steering.updatable (in Python: updatable=True).",
                 request_id=request_id,
             )
         steering = self._admission.resolve_steering(spec, tenant, running.spec)

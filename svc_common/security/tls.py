@@ -6,6 +6,7 @@ unless its operator sets `insecure`.
 
 from __future__ import annotations
 
+import socket
 import ssl
 import threading
 from pathlib import Path
@@ -126,8 +127,21 @@ def add_port(server: grpc.Server | grpc.aio.Server, settings: SecureSettings) ->
         if credentials is None:
             return server.add_insecure_port(settings.listen)
         return server.add_secure_port(settings.listen, credentials)
-    except RuntimeError as error:
-        raise OSError(f"listen: cannot listen on {settings.listen}: {error}") from error
+    except RuntimeError as error:  # gRPC does not say why
+        reason = _why_unusable(settings.listen)
+        raise OSError(f"listen: cannot listen on {settings.listen}: {reason}. Set --listen to another one.") from error
+
+
+def _why_unusable(endpoint: str) -> str:
+    """Return why an address cannot be listened on, in the system's words."""
+    host, port = parse_endpoint(endpoint, listening=True)
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "gRPC cannot open the port"
 
 
 class _Certificates:

@@ -26,6 +26,7 @@ from residuum.protocol.many import (
     most_streams,
     split_reads,
     warn_of_left_out,
+    warn_of_no_rows,
 )
 from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
@@ -193,6 +194,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
 
         Warns:
             LeftOutWarning: Captures that `prefix` and `where` select are not complete, and were left out.
+            EmptyCaptureWarning: No capture has any of the selected positions.
 
         Example:
             >>> train = await client.rows(where="split = train", layer=12, positions="last_prompt")
@@ -216,7 +218,10 @@ class AsyncCaptureClient(AsyncDeletionClient):
             else:
                 builder.add(acts)
         warn_of_left_out(left_out, len(names))
-        return builder.rows()
+        rows = builder.rows()
+        if rows.captures and not rows:
+            warn_of_no_rows(rows.captures, "the result has 0 rows")
+        return rows
 
     async def export(
         self,
@@ -302,6 +307,9 @@ class AsyncCaptureClient(AsyncDeletionClient):
             AbortedCapture: The request was aborted. It is raised after the last piece.
             Unreachable: The store was away until the timeout.
 
+        Warns:
+            EmptyCaptureWarning: The capture has none of the selected positions.
+
         Example:
             >>> async for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
             ...     print(layer, positions, rows.shape)
@@ -311,7 +319,7 @@ class AsyncCaptureClient(AsyncDeletionClient):
             request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
             follow=True, allow_partial=allow_partial,
         )  # fmt: skip
-        return self._follow(Reading(plan, keep_values=False), timeout)
+        return self._followed(Reading(plan, keep_values=False), timeout)
 
     async def manifest(
         self, request_id: RequestLike, *, wait: bool | float = False, archived: bool = False
@@ -544,11 +552,21 @@ class AsyncCaptureClient(AsyncDeletionClient):
             raise error from None
         warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
 
-    async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncIterator[Piece]:
+    async def _follow(self, reading: Reading, timeout: float | None = None) -> AsyncGenerator[Piece, None]:
         async for data in self._read(reading, timeout):
             for piece in reading.add(data):
                 yield piece
         reading.manifest()
+
+    async def _followed(self, reading: Reading, timeout: float | None) -> AsyncIterator[Piece]:
+        is_empty = True
+        async with aclosing(self._follow(reading, timeout)) as pieces:
+            async for piece in pieces:
+                is_empty = False
+                yield piece
+        manifest = reading.manifest()
+        if is_empty and manifest.state == "complete":
+            warn_of_no_rows([manifest.capture_id], "there is nothing to follow")
 
     async def _activations_of(
         self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool

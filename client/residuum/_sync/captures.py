@@ -27,6 +27,7 @@ from residuum.protocol.many import (
     most_streams,
     split_reads,
     warn_of_left_out,
+    warn_of_no_rows,
 )
 from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
@@ -194,6 +195,7 @@ class CaptureClient(DeletionClient):
 
         Warns:
             LeftOutWarning: Captures that `prefix` and `where` select are not complete, and were left out.
+            EmptyCaptureWarning: No capture has any of the selected positions.
 
         Example:
             >>> train = client.rows(where="split = train", layer=12, positions="last_prompt")
@@ -217,7 +219,10 @@ class CaptureClient(DeletionClient):
             else:
                 builder.add(acts)
         warn_of_left_out(left_out, len(names))
-        return builder.rows()
+        rows = builder.rows()
+        if rows.captures and not rows:
+            warn_of_no_rows(rows.captures, "the result has 0 rows")
+        return rows
 
     def export(
         self,
@@ -303,6 +308,9 @@ class CaptureClient(DeletionClient):
             AbortedCapture: The request was aborted. It is raised after the last piece.
             Unreachable: The store was away until the timeout.
 
+        Warns:
+            EmptyCaptureWarning: The capture has none of the selected positions.
+
         Example:
             >>> for site, layer, positions, rows in client.follow(stream.request_id, layers=[12]):
             ...     print(layer, positions, rows.shape)
@@ -312,7 +320,7 @@ class CaptureClient(DeletionClient):
             request_id, layers=layers, sites=sites, sequences=sequence, positions=positions,
             follow=True, allow_partial=allow_partial,
         )  # fmt: skip
-        return self._follow(Reading(plan, keep_values=False), timeout)
+        return self._followed(Reading(plan, keep_values=False), timeout)
 
     def manifest(self, request_id: RequestLike, *, wait: bool | float = False, archived: bool = False) -> Manifest:
         """Return the manifest of a capture.
@@ -540,10 +548,20 @@ class CaptureClient(DeletionClient):
             raise error from None
         warnings.warn(str(error), exc.SilentStoreWarning, stacklevel=4)
 
-    def _follow(self, reading: Reading, timeout: float | None = None) -> Iterator[Piece]:
+    def _follow(self, reading: Reading, timeout: float | None = None) -> Generator[Piece, None]:
         for data in self._read(reading, timeout):
             yield from reading.add(data)
         reading.manifest()
+
+    def _followed(self, reading: Reading, timeout: float | None) -> Iterator[Piece]:
+        is_empty = True
+        with closing(self._follow(reading, timeout)) as pieces:
+            for piece in pieces:
+                is_empty = False
+                yield piece
+        manifest = reading.manifest()
+        if is_empty and manifest.state == "complete":
+            warn_of_no_rows([manifest.capture_id], "there is nothing to follow")
 
     def _activations_of(
         self, capture_ids: Iterable[str], plan: ReadPlan | None, timeout: float | None, *, progress: bool

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from residuum import exceptions as exc
 from residuum._sync import io
 from residuum._sync.stores import StoreClient
-from residuum.protocol.deleting import CALLS_AT_ONCE, DELETIONS_AT_ONCE, Outcomes, deletion_outcomes
-from residuum.protocol.many import not_found
+from residuum.protocol.deleting import CALLS_AT_ONCE, DELETIONS_AT_ONCE, Outcomes, deletion_outcomes, not_deleted
 from residuum.transport.failures import is_unknown_call
 from residuum.v1 import store_pb2
 from residuum.wire.limits import MAX_CAPTURES_PER_DELETION
@@ -34,9 +33,10 @@ class DeletionClient(StoreClient):
         failures = [outcome for outcome in outcomes if isinstance(outcome, exc.ResiduumError)]
         if may_be_gone:
             failures = [failure for failure in failures if not isinstance(failure, exc.UnknownCapture)]
+        freed = [outcome for outcome in outcomes if isinstance(outcome, int)]
         if failures:
-            raise not_found(failures, len(capture_ids))
-        return sum(outcome for outcome in outcomes if isinstance(outcome, int))
+            raise not_deleted(failures, len(freed), len(capture_ids))
+        return sum(freed)
 
     def _delete_each(self, capture_ids: Sequence[str]) -> Outcomes:
         """Delete captures, which are given without repeats. Return the outcome of each, in order.

@@ -25,6 +25,7 @@ from residuum.protocol.many import (
     is_many,
     not_found,
     warn_of_left_out,
+    warn_of_no_rows,
 )
 from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
@@ -242,6 +243,7 @@ class Archive:
 
         Warns:
             LeftOutWarning: Captures that `prefix` and `where` select are not complete, and were left out.
+            EmptyCaptureWarning: No capture has any of the selected positions.
         """
         if captures is not None:
             check_choice(captures, prefix, where)
@@ -261,7 +263,10 @@ class Archive:
             else:
                 builder.add(acts)
         warn_of_left_out(left_out, len(names))
-        return builder.rows()
+        rows = builder.rows()
+        if rows.captures and not rows:
+            warn_of_no_rows(rows.captures, "the result has 0 rows")
+        return rows
 
     def export(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import residuum
-from residuum.cli.connection import advice_if_cut_off, open_captures, open_client, silent_stores
+from residuum.cli.connection import advice_if_cut_off, open_captures, open_client, plain_warnings, silent_stores
 from residuum.cli.labels import add_where, labels_text
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import positive_count
@@ -232,7 +232,8 @@ def add_follow_arguments(parser: argparse.ArgumentParser) -> None:
 
 def follow(options: argparse.Namespace, output: Output) -> int:
     """Print a line for each piece of a capture as it arrives, until the capture ends."""
-    with open_client(options) as client, advice_if_cut_off(f"Again from the start: residuum follow {options.id}"):
+    advice = advice_if_cut_off(f"Again from the start: residuum follow {options.id}")
+    with open_client(options) as client, advice, plain_warnings(output):
         pieces = client.follow(
             options.id,
             layers=options.layers,

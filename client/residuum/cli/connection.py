@@ -77,8 +77,8 @@ def silent_stores(output: Output) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def outages(output: Output) -> Iterator[None]:
-    """Print the warnings about services that do not answer, when they come."""
+def plain_warnings(output: Output) -> Iterator[None]:
+    """Print warnings when they come, those about services that do not answer each time."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", residuum.OutageWarning)
         warnings.showwarning = lambda message, *_: output.error(str(message))

@@ -13,7 +13,7 @@ from typing import Any
 
 import residuum
 from residuum.cli import extract_ray, sampling, steering
-from residuum.cli.connection import CALL_SECONDS, credentials_of, outages
+from residuum.cli.connection import CALL_SECONDS, credentials_of, plain_warnings
 from residuum.cli.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
@@ -181,7 +181,7 @@ def extract(options: argparse.Namespace, output: Output) -> int:
     )  # fmt: skip
     if options.export and Path(options.export[1]).exists():
         raise FileExistsError(f"{options.export[1]} exists already. Delete it, or choose another folder for --export.")
-    with outages(output):
+    with plain_warnings(output):
         if options.dry_run:
             _show_estimate(estimate(job, clients), output)
             return 0

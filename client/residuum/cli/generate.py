@@ -11,7 +11,7 @@ from typing import Any
 
 import residuum
 from residuum.cli import probes, sampling, steering
-from residuum.cli.connection import advice_if_cut_off, open_client, outages
+from residuum.cli.connection import advice_if_cut_off, open_client, plain_warnings
 from residuum.cli.labels import parse_labels
 from residuum.cli.output import Output
 from residuum.cli.parser import positive_count
@@ -222,7 +222,7 @@ def _generate_many(
 ) -> int:
     job = options.request_id
     names = None if job is None else [f"{job}-{index}" for index in range(len(prompts))]
-    with open_client(options) as client, outages(output):
+    with open_client(options) as client, plain_warnings(output):
         try:
             replies = client.generate_many(
                 prompts, request_ids=names, if_exists=options.if_exists, progress=not output.as_json, **arguments

@@ -8,13 +8,14 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Protocol
 
 from residuum._async.client import AsyncClient
-from residuum.exceptions import InvalidRequest
+from residuum.exceptions import EmptyCaptureWarning, InvalidRequest
 from residuum.extraction.folder import JobFolder, open_folder
 from residuum.extraction.inputs import Items, Source, open_rows
 from residuum.extraction.packing import PackedItems
@@ -165,6 +166,12 @@ async def run_job(job: Job, clients: Callable[[], Sequence[AsyncClient]]) -> Ext
             await services.close()
     extracted = Extracted(job.folder)
     extracted.summary = summary
+    if summary.prompts > summary.failed and not len(extracted):
+        warnings.warn(
+            "No prompt has any of the selected positions, so there are no rows. Check the positions of `capture`.",
+            EmptyCaptureWarning,
+            stacklevel=2,
+        )
     return extracted
 
 

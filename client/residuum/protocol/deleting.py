@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from residuum import exceptions as exc
 from residuum.protocol.failures import from_item_error
+from residuum.protocol.many import not_found
 from residuum.protocol.requests import RequestLike
 from residuum.v1 import store_pb2
 
@@ -51,3 +52,19 @@ def deletion_outcomes(capture_ids: Sequence[str], response: store_pb2.DeleteCapt
         else result.freed_bytes
         for capture_id, result in zip(capture_ids, response.results, strict=True)
     }
+
+
+def not_deleted(failures: Sequence[exc.ResiduumError], deleted: int, total: int) -> exc.ResiduumError:
+    """Return the exception for a deletion of which a part failed. It says how many captures were deleted.
+
+    Args:
+        failures: The failure of each capture that was not deleted.
+        deleted: How many captures were deleted.
+        total: How many captures were to be deleted.
+    """
+    error = not_found(failures, total)
+    if total > 1:
+        error.args = (
+            f"{error} {deleted or 'None'} of the {total} captures {'was' if deleted <= 1 else 'were'} deleted.",
+        )
+    return error

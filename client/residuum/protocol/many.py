@@ -120,6 +120,22 @@ def warn_of_left_out(manifests: Sequence[Manifest], total: int) -> None:
     )
 
 
+def warn_of_no_rows(capture_ids: Sequence[str], result: str) -> None:
+    """Warn that captures have none of the selected positions.
+
+    Args:
+        capture_ids: The captures.
+        result: What is empty, such as "the result has 0 rows".
+    """
+    name, count = next(iter(capture_ids)), len(capture_ids)
+    which = f"The capture {name} has none" if count == 1 else f"None of the {count} captures has any"
+    warnings.warn(
+        f"{which} of the selected positions, so {result}. Check `positions`, and which positions were captured.",
+        exc.EmptyCaptureWarning,
+        stacklevel=3,
+    )
+
+
 class ManyReading:
     """The state of a read of many captures from one store. After a broken connection, `request` asks for the rest."""
 

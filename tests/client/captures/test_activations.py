@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 import uuid
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -249,6 +250,26 @@ async def test_an_impossible_position_causes_a_warning(client, positions):
     assert caught[0].filename.endswith(("conftest.py", "test_activations.py"))  # the caller, not the client
     assert acts[0].shape == (0, HIDDEN)
     assert acts.manifest.is_complete
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_rows_of_impossible_positions_cause_a_warning(client, count):
+    capture = residuum.Capture(layers=[0])
+    ids = [(await client.generate("a bb", max_tokens=4, capture=capture)).request_id for _ in range(count)]
+    which = f"The capture {ids[0]} has none" if count == 1 else "None of the 3 captures has any"
+    with pytest.warns(residuum.EmptyCaptureWarning, match=f"{which} of the selected positions, so the result has 0"):
+        found = await client.rows(ids, layer=0, positions=5000)
+    assert (found.captures, found.values.shape) == (tuple(ids), (0, HIDDEN))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        longer = await client.generate("a bb ccc", max_tokens=4, capture=capture)
+        assert len(await client.rows([*ids, longer], layer=0, positions=5)) == 1
+
+
+async def test_following_impossible_positions_causes_a_warning(client):
+    reply = await client.generate("a bb", max_tokens=4, capture=residuum.Capture(layers=[0]))
+    with pytest.warns(residuum.EmptyCaptureWarning, match="none of the selected positions, so there is nothing to fo"):
+        assert await client.follow(reply, positions=5000) == []
 
 
 async def test_missing_rows_are_described(client, peer):

@@ -177,6 +177,15 @@ def test_vectors_of_another_width_are_refused(endpoint, capsys, tmp_path):
     assert "11 elements" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [b"no array", b"", b"\x93NUMPY\x01"])
+def test_a_file_that_is_no_array_is_refused_in_plain_words(endpoint, capsys, tmp_path, content):
+    (tmp_path / "joy.npy").write_bytes(content)
+    assert main(["vectors", "put", "--endpoint", endpoint, str(tmp_path / "joy.npy")]) == 1
+    assert capsys.readouterr().err == (
+        "residuum: joy.npy is not a .npy file of numbers. Write it with numpy.save, from an array of numbers.\n"
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [[], ["nonsense"], ["pull"], ["rm"], ["vectors"], ["generate"], ["ls", "--state", "done"], ["info", "-x"],

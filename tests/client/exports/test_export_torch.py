@@ -92,6 +92,14 @@ def test_workers_export_disjoint_rows(endpoint, context):
         assert client.manifest(NAMES[0]).is_complete
 
 
+def test_a_dataset_without_rows_causes_a_warning(endpoint):
+    with pytest.warns(
+        residuum.EmptyCaptureWarning, match=f"None of the {len(NAMES)} captures .* has no rows"
+    ) as caught:
+        assert list(ActivationDataset(endpoint, prefix="torch-", positions=5000)) == []
+    assert len(caught) == 1
+
+
 def test_workers_may_outnumber_captures(endpoint):
     data = ActivationDataset(endpoint, NAMES[:1], batch_size=32)
     loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context="fork")

@@ -538,3 +538,11 @@ async def test_a_single_service_is_waited_for_if_it_may_be_restarted(endpoint):
         services = Services([AsyncClient(endpoint)], 4, 30.0, found)
         assert services.can_recover == can_recover
         await services.close()
+
+
+async def test_an_extraction_without_rows_causes_a_warning(client, prompts, tmp_path):
+    with pytest.warns(residuum.EmptyCaptureWarning, match="No prompt has any of the selected positions"):
+        found = await client.extract(
+            prompts, tmp_path / "none", capture=residuum.Capture(layers=[1], positions=5000), progress=False
+        )
+    assert (len(found), found.summary.prompts, found.summary.failed) == (0, 40, 0)

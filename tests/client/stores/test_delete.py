@@ -42,9 +42,14 @@ async def test_a_list_and_a_filter_delete_many(client, names):
 
 
 async def test_a_list_is_deleted_although_some_are_gone(client, names):
-    with pytest.raises(residuum.UnknownCapture, match="2 of 7 captures are in no store: gone-1, gone-2"):
+    with pytest.raises(residuum.UnknownCapture, match="2 of 7 captures are in no store: gone-1, gone-2") as caught:
         await client.delete(["gone-1", *names, "gone-2"])
+    assert str(caught.value).endswith("(residuum ls). 5 of the 7 captures were deleted.")
     assert await left(client, names) == []
+    with pytest.raises(residuum.UnknownCapture, match=r"None of the 2 captures was deleted\.$"):
+        await client.delete(["gone-1", "gone-2"])
+    with pytest.raises(residuum.UnknownCapture, match=r"\(residuum ls\)\.$"):
+        await client.delete("gone-1")
 
 
 async def test_a_list_and_a_filter_take_one_call(make, flaky, names):

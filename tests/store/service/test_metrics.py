@@ -161,6 +161,11 @@ def test_an_address_in_use_is_reported(start: Start, tmp_path: Path, capfd: pyte
     flags = ["--path", str(tmp_path / "other"), "--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{port}"]
     assert main(flags) == 1
     assert f"metrics: cannot listen on 127.0.0.1:{port}" in capfd.readouterr().err
+    (served,) = (line["port"] for line in log_of(process) if line["event"] == "serving")
+    address = f"127.0.0.1:{served}"
+    assert main(["--path", str(tmp_path / "other"), "--listen", address]) == 1
+    wanted = f"listen: cannot listen on {address}: Address already in use. Set --listen to another one."
+    assert wanted in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------- the log

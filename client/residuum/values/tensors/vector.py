@@ -184,8 +184,9 @@ def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
 def _read_npy(file: Path) -> dict[str, npt.NDArray[Any]]:
     try:
         loaded = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise BadVector(f"{file.name} is not a .npy file of numbers: {error}", reason="INVALID_FIELD") from None
+    except (ValueError, EOFError) as error:  # numpy's own words speak of pickles
+        message = f"{file.name} is not a .npy file of numbers. Write it with numpy.save, from an array of numbers."
+        raise BadVector(message, reason="INVALID_FIELD") from error
     if loaded.ndim != 2:  # noqa: PLR2004 - [count, hidden]
         return {file.stem: loaded}
     return {f"{file.stem}.{number}": row for number, row in enumerate(loaded)}
