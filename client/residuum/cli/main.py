@@ -134,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_captures(commands: Commands) -> None:
-    text = "list captures, newest first"
+    text = "list captures, newest first: ID, state, rows, bytes, model, labels and start"
     add_command(commands, "ls", captures.list_captures, text, arguments=captures.add_list_arguments)
     for name, run, text, arguments in (
         ("pull", captures.pull, "fetch captures into files", captures.add_pull_arguments),
