@@ -36,7 +36,7 @@ class Cost:
     p95_us: float
     """Microseconds of a step, the 95th percentile."""
     us_per_request: float
-    """The median divided by the number of requests; 0 without requests."""
+    """The median divided by the requests of a step; 0 without requests."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,7 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 steering=steering,
                 batches=options.batches,
             )
-            costs.append(cost_of(requests, times_of(loop, options.steps), captures=captures, steering=steering))
+            costs.append(
+                cost_of(
+                    requests,
+                    times_of(loop, options.steps),
+                    captures=captures,
+                    steering=steering,
+                    batches=options.batches,
+                )
+            )
             print(line(costs[-1]), flush=True)
     if options.output:
         write_result(options.output, {**context, "costs": [asdict(cost) for cost in costs]})
@@ -92,7 +100,7 @@ def times_of(loop: DecodeLoop, steps: int) -> list[float]:
     return times
 
 
-def cost_of(requests: int, times: Sequence[float], *, captures: Captures, steering: Steering) -> Cost:
+def cost_of(requests: int, times: Sequence[float], *, captures: Captures, steering: Steering, batches: int = 1) -> Cost:
     """Return the cost from the seconds of all steps."""
     median = statistics.median(times) * 1e6
     return Cost(
@@ -101,7 +109,7 @@ def cost_of(requests: int, times: Sequence[float], *, captures: Captures, steeri
         steering=steering,
         median_us=median,
         p95_us=sorted(times)[len(times) * 19 // 20] * 1e6,
-        us_per_request=median / requests if requests else 0.0,
+        us_per_request=median * batches / requests if requests else 0.0,
     )
 
 
@@ -132,7 +140,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "(host), or none",
     )  # fmt: skip
     add_output(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if any(requests % options.batches for requests in options.requests):
+        parser.error("--requests must be multiples of --batches, so that all batches are alike")
+    return options
 
 
 if __name__ == "__main__":

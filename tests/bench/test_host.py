@@ -19,6 +19,22 @@ def test_requests_that_begin_together_fill_as_many_blocks_in_each_step(device, s
         assert loop.sink.sent == before + 1
 
 
+def test_batches_take_turns():
+    loop = DecodeLoop(2 * BLOCK_TOKENS, 2, batches=2)
+    for _ in range(4 * BLOCK_TOKENS):
+        loop.step()
+    before = loop.sink.sent
+    for _ in range(2 * BLOCK_TOKENS):
+        loop.step()
+    assert loop.sink.sent == before + 2 * BLOCK_TOKENS, "each request has filled one block"
+
+
+def test_batches_must_be_alike(capsys):
+    with pytest.raises(SystemExit):
+        main(["--requests", "4,3", "--batches", "2"])
+    assert "multiples of --batches" in capsys.readouterr().err
+
+
 def test_a_step_without_requests_does_nothing():
     loop = DecodeLoop(0, 2)
     loop.step()
@@ -36,6 +52,8 @@ def test_a_cost_is_reported_for_the_step_and_for_each_request():
     cost = cost_of(4, [8e-6] * 99 + [1.0], captures=Captures.ALL, steering=Steering.SHARED)
     assert (cost.median_us, cost.us_per_request) == pytest.approx((8.0, 2.0))
     assert line(cost) == "4\tall\tshared\t8.0\t8.0\t2.00"
+    half = cost_of(8, [8e-6], captures=Captures.ALL, steering=Steering.SHARED, batches=2)
+    assert half.us_per_request == pytest.approx(2.0)
     assert cost_of(0, [1e-6], captures=Captures.ALL, steering=Steering.NONE).us_per_request == 0.0
 
 

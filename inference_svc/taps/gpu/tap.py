@@ -12,6 +12,7 @@ from inference_svc.taps.gpu.kernels import chunked, resident
 from inference_svc.taps.gpu.tables import ROW_FIELDS, ProgramTable
 from inference_svc.taps.steps.demand import MAX_ENTRIES
 from inference_svc.taps.steps.layout import PLACE, PROGRAM, ROW, as_slice
+from inference_svc.taps.steps.steady import MOST_BATCHES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,8 +28,6 @@ _SPARE_PROGRAMS = 1024
 _STAGES = 16
 """Number of staging buffers, even. The engine prepares a step while uploads of earlier steps still read theirs."""
 _NO_PROGRAM = -1
-_KEPT_LAYOUTS = 8
-"""With pipeline parallelism, steady batches take turns, so the last layout alone would not do."""
 
 
 class CudaTap:
@@ -88,12 +87,13 @@ class CudaTap:
         self._armed_rows = rows
 
     def _armed_of(self, layout: StepLayout) -> _Armed:
+        """Return the fields that stay the same while a steady batch goes on: it keeps the array of its lines."""
         armed = self._armed.pop(id(layout.lines), None)
-        if armed is None or armed.version != self._programs.version or not armed.layout.is_like(layout):
+        if armed is None or armed.version != self._programs.version:
             numbers = self._programs.place(layout.programs)
-            armed = _Armed(layout, numbers, self._programs.is_busy[numbers], self._programs.version)
+            armed = _Armed(layout.lines, numbers, self._programs.is_busy[numbers], self._programs.version)
         self._armed[id(layout.lines)] = armed
-        if len(self._armed) > _KEPT_LAYOUTS:
+        if len(self._armed) > MOST_BATCHES:
             self._armed.popitem(last=False)
         return armed
 
@@ -126,19 +126,23 @@ class _Armed:
     """The fields of a layout's rows that stay the same while a steady batch goes on."""
 
     def __init__(
-        self, layout: StepLayout, numbers: npt.NDArray[np.int32], is_busy: npt.NDArray[np.int32], version: int
+        self,
+        lines: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.int32],
+        is_busy: npt.NDArray[np.int32],
+        version: int,
     ) -> None:
         """Take a layout.
 
         Args:
-            layout: The layout.
+            lines: Its lines. They are held, so that their `id` stays unique.
             numbers: The number of each of its programs in the tables.
             is_busy: Whether each program does something at more than half of the points.
             version: The version of the tables that have these numbers.
         """
-        self.layout = layout
+        self._lines = lines
         self.version = version
-        rows, programs = layout.lines[:, ROW], layout.lines[:, PROGRAM]
+        rows, programs = lines[:, ROW], lines[:, PROGRAM]
         self.rows = as_slice(rows)
         """The rows of the lines, as an index of numpy."""
         self.fields = np.zeros((1 + int(rows.max()), ROW_FIELDS), dtype=np.int32)

@@ -132,7 +132,7 @@ class StepLayout:
     index of its program. PLACE is the pool row for its first unit, or NOWHERE if the row is not captured. STRIDE is the
     distance from one unit to the next in pool rows: the capacity of the block."""
     moves: bool = True
-    """Whether the lines differ from those of the batch's last step."""
+    """Whether the places in `lines` are new. A steady batch that captures nothing has the same lines in each step."""
     full_blocks: list[Block] = field(default_factory=list)
     """Blocks to send when the step is done."""
     skipped: list[tuple[Capture, list[int]]] = field(default_factory=list)
@@ -140,13 +140,8 @@ class StepLayout:
     of `skip_reading_prefix_cache`. They are reported as lost, so that no capture is silently incomplete."""
 
     def repeats(self, other: StepLayout) -> bool:
-        """Return whether programs and lines equal those of another layout."""
-        return not self.moves and self.is_like(other)
-
-    def is_like(self, other: StepLayout) -> bool:
-        """Return whether at most places and strides differ: both layouts are of one steady batch."""
-        # A steady batch keeps its two objects.
-        return self.lines is other.lines and self.programs is other.programs
+        """Return whether another layout has the same programs and lines: a steady batch keeps its two objects."""
+        return not self.moves and self.lines is other.lines
 
 
 class StepPlanner:

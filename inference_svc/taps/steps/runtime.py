@@ -9,7 +9,7 @@ import numpy as np
 
 from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.steps.layout import RequestState, StepLayout, StepPlanner, StepRows
-from inference_svc.taps.steps.steady import SteadyBatch, states_by_row
+from inference_svc.taps.steps.steady import MOST_BATCHES, SteadyBatch, states_by_row
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 _REMEMBERED_NAMES = 10_000
 """How many ended requests the runtime remembers, to distinguish them from requests that have not started."""
-
-_STEADY_BATCHES = 8
-"""How many steady batches the runtime keeps. With pipeline parallelism, as many take turns as there are stages."""
 
 _SIZE_STEP = 13
 """Odd, so that 32 successive requests get 32 different sizes."""
@@ -150,8 +147,9 @@ class TapRuntime:
         if name not in self._names:
             self._early_changes[name] = operations
             return 0
-        self._settle()
-        return self._requests[self._names[name]].change_steering(operations)
+        request_id = self._names[name]
+        self._settle({request_id})
+        return self._requests[request_id].change_steering(operations)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop early changes of requests that will never start."""
@@ -220,7 +218,8 @@ class TapRuntime:
         states = states_by_row(rows.request_ids, self._requests)
         if not SteadyBatch.is_steady(rows, states):
             return None
-        self._end(self._steady[: 1 - _STEADY_BATCHES])  # the new one needs a place
+        while len(self._steady) >= MOST_BATCHES:
+            self._end(self._steady[:1])
         return SteadyBatch(rows, states, self._pool)
 
     def _plan(self, rows: StepRows) -> StepLayout:
@@ -234,13 +233,9 @@ class TapRuntime:
             row += count
         return planner.finish()
 
-    def _settle(self, request_ids: AbstractSet[str] | None = None) -> None:
-        """Bring request states up to date with steady batches. Call it before anything reads or changes them.
-
-        Args:
-            request_ids: The requests whose states are needed; None: all.
-        """
-        self._end([batch for batch in self._steady if request_ids is None or batch.has_any(request_ids)])
+    def _settle(self, request_ids: AbstractSet[str]) -> None:
+        """Bring request states up to date with steady batches. Call it before anything reads or changes them."""
+        self._end([batch for batch in self._steady if batch.has_any(request_ids)])
 
     def _end(self, batches: Iterable[SteadyBatch]) -> None:
         for batch in batches:
@@ -263,7 +258,7 @@ class TapRuntime:
         return BLOCK_TOKENS - self._admitted * _SIZE_STEP % BLOCK_TOKENS
 
     def _retire(self, request_id: str) -> None:
-        self._settle()
+        self._settle({request_id})
         state = self._requests.pop(request_id, None)
         if state is None:
             return

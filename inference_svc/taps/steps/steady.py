@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     Numbers = npt.NDArray[np.int64]
 
 
+MOST_BATCHES = 8
+"""How many steady batches are kept. With pipeline parallelism, they take turns: as many as vLLM has in flight, which is
+one more than there are stages. If there are more than this, each is laid out anew in each step."""
+
+
 class SteadyBatch:
     """Lays out the steps of a steady batch.
 

@@ -96,7 +96,7 @@ class TappedWorker:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step with the taps around it."""
-        self._finish_step()  # the last one, if its tokens were not sampled
+        self._finish_step()  # the last one, if vLLM has not called `sample_tokens`
         taps = self._residuum
         taps.runtime.begin_step(
             scheduler_output.finished_req_ids,
@@ -108,12 +108,12 @@ class TappedWorker:
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         taps.runtime.send_scores()
         self._has_computed = True  # not if the step failed: its rows may be wrong
-        if output is not None:  # nothing is sampled
+        if output is not None or not self._may_run_ahead():
             self._finish_step()
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample the step's tokens. Then finish the step.
+        """Sample the step's tokens, and then finish the step.
 
         The device may do copies to the host in the order in which they were started. So the tokens, for which the
         engine waits, come first, and the step's rows after them.
@@ -121,6 +121,13 @@ class TappedWorker:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         self._finish_step()
         return output
+
+    def _may_run_ahead(self) -> bool:
+        """Return whether the next step may start before the host has the tokens: asynchronous scheduling.
+
+        Otherwise `sample_tokens` waits for the tokens, and the step is better finished while the device computes.
+        """
+        return bool(self.vllm_config.scheduler_config.async_scheduling)  # type: ignore[attr-defined]
 
     def _finish_step(self) -> None:
         if self._has_computed:

@@ -28,6 +28,7 @@ from inference_svc.taps.points import TapPoints
 from inference_svc.taps.scores import Scores, open_board
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout, StepRows
 from inference_svc.taps.steps.programs import Program, Step
+from inference_svc.taps.steps.runtimes import TapRuntimes
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, steering_pb2
 from residuum.wire.limits import MAX_PROBE_OUTPUTS
@@ -135,17 +136,17 @@ def test_scores_reach_the_board_by_position():
     expected = np.full((5, 3), np.nan, np.float32)
     for points, columns in ((TapPoints(0, 1), slice(0, 1)), (TapPoints(1, 2), slice(1, 3))):
         buffer = torch.zeros(8, MAX_PROBE_OUTPUTS)
-        scores = Scores(CpuScoreCopies(buffer, memory), points)
+        scores = TapRuntimes([], Scores(CpuScoreCopies(buffer, memory), points))
         scores.begin_step([], [("other", None), ("r", plan.to_extra_args()), ("plain", {KEY: None})])
         for step, (batch, at) in enumerate(rows):
             buffer.copy_(torch.arange(8 * MAX_PROBE_OUTPUTS).reshape(8, -1) + 1000 * step)
             scores.place(lambda batch=batch: batch)
-            scores.send()
+            scores.send_scores()
             for position, row in (at or {}).items():
                 expected[position - 3, columns] = buffer[row, columns]
         scores.begin_step(["r"], [])
         scores.place(lambda: pytest.fail("no request is scored"))
-        scores.send()
+        scores.send_scores()
     got = asyncio.run(board.read(region, 3, 3))
     np.testing.assert_array_equal(got, expected[:3])
 

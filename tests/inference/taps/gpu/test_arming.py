@@ -11,7 +11,7 @@ import torch
 from bench.host.loop import TorchWithoutCuda
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.gpu import tap as gpu_tap
-from inference_svc.taps.gpu.tables import MAX_BANK_ROWS
+from inference_svc.taps.gpu.tables import MAX_BANK_ROWS, TablesFullError
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout
@@ -70,9 +70,29 @@ def test_the_programs_of_batches_that_take_turns_are_looked_up_once(make_tap):
     assert place.call_count == 2
 
 
-def test_only_some_layouts_are_kept(make_tap):
+def test_programs_keep_their_vectors_when_the_tables_start_anew(make_tap):
+    tap = make_tap(spare=16)
+    first = steady(1, 2, 3)
+    tap.arm(first)
+    tap.arm(steady(4, 5))
+    place, fails = tap._programs._place, iter([True])
+
+    def place_at_second(programs):
+        if next(fails, False):
+            raise TablesFullError  # as if the room was fragmented
+        return place(programs)
+
+    with mock.patch.object(tap._programs, "_place", place_at_second):
+        tap.arm(steady(7, 8, 9))
+    tap.arm(first)
+    assert vectors(tap) == [1, 2, 3]
+
+
+def test_the_layouts_that_were_used_last_are_kept(make_tap):
     tap = make_tap(spare=64)
-    for number in range(20):
-        tap.arm(steady(number % 16))
+    layouts = [steady(number % 16) for number in range(20)]
+    for number, layout in enumerate(layouts):
+        tap.arm(layout)
         assert vectors(tap)[0] == number % 16
-    assert len(tap._armed) == 8
+        tap.arm(layouts[0])
+    assert list(tap._armed) == [id(layout.lines) for layout in [*layouts[-7:], layouts[0]]]

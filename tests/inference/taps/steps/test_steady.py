@@ -278,7 +278,35 @@ def test_steady_batches_may_take_turns():
         assert make.call_count == 3
         pair.finish(0)
         pair.go_on(2)
-        assert make.call_count == 3 + 3, "all of them start again after a request has ended"
+        assert make.call_count == 3 + 1, "only the batch that lacks the request"
+
+
+def test_a_request_that_ends_affects_only_its_batch():
+    worker = Worker(steadies=True)
+    names = ["a", "b", "c"]
+    plans = [(name, RequestPlan(PROMPT_TOKENS, capture(name))) for name in names]
+    worker.step([(name, 0, PROMPT_TOKENS) for name in names], admitted=plans)
+    for position in range(2, 5):
+        worker.step([("a", position, 1), ("b", position, 1)])
+        worker.step([("c", position, 1)])
+    with mock.patch.object(SteadyBatch, "__init__", autospec=True, side_effect=SteadyBatch.__init__) as make:
+        worker.step([("c", 5, 1)], finished=["b"])
+        assert make.call_count == 0
+        worker.runtime.change_steering("unknown", ())
+        worker.step([("a", 5, 1)])
+        assert make.call_count == 1
+    assert ("b", [2, 3, 4]) in [(name, positions) for name, _, positions in worker.sent]
+
+
+def test_a_steered_batch_is_armed_again_after_one_without_work():
+    worker = Worker(steadies=True)
+    plan = RequestPlan(PROMPT_TOKENS, None, (Operation(Kind.ADD, 0, (0,), select()),), "r")
+    worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", plan)])
+    for position in range(2, 6):
+        worker.step([("r", position, 1)])
+        assert worker.lines
+        worker.step([("bare", position, 1)])
+        assert not worker.lines
 
 
 def test_only_some_steady_batches_are_kept():
@@ -288,10 +316,14 @@ def test_only_some_steady_batches_are_kept():
     worker.step([(name, 0, PROMPT_TOKENS) for name in names], admitted=plans)
     for name in names:
         worker.step([(name, PROMPT_TOKENS, 1)])
-    assert len(worker.runtime._steady) == 8
-    worker.step([(name, PROMPT_TOKENS + 1, 1) for name in names])
+        if name != "r0":
+            worker.step([("r0", PROMPT_TOKENS + int(name[1:]), 1)])
+    kept = [batch._request_ids for batch in worker.runtime._steady]
+    assert kept == [["r5"], ["r6"], ["r7"], ["r8"], ["r9"], ["r10"], ["r11"], ["r0"]], "those that were used last"
+    worker.step([(name, PROMPT_TOKENS + (12 if name == "r0" else 1), 1) for name in names])
     worker.runtime.begin_step(names, ())
-    assert [positions for _, _, positions in worker.sent[len(names) :]] == [[2, 3]] * len(names)
+    found = {name: positions for name, _, positions in worker.sent[len(names) :]}
+    assert found == {name: list(range(2, 15)) if name == "r0" else [2, 3] for name in names}
 
 
 def test_requests_that_began_together_may_change_places():

@@ -20,6 +20,7 @@ class Worker:
         self.calls.execute.return_value = None
         self.calls.sample.return_value = "tokens"
         self._residuum = SimpleNamespace(runtime=self.calls)
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
 
     def execute_model(self, scheduler_output):
         return self.calls.execute()
@@ -52,12 +53,32 @@ def test_a_step_without_tokens_is_finished_at_once():
     assert worker.happened() == ["begin_step", "execute", "send_scores", "finish_step"]
 
 
+def test_if_the_engine_waits_for_tokens_the_step_is_finished_before():
+    worker = Tapped()
+    worker.vllm_config.scheduler_config.async_scheduling = False
+    worker.execute_model(STEP)
+    worker.sample_tokens(None)
+    assert worker.happened() == ["begin_step", "execute", "send_scores", "finish_step", "sample"]
+
+
+def test_a_step_whose_sampling_failed_is_finished_before_the_next():
+    """The rows were computed. Usually there is no next step, because the engine ends."""
+    worker = Tapped()
+    worker.execute_model(STEP)
+    worker.calls.sample.side_effect = RuntimeError("the device")
+    with pytest.raises(RuntimeError, match="the device"):
+        worker.sample_tokens(None)
+    assert worker.happened() == ["begin_step", "execute", "send_scores", "sample"]
+    worker.execute_model(STEP)
+    assert worker.happened()[:2] == ["finish_step", "begin_step"]
+
+
 def test_a_step_that_failed_is_not_finished():
     worker = Tapped()
     worker.calls.execute.side_effect = RuntimeError("the device")
     with pytest.raises(RuntimeError, match="the device"):
         worker.execute_model(STEP)
-    worker.sample_tokens(None)  # vLLM calls it, and it returns None
+    worker.sample_tokens(None)  # vLLM calls it nevertheless
     assert worker.happened() == ["begin_step", "execute", "sample"]
 
 
