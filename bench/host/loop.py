@@ -151,7 +151,7 @@ class Sink:
         for block in blocks:
             self._pool.give_back(block)
 
-    def publish(self, *, is_last: bool) -> None:
+    def publish(self, *, may_be_last: bool) -> None:
         """See `BlockSink.publish`."""
 
     def lose(self, *arguments: object) -> None:

@@ -73,10 +73,10 @@ class JoiningSink:
         if self._whole and capture.is_own:
             self._whole.sink.end(capture)
 
-    def publish(self, *, is_last: bool) -> None:
+    def publish(self, *, may_be_last: bool) -> None:
         """See `BlockSink.publish`."""
         if self._whole:
-            self._whole.sink.publish(is_last=is_last)
+            self._whole.sink.publish(may_be_last=may_be_last)
 
     def lose(
         self,

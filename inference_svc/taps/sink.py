@@ -119,11 +119,11 @@ class BlockSink:
             self._ship(last)
         self._followed.forget(capture)
 
-    def publish(self, *, is_last: bool) -> None:
+    def publish(self, *, may_be_last: bool) -> None:
         """Publish rows that have left the device by now. Call it in each step. Here `send` does that.
 
         Args:
-            is_last: No request of the taps is left, so perhaps no step follows.
+            may_be_last: No request of the taps is left, so perhaps no step follows.
         """
 
     def flush(self, timeout_seconds: float) -> bool:

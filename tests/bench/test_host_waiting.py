@@ -104,7 +104,7 @@ def test_a_full_ring_serves_rows_with_and_without_an_encoding(tmp_path, monkeypa
                 if rng.random() < 0.5:
                     blocks.append(filled(worker, positions, encoding, name))
                     sent[name].extend(positions)
-            worker.sink.publish(is_last=rng.random() < 0.05)
+            worker.sink.publish(may_be_last=rng.random() < 0.05)
             worker.sink.send(blocks)
         worker.drain()
         assert published == sent
@@ -112,14 +112,14 @@ def test_a_full_ring_serves_rows_with_and_without_an_encoding(tmp_path, monkeypa
         assert worker.pool.free_rows == len(worker.pool.memory)
 
 
-@pytest.mark.parametrize("is_last", [True, False])
-def test_rows_leave_even_if_no_step_follows(tmp_path, monkeypatch, is_last):
-    if is_last:
+@pytest.mark.parametrize("may_be_last", [True, False])
+def test_rows_leave_even_if_no_step_follows(tmp_path, monkeypatch, may_be_last):
+    if may_be_last:
         monkeypatch.setattr(serving.direct_copies, "LATE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         for position in range(2):  # the thread sleeps, and again
             send(worker, [position])
-            worker.sink.publish(is_last=is_last)
+            worker.sink.publish(may_be_last=may_be_last)
             wait_for(lambda: worker.pool.free_rows == len(worker.pool.memory), "the block, which came back")
             wait_for(lambda: not worker.producer.stats().bytes_used, "the rows, which were published")
             assert worker.producer.stats().freed == position + 1
@@ -129,7 +129,7 @@ def test_the_engines_thread_needs_no_other_while_steps_follow(tmp_path, monkeypa
     monkeypatch.setattr(serving.direct_copies, "LATE_SECONDS", 1000.0)
     with Worker.running(LOAD, Device.HOST, tmp_path) as worker:
         run(worker, ships=True)
-        worker.sink.publish(is_last=True)
+        worker.sink.publish(may_be_last=True)
         wait_for(lambda: not worker.sink._direct._has_blocks.is_set(), "the thread, which sleeps")
         calls = []
         with monkeypatch.context() as patch:
@@ -142,7 +142,7 @@ def test_the_engines_thread_needs_no_other_while_steps_follow(tmp_path, monkeypa
             assert worker.producer.stats().published > 0
             assert not calls
         batch.end()
-        worker.sink.publish(is_last=True)
+        worker.sink.publish(may_be_last=True)
 
 
 @pytest.mark.usefixtures("encoder")

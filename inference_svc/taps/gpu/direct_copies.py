@@ -45,8 +45,7 @@ class _Group(NamedTuple):
 class DirectCopies:
     """Copies blocks to the ring. The rows of a capture are published in the order of `start`.
 
-    The engine's thread calls `start`, `step`, `rest` and `wait`. It waits only in `wait`
-    and `flush`.
+    The engine's thread calls `start`, `step` and `wait`. It waits only in `wait` and `flush`.
     """
 
     def __init__(self, pool: BlockPool, writer: RingWriter, ring_address: int, room: threading.Lock) -> None:
@@ -66,23 +65,23 @@ class DirectCopies:
         self._waiting: deque[Block] = deque()  # whose copies have not been started
         self._group: list[tuple[Block, Encoded]] = []  # the next group
         self._groups: deque[_Group] = deque()  # not published
-        self._sent = self._started = self._left = 0  # blocks
-        self._started_bytes = self._left_bytes = 0
+        self._sent = self._started = self._done = 0  # blocks
+        self._started_bytes = self._done_bytes = 0
         self._free_events: list[torch.cuda.Event] = []
         # They are acquired in this order.
         self._room = room
         self._publishing = threading.Lock()
         self._starting = threading.Lock()
         self._has_blocks = threading.Event()  # wakes the thread up
-        self._rests = threading.Event()
+        self._hurries = threading.Event()
         self._has_stepped = False  # since the thread's last look
-        self._may_rest = False  # whether this is the first step without requests
+        self._may_hurry = False  # whether blocks were started since the last step that may be the last one
         threading.Thread(target=self._run, name="residuum-copies", daemon=True).start()
 
     @property
     def is_empty(self) -> bool:
         """Whether all blocks have left."""
-        return self._left == self._sent
+        return self._done == self._sent
 
     def start(self, blocks: Sequence[Block]) -> None:
         """Start to copy blocks that the current stream fills.
@@ -96,15 +95,26 @@ class DirectCopies:
             self._sent += len(blocks)
             self._waiting += blocks
             self._start_waiting(sheds=False)
-        self._has_stepped = self._may_rest = True
-        if self._rests.is_set():
-            self._rests.clear()
+        self._has_stepped = self._may_hurry = True
+        if self._hurries.is_set():
+            self._hurries.clear()
         self._has_blocks.set()
 
-    def step(self) -> None:
-        """Publish the copies that are done, give their blocks back, and start more. Call it in each step."""
+    def step(self, *, may_be_last: bool = False) -> None:
+        """Publish the copies that are done, give their blocks back, and start more. Call it in each step.
+
+        Args:
+            may_be_last: No request is left. Then the thread does the rest at once, because perhaps no step follows.
+        """
         self._has_stepped = True
         self._go_on()
+        if not may_be_last:
+            return
+        if self._may_hurry:
+            self._hurries.set()
+        else:  # steps follow, for requests that are not captured
+            self._hurries.clear()
+        self._may_hurry = False
 
     def _go_on(self) -> None:
         if self._groups and self._publishing.acquire(blocking=False):  # otherwise another thread publishes them
@@ -116,15 +126,6 @@ class DirectCopies:
         if not self.is_empty:
             with self._starting:
                 self._start_waiting(sheds=True)
-
-    def rest(self) -> None:
-        """Like `step`, but no request is left. So have the thread do the rest soon, because perhaps no step follows."""
-        self.step()
-        if self._may_rest:
-            self._rests.set()
-        else:  # steps follow, for requests that are not captured
-            self._rests.clear()
-        self._may_rest = False
 
     def wait(self) -> bool:
         """Wait until the oldest blocks have left, or the next waiting one has room. Return False if there is none."""
@@ -158,7 +159,7 @@ class DirectCopies:
             self._stream.synchronize()  # gives the thread its CUDA context, without which the driver refuses copies
             while True:
                 self._has_blocks.wait()
-                if not self._rests.wait(LATE_SECONDS) and self._has_stepped:
+                if not self._hurries.wait(LATE_SECONDS) and self._has_stepped:
                     self._has_stepped = False
                 else:
                     self._look_after_blocks()
@@ -201,10 +202,10 @@ class DirectCopies:
         self._waiting.extendleft(reversed(kept))
 
     def _may_start(self, block: Block) -> bool:
-        queued = self._started_bytes - self._left_bytes
+        queued = self._started_bytes - self._done_bytes
         nbytes = block.capture.units * len(block.positions) * self._pool.row_bytes
         is_enough = queued and queued + nbytes > host_copies.PIECE_BYTES
-        return not is_enough and self._started - self._left < host_copies.MOST_COPIES
+        return not is_enough and self._started - self._done < host_copies.MOST_COPIES
 
     def _acquire(self, block: Block, *, waits: bool) -> Encoded | None:
         capture, positions = block.capture, block.positions
@@ -245,5 +246,5 @@ class DirectCopies:
         self._groups.popleft()
         self._pool.give_back(*(block for block, _ in group.blocks))
         self._free_events.append(group.end)
-        self._left_bytes += sum(encoded.extent.nbytes for _, encoded in group.blocks)
-        self._left += len(group.blocks)
+        self._done_bytes += sum(encoded.extent.nbytes for _, encoded in group.blocks)
+        self._done += len(group.blocks)

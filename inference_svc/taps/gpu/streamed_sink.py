@@ -123,15 +123,12 @@ class StreamedSink(BlockSink):
             if any(block.free or not block.may_gather for block in others):
                 self._hurry()
 
-    def publish(self, *, is_last: bool) -> None:
+    def publish(self, *, may_be_last: bool) -> None:
         """See `BlockSink.publish`."""
         if self._direct.is_empty or self._pool.has_failed:
             return
         with self._pool.failing_on_error():
-            if is_last:
-                self._direct.rest()
-            else:
-                self._direct.step()
+            self._direct.step(may_be_last=may_be_last)
 
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, and forget it."""

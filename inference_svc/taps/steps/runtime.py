@@ -50,8 +50,8 @@ class RowSink(Protocol):
     def send(self, blocks: Sequence[Block]) -> None:
         """Take over blocks, and give them back to their pool when their rows have left."""
 
-    def publish(self, *, is_last: bool) -> None:
-        """Publish rows that have left the device by now. `is_last`: no request is left, so perhaps no step follows."""
+    def publish(self, *, may_be_last: bool) -> None:
+        """Publish rows that have left the device by now; see `BlockSink`."""
 
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, after its last block was sent, and forget it."""
@@ -181,7 +181,7 @@ class TapRuntime:
         layout, self._layout = self._layout, None
         if self._sink is None:
             return
-        self._sink.publish(is_last=not self._requests)
+        self._sink.publish(may_be_last=not self._requests)
         if layout is None:
             return
         for capture, positions in layout.skipped:

@@ -131,10 +131,10 @@ def test_a_rank_follows_only_its_own_captures():
 def test_each_step_publishes_on_ranks_that_capture():
     published = []
     whole = WholeRows(None, SimpleNamespace(publish=lambda **how: published.append(how)))
-    for is_last in (False, True):
-        JoiningSink(None, RowShape(3, 2), None, whole).publish(is_last=is_last)
-        JoiningSink(None, RowShape(3, 2), None, None).publish(is_last=is_last)
-    assert published == [{"is_last": False}, {"is_last": True}]
+    for may_be_last in (False, True):
+        JoiningSink(None, RowShape(3, 2), None, whole).publish(may_be_last=may_be_last)
+        JoiningSink(None, RowShape(3, 2), None, None).publish(may_be_last=may_be_last)
+    assert published == [{"may_be_last": False}, {"may_be_last": True}]
 
 
 TWO = {K: RowShape(4), Z: RowShape(3, 2)}

@@ -68,8 +68,8 @@ class Worker:
             self.gathering.append(block.may_gather)
             self.pool.give_back(block)
 
-    def publish(self, *, is_last):
-        self.published.append(is_last)
+    def publish(self, *, may_be_last):
+        self.published.append(may_be_last)
 
     def lose(self, capture, positions, reason, detail):
         self.lost.append((capture.capture_id, list(positions)))
