@@ -22,6 +22,10 @@ _CHOICE = ("--python-version=3.12", "--platform=manylinux_2_28_x86_64")
 """The wheel, whatever this machine is."""
 
 
+_ALSO = ("orjson",)
+"""What newer versions import on a CPU that the installed version does not require."""
+
+
 def main() -> None:
     """Unpack it into build/, unless it is there, and print the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,7 +36,11 @@ def main() -> None:
         folder.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             wheel = download(f"vllm=={version}", Path(scratch), *_CHOICE)
-            _unpack(wheel, version, Path(scratch, "unpacked")).rename(folder)
+            unpacked = _unpack(wheel, version, Path(scratch, "unpacked"))
+            for package in _ALSO:
+                with zipfile.ZipFile(download(package, Path(scratch, package))) as archive:
+                    archive.extractall(unpacked)
+            unpacked.rename(folder)
     sys.stdout.write(f"{folder}\n")
 
 
