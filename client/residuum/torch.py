@@ -211,7 +211,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         """If aligned, the site and the layer of each place, in the order of the second dimension of `activations`."""
         self._counts: list[int] = []
         found = self._look_up(captures, prefix, where, dtype, labels if isinstance(labels, str) else None)
-        if not any(self._counts):
+        if not any(self._counts) and not self._choice.allow_partial:
             warn_of_no_rows(self.captures, "the dataset has no rows")
         self._labels = _labels(found if isinstance(labels, str) else labels, self.captures)
 

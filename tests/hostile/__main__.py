@@ -99,8 +99,8 @@ async def attack_inference() -> bool:
 def _start(folder: Path, limits: dict[str, int]) -> Store:
     folder.mkdir()
     flags = [word for name, value in limits.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    # 10 s: in "200 busy streams", 200 threads of one process need seconds for their first messages on a busy machine.
-    return Store(folder, *flags, "--first-message-seconds", "10", "--stall-seconds", "2")
+    # 10 s: in "200 busy streams", each of 200 threads of one process may wait for seconds on a busy machine.
+    return Store(folder, *flags, "--first-message-seconds", "10", "--stall-seconds", "10")
 
 
 def _say(text: str) -> None:

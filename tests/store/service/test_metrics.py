@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -163,9 +165,11 @@ def test_an_address_in_use_is_reported(start: Start, tmp_path: Path, capfd: pyte
     assert f"metrics: cannot listen on 127.0.0.1:{port}" in capfd.readouterr().err
     (served,) = (line["port"] for line in log_of(process) if line["event"] == "serving")
     address = f"127.0.0.1:{served}"
-    assert main(["--path", str(tmp_path / "other"), "--listen", address]) == 1
-    wanted = f"listen: cannot listen on {address}: Address already in use. Set --listen to another one."
-    assert wanted in capfd.readouterr().err
+    # In a process of its own: it gets as far as to log, which configures the loggers of the process.
+    command = [sys.executable, "-m", "store_svc", "--path", str(tmp_path / "other"), "--listen", address]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert f"listen: cannot listen on {address}: Address already in use. Set --listen to another one." in found.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------- the log
