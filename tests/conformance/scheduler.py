@@ -1,6 +1,7 @@
 """vLLM's scheduler with a journal of its steps, in which tests check that their case really occurred.
 
-It schedules like vLLM; a test may only slow it down. The engine's process imports it, because of `--engine-args`.
+It schedules like vLLM; a test may only slow it down. The engine's process imports it, because of `--engine-args`, and
+one engine's steps are finished later.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from inference_svc.taps.vllm.worker import TappedWorker
 from tests.conformance.journal import pace_file
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 JOURNAL_VARIABLE = "RESIDUUM_TEST_JOURNAL"
 """The environment variable with the path of the journal."""
+
+
+_FINISHES_LATE = "eager"
+"""The engine that finishes a step after its tokens were sampled, as on a GPU. On a CPU, vLLM always schedules
+synchronously, so the other engine finishes it before."""
 
 
 class JournalScheduler(Scheduler):
@@ -32,6 +39,8 @@ class JournalScheduler(Scheduler):
         self._journal = path.open("a", encoding="utf-8", buffering=1)
         self._pace = pace_file(path)
         self._preempted: list[str] = []
+        if path.stem == _FINISHES_LATE:  # the worker is in this process
+            TappedWorker._may_run_ahead = lambda _: True
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         output = super().schedule(*arguments, **options)
