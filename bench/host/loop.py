@@ -93,7 +93,7 @@ class DecodeLoop:
         tap = self._make_tap(device, requests)
         self.runtime = TapRuntime(self._points, tap, self._pool, self.sink)  # type: ignore[arg-type]
         self._names = [f"request-{index}" for index in range(requests)]
-        self._batches = max(batches, 1)
+        self._batches = batches
         self._step = 0
         self._compute_prompts([_plan(index, layers, captures=captures, steering=steering) for index in range(requests)])
 

@@ -108,7 +108,7 @@ class ActivationDataset(IterableDataset[ActivationBatch]):
         layers: Read only these layers; this and the next four arguments are as for `Client.activations`.
         sites: Read only these sites.
         sequences: Read only these sequences.
-        positions: Read only these positions.
+        positions: Read only these positions. If no capture has any of them, there is a warning (EmptyCaptureWarning).
         allow_partial: Read the present rows of captures that are not complete.
         dtype: The dtype of the activations; None means that of the captured rows, or float32 for decoded rows.
         labels: A number for each capture, by its ID; or the name of a label of the captures, whose values are numbers

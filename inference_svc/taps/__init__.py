@@ -8,7 +8,7 @@ One step of the engine passes through these parts in this order:
                                 steps/, blocks.py)
     op `residuum::tap`          once a layer, inside the graph: steers and copies    (op.py; on a CPU cpu/tap.py and
                                 operations.py, on a GPU tap.py, tables.py and kernels/ in gpu/)
-    worker.sample_tokens        samples tokens before rows are copied to the host    (vllm/worker.py)
+    worker.sample_tokens        with asynchronous scheduling, before `finish_step`   (vllm/worker.py)
     runtime.finish_step         encodes full blocks into the ring                    (sink.py, gpu/streamed_sink.py,
                                 gpu/direct_copies.py, followed_captures.py, ring_writer.py)
 """

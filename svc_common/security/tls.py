@@ -129,7 +129,9 @@ def add_port(server: grpc.Server | grpc.aio.Server, settings: SecureSettings) ->
         return server.add_secure_port(settings.listen, credentials)
     except RuntimeError as error:  # gRPC does not say why
         reason = _why_unusable(settings.listen)
-        raise OSError(f"listen: cannot listen on {settings.listen}: {reason}. Set --listen to another one.") from error
+        raise OSError(
+            f"listen: cannot listen on {settings.listen}: {reason}. Set --listen to another address."
+        ) from error
 
 
 def _why_unusable(endpoint: str) -> str:

@@ -113,7 +113,7 @@ class TappedWorker:
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample the step's tokens, and then finish the step.
+        """Sample the step's tokens, and then finish the step, unless `execute_model` has done so.
 
         The device may do copies to the host in the order in which they were started. So the tokens, for which the
         engine waits, come first, and the step's rows after them.

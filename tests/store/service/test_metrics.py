@@ -169,7 +169,9 @@ def test_an_address_in_use_is_reported(start: Start, tmp_path: Path, capfd: pyte
     command = [sys.executable, "-m", "store_svc", "--path", str(tmp_path / "other"), "--listen", address]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert f"listen: cannot listen on {address}: Address already in use. Set --listen to another one." in found.stderr
+    assert (
+        f"listen: cannot listen on {address}: Address already in use. Set --listen to another address." in found.stderr
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the log

@@ -249,10 +249,16 @@ def test_a_steady_batch_is_laid_out_as_one_request_after_the_other(begin, togeth
     assert all(worker.pool.free_rows == len(worker.pool.memory) for worker in pair.workers)
 
 
-def test_a_batch_that_is_only_steered_is_armed_once():
+def worker_that_only_steers():
+    """A worker that has computed the prompt of the request "r"."""
     worker = Worker(steadies=True)
     plan = RequestPlan(PROMPT_TOKENS, None, (Operation(Kind.ADD, 0, (0,), select()),), "r")
     worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", plan)])
+    return worker
+
+
+def test_a_batch_that_is_only_steered_is_armed_once():
+    worker = worker_that_only_steers()
     for position in range(2, 40):
         worker.step([("r", position, 1)])
     assert worker.armed == 2, "armed once for the prompt, and once for all generated tokens"
@@ -281,10 +287,10 @@ def test_steady_batches_may_take_turns():
         assert make.call_count == 3 + 1, "only the batch that lacks the request"
 
 
-def test_a_request_that_ends_affects_only_its_batch():
+def test_a_request_that_ends_or_changes_affects_only_its_batch():
     worker = Worker(steadies=True)
     names = ["a", "b", "c"]
-    plans = [(name, RequestPlan(PROMPT_TOKENS, capture(name))) for name in names]
+    plans = [(name, RequestPlan(PROMPT_TOKENS, capture(name), (), name)) for name in names]
     worker.step([(name, 0, PROMPT_TOKENS) for name in names], admitted=plans)
     for position in range(2, 5):
         worker.step([("a", position, 1), ("b", position, 1)])
@@ -292,16 +298,18 @@ def test_a_request_that_ends_affects_only_its_batch():
     with mock.patch.object(SteadyBatch, "__init__", autospec=True, side_effect=SteadyBatch.__init__) as make:
         worker.step([("c", 5, 1)], finished=["b"])
         assert make.call_count == 0
-        worker.runtime.change_steering("unknown", ())
         worker.step([("a", 5, 1)])
         assert make.call_count == 1
+        assert worker.runtime.change_steering("c", ()) == 6
+        worker.step([("a", 6, 1)])
+        assert make.call_count == 1
+        worker.step([("c", 6, 1)])
+        assert make.call_count == 2
     assert ("b", [2, 3, 4]) in [(name, positions) for name, _, positions in worker.sent]
 
 
 def test_a_steered_batch_is_armed_again_after_one_without_work():
-    worker = Worker(steadies=True)
-    plan = RequestPlan(PROMPT_TOKENS, None, (Operation(Kind.ADD, 0, (0,), select()),), "r")
-    worker.step([("r", 0, PROMPT_TOKENS)], admitted=[("r", plan)])
+    worker = worker_that_only_steers()
     for position in range(2, 6):
         worker.step([("r", position, 1)])
         assert worker.lines

@@ -9,7 +9,7 @@ import pytest
 
 from inference_svc.taps.vllm.worker import TappedWorker
 
-STEP = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[], total_num_scheduled_tokens=1)
+STEP = SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[])
 
 
 class Worker:
