@@ -1,4 +1,4 @@
-"""Lets processes that run at the same time measure their iterations in turns, so that all meet the same machine."""
+"""Lets processes that run at the same time measure in turns, so that all meet the same machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Baton:
 
     file: str = ""
     place: int = 0
-    """The process's place among the members in even iterations. In odd ones the order is reversed."""
+    """The process's place among the members in even turns. In odd ones the order is reversed."""
     members: int = 1
 
     def lay_down(self) -> None:
@@ -35,8 +35,8 @@ class Baton:
         Path(self.file + _DROPPED).touch()
 
     @asynccontextmanager
-    async def turn(self, iteration: int) -> AsyncIterator[None]:
-        """Wait for this process's turn in an iteration, and pass the baton on when the context ends.
+    async def turn(self, number: int) -> AsyncIterator[None]:
+        """Wait for a turn of this process, numbered from 0, and pass the baton on when the context ends.
 
         Raises:
             BatonDroppedError: Another process failed.
@@ -44,8 +44,8 @@ class Baton:
         if not self.file:
             yield
             return
-        place = self.place if iteration % 2 == 0 else self.members - 1 - self.place
-        own = iteration * self.members + place
+        place = self.place if number % 2 == 0 else self.members - 1 - self.place
+        own = number * self.members + place
         while not _is_turn(self.file, own):  # noqa: ASYNC110 - the turn comes from another process
             await asyncio.sleep(_POLL_SECONDS)
         yield

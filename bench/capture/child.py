@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +36,8 @@ from residuum.wire.encodings import ENCODINGS
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20
 _WARM_UP_SECONDS = 2.0
+_ITERATIONS_PER_TURN = 4
+"""Iterations that an engine measures before another one has its turn: with one, most of the time would be warm-up."""
 VECTOR_SCALE = 0.1
 """Standard deviation of the steering vectors' values: large enough to change replies, but too small to break the
 model."""
@@ -79,12 +80,11 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     count = job.workload.warmups + job.workload.iterations
     driver = _Driver(job.workload, subject, tapped, sink, fetcher, spare=count + 1)
     iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
-    for number, modes in groupby(turns(job.modes, count), key=itemgetter(0)):
-        order = [mode for _, mode in modes]
-        async with job.baton.turn(number):
+    for turn, order in groupby(turns(job.modes, count), key=lambda item: item[0] // _ITERATIONS_PER_TURN):
+        async with job.baton.turn(turn):
             if job.baton.members > 1:
-                await driver.warm_up(order[0])
-            for mode in order:
+                await driver.warm_up(job.modes[0])
+            for number, mode in order:
                 iterations[mode].append(await driver.iterate(number, mode))
     if job.profile:
         await subject.call("bench_profile", "")

@@ -28,8 +28,8 @@ def run_all(
         workload: The workload.
         turns: The turns.
         store_folder: See `run_turn`.
-        together: Whether the turns of a round with the same model runner run at the same time, and take turns for each
-            iteration. Otherwise they run one after another.
+        together: Whether the turns of a round with the same model runner run at the same time, and take turns of a
+            few iterations. Otherwise they run one after another.
     """
     runs = []
     groups = [[*group] for _, group in groupby(turns, key=lambda turn: (turn.round, turn.runner))]

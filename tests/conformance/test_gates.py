@@ -68,7 +68,7 @@ KINDS = {
     "hard": {},
     "hard, below": {"below": True, "measure": "inner_product", "bias": 0.5},
     "hard, by the cosine": {"measure": "cosine"},
-    "soft": {"sharpness": 3.0},
+    "soft": {"sharpness": 0.3},
     "soft, below, by the cosine": {"sharpness": 30.0, "measure": "cosine", "below": True},
 }
 

@@ -14,8 +14,8 @@ _POLYNOMIAL = 0x82F63B78
 
 _BYTE = 0xFF
 
-_Matrix = list[int]
-"""A linear function of 32 bits: the image of each bit."""
+_Tables = tuple[list[int], list[int], list[int], list[int]]
+"""A linear function of 32 bits: the images of the values of each byte, the lowest byte first."""
 
 
 def combined(checksums: Sequence[int], part_bytes: int) -> int:
@@ -25,43 +25,54 @@ def combined(checksums: Sequence[int], part_bytes: int) -> int:
         checksums: The CRC-32C of each part.
         part_bytes: The size of each part.
     """
-    first, second, third, fourth = _tables(part_bytes)
+    if len(checksums) < 2:
+        return sum(checksums)  # needs no tables
+    return _joined(_appending_bytes(part_bytes), checksums)
+
+
+@lru_cache(maxsize=256)
+def _appending_bytes(count: int) -> _Tables:
+    """Return the function that appends this many zero bytes."""
+    images = [1 << bit for bit in range(32)]
+    bits = 8 * count
+    for exponent in range(bits.bit_length()):
+        if bits >> exponent & 1:
+            step = _appending_bits(exponent)
+            images = [_apply(step, image) for image in images]
+    return _tables(images)
+
+
+@lru_cache(maxsize=None)
+def _appending_bits(exponent: int) -> _Tables:
+    """Return the function that appends 2**exponent zero bits."""
+    if exponent == 0:
+        return _tables([_POLYNOMIAL, *(1 << bit for bit in range(31))])
+    half = _appending_bits(exponent - 1)
+    return _tables([_apply(half, _apply(half, 1 << bit)) for bit in range(32)])
+
+
+def _tables(images: Sequence[int]) -> _Tables:
+    """Return a function as tables, from its images of the 32 bits."""
+    return _table(images[:8]), _table(images[8:16]), _table(images[16:24]), _table(images[24:])
+
+
+def _table(images: Sequence[int]) -> list[int]:
+    """Return the image of each byte, from those of its bits."""
+    table = [0]
+    for image in images:
+        table += [number ^ image for number in table]
+    return table
+
+
+def _apply(tables: _Tables, number: int) -> int:
+    return _joined(tables, (number, 0))
+
+
+def _joined(tables: _Tables, checksums: Sequence[int]) -> int:
+    """Return the checksum of parts, given the function that appends as many zeros as each has."""
+    first, second, third, fourth = tables
     whole = 0
     for number in checksums:
         shifted = first[whole & _BYTE] ^ second[whole >> 8 & _BYTE] ^ third[whole >> 16 & _BYTE] ^ fourth[whole >> 24]
         whole = shifted ^ number
     return whole
-
-
-@lru_cache(maxsize=64)
-def _tables(num_bytes: int) -> tuple[list[int], ...]:
-    """Return what each byte of a CRC-32C, the lowest first, adds to it when this many zero bytes follow."""
-    matrix = _power(num_bytes)
-    return tuple([_apply(matrix, byte << shift) for byte in range(_BYTE + 1)] for shift in (0, 8, 16, 24))
-
-
-def _power(num_bytes: int) -> _Matrix:
-    """Return the function that appends this many zero bytes."""
-    power = [1 << bit for bit in range(32)]
-    step = [_POLYNOMIAL, *(1 << bit for bit in range(31))]  # one zero bit
-    for _ in range(3):
-        step = _after(step, step)
-    while num_bytes:
-        if num_bytes & 1:
-            power = _after(step, power)
-        step = _after(step, step)
-        num_bytes >>= 1
-    return power
-
-
-def _after(second: _Matrix, first: _Matrix) -> _Matrix:
-    return [_apply(second, image) for image in first]
-
-
-def _apply(matrix: _Matrix, number: int) -> int:
-    result = 0
-    for image in matrix:
-        if number & 1:
-            result ^= image
-        number >>= 1
-    return result
