@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import residuum
 from bench.machine import filesystem
 from bench.output import table
 from bench.processes import RunFailedError
@@ -54,7 +55,9 @@ def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
             lane.feed(some, job.shape)
             lane.seal(some, job.shape)
         fill_seconds = time.perf_counter() - started
-        reads = list(_reads(lane, job, captures))
+        reads = list(_reads(lane.client, job, captures))
+        with residuum.Client(lane.endpoint, store=lane.endpoint, shared_memory=False) as client:
+            reads_in_messages = list(_reads(client, job, captures))
         follows = list(_follows(lane, job))
     return {
         "parameters": {
@@ -66,18 +69,19 @@ def measure(job: LatencyJob, folder: Path) -> dict[str, Any]:
         },
         "fill_seconds": round(fill_seconds, 2),
         "read_ms": summary(reads),
+        "read_in_messages_ms": summary(reads_in_messages),
         "first_row_ms": summary(follows),
     }
 
 
-def _reads(lane: Lane, job: LatencyJob, captures: Sequence[str]) -> Iterator[float]:
+def _reads(client: residuum.Client, job: LatencyJob, captures: Sequence[str]) -> Iterator[float]:
     """Yield the seconds of reading one layer of one request, chosen randomly each time."""
     source = random.Random(0)  # noqa: S311 - repeatable, not secret
-    lane.client.activations(captures[0], layers=[0])  # opens the connection
+    client.activations(captures[0], layers=[0])  # opens the connection
     for _ in range(job.reads):
         capture_id, layer = source.choice(captures), source.randrange(job.shape.layers)
         started = time.perf_counter()
-        rows = lane.client.activations(capture_id, layers=[layer]).raw(layer)
+        rows = client.activations(capture_id, layers=[layer]).raw(layer)
         yield time.perf_counter() - started
         if rows.shape != (job.shape.positions, job.shape.hidden):
             raise RunFailedError(f"{capture_id}: layer {layer} came as {rows.shape}")
@@ -136,8 +140,10 @@ def show(part: Mapping[str, Any]) -> Iterator[str]:
     """Yield the table."""
     size = part["parameters"]["stored_bytes"] / _GIB
     yield f"{part['parameters']['captures']} captures, {size:.1f} GiB in the store"
-    rows = [
-        [name, *(f"{part[key][quantile]:.1f}" for quantile in _QUANTILES)]
-        for key, name in (("read_ms", "one layer of one request"), ("first_row_ms", "first row while following"))
-    ]
+    names = {
+        "read_ms": "one layer of one request",
+        "read_in_messages_ms": "the same without shared memory",
+        "first_row_ms": "first row while following",
+    }
+    rows = [[name, *(f"{part[key][at]:.1f}" for at in _QUANTILES)] for key, name in names.items() if key in part]
     yield table(["ms", *_QUANTILES], rows)

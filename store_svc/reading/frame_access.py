@@ -50,6 +50,11 @@ class Frame:
         self._is_cancelled = is_cancelled
         self._data = data
 
+    @property
+    def is_fetched(self) -> bool:
+        """Whether the frame's bytes came from the archive."""
+        return self._data is not None
+
     def __enter__(self) -> StoredFrame:
         if self._data is None:
             self._reading = self._db.read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, store_pb2
@@ -21,7 +21,7 @@ class OpenRead:
         feed: Feed,
         request: Selection,
         catalog: Catalog,
-        rows: Callable[[bytes, Query], Iterator[bytes]],
+        rows: Callable[[Iterable[bytes], Query], Iterator[bytes]],
         manifest: Callable[[Capture], capture_pb2.CaptureManifest],
     ) -> None:
         """Begin a read.
@@ -30,7 +30,7 @@ class OpenRead:
             feed: The capture.
             request: The rows to read.
             catalog: Says whether the store is stopping.
-            rows: Yields the response with the wanted rows of a frame.
+            rows: Yields the responses with the wanted rows of frames, given by their keys.
             manifest: Returns the manifest of a capture.
 
         Raises:
@@ -78,9 +78,8 @@ class OpenRead:
             self._check_usable(is_cancelled)
             capture, end = self._feed.capture, len(self._feed.keys)
         query = Query(self._request, capture.description, capture.sequences)
-        for key in self._feed.keys[self._sent : end]:
-            if query.wants(unpack_frame(key)):
-                yield from self._rows(key, query)
+        published = self._feed.keys[self._sent : end]
+        yield from self._rows((key for key in published if query.wants(unpack_frame(key))), query)
         self._sent = end
         yield b""
         if capture.ended or not self._request.follow:

@@ -78,6 +78,10 @@ class Query:
         """Return the wanted layers that the capture has at one of its sites."""
         return self._layers[site]
 
+    def wanted_layers(self, key: FrameKey) -> Sequence[int]:
+        """Return the wanted layers from the first to the last one of a frame."""
+        return _between(self._layers[key.site], key.first_layer, key.last_layer)
+
     def layers_between(self, key: FrameKey) -> Sequence[int]:
         """Return the captured layers from the first to the last one of a frame, wanted or not."""
         return _between(self._captured[key.site], key.first_layer, key.last_layer)
@@ -88,11 +92,7 @@ class Query:
 
     def wants_group(self, key: FrameKey) -> bool:
         """Tell whether a frame with this key's sequence, site, first and last layer can have a wanted row."""
-        return (
-            key.sequence in self._sequences
-            and key.site in self._sites
-            and bool(_between(self._layers[key.site], key.first_layer, key.last_layer))
-        )
+        return key.sequence in self._sequences and key.site in self._sites and bool(self.wanted_layers(key))
 
     def wants(self, key: FrameKey) -> bool:
         """Tell whether this frame can have a wanted row."""
@@ -105,8 +105,7 @@ class Query:
 
     def wants_whole(self, key: FrameKey) -> bool:
         """Tell whether every row of this frame is certainly wanted."""
-        layers = _between(self._layers[key.site], key.first_layer, key.last_layer)
-        return len(layers) == len(self.layers_between(key)) and self.wants_positions(key)
+        return len(self.wanted_layers(key)) == len(self.layers_between(key)) and self.wants_positions(key)
 
     def cut(self, header: capture_pb2.ChunkHeader) -> tuple[Sequence[int], Sequence[int]]:
         """Return the indices of the wanted layers and positions in the chunk's lists of layers and positions."""

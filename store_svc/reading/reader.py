@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
@@ -11,9 +11,7 @@ from itertools import chain, islice
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, store_pb2
 from residuum.wire.capture_batches import BATCH_BYTES, CaptureBatch, end_field
-from residuum.wire.frame_keys import unpack_frame
 from residuum.wire.frames import length_prefix
-from residuum.wire.limits import MAX_CHUNK_BYTES
 from store_svc.archive.fetching import Fetcher
 from store_svc.archive.records import state_field
 from store_svc.captures.capture_names import CaptureName, unknown_capture
@@ -23,11 +21,11 @@ from store_svc.captures.lifecycle import Capture
 from store_svc.database.db import Database, Table
 from store_svc.database.keys import pack_number
 from store_svc.item_errors import item_error
-from store_svc.reading.frame_access import Frame, FrameAccess
+from store_svc.reading.frame_access import FrameAccess
 from store_svc.reading.open_read import OpenRead, check_not_cancelled
 from store_svc.reading.placing import Placing, joined
 from store_svc.reading.query import Query, Selection
-from store_svc.reading.stored_chunks import Part, check_whole, sliced, wanted_parts
+from store_svc.reading.responses import Responses
 from store_svc.shared_memory.memories import ReadUse
 
 _MANIFEST = store_pb2.ReadChunksResponse.MANIFEST_FIELD_NUMBER
@@ -249,8 +247,7 @@ class Reader:
         frames = self._frames.wanted(number, query, is_cancelled)
         first = list(islice(frames, 1))  # if it cannot be fetched, the caller gets nothing, and knows that it must wait
         yield _manifest_field(data)
-        for frame in chain(first, frames):
-            yield from self._rows(frame, query, placing)
+        yield from Responses(query, placing).of(chain(first, frames))
         self._ended_record(number, capture_id)  # raises if it was deleted meanwhile
 
     def _read_ended(
@@ -276,8 +273,9 @@ class Reader:
     def _open_read(
         self, feed: Feed, request: Selection, is_cancelled: Callable[[], bool], placing: Placing
     ) -> OpenRead:
-        def rows(key: bytes, query: Query) -> Iterator[bytes]:
-            return self._rows(self._frames.frame(key, query.capture_id, is_cancelled), query, placing)
+        def rows(keys: Iterable[bytes], query: Query) -> Iterator[bytes]:
+            frames = (self._frames.frame(key, query.capture_id, is_cancelled) for key in keys)
+            return Responses(query, placing).of(frames)
 
         return OpenRead(feed, request, self._catalog, rows, self._live_manifest)
 
@@ -298,33 +296,6 @@ class Reader:
                 raise unknown_capture(capture_id)
             state = state_field(txn, number, has_archive=self._catalog.has_archive)
             return bytes(value) + read_labels(txn, number) + state
-
-    def _rows(self, frame: Frame, query: Query, placing: Placing) -> Iterator[bytes]:
-        """Yield the responses with the wanted rows of a frame."""
-        whole = query.wants_whole(unpack_frame(frame.key))
-        response = placing.respond(frame, query, whole=whole)
-        if response is None:
-            yield from self._responses(frame, query, placing, whole=whole)
-        elif response:
-            yield response
-
-    def _responses(self, frame: Frame, query: Query, placing: Placing, *, whole: bool) -> Iterator[bytes]:
-        parts: list[Part] = []
-        response = b""
-        with frame as stored:
-            prefix = stored.prefix
-            size = len(prefix) + len(stored.payload)
-            if whole and size <= MAX_CHUNK_BYTES:
-                response = placing.framed(prefix, stored.payload)
-            else:
-                parts = wanted_parts(stored, query)
-        if response:
-            check_whole(memoryview(response)[-size:], query.capture_id)
-            yield response
-        for part in parts:
-            with frame as stored:
-                response = placing.framed(*sliced(stored, part, query.capture_id))
-            yield response
 
 
 def _manifest_field(data: bytes) -> bytes:

@@ -7,7 +7,7 @@ is the XOR of the first part's, shifted so, and the second's. zlib's `crc32_comb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 _POLYNOMIAL = 0x82F63B78
 """Castagnoli's, with the bits reversed (RFC 3720, appendix B.4)."""
@@ -25,7 +25,7 @@ def combined(checksums: Sequence[int], part_bytes: int) -> int:
         checksums: The CRC-32C of each part.
         part_bytes: The size of each part.
     """
-    if len(checksums) < 2:
+    if len(checksums) <= 1:
         return sum(checksums)  # needs no tables
     return _joined(_appending_bytes(part_bytes), checksums)
 
@@ -42,7 +42,7 @@ def _appending_bytes(count: int) -> _Tables:
     return _tables(images)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _appending_bits(exponent: int) -> _Tables:
     """Return the function that appends 2**exponent zero bits."""
     if exponent == 0:

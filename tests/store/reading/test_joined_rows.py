@@ -1,0 +1,265 @@
+"""Rows of one layer that travel in messages: those of many stored chunks are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from residuum.client import Client as PublicClient
+from residuum.rpc.errors import Reason
+from residuum.v1 import capture_pb2, selection_pb2, store_pb2
+from residuum.wire.encodings import RowFormat
+from residuum.wire.frames import checksum, chunk_prefix, parse_chunk
+from residuum.wire.limits import MAX_CHUNK_POSITIONS
+from store_svc.database.db import Table, Txn
+from store_svc.reading import responses as responses_module
+from tests.encoding_cases import FORMATS
+from tests.store.reading.test_encodings import decoded, describe_format, frame
+from tests.store.support import (
+    COMPLETE,
+    ONE_AND_SEVERAL,
+    POST,
+    PRE,
+    Client,
+    Rows,
+    describe,
+    failing_with,
+    grid,
+    make_chunk,
+    row,
+    serving,
+)
+
+BLOCK, BLOCKS = 32, 20
+PROMPT = BLOCK * BLOCKS
+LAYERS = [0, 1, 2]
+WIDTH = 1024
+ROW_BYTES = 4 * WIDTH
+MESSAGE_ROWS = (1 << 20) // ROW_BYTES
+
+
+def with_layer_checksums(layers: Sequence[int], positions: Iterable[int], **fields: Any) -> bytes:
+    """Return a chunk as shippers make it."""
+    positions = list(positions)
+    cells = [(fields.get("sequence", 0), fields.get("site", POST), layer, at) for layer in layers for at in positions]
+    payload = b"".join(row(cell, WIDTH).tobytes() for cell in cells)
+    parts = [payload[at : at + len(positions) * ROW_BYTES] for at in range(0, len(payload), len(positions) * ROW_BYTES)]
+    named = {"site": POST, "dtype": 1, "width": WIDTH, "encoding": capture_pb2.ENCODING_RAW, **fields}
+    header = capture_pb2.ChunkHeader(layers=layers, positions=positions, **named)
+    return chunk_prefix(header, checksum(payload), len(payload), list(map(checksum, parts))) + payload
+
+
+def without_layer_checksums(layers: Sequence[int], positions: Iterable[int], **fields: Any) -> bytes:
+    return make_chunk(layers, list(positions), width=WIDTH, **fields)
+
+
+def blocks(make: Callable[..., bytes], layers: Sequence[int] = LAYERS, **fields: Any) -> list[bytes]:
+    """Return all rows of some layers, in chunks of one block."""
+    return [make(layers, range(first, first + BLOCK), **fields) for first in range(0, PROMPT, BLOCK)]
+
+
+def chunks_of(client: Client, **query: object) -> list[capture_pb2.Chunk]:
+    """Read rows, check their values, and return the chunks that they came in."""
+    request = store_pb2.ReadChunksRequest(capture_id="a", **query)
+    answers = list(client.stub.ReadChunks(request, timeout=30))
+    rows = Rows()
+    for answer in answers[1:-1]:
+        rows.take(answer.chunk)
+    return [answer.chunk for answer in answers[1:-1]]
+
+
+def positions_of(chunks: Iterable[capture_pb2.Chunk]) -> list[list[int]]:
+    return [list(chunk.header.positions) for chunk in chunks]
+
+
+@ONE_AND_SEVERAL
+@pytest.mark.parametrize("make", [with_layer_checksums, without_layer_checksums])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_one_layer_comes_in_few_messages(client: Client, make: Callable[..., bytes], is_open: bool) -> None:
+    client.open(describe(prompt=PROMPT, width=WIDTH))
+    client.append(blocks(make))
+    if not is_open:
+        assert client.seal(generated=[1]).state == COMPLETE
+    expected = [list(range(first, min(first + MESSAGE_ROWS, PROMPT))) for first in range(0, PROMPT, MESSAGE_ROWS)]
+    chunks = chunks_of(client, layers=[1])
+    assert positions_of(chunks) == expected
+    assert {tuple(chunk.header.layers) for chunk in chunks} == {(1,)}
+
+
+def test_a_capture_of_one_layer_is_joined_too(client: Client) -> None:
+    client.open(describe(layers=[0], prompt=PROMPT, width=WIDTH))
+    client.append(blocks(with_layer_checksums, [0]))
+    client.seal(generated=[1])
+    assert [len(positions) for positions in positions_of(chunks_of(client))] == [256, 256, 128]
+
+
+def test_chosen_positions_of_each_block_are_joined(client: Client) -> None:
+    client.open(describe(prompt=PROMPT, width=WIDTH))
+    client.append(blocks(with_layer_checksums))
+    client.seal(generated=[1])
+    (chunk,) = chunks_of(client, layers=[2], positions=selection_pb2.PositionSelection(every=5))
+    assert list(chunk.header.positions) == list(range(0, PROMPT, 5))
+    ranges = [selection_pb2.PositionRange(first=0, last=40), selection_pb2.PositionRange(first=300, last=301)]
+    (chunk,) = chunks_of(client, layers=[0], positions=selection_pb2.PositionSelection(ranges=ranges))
+    assert list(chunk.header.positions) == [*range(41), 300, 301]
+
+
+def test_sites_and_sequences_are_not_joined(client: Client) -> None:
+    client.open(describe(prompt=PROMPT, width=WIDTH, sites=[POST, PRE], sequences=2))
+    for sequence in (0, 1):
+        for site in (POST, PRE):
+            client.append(blocks(with_layer_checksums, sequence=sequence, site=site))
+    client.seal(generated=[1, 1])
+    chunks = chunks_of(client, layers=[1])
+    assert len(chunks) == 2 * 2 * 3
+    assert {(chunk.header.sequence, chunk.header.site) for chunk in chunks} == {
+        (0, POST),
+        (0, PRE),
+        (1, POST),
+        (1, PRE),
+    }
+
+
+def test_several_layers_come_as_they_are_stored(client: Client) -> None:
+    client.open(describe(prompt=PROMPT, width=WIDTH))
+    client.append(blocks(with_layer_checksums))
+    client.seal(generated=[1])
+    assert len(chunks_of(client, layers=[0, 2])) == BLOCKS
+
+
+def test_layers_in_chunks_of_their_own_are_not_joined_with_each_other(client: Client) -> None:
+    client.open(describe(layers=[0, 1], prompt=PROMPT, width=WIDTH))
+    for layer in (0, 1):
+        client.append(blocks(with_layer_checksums, [layer]))
+    client.seal(generated=[1])
+    chunks = chunks_of(client)
+    assert [list(chunk.header.layers) for chunk in chunks] == [[0]] * 3 + [[1]] * 3
+
+
+def test_chunks_that_lack_the_layer_between_their_first_and_last_one(client: Client) -> None:
+    client.open(describe(prompt=PROMPT, width=WIDTH))
+    for layers in ([0, 2], [1]):
+        client.append(blocks(with_layer_checksums, layers))
+    client.seal(generated=[1])
+    assert len(chunks_of(client, layers=[1])) == 3
+
+
+def test_chunks_out_of_order_are_joined_as_far_as_positions_ascend(client: Client) -> None:
+    """An open capture is read in the order in which its rows came."""
+    client.open(describe(prompt=PROMPT, width=WIDTH))
+    firsts = (64, 96, 0, 32, 128)
+    client.append([with_layer_checksums(LAYERS, range(first, first + BLOCK)) for first in firsts])
+    found = positions_of(chunks_of(client, layers=[1]))
+    assert found == [list(range(64, 128)), [*range(64), *range(128, 160)]]
+
+
+@pytest.mark.parametrize("other", [{"layers": [1]}, {"sequence": 1}, {"site": PRE}])
+def test_rows_that_follow_in_time_but_not_in_place_are_not_joined(client: Client, other: dict[str, Any]) -> None:
+    client.open(describe(layers=[0, 1], prompt=PROMPT, width=WIDTH, sites=[POST, PRE], sequences=2))
+    places = ({"layers": [0]}, {"layers": [0], **other})
+    client.append([with_layer_checksums(positions=[at], **place) for at, place in enumerate(places)])
+    assert positions_of(chunks_of(client)) == [[0], [1]]
+
+
+@pytest.mark.parametrize("row_kib", [200, 1200])
+def test_large_pieces_are_sent_alone(client: Client, row_kib: int) -> None:
+    width = (row_kib << 10) // 4
+    large, small = range(600 // row_kib or 1), range(600 // row_kib or 1, 5)
+    client.open(describe(layers=[0], prompt=5, width=width))
+    client.append([make_chunk([0], large, width=width), *(make_chunk([0], [at], width=width) for at in small)])
+    client.seal(generated=[1])
+    found = positions_of(chunks_of(client))
+    assert found[0] == list(large)
+    assert len(found) == (2 if row_kib == 200 else 5)
+
+
+def test_a_chunk_has_no_more_positions_than_the_contract_allows(client: Client) -> None:
+    prompt = MAX_CHUNK_POSITIONS + 512
+    client.open(describe(layers=[0], prompt=prompt))
+    client.append([make_chunk([0], range(first, first + 512)) for first in range(0, prompt, 512)])
+    client.seal(generated=[1])
+    assert [len(positions) for positions in positions_of(chunks_of(client))] == [MAX_CHUNK_POSITIONS, 512]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_every_encoding(client: Client, name: str) -> None:
+    """Those with a prefix for each layer of a chunk are not joined, because each chunk has another one."""
+    form: RowFormat = FORMATS[name]
+    client.open(describe_format(form))
+    chunks = [frame(form, [0, 1, 2], list(range(first, first + 3)), seed=first) for first in range(0, 9, 3)]
+    client.append(chunks)
+    assert client.seal(generated=[4]).state == COMPLETE
+    answers = list(client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", layers=[1]), timeout=30))[1:-1]
+    assert len(answers) == (3 if form.prefix_bytes else 1)
+    found: dict[tuple[int, int], np.ndarray] = {}
+    for answer in answers:
+        view = parse_chunk(answer.chunk.SerializeToString())
+        assert view.verify()
+        found |= decoded(view)
+    sent = [decoded(parse_chunk(chunk)) for chunk in chunks]
+    expected = {key: values for part in sent for key, values in part.items() if key[0] == 1}
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values)
+
+
+@pytest.mark.parametrize("make", [with_layer_checksums, without_layer_checksums])
+@pytest.mark.parametrize("number", [0, 4, BLOCKS - 1])
+def test_a_damaged_chunk_is_never_sent(tmp_path: Path, make: Callable[..., bytes], number: int) -> None:
+    def damage(txn: Txn) -> None:
+        key, value = list(txn.items(Table.FRAMES))[number]
+        at = len(value) - BLOCK * ROW_BYTES  # of the last layer
+        txn.put(Table.FRAMES, key, bytes(value[:at]) + bytes([value[at] ^ 1]) + bytes(value[at + 1 :]))
+
+    with serving(tmp_path / "store") as (store, client):
+        client.open(describe(prompt=PROMPT, width=WIDTH))
+        client.append(blocks(make))
+        client.seal(generated=[1])
+        store._db.write(damage)
+        with failing_with(Reason.ERROR_REASON_CHECKSUM_MISMATCH):
+            client.read(layers=[2])
+        if make is with_layer_checksums:
+            assert client.read(layers=[1])[0] == grid([1], range(PROMPT))
+
+
+def test_many_captures_and_the_client(tmp_path: Path) -> None:
+    with serving(tmp_path / "store") as (_, client):
+        names = ["a", "b", "open"]
+        for name in names:
+            client.open(describe(name, prompt=PROMPT, width=WIDTH))
+            client.append(blocks(with_layer_checksums), name)
+        client.seal("a", generated=[1])
+        client.seal("b", generated=[1])
+        request = store_pb2.ReadCapturesRequest(capture_ids=names, layers=[1])
+        answers = list(client.stub.ReadCaptures(request, timeout=30))
+        chunks = [chunk for answer in answers for part in answer.captures for chunk in part.chunks]
+        assert len(chunks) == 3 * 3
+        expected = np.stack([row((0, POST, 1, position), WIDTH) for position in range(PROMPT)])
+        with PublicClient(store=client.target, shared_memory=False) as reader:
+            for name in "ab":
+                np.testing.assert_array_equal(reader.activations(name, layers=[1]).raw(1), expected)
+
+
+def test_rows_from_the_archive_do_not_wait_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Fetched:
+        is_fetched = True
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    def frames() -> Iterator[Fetched]:
+        for number in range(3):
+            asked.append(number)
+            yield Fetched(number)
+
+    monkeypatch.setattr(responses_module.Responses, "_of_frame", lambda _, frame: iter([frame.number]))
+    monkeypatch.setattr(responses_module.Responses, "_continues", lambda *_: True)
+    found = responses_module.Responses(None, None).of(frames())  # type: ignore[arg-type]
+    assert next(found) == 0
+    assert asked == [0]
