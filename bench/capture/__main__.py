@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture"
     )  # fmt: skip
     parser.add_argument(
         "--together", action="store_true",
-        help="--share-engine, and stock's engine runs at the same time: the engines take turns of four iterations, so "
+        help="--share-engine, and stock's engine runs at the same time: the engines take turns of a few iterations, so "
         "that a drift of the machine does not count; the device must have memory for all engines "
         "(gpu_memory_utilization)",
     )  # fmt: skip

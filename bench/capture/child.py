@@ -21,7 +21,7 @@ from bench.capture.results import Iteration, Memory, Run
 from bench.capture.sinks import Arrived, CaptureSink, Fetcher, RingSink, RowsMissingError, StoreSink
 from bench.capture.subjects import StockSubject, Subject, TappedSubject, digest, generate_batch
 from bench.capture.worker_extension import EXTENSION
-from bench.capture.workload import Job, Mode, Runner, Vectors, Workload, turns
+from bench.capture.workload import Job, Mode, Runner, Vectors, Workload, iterations_per_turn, turns
 from bench.machine import used_mib
 from bench.memory import peak_mib
 from bench.plain import restore
@@ -36,8 +36,6 @@ from residuum.wire.encodings import ENCODINGS
 EVERYWHERE = selection_pb2.PositionSelection()
 _MIB = 1 << 20
 _WARM_UP_SECONDS = 2.0
-_ITERATIONS_PER_TURN = 4
-"""Iterations that an engine measures before another one has its turn: with one, most of the time would be warm-up."""
 VECTOR_SCALE = 0.1
 """Standard deviation of the steering vectors' values: large enough to change replies, but too small to break the
 model."""
@@ -80,7 +78,8 @@ async def measure(job: Job, stack: AsyncExitStack) -> list[Run]:
     count = job.workload.warmups + job.workload.iterations
     driver = _Driver(job.workload, subject, tapped, sink, fetcher, spare=count + 1)
     iterations: dict[Mode, list[Iteration]] = {mode: [] for mode in job.modes}
-    for turn, order in groupby(turns(job.modes, count), key=lambda item: item[0] // _ITERATIONS_PER_TURN):
+    per_turn = iterations_per_turn(count)
+    for turn, order in groupby(turns(job.modes, count), key=lambda item: item[0] // per_turn):
         async with job.baton.turn(turn):
             if job.baton.members > 1:
                 await driver.warm_up(job.modes[0])

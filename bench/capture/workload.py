@@ -229,6 +229,15 @@ def schedule(
     ]
 
 
+def iterations_per_turn(iterations: int) -> int:
+    """Return how many iterations an engine runs before the next engine has its turn: up to four.
+
+    Each turn begins with a warm-up, which would take most of the time if turns were shorter. There are at least four
+    turns if there are as many iterations, so that a drift of the machine affects all engines.
+    """
+    return min(4, max(1, iterations // 4))
+
+
 def turns(modes: Sequence[Mode], iterations: int) -> Iterator[tuple[int, Mode]]:
     """Yield the order of iterations in one process: each in every mode, alternately forwards and backwards."""
     for number in range(iterations):

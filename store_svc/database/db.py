@@ -482,6 +482,7 @@ class _Reading:
         if self._frames is not None:
             self._frames.close()
         self._raw.abort()
+        del self._raw  # as long as the object lives, it has one of LMDB's places for readers
 
 
 def _stamp(file: LmdbFile) -> bytes:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from residuum.wire.frames import ChunkView, checksum, chunk_head, placed_response
+from residuum.wire.frames import checksum, chunk_head, placed_response
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.frame_access import Frame
 from store_svc.reading.query import Query
-from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_header
+from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_chunk, slice_header
 from store_svc.reading.stored_chunks import check_layers, framed, parsed
 from store_svc.shared_memory.memories import ReadUse
 
@@ -39,6 +39,11 @@ class Placing:
         self._memory = memory
         self.framed = framed
 
+    def places(self, num_bytes: int) -> bool:
+        """Tell whether a payload of this size is placed, if there is room."""
+        memory = self._memory
+        return memory is not None and not memory.is_over and MIN_PLACED_BYTES <= num_bytes <= memory.max_bytes
+
     def respond(self, frame: Frame, query: Query, *, whole: bool) -> bytes | None:
         """Return the response with the wanted rows of a frame.
 
@@ -54,20 +59,33 @@ class Placing:
             with frame as stored:
                 if not MIN_PLACED_BYTES <= len(stored.payload) <= memory.max_bytes:
                     return None
-                if whole:
-                    copied = _copy_whole(stored, memory)
-                else:
-                    chunk = parsed(stored, query.capture_id)
-                    layers, positions = query.cut(chunk.header)
-                    if not layers or not positions:
-                        return b""
-                    if chunk.format.payload_bytes(len(layers), len(positions)) < MIN_PLACED_BYTES:
-                        return None
-                    copied = _copy_slice(chunk, layers, positions, query.capture_id, memory)
+                copied = _copy_whole(stored, memory) if whole else self._copy_slice(stored, query, memory)
             if copied is not None:
                 return copied
             memory.wait(self._is_cancelled)
         return None
+
+    def _copy_slice(self, frame: StoredFrame, query: Query, memory: ReadUse) -> bytes | None:
+        """Copy the wanted rows of a chunk, and return the response; return None if there is no room."""
+        chunk = parsed(frame, query.capture_id)
+        layers, positions = query.cut(chunk.header)
+        if not layers or not positions:
+            return b""
+        num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
+        if num_bytes < MIN_PLACED_BYTES:
+            check_layers(chunk, layers, query.capture_id)
+            return self.framed(*slice_chunk(chunk, layers, positions))
+        room = memory.take(num_bytes)
+        if room is None:
+            return None
+        place, payload = room
+        cut_into(payload, chunk, layers, positions)
+        crc32c = checksum_of_layers(chunk, layers, positions)
+        if crc32c is None:  # otherwise the reader compares the payload with it
+            check_layers(chunk, layers, query.capture_id)
+            crc32c = checksum(payload.data)
+        head = chunk_head(slice_header(chunk, layers, positions), crc32c)
+        return placed_response(head, place, num_bytes)
 
 
 def joined(responses: Iterator[bytes], memory: ReadUse | None) -> Iterator[bytes]:
@@ -103,21 +121,3 @@ def _copy_whole(frame: StoredFrame, memory: ReadUse) -> bytes | None:
     place, target = room
     np.copyto(target, np.frombuffer(payload, dtype=np.uint8))  # lets go of the GIL
     return placed_response(bytes(head), place, len(payload))
-
-
-def _copy_slice(
-    chunk: ChunkView, layers: Sequence[int], positions: Sequence[int], capture_id: str, memory: ReadUse
-) -> bytes | None:
-    """Copy some rows of a chunk, and return the response; return None if there is no room."""
-    num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
-    room = memory.take(num_bytes)
-    if room is None:
-        return None
-    place, payload = room
-    cut_into(payload, chunk, layers, positions)
-    crc32c = checksum_of_layers(chunk, layers, positions)
-    if crc32c is None:  # otherwise the reader compares the payload with it
-        check_layers(chunk, layers, capture_id)
-        crc32c = checksum(payload.data)
-    head = chunk_head(slice_header(chunk, layers, positions), crc32c)
-    return placed_response(head, place, num_bytes)

@@ -247,7 +247,7 @@ class Reader:
         frames = self._frames.wanted(number, query, is_cancelled)
         first = list(islice(frames, 1))  # if it cannot be fetched, the caller gets nothing, and knows that it must wait
         yield _manifest_field(data)
-        yield from Responses(query, placing).of(chain(first, frames))
+        yield from Responses(query, placing, is_cancelled).of(chain(first, frames))
         self._ended_record(number, capture_id)  # raises if it was deleted meanwhile
 
     def _read_ended(
@@ -275,7 +275,7 @@ class Reader:
     ) -> OpenRead:
         def rows(keys: Iterable[bytes], query: Query) -> Iterator[bytes]:
             frames = (self._frames.frame(key, query.capture_id, is_cancelled) for key in keys)
-            return Responses(query, placing).of(frames)
+            return Responses(query, placing, is_cancelled).of(frames)
 
         return OpenRead(feed, request, self._catalog, rows, self._live_manifest)
 

@@ -6,7 +6,9 @@ rows are joined if they travel in messages.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +17,8 @@ from residuum.wire.checksums import combined
 from residuum.wire.frame_keys import unpack_frame
 from residuum.wire.frames import checksum, chunk_prefix
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS
-from store_svc.reading.frame_access import Frame
+from store_svc.reading.frame_access import Frame, IsCancelled
+from store_svc.reading.open_read import check_not_cancelled
 from store_svc.reading.placing import Placing
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_header
@@ -25,84 +28,102 @@ _JOINED_BYTES = 1 << 20
 """The most bytes of rows in a joined chunk. Larger messages are not read faster."""
 
 _MAX_PIECE_BYTES = _JOINED_BYTES // 2
-"""The most bytes of a frame's rows that are joined with others. Larger ones would be copied once more for few messages
-less."""
+"""The most bytes of a frame's rows that are joined with others: copying more of them once more would save few
+messages."""
+
+_MAX_WAIT_SECONDS = 0.02
+"""How long rows may wait for others, such as those on a slow disk."""
+
+
+class _Place(NamedTuple):
+    """A frame, and its place in a run: frames with rows of the same layer, at ascending positions."""
+
+    frame: Frame
+    is_first: bool
+    is_last: bool
 
 
 class Responses:
     """Makes the responses of one read: serialised ReadChunksResponses, or fields of a ReadCapturesResponse."""
 
-    def __init__(self, query: Query, placing: Placing) -> None:
+    def __init__(self, query: Query, placing: Placing, is_cancelled: IsCancelled) -> None:
         """Answer a query.
 
         Args:
             query: The wanted rows.
             placing: Puts large payloads into shared memory, if the reader has one.
+            is_cancelled: Returns whether the caller has cancelled.
         """
         self._query = query
         self._placing = placing
+        self._is_cancelled = is_cancelled
 
     def of(self, frames: Iterable[Frame]) -> Iterator[bytes]:
         """Yield the responses with the wanted rows of frames.
 
+        Joined rows are yielded before the next payload is placed in shared memory: from the bytes that are placed
+        between two responses, callers tell whether the second one has a payload there.
+
         Raises:
             Failure: UNKNOWN_CAPTURE, CHECKSUM_MISMATCH or ARCHIVE_UNREACHABLE, or the caller has cancelled.
         """
-        run: list[Frame] = []
+        rows = _JoinedRows(self._query, self._placing)
+        joins = False
+        for frame, is_first, is_last in self._in_runs(frames):
+            check_not_cancelled(self._is_cancelled)
+            if is_first:
+                joins = not is_last and rows.suits(frame)
+            if not joins:
+                yield from self._of_frame(frame)
+                continue
+            if not rows.add(frame):
+                yield from rows.take()
+                if not rows.add(frame):
+                    yield from self._of_frame(frame)
+            if is_last or rows.have_waited or frame.is_fetched:
+                yield from rows.take()
+
+    def _in_runs(self, frames: Iterable[Frame]) -> Iterator[_Place]:
+        before: Frame | None = None
+        is_first = True
         for frame in frames:
-            if run and not self._continues(run[-1], frame):
-                yield from self._of_run(run)
-                run = []
-            run.append(frame)
+            if before is not None:
+                continues = self._continues(before, frame)
+                yield _Place(before, is_first, not continues)
+                is_first = not continues
+            before = frame
             if frame.is_fetched:  # the next one may take long to come
-                yield from self._of_run(run)
-                run = []
-        yield from self._of_run(run)
+                yield _Place(frame, is_first=True, is_last=True)
+                before, is_first = None, True
+        if before is not None:
+            yield _Place(before, is_first, is_last=True)
 
     def _continues(self, frame: Frame, following: Frame) -> bool:
-        """Tell whether the wanted rows of two frames are those of one layer, the second's at later positions."""
+        """Tell whether the second one of two frames is in the run of the first one."""
+        if following.is_fetched:
+            return False
         key, after = unpack_frame(frame.key), unpack_frame(following.key)
         if (key.sequence, key.site) != (after.sequence, after.site) or key.last_position >= after.first_position:
             return False
         layers = self._query.wanted_layers(key)
         return len(layers) == 1 and layers == self._query.wanted_layers(after)
 
-    def _of_run(self, frames: list[Frame]) -> Iterator[bytes]:
-        """Yield the responses for frames each of which continues the one before."""
-        if len(frames) == 1:
-            yield from self._of_frame(frames[0])
-            return
-        joined = _JoinedRows(self._query, self._placing)
-        for frame in frames:
-            placed = self._placed(frame)
-            if placed is None and joined.add(frame):
-                continue
-            yield from joined.take()
-            if placed:
-                yield placed
-            elif placed is None and not joined.add(frame):
-                yield from self._in_messages(frame)
-        yield from joined.take()
-
     def _of_frame(self, frame: Frame) -> Iterator[bytes]:
-        placed = self._placed(frame)
-        if placed is None:
-            yield from self._in_messages(frame)
-        elif placed:
-            yield placed
+        """Yield the responses with the wanted rows of one frame."""
+        whole = self._query.wants_whole(unpack_frame(frame.key))
+        response = self._placing.respond(frame, self._query, whole=whole)
+        if response is None:
+            yield from self._in_messages(frame, whole=whole)
+        elif response:
+            yield response
 
-    def _placed(self, frame: Frame) -> bytes | None:
-        """See `Placing.respond`."""
-        return self._placing.respond(frame, self._query, whole=self._wants_whole(frame))
-
-    def _in_messages(self, frame: Frame) -> Iterator[bytes]:
-        """Yield the responses with the wanted rows of one frame, which travel in the messages."""
+    def _in_messages(self, frame: Frame, *, whole: bool) -> Iterator[bytes]:
         parts: list[Part] = []
         response = b""
         with frame as stored:
             prefix = stored.prefix
             size = len(prefix) + len(stored.payload)
-            if self._wants_whole(frame) and size <= MAX_CHUNK_BYTES:
+            if whole and size <= MAX_CHUNK_BYTES:
                 response = self._placing.framed(prefix, stored.payload)
             else:
                 parts = wanted_parts(stored, self._query)
@@ -113,9 +134,6 @@ class Responses:
             with frame as stored:
                 response = self._placing.framed(*sliced(stored, part, self._query.capture_id))
             yield response
-
-    def _wants_whole(self, frame: Frame) -> bool:
-        return self._query.wants_whole(unpack_frame(frame.key))
 
 
 class _JoinedRows:
@@ -131,35 +149,55 @@ class _JoinedRows:
         self._rows = np.empty(0, dtype=np.uint8)
         self._size = 0
         self._crc32c = 0
+        """The checksum that the rows should have."""
+        self._since = 0.0
 
-    def add(self, frame: Frame) -> bool:
-        """Add the wanted rows of a frame. Return False if they must be sent in another message than those that wait."""
+    @property
+    def have_waited(self) -> bool:
+        """Whether the first of the rows has waited long enough."""
+        return self._size > 0 and time.monotonic() - self._since > _MAX_WAIT_SECONDS
+
+    def suits(self, frame: Frame) -> bool:
+        """Tell whether a run that begins with this frame is joined."""
         with frame as stored:
             chunk = parsed(stored, self._query.capture_id)
             layers, positions = self._query.cut(chunk.header)
-            if not layers or not positions or chunk.format.prefix_bytes:
-                return False
+            num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
+            return (
+                not chunk.format.prefix_bytes and num_bytes <= _MAX_PIECE_BYTES and not self._placing.places(num_bytes)
+            )
+
+    def add(self, frame: Frame) -> bool:
+        """Add the wanted rows of a frame. Return False if they have no room."""
+        with frame as stored:
+            chunk = parsed(stored, self._query.capture_id)
+            layers, positions = self._query.cut(chunk.header)
+            if not layers or not positions:
+                return True
             num_bytes = chunk.format.payload_bytes(1, len(positions))
-            if num_bytes > _MAX_PIECE_BYTES or not self._has_room(num_bytes, len(positions)):
+            if not self._has_room(num_bytes, len(positions)):
                 return False
             if not len(self._rows):
                 self._rows = np.empty(_JOINED_BYTES, dtype=np.uint8)
             piece = self._rows[self._size : self._size + num_bytes]
             cut_into(piece, chunk, layers, positions)  # lets go of the GIL
-            crc32c = checksum_of_layers(chunk, layers, positions)
-            if crc32c is None:  # otherwise `take` compares the rows with it
+            known = checksum_of_layers(chunk, layers, positions)
+            if known is None:
                 check_layers(chunk, layers, self._query.capture_id)
-                crc32c = checksum(piece.data)
+                self._crc32c = checksum(piece.data, self._crc32c)
+            else:
+                self._crc32c = combined([self._crc32c, known], num_bytes)
             header = slice_header(chunk, layers, positions)
         if self._size:
             self._header.positions.extend(header.positions)
-            self._crc32c = combined([self._crc32c, crc32c], num_bytes)
         else:
-            self._header, self._crc32c = header, crc32c
+            self._header, self._since = header, time.monotonic()
         self._size += num_bytes
         return True
 
     def _has_room(self, num_bytes: int, positions: int) -> bool:
+        if num_bytes > _MAX_PIECE_BYTES:
+            return False
         return not self._size or (
             self._size + num_bytes <= _JOINED_BYTES and len(self._header.positions) + positions <= MAX_CHUNK_POSITIONS
         )
@@ -176,5 +214,5 @@ class _JoinedRows:
         if checksum(payload) != self._crc32c:
             raise damaged(self._query.capture_id)
         response = self._placing.framed(chunk_prefix(self._header, self._crc32c, self._size), payload)
-        self._size = 0
+        self._size = self._crc32c = 0
         yield response

@@ -8,7 +8,7 @@ from bench.capture.baton import Baton, BatonDroppedError
 from bench.capture.child import capture_of, operations, request_id
 from bench.capture.processes import environment_of, run_all
 from bench.capture.shapes import SHAPES, write_shape
-from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, schedule, turns
+from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, iterations_per_turn, schedule, turns
 from bench.plain import restore
 from bench.processes import RunFailedError
 from residuum.v1 import capture_pb2
@@ -53,6 +53,11 @@ def test_everything_is_run_with_each_model_runner():
 def test_modes_on_one_engine_take_turns():
     a, b = Mode.IDLE, Mode.STEER
     assert list(turns([a, b], 3)) == [(0, a), (0, b), (1, b), (1, a), (2, a), (2, b)]
+
+
+@pytest.mark.parametrize(("iterations", "expected"), [(1, 1), (3, 1), (4, 1), (8, 2), (13, 3), (16, 4), (100, 4)])
+def test_engines_have_at_least_four_turns_of_up_to_four_iterations(iterations, expected):
+    assert iterations_per_turn(iterations) == expected
 
 
 async def take_turns(baton, iterations, order):

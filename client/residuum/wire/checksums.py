@@ -23,14 +23,14 @@ def combined(checksums: Sequence[int], part_bytes: int) -> int:
 
     Args:
         checksums: The CRC-32C of each part.
-        part_bytes: The size of each part.
+        part_bytes: The size of each part. The first one may have another size.
     """
-    if len(checksums) <= 1:
-        return sum(checksums)  # needs no tables
+    if len(checksums) <= 1:  # needs no tables
+        return checksums[0] if checksums else 0
     return _joined(_appending_bytes(part_bytes), checksums)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def _appending_bytes(count: int) -> _Tables:
     """Return the function that appends this many zero bytes."""
     images = [1 << bit for bit in range(32)]

@@ -119,9 +119,9 @@ class AppendView:
     """The key of that memory."""
 
 
-def checksum(payload: Buffer) -> int:
-    """Return the CRC-32C of a payload."""
-    return int(_crc32c.crc32c(payload))
+def checksum(payload: Buffer, before: int = 0) -> int:
+    """Return the CRC-32C of a payload; `before` is that of the bytes before it, if it is not all."""
+    return int(_crc32c.crc32c(payload, before))
 
 
 def layer_parts(header: capture_pb2.ChunkHeader, payload: memoryview) -> list[memoryview]:

@@ -48,6 +48,15 @@ def put(name: bytes, size: int):
     return change
 
 
+def test_ended_reads_take_no_place_of_a_reader(tmp_path: Path) -> None:
+    db = Database(tmp_path / "db", 16 * MIB, sync_roots=False, max_readers=8)
+    ended = [db.read() for _ in range(20)]
+    for read in ended:
+        with read:
+            pass
+    db.close()
+
+
 @pytest.mark.parametrize("size", [MIB, 3 * MIB, 200_000])
 def test_the_file_never_outgrows_its_limit(tmp_path: Path, size: int, shards: int) -> None:
     db = Database(tmp_path / "db", 24 * MIB, sync_roots=False, shards=shards)

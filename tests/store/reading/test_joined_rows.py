@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from residuum.client import Client as PublicClient
-from residuum.rpc.errors import Reason
+from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
 from residuum.wire.encodings import RowFormat
-from residuum.wire.frames import checksum, chunk_prefix, parse_chunk
+from residuum.wire.frame_keys import FrameKey
+from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
 from store_svc.database.db import Table, Txn
+from store_svc.database.frames import StoredFrame
 from store_svc.reading import responses as responses_module
+from store_svc.reading.placing import Placing
+from store_svc.reading.query import Query
+from store_svc.reading.responses import Responses
 from tests.encoding_cases import FORMATS
 from tests.store.reading.test_encodings import decoded, describe_format, frame
+from tests.store.reading.test_shared_memory import Peer
 from tests.store.support import (
     COMPLETE,
     ONE_AND_SEVERAL,
@@ -168,13 +176,11 @@ def test_rows_that_follow_in_time_but_not_in_place_are_not_joined(client: Client
 @pytest.mark.parametrize("row_kib", [200, 1200])
 def test_large_pieces_are_sent_alone(client: Client, row_kib: int) -> None:
     width = (row_kib << 10) // 4
-    large, small = range(600 // row_kib or 1), range(600 // row_kib or 1, 5)
-    client.open(describe(layers=[0], prompt=5, width=width))
-    client.append([make_chunk([0], large, width=width), *(make_chunk([0], [at], width=width) for at in small)])
-    client.seal(generated=[1])
-    found = positions_of(chunks_of(client))
-    assert found[0] == list(large)
-    assert len(found) == (2 if row_kib == 200 else 5)
+    large = [1, 2, 3] if row_kib == 200 else [1]
+    client.open(describe(layers=[0], prompt=6, width=width))
+    client.append([make_chunk([0], positions, width=width) for positions in ([0], large, [4], [5])])
+    expected = [[0], large, [4, 5]] if row_kib == 200 else [[0], large, [4], [5]]
+    assert positions_of(chunks_of(client)) == expected
 
 
 def test_a_chunk_has_no_more_positions_than_the_contract_allows(client: Client) -> None:
@@ -220,8 +226,12 @@ def test_a_damaged_chunk_is_never_sent(tmp_path: Path, make: Callable[..., bytes
         client.append(blocks(make))
         client.seal(generated=[1])
         store._db.write(damage)
+        rows = Rows()
+        answers = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", layers=[2]), timeout=30)
         with failing_with(Reason.ERROR_REASON_CHECKSUM_MISMATCH):
-            client.read(layers=[2])
+            for answer in answers:
+                if answer.HasField("chunk"):
+                    rows.take(answer.chunk)  # fails on a wrong value
         if make is with_layer_checksums:
             assert client.read(layers=[1])[0] == grid([1], range(PROMPT))
 
@@ -244,22 +254,121 @@ def test_many_captures_and_the_client(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(reader.activations(name, layers=[1]).raw(1), expected)
 
 
-def test_rows_from_the_archive_do_not_wait_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+def test_more_chunks_than_the_database_has_places_for_readers(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", max_streams=4, max_writers=4) as (store, client):
+        places = store._db._max_readers
+        client.open(describe(layers=[0], prompt=3 * places))
+        client.append([make_chunk([0], [position]) for position in range(3 * places)])
+        client.seal(generated=[1])
+        assert client.read()[0] == grid([0], range(3 * places))
 
-    class Fetched:
-        is_fetched = True
 
-        def __init__(self, number: int) -> None:
-            self.number = number
+class FakeFrame:
+    """A frame of one row of layer 0."""
 
-    def frames() -> Iterator[Fetched]:
-        for number in range(3):
-            asked.append(number)
-            yield Fetched(number)
+    def __init__(self, position: int, *, is_fetched: bool = False) -> None:
+        self.key = FrameKey(1, 0, POST, 0, 0, position, position).pack()
+        self.is_fetched = is_fetched
+        self.chunk = make_chunk([0], [position])
 
-    monkeypatch.setattr(responses_module.Responses, "_of_frame", lambda _, frame: iter([frame.number]))
-    monkeypatch.setattr(responses_module.Responses, "_continues", lambda *_: True)
-    found = responses_module.Responses(None, None).of(frames())  # type: ignore[arg-type]
-    assert next(found) == 0
-    assert asked == [0]
+    def __enter__(self) -> StoredFrame:
+        return StoredFrame.of(None, memoryview(self.chunk))
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def responses(frames: Iterable[FakeFrame], *, is_cancelled: Callable[[], bool] = lambda: False) -> Iterator[bytes]:
+    query = Query(store_pb2.ReadChunksRequest(), describe(layers=[0], prompt=100), [])
+    return Responses(query, Placing(is_cancelled, None), is_cancelled).of(frames)  # type: ignore[arg-type]
+
+
+def noted(frames: Iterable[FakeFrame], asked: list[FakeFrame]) -> Iterator[FakeFrame]:
+    for frame_ in frames:
+        asked.append(frame_)
+        yield frame_
+
+
+def rows_in(response: bytes) -> list[int]:
+    view = parse_read(response)
+    assert isinstance(view, ChunkView)
+    return list(view.header.positions)
+
+
+def test_rows_from_the_archive_do_not_wait_for_the_next_ones() -> None:
+    asked: list[FakeFrame] = []
+    frames = [FakeFrame(0), FakeFrame(1), *(FakeFrame(position, is_fetched=True) for position in range(2, 5))]
+    found = responses(noted(frames, asked))
+    assert rows_in(next(found)) == [0, 1]
+    assert len(asked) == 3
+    assert rows_in(next(found)) == [2]
+    assert len(asked) == 3
+    assert list(map(rows_in, found)) == [[3], [4]]
+
+
+def test_rows_that_are_dropped_during_the_read_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their frames are fetched when they are entered."""
+
+    class Dropped(FakeFrame):
+        def __enter__(self) -> StoredFrame:
+            self.is_fetched = True
+            return super().__enter__()
+
+    found = responses([FakeFrame(0), Dropped(1), Dropped(2), FakeFrame(3)])
+    assert list(map(rows_in, found)) == [[0, 1], [2], [3]]
+
+
+def test_rows_wait_for_others_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(responses_module, "time", SimpleNamespace(monotonic=lambda: next(now) * 0.009))
+    found = list(map(rows_in, responses(FakeFrame(position) for position in range(9))))
+    assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_a_read_looks_at_one_frame_more_than_it_needs() -> None:
+    asked: list[FakeFrame] = []
+    frames = [FakeFrame(position) for position in (5, 4, 3, 2)]
+    found = responses(noted(frames, asked))
+    assert rows_in(next(found)) == [5]
+    assert len(asked) == 2
+
+
+def test_a_caller_who_cancels_gets_nothing_more() -> None:
+    cancelled: list[bool] = []
+    found = responses((FakeFrame(position) for position in (1, 0)), is_cancelled=lambda: bool(cancelled))
+    next(found)
+    cancelled.append(True)
+    with pytest.raises(Failure, match="cancelled"):
+        next(found)
+
+
+@pytest.mark.usefixtures("shared_memory")
+class TestWithSharedMemory:
+    def test_short_rows_are_joined_and_large_ones_are_placed(self, tmp_path: Path) -> None:
+        with serving(tmp_path / "store", max_bytes="256MiB") as (store, client):
+            client.open(describe(layers=[0, 1], prompt=PROMPT, width=WIDTH, sequences=2))
+            short = [with_layer_checksums([0, 1], range(at, at + 8)) for at in range(0, PROMPT, 8)]
+            client.append(short + blocks(with_layer_checksums, [0, 1], sequence=1))
+            client.seal(generated=[1, 1])
+            peer = Peer(store, client)
+            expected = grid([1], range(PROMPT)) | grid([1], range(PROMPT), sequence=1)
+            assert peer.read(layers=[1]) == expected
+            assert (peer.placed, peer.in_message) == (BLOCKS, 3)
+
+    @pytest.mark.parametrize("lengths", [(32, 9, 32), (32, 9, 9, 32), (9, 32, 32), (9, 9, 32), (32, 32, 9), (9, 9, 9)])
+    @pytest.mark.parametrize("is_open", [False, True])
+    def test_rows_of_any_lengths_in_turn(self, tmp_path: Path, lengths: tuple[int, ...], is_open: bool) -> None:
+        ends = list(accumulate((*lengths, *lengths)))
+        with serving(tmp_path / "store", max_bytes="256MiB") as (store, client):
+            client.open(describe("a", layers=[0, 1], prompt=ends[-1], width=WIDTH))
+            for first, end in pairwise([0, *ends]):
+                client.append([with_layer_checksums([0, 1], range(first, end))])
+            if not is_open:
+                assert client.seal(generated=[1]).state == COMPLETE
+            for layers in ([0], [0, 1]):
+                assert Peer(store, client).read(layers=layers) == grid(layers, range(ends[-1]))
+            expected = np.stack([row((0, POST, 1, position), WIDTH) for position in range(ends[-1])])
+            with PublicClient(store=client.target, shared_memory=True) as reader:
+                options = {"layers": [1], "wait": False, "allow_partial": True}
+                np.testing.assert_array_equal(reader.activations("a", **options).raw(1), expected)
+                np.testing.assert_array_equal(reader.activations(["a"], **options)[0].raw(1), expected)

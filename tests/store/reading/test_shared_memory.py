@@ -95,6 +95,7 @@ class Peer:
         return rows.cells
 
     def _take(self, rows: Rows, answer: store_pb2.ReadChunksResponse, *, release: bool) -> None:
+        assert not (answer.HasField("chunk") and answer.placed_chunks), "readers see only one of them"
         if answer.HasField("chunk"):
             rows.take(answer.chunk)
             self.in_message += 1

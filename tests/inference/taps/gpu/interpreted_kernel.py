@@ -2,7 +2,8 @@
 
 It also compares steered rows with float64, and fails if they differ too much.
 
-It is a separate program, because Triton decides on import whether it interprets kernels.
+It is a separate program, because Triton decides on import whether it interprets kernels. Its argument is the dtype of
+the rows.
 """
 
 from __future__ import annotations
@@ -48,37 +49,38 @@ CAPACITY = 7
 Tap = Callable[[torch.Tensor, torch.Tensor | None, int, resident.KernelTables], None]
 
 
-def main() -> None:
-    """Print {case: [largest relative difference of the model's values, the same for captured rows]}."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(name: str) -> None:
+    """Print {what was compared: [largest relative difference of the model's values, the same for captured rows]}."""
+    chunked._CHUNK = 32  # so that short rows have several chunks
+    dtype, number = getattr(torch, name), DTYPES.index(name)
     rng = np.random.default_rng(0)
     torch.manual_seed(0)
-    chunked._CHUNK = 32  # so that short rows have several chunks
-    dtypes = ("float32", "bfloat16", "float16")
-    runs = (
-        ("tap", tap_differences),
-        ("chunked tap", chunked_tap_differences),
-        ("tap of float32", float32_tap_differences),
-        ("norm", norm_differences),
-        ("tap copy", tap_copy_differences),
-        ("tap experts", tap_experts_differences),
-        ("sums in threads", thread_sum_differences),
-    )
-    differences = {f"{name} {what}": run(rng, getattr(torch, name)) for name in dtypes for what, run in runs}
-    for seed, (name, has_residual, hidden) in enumerate(product(dtypes, (False, True), (2, 70, 96))):
+    runs = {
+        "tap": tap_differences,
+        "chunked tap": chunked_tap_differences,
+        "tap of float32": float32_tap_differences,
+        "norm": norm_differences,
+        "tap copy": tap_copy_differences,
+        "tap experts": tap_experts_differences,
+        "sums in threads": thread_sum_differences,
+    }
+    differences = {what: run(rng, dtype) for what, run in runs.items()}
+    for seed, (has_residual, hidden) in enumerate(product((False, True), (2, 70, 96)), start=6 * number):
         tap = chunked.tap if (seed + seed // 6) % 2 else resident.tap
         rows = (1, 5, 24)[(seed + seed // 3) % 3]
-        check_steering(
-            steering.make_case(seed, getattr(torch, name), rows, hidden, 8, has_residual=has_residual), seed, tap
-        )
-    check_scores()
-    for name in dtypes:
-        for has_residual, tap in ((False, chunked.tap), (True, resident.tap)):
-            case = steering.make_case(3, getattr(torch, name), 24, 70, 1, has_residual=has_residual)
-            steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
-    case = steering.make_case(3, torch.float16, 24, 70, 1, has_residual=False)
-    steering.check_overflow(case, lambda case: normed(case, torch.zeros_like(case.hidden))[1])
-    for seed, (name, tap) in enumerate(product(dtypes, (resident.tap, norm))):
-        check_lone_adds(tap, getattr(torch, name), 70, seed)
+        check_steering(steering.make_case(seed, dtype, rows, hidden, 8, has_residual=has_residual), seed, tap)
+    for has_residual, tap in ((False, chunked.tap), (True, resident.tap)):
+        case = steering.make_case(3, dtype, 24, 70, 1, has_residual=has_residual)
+        steering.check_overflow(case, lambda case, tap=tap: steered(case, tap))
+    for seed, tap in enumerate((resident.tap, norm), start=2 * number):
+        check_lone_adds(tap, dtype, 70, seed)
+    if dtype == torch.float16:
+        case = steering.make_case(3, dtype, 24, 70, 1, has_residual=False)
+        steering.check_overflow(case, lambda case: normed(case, torch.zeros_like(case.hidden))[1])
+    check_scores(dtype)
     json.dump(differences, sys.stdout)
 
 
@@ -202,31 +204,30 @@ def check_steering(case: steering.Case, seed: int, tap: Tap) -> None:
         check_idle_norm(case)
 
 
-def check_scores() -> None:
+def check_scores(dtype: torch.dtype) -> None:
     """Check that scores are the inner products with the rows after their steering, and that nothing else changes."""
     rng = np.random.default_rng(5)
-    for hidden, dtype in ((48, torch.float32), (70, torch.bfloat16)):
-        case = steering.make_case(9, dtype, 12, hidden, 3, has_residual=True)
-        plain = {tap: steered(case, tap) for tap in (resident.tap, chunked.tap)}
-        unscored = case.operations
-        columns = [[int(column) for column in rng.permutation(MAX_PROBE_OUTPUTS)[: row % 4]] for row in range(12)]
-        case.operations = [
-            [*operations, *(steering.scoring(index + 1, column) for index, column in enumerate(chosen))]
-            for operations, chosen in zip(unscored, columns, strict=True)
-        ]
-        wanted = np.zeros((12, MAX_PROBE_OUTPUTS))
-        for row, chosen in enumerate(columns):
-            x = (case.hidden[row].double() + case.residual[row].double()).numpy()
-            x, _ = steering.expected(x, unscored[row], case.vectors)
-            for index, column in enumerate(chosen):
-                wanted[row, column] = x @ case.vectors[index + 1].astype(np.float64)
-        assert wanted.any()
-        for tap in (resident.tap, chunked.tap, norm):
-            tables = tables_of(case)._replace(scores=torch.zeros(12, MAX_PROBE_OUTPUTS))
-            got = case.hidden.clone()
-            tap(got, case.residual, steering.POINT, tables)
-            assert tap is norm or steering.same_bits(got, plain[tap]), "a score changed a row"
-            assert np.abs(tables.scores.numpy() - wanted).max() < 1e-4 * np.abs(wanted).max()
+    case = steering.make_case(9, dtype, 12, 48 if dtype == torch.float32 else 70, 3, has_residual=True)
+    plain = {tap: steered(case, tap) for tap in (resident.tap, chunked.tap)}
+    unscored = case.operations
+    columns = [[int(column) for column in rng.permutation(MAX_PROBE_OUTPUTS)[: row % 4]] for row in range(12)]
+    case.operations = [
+        [*operations, *(steering.scoring(index + 1, column) for index, column in enumerate(chosen))]
+        for operations, chosen in zip(unscored, columns, strict=True)
+    ]
+    wanted = np.zeros((12, MAX_PROBE_OUTPUTS))
+    for row, chosen in enumerate(columns):
+        x = (case.hidden[row].double() + case.residual[row].double()).numpy()
+        x, _ = steering.expected(x, unscored[row], case.vectors)
+        for index, column in enumerate(chosen):
+            wanted[row, column] = x @ case.vectors[index + 1].astype(np.float64)
+    assert wanted.any()
+    for tap in (resident.tap, chunked.tap, norm):
+        tables = tables_of(case)._replace(scores=torch.zeros(12, MAX_PROBE_OUTPUTS))
+        got = case.hidden.clone()
+        tap(got, case.residual, steering.POINT, tables)
+        assert tap is norm or steering.same_bits(got, plain[tap]), "a score changed a row"
+        assert np.abs(tables.scores.numpy() - wanted).max() < 1e-4 * np.abs(wanted).max()
     check_score_copies(rng)
 
 
@@ -307,4 +308,4 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

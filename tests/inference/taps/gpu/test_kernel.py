@@ -10,18 +10,19 @@ import pytest
 
 from svc_common.launcher import ROOT
 
+BOUNDS = {"float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}
+
 
 @pytest.mark.slow
-def test_the_kernel_agrees_with_the_cpu_and_its_steering_with_float64() -> None:
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_the_kernel_agrees_with_the_cpu_and_its_steering_with_float64(dtype: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.inference.taps.gpu.interpreted_kernel"],
+        [sys.executable, "-m", "tests.inference.taps.gpu.interpreted_kernel", dtype],
         cwd=ROOT,
         check=True,
         stdout=subprocess.PIPE,
         text=True,
         timeout=250,
     )
-    differences = json.loads(done.stdout)
-    for case, worst in differences.items():
-        bound = {"float32": 1e-6, "bfloat16": 2**-6, "float16": 2**-9}[case.split()[0]]
-        assert max(worst) < bound, f"{case}: more than two roundings apart: {worst}"
+    for what, worst in json.loads(done.stdout).items():
+        assert max(worst) < BOUNDS[dtype], f"{what}: more than two roundings apart: {worst}"
