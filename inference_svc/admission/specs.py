@@ -217,8 +217,8 @@ def check_skip(spec: ResolvedSpec, parameters: inference_pb2.SamplingParameters)
     if spec.if_exists == capture_pb2.IF_EXISTS_SKIP and wants_logprobs:
         raise invalid(
             "if_exists",
-            "A capture that exists already holds no logprobs. Leave logprobs and prompt_logprobs out, or set if_exists "
-            "to REPLACE.",
+            "A capture that exists already holds no logprobs. Leave logprobs and prompt_logprobs out, or generate "
+            "again: Set if_exists to REPLACE.",
         )
 
 

@@ -58,8 +58,13 @@ class _Prefetcher(Generic[_T]):
                 yield self._take()
         finally:
             self._stop()
-        if self._error is not None:
-            raise self._error
+            # Kept here, it would be in a cycle with its traceback, which holds the shared memory of the read.
+            error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
     def _wait_for_item(self) -> bool:
         with self._changed:

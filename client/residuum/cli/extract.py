@@ -144,9 +144,11 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--export",
         type=_export,
+        action="append",
         metavar="FORMAT:FOLDER",
         help="when the job is complete, also write its rows as datasets:FOLDER (a Hugging Face dataset in the layout "
-        "of SAELens' cached activations), parquet:FOLDER, zarr:FOLDER or tar:FOLDER (WebDataset) (default: none)",
+        "of SAELens' cached activations), parquet:FOLDER, zarr:FOLDER or tar:FOLDER (WebDataset); may be repeated "
+        "(default: none)",
     )
     group.add_argument(
         "--dry-run",
@@ -179,8 +181,9 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         on_error=options.on_error or "stop", keep_captures=options.keep_captures, timeout=options.timeout,
         max_concurrency=options.max_concurrency, progress=not output.as_json, lines=not output.as_json,
     )  # fmt: skip
-    if options.export and Path(options.export[1]).exists():
-        raise FileExistsError(f"{options.export[1]} exists already. Delete it, or choose another folder for --export.")
+    for _, folder in options.export or ():
+        if Path(folder).exists():
+            raise FileExistsError(f"{folder} exists already. Delete it, or choose another folder for --export.")
     with plain_warnings(output):
         if options.dry_run:
             _show_estimate(estimate(job, clients), output)
@@ -189,8 +192,8 @@ def extract(options: argparse.Namespace, output: Output) -> int:
             rows = run_in_thread(job, clients)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("To continue the job, run the same command again") from None
-    if options.export:
-        rows.export(options.export[1], options.export[0])
+    for name, folder in options.export or ():
+        rows.export(folder, name)
     _show(rows, output)
     return 0
 

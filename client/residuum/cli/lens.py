@@ -12,8 +12,9 @@ from residuum.cli.steering import POSITIONS_HELP
 from residuum.protocol.lens import visible
 
 EXAMPLES = """\
-"The capital of France is" --svg lens.svg
-"The capital of France is" --lens lens/gpt2"""
+PROMPT
+residuum lens "The capital of France is" --svg lens.svg
+residuum lens "The capital of France is" --lens lens/gpt2"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,8 @@ from residuum.cli.output import Output
 from residuum.cli.steering import POSITIONS_HELP
 
 EXAMPLES = """\
-"The capital of France is" "The capital of Italy is" --svg patching.svg"""
+CLEAN CORRUPTED
+residuum patch "The capital of France is" "The capital of Italy is" --svg patching.svg"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

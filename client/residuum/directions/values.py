@@ -19,6 +19,11 @@ from residuum.values.tensors.vector import Vector
 
 Float64Array = npt.NDArray[np.float64]
 
+_NOT_STEERED = frozenset(
+    {"attn_in", "mlp_in", "q", "k", "v", "q_pre", "k_pre", "router_logits", "routing_weights", "final_norm"}
+)
+"""Sites at which rows can only be read."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -73,7 +78,7 @@ class Directions(Mapping[int, Vector]):
             if len(vector) != len(first[1]):
                 raise BadVector(
                     f"The direction of layer {layer} has {len(vector)} elements, but that of layer {first[0]} has "
-                    f"{len(first[1])}. All must have the model's hidden size.",
+                    f"{len(first[1])}. All must be equally long.",
                     reason="WRONG_LENGTH",
                 )
 
@@ -288,7 +293,7 @@ class Directions(Mapping[int, Vector]):
             raise UnknownLayer(
                 f"There is no direction for the layers {missing}. Choose among {list(self)}.", reason="UNKNOWN_LAYER"
             )
-        if self._origin.site in {"attn_in", "mlp_in", "q", "k", "v"}:
+        if self._origin.site in _NOT_STEERED:
             raise UnknownSite(
                 f"Directions of {self._origin.site} cannot be applied: rows at this site cannot be steered. Compute "
                 "the directions from resid_pre, resid_mid or resid_post.",

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.shards import FORMAT, Shard, ShardInfo, kind_text, read_info, read_lines
+from residuum.extraction.shards import FORMAT, Shard, ShardInfo, kind_text, read_info, read_prompts
 from residuum.extraction.spec import ROWS, differences, digest_of
 
 JOB, INDEX, LOG = "job.json", "index.json", "log.jsonl"
@@ -82,14 +82,15 @@ class JobFolder:
                 )
             _write_json(job, {"format": FORMAT, "spec": document, "spec_sha256": digest_of(document), **facts})
         for left_over in self.path.glob(f"*{_PART}"):
-            left_over.unlink()
+            if left_over.is_file():  # a folder is a part of an export
+                left_over.unlink()
         self.shards = list(shards_in(self.path))
         self.job_id = self._id()
 
     def digests(self) -> Iterator[str]:
         """Yield the digest of each prompt in the shards, in order."""
         for shard in self.shards:
-            for line in read_lines(self.path / shard.prompts_file):
+            for line in read_prompts(self.path, shard):
                 yield line["sha256"]
 
     def prepare(self, shard: Shard) -> None:
@@ -181,10 +182,17 @@ def open_folder(path: str | os.PathLike[str]) -> Iterator[JobFolder]:
     """Open the folder of a job, and keep other processes from running the same job meanwhile.
 
     Raises:
+        InvalidRequest: The path is a URL.
         FileExistsError: The path is a file, or another process runs this job.
         OSError: The folder cannot be created, or one may not write there.
     """
     folder = Path(path)
+    if "://" in os.fspath(path):
+        raise InvalidRequest(
+            f"The output {os.fspath(path)} is a URL. Name a local folder, or compute on a Ray cluster "
+            "(residuum extract --ray), which writes to URLs.",
+            reason="INVALID_FIELD",
+        )
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file. The output is a folder: choose another path.")
     missing = [item for item in (folder, *folder.parents) if not item.exists()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -131,7 +132,7 @@ class Items:
             row = self._rows.row(number)
             prompt = self._prompt(row, where)
             _check_text(prompt, where)
-            labels = {name: _plain(self._value(row, name, where)) for name in self._keep}
+            labels = {name: _plain_within(self._value(row, name, where)) for name in self._keep}
             own_digest = digest([prompt, labels])
         except BadRow as error:
             return Item(index, number, where, None, {}, digest([str(error)]), error)
@@ -197,6 +198,8 @@ class ListedRows:
     """The rows of a list in memory."""
 
     def __init__(self, source: Iterable[Any], column: str) -> None:
+        if hasattr(source, "columns") and hasattr(source, "to_dict"):  # iterating it gives the names of its columns
+            raise TypeError('The input is a table. Give its rows: df.to_dict("records") for a DataFrame of pandas.')
         if isinstance(source, (bytes, Mapping)) or not isinstance(source, Iterable):
             raise TypeError(f"The input must be a path or a list of prompts or rows, not {short(source)}.")
         self._items = list(source)
@@ -225,7 +228,8 @@ class _Lines:
         self._path = path
         self._starts, self._numbers = array("q"), array("q")
         self._file = path.open("rb")
-        start = 0
+        start = len(codecs.BOM_UTF8) if self._file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+        self._file.seek(start)
         for number, line in enumerate(self._file, start=1):
             if not line.isspace():
                 self._starts.append(start)
@@ -279,7 +283,7 @@ class JsonLines(_Lines):
         """Return the object of a line."""
         try:
             row = json.loads(self.text(number))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
             raise BadRow(f"{self.where(number)} is not JSON: {error}.", reason="INVALID_FIELD") from None
         if isinstance(row, dict):
             return row
@@ -294,6 +298,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value
+
+
+def _plain_within(value: Any) -> Any:
+    """Return a value as one of Python, also within lists and mappings."""
+    if isinstance(value, Mapping):
+        return {name: _plain_within(item) for name, item in value.items()}
+    value = _plain(value)
+    return [_plain_within(item) for item in value] if isinstance(value, list) else value
 
 
 def _check_text(prompt: Prompt, where: str) -> None:

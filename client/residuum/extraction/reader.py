@@ -20,7 +20,8 @@ from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JOB, shards_in
 from residuum.extraction.packing import documents_of
 from residuum.extraction.progress import size
-from residuum.extraction.shards import map_arrays, read_lines
+from residuum.extraction.shards import map_arrays, read_prompts
+from residuum.protocol.requests import short
 
 Array = npt.NDArray[Any]
 
@@ -104,8 +105,7 @@ class LayerRows(Sequence[Array]):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             return self._span(start, stop) if step == 1 else self._rows(np.arange(start, stop, step))
-        numbers = np.asarray(index)
-        return self._rows(np.flatnonzero(numbers) if numbers.dtype == np.bool_ else numbers.astype(np.int64))
+        return self._rows(self._numbers(index))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:  # noqa: FBT001 - numpy's protocol
         rows = self._span(0, len(self))
@@ -113,6 +113,25 @@ class LayerRows(Sequence[Array]):
 
     def __repr__(self) -> str:
         return f"LayerRows({self.shape[0]} × {self.shape[1]}, {self.dtype.name}, {len(self.shards)} shards)"
+
+    def _numbers(self, index: Any) -> npt.NDArray[np.int64]:
+        """Return the numbers of the rows that a mask or an array of numbers chooses."""
+        numbers = np.asarray(index) if not isinstance(index, tuple) else np.empty(0, object)
+        if numbers.dtype == np.bool_:
+            if numbers.shape != (len(self),):
+                raise IndexError(
+                    f"The mask has shape {numbers.shape}, but there are {len(self)} rows. It needs one value for each "
+                    "row, not for each prompt: prompt_mask[rows.prompt] makes one from the other."
+                )
+            return np.flatnonzero(numbers)
+        if numbers.size == 0 and not isinstance(index, tuple):
+            return np.empty(0, np.int64)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise IndexError(
+                f"Rows are chosen with a number, a slice, an array of integers [n] or a mask [{len(self)}], not with "
+                f"{short(index)}. To choose elements of rows, index the result again."
+            )
+        return numbers.astype(np.int64)
 
     def _span(self, start: int, stop: int) -> Array:
         """Return consecutive rows: a view if they are in one shard."""
@@ -219,8 +238,12 @@ class Extracted:
 
     @cached_property
     def prompts(self) -> tuple[Mapping[str, Any], ...]:
-        """The job's prompts: `index`, `input_row`, `labels`, `rows`, `tokens`, and `failed` for those without rows."""
-        return tuple(line for shard in self._shards for line in read_lines(self.folder / shard.prompts_file))
+        """The job's prompts: `index`, `input_row`, `labels`, `rows`, `tokens`, and `failed` for those without rows.
+
+        Raises:
+            InvalidRequest: A file of prompts is damaged.
+        """
+        return tuple(line for shard in self._shards for line in read_prompts(self.folder, shard))
 
     @property
     def failures(self) -> tuple[Mapping[str, Any], ...]:

@@ -223,7 +223,7 @@ def read_info(path: Path) -> ShardInfo:
         InvalidRequest: It is damaged, or not a shard.
     """
     document, data_start = _read_header(path)
-    facts = document["__metadata__"]
+    facts = document.get("__metadata__", {})
     end = max((item["data_offsets"][1] for name, item in document.items() if name != "__metadata__"), default=0)
     if facts.get("format") != FORMAT or path.stat().st_size != data_start + end:
         raise _damaged(path)
@@ -248,11 +248,25 @@ def map_arrays(path: Path) -> dict[str, Array]:
     return arrays
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file of prompts."""
+def read_prompts(folder: Path, shard: ShardInfo) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a shard's file of prompts.
+
+    Raises:
+        InvalidRequest: It is damaged: without one of its lines, later rows would get the labels of other prompts.
+    """
+    path, count = folder / shard.prompts_file, 0
     with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                raise _damaged(path) from None
+            if line.get("index") != shard.first_prompt + count:
+                raise _damaged(path)
+            count += 1
+            yield line
+    if count != shard.prompts:
+        raise _damaged(path)
 
 
 def _metadata(info: ShardInfo) -> dict[str, str]:

@@ -62,6 +62,11 @@ class JobSpec:
         if not isinstance(self.capture, Capture):
             raise TypeError(f"capture= takes a residuum.Capture, not {self.capture!r}.")
         sampling_parameters(dict(self.sampling))
+        for name in ("logprobs", "prompt_logprobs"):
+            if self.sampling.get(name) is not None:
+                raise InvalidRequest(
+                    f"{name}= cannot be used here: a job keeps rows, not log-probabilities. Use generate_many."
+                )
         for name, value in (
             ("limit", self.limit),
             ("context_length", self.context_length),

@@ -29,7 +29,6 @@ _FILE_BYTES = 1 << 30
 _JSON = "utf8"
 """The type of a text that is JSON, by another name than that of a plain text."""
 _NUMBERS = {"token_ids": "int32", "positions": "int32", "documents": "int64"}
-"""The columns that say which row it is, and their types."""
 
 
 def write_datasets(rows: Extracted, folder: Path) -> None:
@@ -57,6 +56,13 @@ class Layout:
     """The rows of each window; None if the table has a row for each token."""
     label_types: Mapping[str, str]
     """The type of each kept column."""
+    has_sequences: bool = False
+    """Whether a prompt has more than one reply."""
+
+    @property
+    def numbers(self) -> Mapping[str, str]:
+        """The columns that say which row it is, and their types."""
+        return {**_NUMBERS, **({"sequences": "int32"} if self.has_sequences else {})}
 
     @classmethod
     def of(cls, rows: Extracted) -> Layout:
@@ -65,7 +71,7 @@ class Layout:
         has_one_sequence = not any(rows.shard(number).sequences.any() for number in range(rows.num_shards))
         is_even = len(counts) == 1 and has_one_sequence  # replies have many lengths
         types = {name: _label_type(rows.document_labels(name)) for name in rows.spec["keep"]}
-        return cls(counts.pop() if rows.spec.get("pack") and is_even else None, types)
+        return cls(counts.pop() if rows.spec.get("pack") and is_even else None, types, not has_one_sequence)
 
 
 class Table:
@@ -106,7 +112,7 @@ class Table:
             }
             feature = {"shape": shape, "dtype": dtype, "_type": "Array2D"}
             self._add(name, pa.list_(pa.list_(kind)), feature, of_datasets)
-        for name, dtype in _NUMBERS.items():
+        for name, dtype in self.layout.numbers.items():
             self._add_by_token(name, dtype, pa.from_numpy_dtype(dtype))
         self._add("prompt", pa.int64(), {"dtype": "int64", "_type": "Value"})
         for name, dtype in self.layout.label_types.items():
@@ -155,7 +161,7 @@ class Table:
         for point in self.points.values():
             values = rows.at(point)
             columns.append(self._nested(np.ascontiguousarray(values[part], portable(values.dtype))))
-        for name, dtype in _NUMBERS.items():
+        for name, dtype in self.layout.numbers.items():
             columns.append(self._by_token(pa.array(getattr(rows, name)[part].astype(dtype))))
         columns.append(pa.array(rows.prompt[part][::context]))
         for name, dtype in self.layout.label_types.items():
