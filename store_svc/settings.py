@@ -84,7 +84,7 @@ class StoreSettings(SecureSettings):
     archive: Annotated[str, AfterValidator(_archive_url)] = ""
     """Where the store copies ended captures: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or
     file:///folder. Each store needs a prefix of its own. Credentials come from the environment, such as
-    AWS_ACCESS_KEY_ID. Needs `pip install 'residuum-server[archive]'`. Default: no archive."""
+    AWS_ACCESS_KEY_ID. Needs the extra `archive` of residuum-server. Default: no archive."""
 
     archive_keep_bytes: Annotated[ByteSize | None, AfterValidator(_keep_within_map)] = None
     """When the chunks in the database take more bytes than this, the store drops the rows of captures that are in the

@@ -147,7 +147,10 @@ _METAVARS = {
     "dict[str,Any]": "JSON",
 }
 """The placeholder of a value in --help, by the type that pydantic-settings would print."""
-_NO_DEFAULT = re.compile(r"\(default: (?:\(\)|null|\{\})?\)$")
+_NO_DEFAULT = re.compile(r"\(default(?: factory: dict|: (?:\(\)|null|\{\})?)\)$")
+_DEFAULTS = re.compile(r"(Default: .*\.) \(default[^()]*\)$", re.DOTALL)
+"""A text that says itself what the default is, and what pydantic-settings adds."""
+_TUPLE = re.compile(r"\(default: \((.*)\)\)$")
 
 
 def _hide_python_types(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +158,8 @@ def _hide_python_types(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:  # noqa: SLF001 - argparse has no public way to list them
         if isinstance(action.metavar, str):
             action.metavar = _METAVARS.get(action.metavar, action.metavar)
-        action.help = _NO_DEFAULT.sub("(default: none)", action.help or "")
+        text = _DEFAULTS.sub(r"\1", _NO_DEFAULT.sub("(default: none)", action.help or ""))
+        action.help = _TUPLE.sub(lambda found: f"(default: {found[1].rstrip(',').replace(chr(39), '')})", text)
 
 
 class BadSettingsError(ValueError):

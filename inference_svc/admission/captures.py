@@ -108,10 +108,11 @@ def _check_sites(sites: list[capture_pb2.Site.ValueType], facts: ModelFacts) -> 
     for site in sites:
         if site not in facts.sites:
             enabled = [site_name(known) for known in facts.sites]
+            exists = site in capture_pb2.Site.values()
             raise Failure(
                 Reason.ERROR_REASON_UNKNOWN_SITE,
                 f"The site {site_name(site)} is not enabled on this server; enabled: {', '.join(enabled)}. "
-                "Its operator enables sites with --capture-sites.",
+                + ("Its operator enables sites with --capture-sites." if exists else "There is no such site."),
                 site=site_name(site),
                 armed=",".join(enabled),
             )

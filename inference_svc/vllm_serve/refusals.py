@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ import grpc
 from vllm import exceptions
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.v1 import capture_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,17 +50,12 @@ def http_error(failure: Failure) -> Exception:
     return error
 
 
+_SITE = re.compile(r"\bSITE_([A-Z_]+)")
+
+
 def _message(failure: Failure) -> str:
     """Return a failure's text, with the client's names of sites and the variable that enables sites here."""
-    if failure.reason != Reason.ERROR_REASON_UNKNOWN_SITE or "armed" not in failure.metadata:
+    if failure.reason != Reason.ERROR_REASON_UNKNOWN_SITE:
         return failure.message
-    site, *enabled = (_site(name) for name in (failure.metadata["site"], *failure.metadata["armed"].split(",")))
-    known = failure.metadata["site"] in capture_pb2.Site.keys()  # noqa: SIM118 - no dict
-    wanted = ",".join([*enabled, site] if known else enabled)
-    return f"The site {site} is not enabled on this server; enabled: {', '.join(enabled)}. " + (
-        f"Its operator can enable it with RESIDUUM_CAPTURE_SITES={wanted}." if known else "There is no such site."
-    )
-
-
-def _site(name: str) -> str:
-    return name.removeprefix("SITE_").lower()
+    text = failure.message.replace("--capture-sites", "RESIDUUM_CAPTURE_SITES")
+    return _SITE.sub(lambda found: found[1].lower(), text)

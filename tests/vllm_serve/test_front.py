@@ -15,6 +15,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 import residuum
 from inference_svc import selftest
 from inference_svc.admission.captures import resolve_capture
+from inference_svc.admission.steering import _check_site
 from inference_svc.tap_settings import TapSettings
 from inference_svc.vllm_serve.front import FrontEnd
 from inference_svc.vllm_serve.outputs import stopped_failure
@@ -192,10 +193,26 @@ def test_a_site_that_is_not_enabled_is_named_as_in_python_with_the_variable_that
     with pytest.raises(Failure) as refused:
         resolve_capture(residuum.Capture(sites="mlp_out").to_proto(), facts)
     assert str(http_error(refused.value)).startswith(
-        "UNKNOWN_SITE: The site mlp_out is not enabled on this server; enabled: resid_post, attn_out. Its operator can "
-        "enable it with RESIDUUM_CAPTURE_SITES=resid_post,attn_out,mlp_out."
+        "UNKNOWN_SITE: The site mlp_out is not enabled on this server; enabled: resid_post, attn_out. Its operator "
+        "enables sites with RESIDUUM_CAPTURE_SITES."
     )
     with pytest.raises(Failure) as refused:
         resolve_capture(capture_pb2.CaptureSpec(sites=[99]), facts)
     assert "The site 99 is not enabled" in str(http_error(refused.value))
     assert "There is no such site" in str(http_error(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("site", "advice"),
+    [
+        ("q", "No server steers there."),
+        ("resid_pre", "Steer resid_post of the layer before."),
+        ("mlp_out", "Its operator enables the site with RESIDUUM_CAPTURE_SITES."),
+    ],
+)
+def test_a_site_that_is_not_steered_has_the_advice_of_the_service(site, advice):
+    facts = SimpleNamespace(steering_sites=(capture_pb2.SITE_RESID_POST,))
+    with pytest.raises(Failure) as refused:
+        _check_site(capture_pb2.Site.Value(f"SITE_{site.upper()}"), facts)
+    text = str(http_error(refused.value))
+    assert f"Rows at the site {site} cannot be steered; this server steers at: resid_post. {advice}" in text

@@ -407,7 +407,7 @@ BAD = {
     "no such layer": ({"residuum": '{"capture": {"layers": {"list": {"layers": [30]}}}}'}, "UNKNOWN_LAYER"),
     "a site that is not enabled": (
         {"residuum": '{"capture": {"layers": {"all": true}, "sites": ["SITE_MLP_OUT"]}}'},
-        r"UNKNOWN_SITE: The site mlp_out .* RESIDUUM_CAPTURE_SITES=.*mlp_out",
+        r"UNKNOWN_SITE: The site mlp_out is not enabled .* RESIDUUM_CAPTURE_SITES",
     ),
     "a misspelt argument": ({"residum": '{"capture": {"layers": {"all": true}}}'}, "Did you mean residuum"),
     "another model": ({"residuum": '{"model": "gpt-2", "capture": {"layers": {"all": true}}}'}, "UNKNOWN_MODEL"),

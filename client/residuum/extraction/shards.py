@@ -261,7 +261,7 @@ def read_prompts(folder: Path, shard: ShardInfo) -> Iterator[dict[str, Any]]:
                 line = json.loads(text)
             except ValueError:
                 raise _damaged(path) from None
-            if line.get("index") != shard.first_prompt + count:
+            if not isinstance(line, dict) or line.get("index") != shard.first_prompt + count:
                 raise _damaged(path)
             count += 1
             yield line

@@ -87,6 +87,24 @@ def test_the_command_line_exports(cli, tmp_path):
         cli(*command, "--export", "csv:out")
 
 
+def test_the_command_line_exports_to_several_formats(cli, tmp_path):
+    (tmp_path / "p.txt").write_text("a bb ccc\n")
+    command = ["extract", tmp_path / "p.txt", "--output", tmp_path / "rows", "--capture", "1"]
+    exports = ["--export", f"parquet:{tmp_path / 'table'}", "--export", f"tar:{tmp_path / 'tar'}"]
+    assert cli(*command, *exports)[::2] == (0, "")
+    assert list((tmp_path / "table").glob("*.parquet"))
+    assert list((tmp_path / "tar").glob("*.tar"))
+
+
+async def test_replies_to_one_prompt_are_told_apart(client, tmp_path):
+    rows = await client.extract(["a bb", "ccc"], tmp_path / "rows", capture=WHAT, max_tokens=2, n=2, progress=False)
+    data = datasets.load_from_disk(rows.export(tmp_path / "out"))
+    assert data["sequences"][:] == rows.sequences.tolist()
+    assert set(data["sequences"][:]) == {0, 1}
+    one = await client.extract(["a bb"], tmp_path / "one", capture=WHAT, max_tokens=2, progress=False)
+    assert "sequences" not in datasets.load_from_disk(one.export(tmp_path / "no")).column_names
+
+
 async def test_bad_exports(client, tmp_path):
     rows = await client.extract([{"text": "a", "prompt": 1}], tmp_path / "rows", capture=WHAT, keep="prompt",
                                 progress=False)  # fmt: skip

@@ -109,7 +109,9 @@ def test_layers_without_a_direction(three, operation):
         getattr(three, operation)(layers=[])
 
 
-@pytest.mark.parametrize("site", ["attn_in", "mlp_in"])
+@pytest.mark.parametrize(
+    "site", ["attn_in", "mlp_in", "q_pre", "k_pre", "router_logits", "routing_weights", "final_norm"]
+)
 def test_directions_of_rows_after_a_norm_cannot_steer(site):
     normed = residuum.Directions({1: VECTORS[2]}, origin=directions.Origin(site=site))
     with pytest.raises(residuum.UnknownSite, match=f"Directions of {site} cannot be applied"):
