@@ -29,7 +29,7 @@
     ├── CaptureEnded                    the capture accepts no more rows
     ├── DamagedCapture                  rows do not match their checksum, or differ from the manifest
     ├── NoTokenTexts                    the texts of the tokens are not known
-    ├── NoMessageSpans                  the prompt is no conversation, or the positions of its messages are not known
+    ├── NoMessageSpans                  the prompt is not a conversation, or the positions of its messages are not known
     ├── NoStore                         the server has no store, so it captures nothing
     ├── ResourceExhausted
     │   ├── StoreFull
@@ -241,7 +241,7 @@ class NoTokenTexts(ResiduumError):
 
 
 class NoMessageSpans(ResiduumError):
-    """The prompt is no conversation, or the positions of its messages are not known. The message says why."""
+    """The prompt is not a conversation, or the positions of its messages are not known. The message says why."""
 
 
 class NoStore(ResiduumError):

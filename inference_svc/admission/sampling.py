@@ -199,5 +199,6 @@ def check_capture_size(
         raise invalid(
             "sampling.num_sequences",
             f"A capture at {sites} site{'s' * (sites > 1)} has at most {limit} tokens in all sequences, and this one "
-            f"could have {tokens}. Lower max_tokens, or send several requests instead of several sequences.",
+            f"could have {tokens}, because each sequence counts the prompt. Lower max_tokens, shorten the prompt, or "
+            "ask for fewer sequences or sites.",
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from inference_svc.requests.tokenizer_thread import TokenizerThread
     from residuum.v1 import inference_pb2, store_pb2
 
-NO_CHAT = "The prompt is no conversation: it came as a text or as token IDs, which have no messages."
+NO_CHAT = "The prompt is not a conversation: it came as a text or as token IDs, which have no messages."
 """Why the positions of messages are not known."""
 
 

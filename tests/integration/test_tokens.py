@@ -95,7 +95,7 @@ def test_a_text_has_tokens_but_no_messages(client: residuum.Client) -> None:
     acts = client.activations(reply)
     assert acts.text == "The capital of France is"
     assert acts.select(span="prompt").tokens == ("The", " capital", " of", " France", " is")
-    with pytest.raises(residuum.NoMessageSpans, match="The prompt is no conversation: it came as a text"):
+    with pytest.raises(residuum.NoMessageSpans, match="The prompt is not a conversation: it came as a text"):
         acts.mean(29, span="assistant")
     with pytest.raises(residuum.InvalidRequest, match="there is no mean"):
         acts.mean(29, span="reply")

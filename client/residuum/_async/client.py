@@ -118,7 +118,7 @@ class AsyncClient(AsyncGenerationClient):
         progress: bool = True,
         **sampling: Unpack[Sampling],
     ) -> Extracted:
-        """Capture the rows of all prompts of a data set, and write them to files that need no store.
+        """Capture the rows of all prompts of a dataset, and write them to files that need no store.
 
         The job can be stopped or killed at any moment. The same call then continues it: no prompt is computed twice
         whose rows are in a file or complete in the store, and the files are those of a job that was never stopped.

@@ -1,4 +1,4 @@
-"""`residuum extract`: the rows of all prompts of a data set, as a job that continues after it was killed."""
+"""`residuum extract`: the rows of all prompts of a dataset, as a job that continues after it was killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "input",
         nargs="?",
         metavar="INPUT",
-        help="a file that ends in .jsonl, .txt (one prompt per line), .parquet or .arrow, or a folder with a data set",
+        help="a file that ends in .jsonl, .txt (one prompt per line), .parquet or .arrow, or a folder with a dataset",
     )
     parser.add_argument(
         "--output",

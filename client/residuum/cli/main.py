@@ -91,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
         commands,
         "extract",
         extract.extract,
-        "capture the rows of all prompts of a data set into files",
+        "capture the rows of all prompts of a dataset into files",
         arguments=extract.add_arguments,
         timeout=None,
         examples=extract.EXAMPLES,

@@ -19,7 +19,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.protocol.requests import Prompt, short
 
 Source = Union[str, "os.PathLike[str]", "Iterable[Prompt | Mapping[str, Any]]"]
-"""A file, a data set's folder, or a list of prompts or of rows with columns."""
+"""A file, a dataset's folder, or a list of prompts or of rows with columns."""
 
 _JSON_SUFFIXES = {".jsonl", ".ndjson"}
 _TEXT_SUFFIXES = {".txt", ".text"}
@@ -189,7 +189,7 @@ def open_rows(source: Source, column: str, keep: Sequence[str]) -> Rows:
         return open_table(path, [column, *keep])
     raise InvalidRequest(
         f"The suffix of {path} names no kind of input. Use .jsonl, .txt (one prompt per line), .parquet or .arrow, or "
-        "a folder with a data set.",
+        "a folder with a dataset.",
         reason="INVALID_FIELD",
     )
 

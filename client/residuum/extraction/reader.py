@@ -20,7 +20,7 @@ from residuum.exceptions import InvalidRequest
 from residuum.extraction.folder import JOB, shards_in
 from residuum.extraction.packing import documents_of
 from residuum.extraction.progress import size
-from residuum.extraction.shards import map_arrays, read_prompts
+from residuum.extraction.shards import map_all, read_prompts
 from residuum.protocol.requests import short
 
 Array = npt.NDArray[Any]
@@ -174,6 +174,7 @@ class Extracted:
     Raises:
         FileNotFoundError: There is no job in the folder.
         InvalidRequest: A file is damaged, or has rows of another dtype or width than those before it.
+        OSError: A file cannot be read, or there are more files than the system allows to be open.
 
     Example:
         >>> rows = residuum.Extracted("train-rows")
@@ -190,7 +191,7 @@ class Extracted:
         self.summary: ExtractSummary | None = None
         self._shards = list(shards_in(self.folder))
         self.is_complete = sum(shard.prompts for shard in self._shards) == self.spec["prompts"]
-        self._arrays = [map_arrays(self.folder / shard.rows_file) for shard in self._shards]
+        self._arrays = map_all([self.folder / shard.rows_file for shard in self._shards])
         self._tensors = {name: kind for shard in self._shards for name, kind in shard.tensors.items()}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ FORMAT = "residuum.extract.v1"
 
 SHARD_PROMPTS = 4096
 """The most prompts in a shard. So a job with small rows also writes shards from time to time."""
+
+_OTHER_FILES = 256
+"""Open files that a process may need beside those of rows."""
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _INDEX_ARRAYS = ("offsets", "positions", "prompt", "sequences", "token_ids")
@@ -236,8 +240,46 @@ def read_info(path: Path) -> ShardInfo:
     return ShardInfo(**numbers, rows=document["positions"]["shape"][0], tensors=tensors)
 
 
-def map_arrays(path: Path) -> dict[str, Array]:
-    """Return all arrays of a file of rows, mapped into memory and read-only."""
+def map_all(paths: Sequence[Path]) -> list[dict[str, Array]]:
+    """Return the arrays of files of rows, mapped into memory and read-only.
+
+    Each file stays open. If the process may not have as many open, this raises its limit.
+
+    Raises:
+        OSError: The system does not allow as many open files.
+    """
+    _allow_open_files(len(paths))
+    try:
+        return [_map_arrays(path) for path in paths]
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise OSError(
+            errno.EMFILE,
+            f"{paths[0].parent} has {len(paths)} files of rows, which are all opened, but this process may not have as "
+            f"many files open. Raise the limit with `ulimit -n {len(paths) + _OTHER_FILES}`, or extract with a larger "
+            "shard_bytes",
+        ) from None
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the soft limit of open files, as far as the hard limit allows, if so many more would exceed it."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    own = Path("/proc/self/fd")
+    wanted = count + _OTHER_FILES + (sum(1 for _ in own.iterdir()) if own.is_dir() else 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def _map_arrays(path: Path) -> dict[str, Array]:
+    """Return all arrays of a file of rows."""
     document, data_start = _read_header(path)
     del document["__metadata__"]
     data = np.memmap(path, np.uint8, "r")

@@ -46,7 +46,7 @@ class TableRows:
 
 
 def open_table(path: Path, columns: Sequence[str]) -> TableRows:
-    """Return the rows of a Parquet or Arrow file, or of a data set in a folder.
+    """Return the rows of a Parquet or Arrow file, or of a dataset in a folder.
 
     Raises:
         InvalidRequest: It is not a table, or lacks a column.
@@ -108,7 +108,7 @@ def _arrow(file: Path) -> Any:
 
 
 def _indexed(path: Path, table: Any) -> Any:
-    """Return the rows that a data set selects. After `shuffle` or `select`, it has a file with their numbers."""
+    """Return the rows that a dataset selects. After `shuffle` or `select`, it has a file with their numbers."""
     state = path / "state.json"
     files = json.loads(state.read_text()).get("_indices_files") if path.is_dir() and state.is_file() else None
     if not files:

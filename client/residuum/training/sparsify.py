@@ -1,4 +1,4 @@
-"""What EleutherAI's sparsify takes: a data set and a model. sparsify is not imported.
+"""What EleutherAI's sparsify takes: a dataset and a model. sparsify is not imported.
 
 sparsify's Trainer runs a model and takes the outputs of its layers. Here the "tokens" are places in the shuffled order,
 and the "model" looks their rows up, so that the trainer works unchanged and no language model runs.
@@ -22,7 +22,7 @@ from residuum.training.reader import Points, ShuffledReader, Source, check_whole
 class SparsifyData(Dataset[dict[str, torch.Tensor]]):
     """The `dataset` of sparsify's Trainer for an extraction; its `model` is the second argument.
 
-    One epoch is the whole data set. An item is `context_length` rows, so a batch of the trainer has `batch_size` times
+    One epoch is the whole dataset. An item is `context_length` rows, so a batch of the trainer has `batch_size` times
     as many. The hook points are `model.hookpoints`, one for each point. `exclude_tokens` of the trainer must be empty;
     leave rows out with `where` instead. Only `loss_fn="fvu"` works: the others need the language model itself.
 
@@ -71,7 +71,7 @@ class SparsifyData(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": torch.arange(first, first + self._context)}
 
     def select(self, numbers: range) -> SparsifyData:
-        """Return the data set of some items, as the trainer asks for when it continues."""
+        """Return the dataset of some items, as the trainer asks for when it continues."""
         chosen = copy.copy(self)
         chosen._items = self._items[numbers.start : numbers.stop]  # noqa: SLF001 - of the same class
         return chosen

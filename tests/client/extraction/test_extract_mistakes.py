@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -136,3 +139,24 @@ def test_a_killed_export_in_the_folder_of_the_job_does_not_stop_the_job(folder):
         job.begin(spec, {})
     assert left_over.exists()
     assert not own.exists()
+
+
+@pytest.mark.parametrize(("hard", "expected"), [(4096, "300 rows"), (120, "has 300 files of rows")])
+def test_more_files_than_a_process_may_have_open(tmp_path, hard, expected):
+    """A job of many files raises the soft limit; the error names the hard one's remedy."""
+    folder = write_extraction(tmp_path / "job", [[1]] * 300)
+    program = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
+        "import sys, residuum\n"
+        "try:\n"
+        "    rows = residuum.Extracted(sys.argv[1])\n"
+        "    print(len(rows.layer(3)), 'rows')\n"
+        "except OSError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert expected in done.stdout
+    assert hard > 300 or "ulimit -n 556" in done.stdout

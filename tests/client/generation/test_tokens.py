@@ -163,7 +163,7 @@ def test_layers_that_do_not_exist_have_no_mean():
 
 def test_spans_of_a_prompt_that_is_no_conversation_are_an_error():
     acts = chat(spans=())
-    acts.manifest.proto.message_spans.unknown_detail = "The prompt is no conversation."
+    acts.manifest.proto.message_spans.unknown_detail = "The prompt is not a conversation."
     for use in (lambda: acts.spans, lambda: acts.select(span="user"), lambda: acts.mean(0, span=0)):
         with pytest.raises(
             residuum.NoMessageSpans, match=r"req has no positions of messages: The prompt is no"

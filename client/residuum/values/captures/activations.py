@@ -184,7 +184,7 @@ class Activations(Mapping[int, FloatArray]):
         ends with a message of the assistant, the reply continues it, and both are one span.
 
         Raises:
-            NoMessageSpans: The prompt is no conversation, or the positions are not known; the message says why.
+            NoMessageSpans: The prompt is not a conversation, or the positions are not known; the message says why.
 
         Example:
             >>> for span in acts.spans:
@@ -438,7 +438,7 @@ class Activations(Mapping[int, FloatArray]):
 
         Raises:
             KeyError: The sequence or site does not exist; the message lists those that do.
-            NoMessageSpans: The prompt is no conversation, or the positions of its messages are not known.
+            NoMessageSpans: The prompt is not a conversation, or the positions of its messages are not known.
             InvalidRequest: The conversation has no such message, or the capture is reduced: its rows stand for many
                 positions.
 

@@ -89,7 +89,7 @@ class Capture:
         before_steering: Capture rows as they were before steering, instead of those that the model continues with.
             "resid_pre" is then the stream before the steering of the previous layer; so the sites of a layer do not add
             up if that layer was steered.
-        labels: The capture's labels, by which lists and data sets can be filtered: {"split": "train", "y": 1}. Values
+        labels: The capture's labels, by which lists and datasets can be filtered: {"split": "train", "y": 1}. Values
             are texts, numbers and bools. `client.label` changes them later; docs/concepts/captures.md has the limits.
         keep_prompt: Keep the prompt's text with the capture, in `Manifest.prompt_text`: a text as you sent it, a
             conversation in the model's chat template. A prompt of token IDs has no text and is refused.

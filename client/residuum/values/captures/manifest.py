@@ -221,7 +221,7 @@ class Manifest:
             sequence: The sequence of the reply.
 
         Raises:
-            NoMessageSpans: The prompt is no conversation, or the positions are not known; the message says why.
+            NoMessageSpans: The prompt is not a conversation, or the positions are not known; the message says why.
             KeyError: The sequence does not exist.
 
         Example:

@@ -77,7 +77,7 @@ def places_in(span: SpanLike, manifest: Manifest, sequence: int, positions: npt.
     """Return which of some ascending positions of a sequence are in a span: their indices, a slice if without gaps.
 
     Raises:
-        NoMessageSpans: The prompt is no conversation, or the positions of its messages are not known.
+        NoMessageSpans: The prompt is not a conversation, or the positions of its messages are not known.
         InvalidRequest: The conversation has no such message.
         TypeError: The span has none of the accepted forms.
     """

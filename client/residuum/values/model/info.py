@@ -87,7 +87,7 @@ class ModelInfo:
             probes of a request may have. Empty: the server is older than this field, and has no probes.
         operator_rules: The names of the operator's rules that apply to your requests.
         attention: What determines the attention weights of each layer; empty if the server does not say.
-        load: What the server does at the moment; None if you are no admin, or the server is older than this field.
+        load: What the server does at the moment; None if you are not an admin, or the server is older than this field.
         store_reachable: Whether all stores answer the inference service; None without stores, or without a check
             (`check_store`).
         store_detail: Where the inference service looked for its stores, and what they answered.
