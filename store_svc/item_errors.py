@@ -17,5 +17,8 @@ def item_error(failure: Failure) -> errors_pb2.ItemError:
         Failure: This failure, if it is one of the whole call.
     """
     if failure.reason in _OF_THE_CALL:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # with its traceback, it would be in a cycle that holds the shared memory of the read
     return failure.to_item_error()

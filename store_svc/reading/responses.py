@@ -32,7 +32,8 @@ _MAX_PIECE_BYTES = _JOINED_BYTES // 2
 messages."""
 
 _MAX_WAIT_SECONDS = 0.02
-"""How long rows may wait for others, such as those on a slow disk."""
+"""How long rows may wait for others. The time is checked when the next frame is found, so a wait for that one adds to
+it."""
 
 
 class _Place(NamedTuple):

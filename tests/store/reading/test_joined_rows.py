@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -20,6 +23,7 @@ from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk,
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
 from store_svc.database.db import Table, Txn
 from store_svc.database.frames import StoredFrame
+from store_svc.item_errors import item_error
 from store_svc.reading import responses as responses_module
 from store_svc.reading.placing import Placing
 from store_svc.reading.query import Query
@@ -340,6 +344,20 @@ def test_a_caller_who_cancels_gets_nothing_more() -> None:
     cancelled.append(True)
     with pytest.raises(Failure, match="cancelled"):
         next(found)
+
+
+def test_a_failure_that_ends_a_call_is_in_no_cycle() -> None:
+    """Its traceback holds the shared memory of the read, which must be free at once."""
+    failure = Failure(Reason.ERROR_REASON_ABORTED, "The caller cancelled the call.")
+    seen = weakref.ref(failure)
+    gc.disable()
+    try:
+        with contextlib.suppress(Failure):
+            item_error(failure)
+        del failure
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("shared_memory")
