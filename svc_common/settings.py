@@ -149,8 +149,8 @@ _METAVARS = {
 """The placeholder of a value in --help, by the type that pydantic-settings would print."""
 _NO_DEFAULT = re.compile(r"\(default(?: factory: dict|: (?:\(\)|null|\{\})?)\)$")
 _DEFAULTS = re.compile(r"(Default: .*\.) \(default[^()]*\)$", re.DOTALL)
-"""A text that says itself what the default is, and what pydantic-settings adds."""
-_TUPLE = re.compile(r"\(default: \((.*)\)\)$")
+"""A text that says what the default is, and then what pydantic-settings adds."""
+_TUPLE = re.compile(r"\(default: \((.+?),?\)\)$")
 
 
 def _hide_python_types(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +159,7 @@ def _hide_python_types(parser: argparse.ArgumentParser) -> None:
         if isinstance(action.metavar, str):
             action.metavar = _METAVARS.get(action.metavar, action.metavar)
         text = _DEFAULTS.sub(r"\1", _NO_DEFAULT.sub("(default: none)", action.help or ""))
-        action.help = _TUPLE.sub(lambda found: f"(default: {found[1].rstrip(',').replace(chr(39), '')})", text)
+        action.help = _TUPLE.sub(lambda found: "(default: " + found[1].replace("'", "") + ")", text)
 
 
 class BadSettingsError(ValueError):

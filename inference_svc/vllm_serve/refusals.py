@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 from vllm import exceptions
 
-from residuum.rpc.errors import Failure, Reason
+from residuum.rpc.errors import Failure, Reason, with_site_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,12 +49,8 @@ def http_error(failure: Failure) -> Exception:
     return error
 
 
-_SITE = re.compile(r"\bSITE_([A-Z_]+)")
-
-
 def _message(failure: Failure) -> str:
     """Return a failure's text, with the client's names of sites and the variable that enables sites here."""
     if failure.reason != Reason.ERROR_REASON_UNKNOWN_SITE:
         return failure.message
-    text = failure.message.replace("--capture-sites", "RESIDUUM_CAPTURE_SITES")
-    return _SITE.sub(lambda found: found[1].lower(), text)
+    return with_site_names(failure.message.replace("--capture-sites", "RESIDUUM_CAPTURE_SITES"))

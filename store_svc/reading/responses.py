@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from residuum.v1 import capture_pb2
+from residuum.wire.capture_batches import BATCH_BYTES
 from residuum.wire.checksums import combined
 from residuum.wire.frame_keys import unpack_frame
 from residuum.wire.frames import checksum, chunk_prefix
@@ -24,10 +25,7 @@ from store_svc.reading.query import Query
 from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_header
 from store_svc.reading.stored_chunks import Part, check_layers, check_whole, damaged, parsed, sliced, wanted_parts
 
-_JOINED_BYTES = 1 << 20
-"""The most bytes of rows in a joined chunk. Larger messages are not read faster."""
-
-_MAX_PIECE_BYTES = _JOINED_BYTES // 2
+_MAX_PIECE_BYTES = BATCH_BYTES // 2
 """The most bytes of a frame's rows that are joined with others: copying more of them once more would save few
 messages."""
 
@@ -36,8 +34,8 @@ _MAX_WAIT_SECONDS = 0.02
 it."""
 
 
-class _Place(NamedTuple):
-    """A frame, and its place in a run: frames with rows of the same layer, at ascending positions."""
+class _InRun(NamedTuple):
+    """A frame in a run: frames with rows of the same layer, at ascending positions. A frame alone is a run, too."""
 
     frame: Frame
     is_first: bool
@@ -84,20 +82,21 @@ class Responses:
             if is_last or rows.have_waited or frame.is_fetched:
                 yield from rows.take()
 
-    def _in_runs(self, frames: Iterable[Frame]) -> Iterator[_Place]:
+    def _in_runs(self, frames: Iterable[Frame]) -> Iterator[_InRun]:
+        """Yield the frames. It looks one frame ahead, but not from a frame of the archive."""
         before: Frame | None = None
         is_first = True
         for frame in frames:
             if before is not None:
                 continues = self._continues(before, frame)
-                yield _Place(before, is_first, not continues)
+                yield _InRun(before, is_first, not continues)
                 is_first = not continues
             before = frame
             if frame.is_fetched:  # the next one may take long to come
-                yield _Place(frame, is_first=True, is_last=True)
+                yield _InRun(frame, is_first=True, is_last=True)
                 before, is_first = None, True
         if before is not None:
-            yield _Place(before, is_first, is_last=True)
+            yield _InRun(before, is_first, is_last=True)
 
     def _continues(self, frame: Frame, following: Frame) -> bool:
         """Tell whether the second one of two frames is in the run of the first one."""
@@ -179,7 +178,7 @@ class _JoinedRows:
             if not self._has_room(num_bytes, len(positions)):
                 return False
             if not len(self._rows):
-                self._rows = np.empty(_JOINED_BYTES, dtype=np.uint8)
+                self._rows = np.empty(BATCH_BYTES, dtype=np.uint8)
             piece = self._rows[self._size : self._size + num_bytes]
             cut_into(piece, chunk, layers, positions)  # lets go of the GIL
             known = checksum_of_layers(chunk, layers, positions)
@@ -200,7 +199,7 @@ class _JoinedRows:
         if num_bytes > _MAX_PIECE_BYTES:
             return False
         return not self._size or (
-            self._size + num_bytes <= _JOINED_BYTES and len(self._header.positions) + positions <= MAX_CHUNK_POSITIONS
+            self._size + num_bytes <= BATCH_BYTES and len(self._header.positions) + positions <= MAX_CHUNK_POSITIONS
         )
 
     def take(self) -> Iterator[bytes]:

@@ -169,7 +169,7 @@ class AsyncClient(AsyncGenerationClient):
                 the services run at once, so that they never wait for prompts. A service that refuses a prompt, because
                 it or your tenant has too many requests, gets fewer.
             progress: Show a progress bar, on a terminal or in Jupyter.
-            **sampling: As for `generate`; max_tokens is 0 by default.
+            **sampling: As for `generate`, without logprobs and prompt_logprobs; max_tokens is 0 by default.
 
         Returns:
             The rows, mapped into memory; its `summary` has the speed and the failures.

@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_job(parser)
     extract_ray.add_arguments(parser)
     add_capture(parser)
-    sampling.add_arguments(parser, max_tokens=0)
+    sampling.add_arguments(parser, max_tokens=0, logprobs=False)
     steering.add_arguments(parser)
 
 

@@ -31,6 +31,8 @@ _SINGLE: dict[str, tuple[type, str]] = {
 }
 """The parameters that are one number or text, with their help texts."""
 
+_LOGPROBS = {"logprobs", "prompt_logprobs"}
+
 _REPEATED: dict[str, tuple[str, type, str, str]] = {
     "stop": ("--stop", str, "TEXT", "stop at this text"),
     "stop_token_ids": ("--stop-token-id", int, "ID", "stop after this token"),
@@ -40,10 +42,18 @@ _REPEATED: dict[str, tuple[str, type, str, str]] = {
 """The parameters whose flags may be repeated: flag, kind, placeholder and help text."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, max_tokens: int = 16) -> None:
-    """Add the flags. `max_tokens` is the default that the help shows."""
+def add_arguments(parser: argparse.ArgumentParser, *, max_tokens: int = 16, logprobs: bool = True) -> None:
+    """Add the flags.
+
+    Args:
+        parser: The parser of a command.
+        max_tokens: The default that the help shows.
+        logprobs: Whether the command can print log-probabilities.
+    """
     group = parser.add_argument_group("sampling")
     for name, (kind, help_text) in _SINGLE.items():
+        if name in _LOGPROBS and not logprobs:
+            continue
         text = help_text.replace("(default: 16)", f"(default: {max_tokens})")
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[0].upper(), help=text)
     for name, (flag, kind, metavar, text) in _REPEATED.items():
@@ -62,10 +72,10 @@ def parameters_of(options: argparse.Namespace, output: Output) -> dict[str, Any]
     Raises:
         InvalidRequest: A flag is invalid.
     """
-    if not output.as_json and (options.logprobs is not None or options.prompt_logprobs is not None):
-        options.usage_error("--logprobs and --prompt-logprobs need --json, which prints them; give both")
     names = (*_SINGLE, *_REPEATED, "json_schema")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    if not output.as_json and given.keys() & _LOGPROBS:
+        options.usage_error("--logprobs and --prompt-logprobs need --json, which prints them; give both")
     if "logit_bias" in given:
         given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
     if "json_schema" in given and not given["json_schema"].lstrip().startswith("{"):

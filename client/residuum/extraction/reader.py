@@ -116,7 +116,7 @@ class LayerRows(Sequence[Array]):
 
     def _numbers(self, index: Any) -> npt.NDArray[np.int64]:
         """Return the numbers of the rows that a mask or an array of numbers chooses."""
-        numbers = np.asarray(index) if not isinstance(index, tuple) else np.empty(0, object)
+        numbers = np.asarray(index)
         if numbers.dtype == np.bool_:
             if numbers.shape != (len(self),):
                 raise IndexError(
@@ -124,9 +124,8 @@ class LayerRows(Sequence[Array]):
                     "row, not for each prompt: prompt_mask[rows.prompt] makes one from the other."
                 )
             return np.flatnonzero(numbers)
-        if numbers.size == 0 and not isinstance(index, tuple):
-            return np.empty(0, np.int64)
-        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        are_integers = numbers.dtype.kind in "iu" or numbers.size == 0  # an empty list makes an array of floats
+        if isinstance(index, tuple) or numbers.ndim != 1 or not are_integers:
             raise IndexError(
                 f"Rows are chosen with a number, a slice, an array of integers [n] or a mask [{len(self)}], not with "
                 f"{short(index)}. To choose elements of rows, index the result again."

@@ -7,6 +7,7 @@ with an incident number: the server logs its text and never sends it.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, cast
 
 import grpc
@@ -134,6 +135,11 @@ def _cut(text: str, size: int) -> str:
         return data.decode()
     mark = "…".encode()
     return (data[: size - len(mark)] + mark).decode("utf-8", "ignore") if size >= len(mark) else ""
+
+
+def with_site_names(message: str) -> str:
+    """Return a message with the clients' names of sites: resid_post for SITE_RESID_POST."""
+    return re.sub(r"\bSITE_([A-Z_]+)\b", lambda match: match[1].lower(), message)
 
 
 def failure_from_rpc_error(error: grpc.RpcError) -> Failure | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import grpc
 import grpc.aio
 
 from residuum import exceptions as exc
 from residuum.protocol.events import ReplyBuilder
 from residuum.protocol.failures import EXCEPTIONS
-from residuum.rpc.errors import failure_from_rpc_error
+from residuum.rpc.errors import failure_from_rpc_error, with_site_names
 
 _BY_CODE: dict[grpc.StatusCode, type[exc.ResiduumError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: exc.InvalidRequest,
@@ -132,8 +130,7 @@ def _from_rpc_error(error: grpc.RpcError, endpoint: str, unreachable: str) -> ex
 
 def _in_python(message: str) -> str:
     """Return a server's message with this package's names: resid_post for SITE_RESID_POST, if_exists='replace'."""
-    message = message.replace("Set if_exists to REPLACE", "Set if_exists='replace'")
-    return re.sub(r"\bSITE_([A-Z_]+)\b", lambda match: match[1].lower(), message)
+    return with_site_names(message.replace("Set if_exists to REPLACE", "Set if_exists='replace'"))
 
 
 def _unreachable(details: str, endpoint: str, unreachable: str) -> exc.Unreachable:

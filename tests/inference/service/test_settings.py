@@ -91,6 +91,11 @@ def test_help_explains_every_setting_without_loading_vllm():
         assert f"--{name.replace('_', '-')}" in ended.stdout
         assert field.description.split()[0] in ended.stdout
     assert "--config FILE" in ended.stdout
+    text = " ".join(ended.stdout.split())
+    assert "(default: resid_post)" in text
+    assert not re.search(r"default factory|default: \(", text)
+    for setting in re.split(r" (?=--[a-z])", text):
+        assert not re.search(r"Default: .*\(default", setting), f"two defaults: {setting}"
     assert not re.search(r"Path\b|ByteSize|tuple\[|dict\[| str\b| int\b| float\b|null|default: \(\)", ended.stdout)
 
 
