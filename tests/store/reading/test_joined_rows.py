@@ -46,6 +46,15 @@ from tests.store.support import (
     serving,
 )
 
+MAX_WAIT_SECONDS = responses_module._MAX_WAIT_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows wait for others also on a busy machine: the tests count messages."""
+    monkeypatch.setattr(responses_module, "_MAX_WAIT_SECONDS", 60.0)
+
+
 BLOCK, BLOCKS = 32, 20
 PROMPT = BLOCK * BLOCKS
 LAYERS = [0, 1, 2]
@@ -324,6 +333,7 @@ def test_rows_that_are_dropped_during_the_read_do_not_wait(monkeypatch: pytest.M
 
 def test_rows_wait_for_others_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
+    monkeypatch.setattr(responses_module, "_MAX_WAIT_SECONDS", MAX_WAIT_SECONDS)
     monkeypatch.setattr(responses_module, "time", SimpleNamespace(monotonic=lambda: next(now) * 0.009))
     found = list(map(rows_in, responses(FakeFrame(position) for position in range(9))))
     assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
