@@ -11,23 +11,31 @@ wrong rows, without an error. Of a pointer this is its type and whether its addr
 whether it is 1, a multiple of 16, or has more than 32 bits. So the key has the integers themselves. Those on which a
 kernel is not specialised (`do_not_specialize`) may have any number of values: of them, it has only whether 32 bits are
 enough. On GPUs of AMD, Triton also specialises on the size of tensors, so no kernel is kept there.
+
+If most arguments never change, `Launcher.prepare` saves more than half of the rest (`prepared.py`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
+from inference_svc.taps.gpu.kernels.prepared import prepare
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from inference_svc.taps.gpu.kernels.prepared import PreparedLaunch
 
 _TESTED = {(3, 6), (3, 7), (3, 9)}
 """The versions of Triton with which this is tested (`make test-triton`). With others, no kernel is kept."""
 _INT32 = 1 << 31
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Triton compiles other code for addresses that are multiples of it."""
 
 
 class Launcher:
@@ -73,6 +81,45 @@ class Launcher:
         if key is not None and compiled is not None:
             self._kept[key] = compiled
 
+    def prepare(
+        self,
+        arguments: Sequence[Any],
+        constants: Mapping[str, object],
+        changing: Sequence[int],
+        *,
+        num_warps: int,
+        maxnreg: int | None = None,
+    ) -> PreparedLaunch | None:
+        """Prepare further launches on the current device, of which only some addresses change.
+
+        A profiler's launch hooks are called only if they are set before.
+
+        Args:
+            arguments: The arguments of a launch, as it was made.
+            constants: Its constants.
+            changing: Which of the arguments are tensors whose addresses change.
+            num_warps: Its warps.
+            maxnreg: Its most registers of a thread.
+
+        Returns:
+            The launch; None if it has to be made in the usual way.
+        """
+        if self._keeping is None or _has_hooks():
+            return None
+        driver, specialised = self._keeping
+        device = driver.active.get_current_device()
+        compiled = self._kept.get(_key(device, arguments, specialised, constants, num_warps, maxnreg))
+        if compiled is None or any(arguments[at].data_ptr() % ALIGNMENT for at in changing):
+            return None
+        stream = partial(driver.active.get_current_stream, device)
+        return prepare(compiled, (*arguments, *constants.values()), changing, stream)
+
+
+def _has_hooks() -> bool:
+    """Return whether a profiler wants to know of each launch."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
 
 def _key(
     device: int,
@@ -93,7 +140,7 @@ def _key(
         kind = type(argument)
         if kind is Tensor:
             add(argument.dtype)
-            add(argument.data_ptr() % _ALIGNMENT)
+            add(argument.data_ptr() % ALIGNMENT)
         elif kind is int:
             add(argument if is_specialised or not -_INT32 <= argument < _INT32 else int)
         elif kind is float:
@@ -102,7 +149,7 @@ def _key(
             add(None)
         elif hasattr(kind, "data_ptr"):
             add(argument.dtype)
-            add(argument.data_ptr() % _ALIGNMENT)
+            add(argument.data_ptr() % ALIGNMENT)
         else:
             return None
     return tuple(parts)

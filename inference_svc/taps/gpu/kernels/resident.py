@@ -11,28 +11,33 @@ wider rows are in chunked.py, with those that only capture.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from inference_svc.taps.gpu.kernels.launching import Launcher
+from inference_svc.taps.gpu.kernels.launching import ALIGNMENT, Launcher
 from inference_svc.taps.gpu.kernels.resident_norm import tap_norm_kernel
 from inference_svc.taps.gpu.kernels.resident_rows import split, warps
 from inference_svc.taps.gpu.kernels.resident_tap import tap_kernel
 from inference_svc.taps.operations import reach
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
     from inference_svc.taps.bank import VectorBank
     from inference_svc.taps.blocks import BlockPool
+    from inference_svc.taps.gpu.kernels.prepared import PreparedLaunch
     from inference_svc.taps.gpu.tables import ProgramTable
 
 _launch_tap, _launch_tap_norm = Launcher(tap_kernel), Launcher(tap_norm_kernel)
 
 
-class KernelTables(NamedTuple):
+@dataclass(frozen=True)
+class KernelTables:
     """The tables that the kernels read, all at fixed addresses."""
 
     rows: Tensor
@@ -45,6 +50,8 @@ class KernelTables(NamedTuple):
     """Memory for `chunked.tap`, float32 [programs, width]; None if rows fit the registers."""
     scores: Tensor | None = None
     """Receives the scores of rows, float32 [rows, MAX_PROBE_OUTPUTS]; None if no row is scored."""
+    prepared: dict[tuple[object, ...], PreparedLaunch | None] = field(default_factory=dict)
+    """Launches at these tables, by all that is the same in each step: the point, and what the rows have in common."""
 
     def destination(self, hidden: Tensor) -> Tensor:
         """Return the memory of the capture blocks; without them any tensor, which is not written."""
@@ -72,18 +79,22 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
     rows, width = hidden.shape
     if not rows:
         return
+    other = residual if residual is not None else hidden
+    residual_stride = residual.stride(0) if residual is not None else 0
+    key = (point, width, hidden.dtype, other.dtype, hidden.stride(0), residual_stride, residual is not None)
+    addresses = hidden.data_ptr(), other.data_ptr()
+    if _launch_prepared(tables, key, rows, addresses):
+        return
     head, tail = split(width)
-    _launch_tap(
-        (rows, 1, 1),
-        (
-            hidden,
-            residual if residual is not None else hidden,
-            *tables.arguments(hidden, point),
-            hidden.stride(0),
-            residual.stride(0) if residual is not None else 0,
-        ),
+    _launch(
+        _launch_tap,
+        tables,
+        key,
+        rows,
+        (hidden, other, *tables.arguments(hidden, point), hidden.stride(0), residual_stride),
+        (0, 1),
         {"HAS_RESIDUAL": residual is not None, "WIDTH": width, "HEAD": head, "TAIL": tail},
-        **_options(tap_kernel, width, hidden.dtype, hidden.device, has_residual=residual is not None),
+        _options(tap_kernel, width, hidden.dtype, hidden.device, has_residual=residual is not None),
     )
 
 
@@ -112,26 +123,64 @@ def tap_norm(
         The norm of the steered sum, and the steered sum, each [rows, hidden] in the dtype of `hidden`.
     """
     rows, width = hidden.shape
-    normed, summed = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
-    if rows:
-        head, tail = split(width)
-        _launch_tap_norm(
-            (rows, 1, 1),
-            (
-                hidden,
-                residual,
-                weight,
-                normed,
-                summed,
-                *tables.arguments(hidden, point),
-                hidden.stride(0),
-                residual.stride(0),
-                epsilon,
-            ),
-            {"PLUS_ONE": 1.0 if plus_one else 0.0, "WIDTH": width, "HEAD": head, "TAIL": tail},
-            **_options(tap_norm_kernel, width, hidden.dtype, hidden.device, has_residual=True),
-        )
+    if hidden.is_contiguous():
+        normed, summed = torch.empty_like(hidden), torch.empty_like(hidden)  # takes less time than `new_empty`
+    else:
+        normed, summed = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
+    if not rows:
+        return normed, summed
+    key = (
+        *(point, width, hidden.dtype, residual.dtype, hidden.stride(0), residual.stride(0)),
+        *(weight.data_ptr(), weight.dtype, epsilon, plus_one),
+    )
+    addresses = hidden.data_ptr(), residual.data_ptr(), normed.data_ptr(), summed.data_ptr()
+    if _launch_prepared(tables, key, rows, addresses):
+        return normed, summed
+    head, tail = split(width)
+    _launch(
+        _launch_tap_norm,
+        tables,
+        key,
+        rows,
+        (
+            *(hidden, residual, weight, normed, summed, *tables.arguments(hidden, point)),
+            *(hidden.stride(0), residual.stride(0), epsilon),
+        ),
+        (0, 1, 3, 4),
+        {"PLUS_ONE": 1.0 if plus_one else 0.0, "WIDTH": width, "HEAD": head, "TAIL": tail},
+        _options(tap_norm_kernel, width, hidden.dtype, hidden.device, has_residual=True),
+    )
     return normed, summed
+
+
+def _launch_prepared(tables: KernelTables, key: tuple[object, ...], rows: int, addresses: tuple[int, ...]) -> bool:
+    """Launch a kernel for rows at these addresses, if that was prepared. Return whether it was."""
+    prepared = tables.prepared.get(key)
+    if prepared is None:
+        return False
+    for address in addresses:
+        if address % ALIGNMENT:
+            return False  # other code
+    prepared(rows, *addresses)
+    return True
+
+
+def _launch(
+    launcher: Launcher,
+    tables: KernelTables,
+    key: tuple[object, ...],
+    rows: int,
+    arguments: Sequence[Any],
+    changing: Sequence[int],
+    constants: Mapping[str, object],
+    options: _Options,
+) -> None:
+    """Launch a kernel, and prepare its next launches, in which only the addresses `changing` differ."""
+    launcher((rows, 1, 1), arguments, constants, **options)
+    if tables.pool is None:
+        return  # an argument stands for the pool, and its address changes
+    if key not in tables.prepared:
+        tables.prepared[key] = launcher.prepare(arguments, constants, changing, **options)
 
 
 _REGISTERS: dict[tuple[object, bool], dict[int, int]] = {
