@@ -32,11 +32,12 @@ from residuum.values.replies.generation import Reply
 MAX_ATTEMPTS = 20
 """How often a prompt is sent before the job gives up."""
 
-_OF_THE_PROMPT = (
-    InvalidRequest, DeadlineExceeded, RequestAborted, CallerStalled, CaptureEnded, DamagedCapture, ServerFault,
-    TypeError,
-)  # fmt: skip
+_MAY_PASS = (DeadlineExceeded, RequestAborted, CallerStalled, CaptureEnded, DamagedCapture, ServerFault)
+"""Failures that may not come again if the prompt is sent again. A service that stops aborts what it runs."""
+_OF_THE_PROMPT = (InvalidRequest, TypeError, *_MAY_PASS)
 """Failures that concern one prompt. Others would fail all prompts."""
+_FAILED_ATTEMPTS = 3
+"""How often a prompt may fail so before it counts as failed. No later run of the job sends it again."""
 
 _LIMITS_OF_REQUESTS = frozenset({"max_requests", "max_open_captures"})
 """Quotas of a tenant that have room again when a request has ended."""
@@ -99,6 +100,7 @@ class PromptSender:
         """
         if item.prompt is None:
             return Failed(item, item.error or InvalidRequest(f"{item.where} has no prompt."))
+        failed_attempts = 0
         async with self._services.turn():
             while True:
                 name = self._name(item, attempt)
@@ -111,7 +113,10 @@ class PromptSender:
                 except _OF_THE_PROMPT as failure:
                     if isinstance(failure, ResiduumError) and is_common(failure):
                         raise
-                    return Failed(item, _without_name(failure, name))
+                    failed_attempts += 1
+                    if failed_attempts == _FAILED_ATTEMPTS or not isinstance(failure, _MAY_PASS):
+                        return Failed(item, _without_name(failure, name))
+                    attempt += 1
 
     async def _send_once(self, item: Item, prompt: Prompt, name: str, attempt: int) -> Answered | Failed:
         spec = self._spec

@@ -453,6 +453,53 @@ async def test_a_full_store_stops_the_job(client, peer, prompts, tmp_path):
     )
 
 
+class Faults:
+    """Raises a failure in each of the next generations, then in none. `calls` counts all generations."""
+
+    def __init__(self, *failures):
+        self.failures, self.calls = [*failures], 0
+
+    @contextlib.contextmanager
+    def __call__(self):
+        self.calls += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        yield
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("a fault"),
+        Failure(Reason.ERROR_REASON_CALLER_STALLED, "Too slow."),
+        Failure(Reason.ERROR_REASON_ABORTED, "The service stops."),
+    ],
+    ids=["fault", "stalled", "aborted"],
+)
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+async def test_a_failure_that_may_pass_costs_no_prompt(client, peer, tmp_path, on_error, failure):
+    faults = peer.script.places = Faults(failure, failure)
+    more = {"max_concurrency": 1, "capture": WHAT, "progress": False}
+    found = await client.extract(["a", "b"], tmp_path / "out", on_error=on_error, **more)
+    assert faults.calls == 4
+    assert len(found) == 2
+    assert not found.failures
+
+
+@pytest.mark.parametrize(
+    ("failure", "times"),
+    [(RuntimeError("a fault"), 3), (Failure(Reason.ERROR_REASON_INVALID_FIELD, "No."), 1)],
+    ids=["fault", "refusal"],
+)
+async def test_a_prompt_fails_alone_if_its_failure_does_not_pass(client, peer, tmp_path, failure, times):
+    faults = peer.script.places = Faults(*[failure] * times)
+    more = {"max_concurrency": 1, "capture": WHAT, "progress": False}
+    found = await client.extract(["a", "b"], tmp_path / "out", on_error="skip", **more)
+    assert faults.calls == times + 1
+    (failed,) = found.failures
+    assert failed["input_row"] == 0
+
+
 @given(
     splits=st.lists(st.integers(0, 5), max_size=6), start=st.integers(-40, 40), stop=st.integers(-40, 40),
     step=st.sampled_from([1, 1, 2, -1, -3]), data=st.data(),
