@@ -123,10 +123,9 @@ def tap_norm(
         The norm of the steered sum, and the steered sum, each [rows, hidden] in the dtype of `hidden`.
     """
     rows, width = hidden.shape
-    if hidden.is_contiguous():
-        normed, summed = torch.empty_like(hidden), torch.empty_like(hidden)  # takes less time than `new_empty`
-    else:
-        normed, summed = hidden.new_empty(hidden.shape), hidden.new_empty(hidden.shape)
+    # This takes half the time of `new_empty`.
+    normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    summed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if not rows:
         return normed, summed
     key = (
