@@ -12,7 +12,7 @@ whether it is 1, a multiple of 16, or has more than 32 bits. So the key has the 
 kernel is not specialised (`do_not_specialize`) may have any number of values: of them, it has only whether 32 bits are
 enough. On GPUs of AMD, Triton also specialises on the size of tensors, so no kernel is kept there.
 
-If most arguments never change, `Launcher.prepare` saves more than half of the rest (`prepared.py`).
+If most arguments never change, `Launcher.prepare` saves more than half of the time that is left (`prepared.py`).
 """
 
 from __future__ import annotations
@@ -85,34 +85,40 @@ class Launcher:
         self,
         arguments: Sequence[Any],
         constants: Mapping[str, object],
-        changing: Sequence[int],
+        changing: int,
         *,
         num_warps: int,
         maxnreg: int | None = None,
     ) -> PreparedLaunch | None:
-        """Prepare further launches on the current device, of which only some addresses change.
-
-        A profiler's launch hooks are called only if they are set before.
+        """Prepare further launches on the current device, of which only some addresses change; see `may_prepare`.
 
         Args:
             arguments: The arguments of a launch, as it was made.
             constants: Its constants.
-            changing: Which of the arguments are tensors whose addresses change.
+            changing: How many of the arguments, from the first on, are tensors whose addresses change.
             num_warps: Its warps.
-            maxnreg: Its most registers of a thread.
+            maxnreg: The most registers of a thread, as in that launch.
 
         Returns:
-            The launch; None if it has to be made in the usual way.
+            The launch; None if Triton has to make it.
         """
-        if self._keeping is None or _has_hooks():
+        if self._keeping is None:
             return None
         driver, specialised = self._keeping
         device = driver.active.get_current_device()
         compiled = self._kept.get(_key(device, arguments, specialised, constants, num_warps, maxnreg))
-        if compiled is None or any(arguments[at].data_ptr() % ALIGNMENT for at in changing):
+        if compiled is None:
             return None
         stream = partial(driver.active.get_current_stream, device)
         return prepare(compiled, (*arguments, *constants.values()), changing, stream)
+
+
+def may_prepare(addresses: Sequence[int]) -> bool:
+    """Return whether launches may be prepared now, after one with these addresses.
+
+    A profiler's launch hooks are not called for prepared launches. So none are prepared while there are hooks.
+    """
+    return not _has_hooks() and not any(address % ALIGNMENT for address in addresses)
 
 
 def _has_hooks() -> bool:

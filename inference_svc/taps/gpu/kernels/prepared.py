@@ -29,6 +29,10 @@ _DECLARED: dict[str, tuple[frozenset[str], Any]] = {
 """For types of Triton's arguments that are not pointers: how PTX may declare them, and their C type."""
 _LANES = 32
 """Threads of a warp."""
+_MOST_SHARED_BYTES = 48 << 10
+"""Shared memory that any launch may have. More has to be requested."""
+_OWN_PARAMETERS = 2
+"""The parameters that Triton adds to a kernel: the addresses of memory for itself, which these kernels do not need."""
 
 
 class LaunchError(RuntimeError):
@@ -39,18 +43,18 @@ class PreparedLaunch:
     """Launches one kernel with new addresses. Only one thread at a time may use it."""
 
     def __init__(
-        self, compiled: Any, slots: Sequence[Any], changing: Sequence[int], stream: Callable[[], int], launch: Any
+        self, compiled: Any, slots: Sequence[Any], changing: int, stream: Callable[[], int], launch: Any
     ) -> None:
         """Prepare launches.
 
         Args:
             compiled: The kernel, as Triton returned it.
             slots: All arguments, as the machine code takes them.
-            changing: Which of them are the addresses that change.
+            changing: How many of them, from the first on, are addresses that change.
             stream: Returns the current stream.
             launch: The driver's function.
         """
-        self._slots = [slots[at] for at in changing]
+        self._slots = slots[:changing]
         self._arguments = (ctypes.c_void_p * len(slots))(*map(ctypes.addressof, slots))
         self._held = compiled, slots  # the driver reads this memory
         self._function = compiled.function
@@ -84,15 +88,13 @@ class PreparedLaunch:
             raise LaunchError(f"cuLaunchKernel returned error {code} of CUDA's driver")
 
 
-def prepare(
-    compiled: Any, arguments: Sequence[Any], changing: Sequence[int], stream: Callable[[], int]
-) -> PreparedLaunch | None:
-    """Return a prepared launch of a compiled kernel; None if its launches are better left to Triton.
+def prepare(compiled: Any, arguments: Sequence[Any], changing: int, stream: Callable[[], int]) -> PreparedLaunch | None:
+    """Return a prepared launch of a compiled kernel; None if Triton has to make its launches.
 
     Args:
         compiled: The kernel, as Triton returned it.
         arguments: The arguments of a launch, constants included, one for each parameter of the function.
-        changing: Which of them are the pointers that change.
+        changing: How many of them, from the first on, are pointers that change.
         stream: Returns the current stream.
     """
     launch = _driver_launch()
@@ -101,23 +103,10 @@ def prepare(
     try:
         if not _is_plain(compiled.metadata):
             return None
-        declared = _declared(compiled.asm["ptx"])
-        slots = _slots(compiled.src, arguments, declared)
-    except (AttributeError, KeyError, TypeError):  # Triton has changed
+        slots = _slots(compiled.src, arguments, changing, _declared(compiled.asm["ptx"]))
+        return None if slots is None else PreparedLaunch(compiled, slots, changing, stream, launch)
+    except (AttributeError, LookupError, TypeError):  # Triton has changed
         return None
-    if slots is None or not slots.keys() >= set(changing):
-        return None
-    rest = declared[len(slots) :]
-    if not _POINTER.issuperset(rest):
-        return None
-    places = list(slots)
-    return PreparedLaunch(
-        compiled,
-        [*slots.values(), *(ctypes.c_void_p() for _ in rest)],  # the rest is Triton's own memory: none is needed
-        [places.index(at) for at in changing],
-        stream,
-        launch,
-    )
 
 
 def _is_plain(metadata: Any) -> bool:
@@ -128,6 +117,8 @@ def _is_plain(metadata: Any) -> bool:
         and not metadata.profile_scratch_size
         and not metadata.launch_cooperative_grid
         and not metadata.launch_pdl
+        and not getattr(metadata, "instrumentation_mode", "")
+        and metadata.shared <= _MOST_SHARED_BYTES
     )
 
 
@@ -137,23 +128,23 @@ def _declared(ptx: str) -> list[str]:
     return _PARAMETER.findall(entry.group(1)) if entry else []
 
 
-def _slots(source: Any, arguments: Sequence[Any], declared: Sequence[str]) -> dict[int, Any] | None:
-    """Return the arguments that are parameters of the machine code, as C values, by their places.
-
-    Returns:
-        None if a parameter is missing, or has an unexpected type.
-    """
+def _slots(source: Any, arguments: Sequence[Any], changing: int, declared: Sequence[str]) -> list[Any] | None:
+    """Return the arguments of the machine code as C values; None if it declares something unexpected."""
     names = source.fn.arg_names
-    kinds = {at: source.signature[name] for at, name in enumerate(names) if source.signature[name] != "constexpr"}
-    if len(declared) < len(kinds):
+    passed = [at for at, name in enumerate(names) if source.signature[name] != "constexpr"]
+    own = declared[len(passed) :]
+    if len(declared) < len(passed) or len(own) > _OWN_PARAMETERS or not _POINTER.issuperset(own):
         return None
-    slots: dict[int, Any] = {}
-    for (at, kind), actual in zip(kinds.items(), declared, strict=False):
+    if passed[:changing] != [*range(changing)]:
+        return None
+    slots: list[Any] = []
+    for at, actual in zip(passed, declared, strict=False):
+        kind = source.signature[names[at]]
         types, c_type = (_POINTER, ctypes.c_void_p) if kind.startswith("*") else _DECLARED[kind]
         if actual not in types:
             return None
-        slots[at] = c_type(arguments[at].data_ptr() if kind.startswith("*") else arguments[at])
-    return slots
+        slots.append(c_type(arguments[at].data_ptr() if kind.startswith("*") else arguments[at]))
+    return [*slots, *(ctypes.c_void_p() for _ in own)]
 
 
 @cache

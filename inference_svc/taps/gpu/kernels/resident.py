@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from inference_svc.taps.gpu.kernels.launching import ALIGNMENT, Launcher
+from inference_svc.taps.gpu.kernels.launching import ALIGNMENT, Launcher, may_prepare
 from inference_svc.taps.gpu.kernels.resident_norm import tap_norm_kernel
 from inference_svc.taps.gpu.kernels.resident_rows import split, warps
 from inference_svc.taps.gpu.kernels.resident_tap import tap_kernel
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _launch_tap, _launch_tap_norm = Launcher(tap_kernel), Launcher(tap_norm_kernel)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelTables:
     """The tables that the kernels read, all at fixed addresses."""
 
@@ -50,8 +50,9 @@ class KernelTables:
     """Memory for `chunked.tap`, float32 [programs, width]; None if rows fit the registers."""
     scores: Tensor | None = None
     """Receives the scores of rows, float32 [rows, MAX_PROBE_OUTPUTS]; None if no row is scored."""
-    prepared: dict[tuple[object, ...], PreparedLaunch | None] = field(default_factory=dict)
-    """Launches at these tables, by all that is the same in each step: the point, and what the rows have in common."""
+    prepared: dict[tuple[object, ...], PreparedLaunch | None] = field(default_factory=dict, init=False, repr=False)
+    """Prepared launches that use these tables; None if Triton makes all of them. The key is all that may differ between
+    launches, except addresses of rows and weights. Only the engine's thread may use them."""
 
     def destination(self, hidden: Tensor) -> Tensor:
         """Return the memory of the capture blocks; without them any tensor, which is not written."""
@@ -81,7 +82,10 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         return
     other = residual if residual is not None else hidden
     residual_stride = residual.stride(0) if residual is not None else 0
-    key = (point, width, hidden.dtype, other.dtype, hidden.stride(0), residual_stride, residual is not None)
+    key = (
+        *("tap", point, width, hidden.dtype, other.dtype),
+        *(hidden.stride(0), residual_stride, residual is not None),
+    )
     addresses = hidden.data_ptr(), other.data_ptr()
     if _launch_prepared(tables, key, rows, addresses):
         return
@@ -92,7 +96,7 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         key,
         rows,
         (hidden, other, *tables.arguments(hidden, point), hidden.stride(0), residual_stride),
-        (0, 1),
+        addresses,
         {"HAS_RESIDUAL": residual is not None, "WIDTH": width, "HEAD": head, "TAIL": tail},
         _options(tap_kernel, width, hidden.dtype, hidden.device, has_residual=residual is not None),
     )
@@ -129,10 +133,13 @@ def tap_norm(
     if not rows:
         return normed, summed
     key = (
-        *(point, width, hidden.dtype, residual.dtype, hidden.stride(0), residual.stride(0)),
-        *(weight.data_ptr(), weight.dtype, epsilon, plus_one),
+        *("norm", point, width, hidden.dtype, residual.dtype, weight.dtype),
+        *(hidden.stride(0), residual.stride(0), epsilon, plus_one),
     )
-    addresses = hidden.data_ptr(), residual.data_ptr(), normed.data_ptr(), summed.data_ptr()
+    addresses = (
+        *(hidden.data_ptr(), residual.data_ptr(), weight.data_ptr()),
+        *(normed.data_ptr(), summed.data_ptr()),
+    )
     if _launch_prepared(tables, key, rows, addresses):
         return normed, summed
     head, tail = split(width)
@@ -145,7 +152,7 @@ def tap_norm(
             *(hidden, residual, weight, normed, summed, *tables.arguments(hidden, point)),
             *(hidden.stride(0), residual.stride(0), epsilon),
         ),
-        (0, 1, 3, 4),
+        addresses,
         {"PLUS_ONE": 1.0 if plus_one else 0.0, "WIDTH": width, "HEAD": head, "TAIL": tail},
         _options(tap_norm_kernel, width, hidden.dtype, hidden.device, has_residual=True),
     )
@@ -159,7 +166,7 @@ def _launch_prepared(tables: KernelTables, key: tuple[object, ...], rows: int, a
         return False
     for address in addresses:
         if address % ALIGNMENT:
-            return False  # other code
+            return False  # Triton compiled other code for such addresses
     prepared(rows, *addresses)
     return True
 
@@ -170,16 +177,15 @@ def _launch(
     key: tuple[object, ...],
     rows: int,
     arguments: Sequence[Any],
-    changing: Sequence[int],
+    addresses: Sequence[int],
     constants: Mapping[str, object],
     options: _Options,
 ) -> None:
-    """Launch a kernel, and prepare its next launches, in which only the addresses `changing` differ."""
+    """Launch a kernel, and prepare its next launches, in which only the addresses of the first arguments differ."""
     launcher((rows, 1, 1), arguments, constants, **options)
-    if tables.pool is None:
-        return  # an argument stands for the pool, and its address changes
-    if key not in tables.prepared:
-        tables.prepared[key] = launcher.prepare(arguments, constants, changing, **options)
+    # Without a pool, an argument stands for it, and its address changes.
+    if tables.pool is not None and key not in tables.prepared and may_prepare(addresses):
+        tables.prepared[key] = launcher.prepare(arguments, constants, len(addresses), **options)
 
 
 _REGISTERS: dict[tuple[object, bool], dict[int, int]] = {

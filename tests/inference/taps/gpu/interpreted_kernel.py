@@ -15,6 +15,7 @@ import tests.triton_interpreter  # noqa: F401
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -223,7 +224,7 @@ def check_scores(dtype: torch.dtype) -> None:
             wanted[row, column] = x @ case.vectors[index + 1].astype(np.float64)
     assert wanted.any()
     for tap in (resident.tap, chunked.tap, norm):
-        tables = tables_of(case)._replace(scores=torch.zeros(12, MAX_PROBE_OUTPUTS))
+        tables = replace(tables_of(case), scores=torch.zeros(12, MAX_PROBE_OUTPUTS))
         got = case.hidden.clone()
         tap(got, case.residual, steering.POINT, tables)
         assert tap is norm or steering.same_bits(got, plain[tap]), "a score changed a row"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +51,8 @@ def check_lone_adds(
         residual = None if case.residual is None else case.residual[:1].expand(len(lists), -1).to(device, copy=True)
         pool = BlockPool(len(lists), hidden, dtype, device, 0)
         tables = make_tables(case.layout(captured=True), len(lists), case.bank(device), pool)
-        tap(rows, residual, POINT, tables._replace(scores=torch.zeros(len(lists), MAX_PROBE_OUTPUTS, device=device)))
+        scores = torch.zeros(len(lists), MAX_PROBE_OUTPUTS, device=device)
+        tap(rows, residual, POINT, replace(tables, scores=scores))
         assert not torch.equal(rows[0].cpu(), case.hidden[0])
         for row, operations in enumerate(lists):
             assert same_bits(rows[row], rows[0]), operations

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,12 +45,12 @@ class CudaDriver:
     def __init__(self):
         self.launches = []
         self.code = 0
-        self.declared = []
+        self.declared = {}  # by the kernel's name
 
     def __call__(self, function, x, y, z, a, b, c, shared, stream, arguments, extra):
         assert extra is None
-        assert len(arguments) == len(self.declared)
-        values = [READ[kind].from_address(at).value for kind, at in zip(self.declared, arguments, strict=True)]
+        pairs = zip(self.declared[function], arguments, strict=True)
+        values = [READ[kind].from_address(at).value for kind, at in pairs]
         self.launches.append(Launched(function, (x, y, z), (a, b, c), shared, stream, values))
         return self.code
 
@@ -61,8 +62,9 @@ def cuda(bare, monkeypatch):
     declared = prepared._declared
 
     def noted(ptx):
-        found.declared = declared(ptx)
-        return found.declared
+        name = re.search(r"\.entry\s+(\w+)", ptx).group(1)
+        found.declared[name] = declared(ptx)
+        return found.declared[name]
 
     monkeypatch.setattr(prepared, "_declared", noted)
     yield found
@@ -132,26 +134,58 @@ def test_the_driver_gets_the_arguments_that_triton_would_pass(which, dtype, widt
         assert launched.shared > 0, "its warps add up what each has"
 
 
-def test_each_point_layout_and_norm_has_its_own_launch(bare, cuda):
+FIRST = {"which": "norm", "point": 5, "width": 64, "stride": 64, "other_stride": 64, "dtype": torch.bfloat16}
+OTHERS = [
+    {"which": "tap"},
+    {"which": "lone"},
+    {"point": 6},
+    {"width": 32},
+    {"stride": 80},
+    {"other_stride": 80},
+    {"dtype": torch.float16},
+    {"other_dtype": torch.float32},
+    {"weight_dtype": torch.float32},
+    {"epsilon": 1e-5},
+    {"plus_one": True},
+    *({"which": "tap", **more} for more in (
+        {"point": 6}, {"width": 32}, {"stride": 80}, {"other_stride": 80}, {"dtype": torch.float16},
+        {"other_dtype": torch.float32},
+    )),
+]  # fmt: skip
+
+
+def test_launches_that_differ_in_more_than_addresses_are_prepared_apart(bare, cuda):
     table = tables()
-    weights = torch.zeros(2, 64, dtype=TYPES[0])
-    cases = [
-        *(("tap", point, stride, 64, {}) for point in (5, 6) for stride in (64, 80)),
-        ("tap", 5, 64, 80, {}),
-        ("lone", 5, 64, 64, {}),
-        *(("norm", 5, 64, stride, {"weight": weights[0]}) for stride in (64, 80)),
-        ("norm", 5, 64, 64, {"weight": weights[1]}),
-        ("norm", 5, 64, 64, {"weight": weights[1], "epsilon": 1e-5}),
-        ("norm", 5, 64, 64, {"weight": weights[1], "plus_one": True}),
-    ]
 
-    def tap(which, point, stride, other, more):
-        tap_rows(which, rows_of(TYPES[0], stride, 0), rows_of(TYPES[0], other, 0), table, point=point, **more)
+    def tap(which, point, width, stride, other_stride, dtype, other_dtype=None, weight_dtype=None, **more):
+        hidden, other = (
+            torch.zeros(8 * step, dtype=kind).as_strided((8, width), (step, 1))
+            for step, kind in ((stride, dtype), (other_stride, other_dtype or dtype))
+        )
+        weight = torch.zeros(width, dtype=weight_dtype or dtype)
+        tap_rows(which, hidden, other, table, point=point, weight=weight, **more)
 
-    for case in cases:
-        tap(*case)
-    assert len(table.prepared) == len(bare.launches) == len(cases)
+    for case in ({}, *OTHERS):
+        tap(**{**FIRST, **case})
+    assert len(table.prepared) == len(bare.launches) == 1 + len(OTHERS)
     assert all(table.prepared.values())
+    assert not cuda.launches
+    for case in ({}, *OTHERS):
+        tap(**{**FIRST, **case})
+    assert len(table.prepared) == len(cuda.launches) == 1 + len(OTHERS)
+
+
+def test_copies_of_tables_have_launches_of_their_own(bare, cuda):
+    first = tables()
+    scores = torch.ones(64, 16)
+    second = replace(first, scores=scores)
+    rows = [rows_of(TYPES[0], 64, 0) for _ in range(2)]
+    for table in (first, first, second, second):
+        resident.tap(*rows, 5, table)
+    assert len(bare.launches) == len(cuda.launches) == 2
+    (kernel,) = resident._launch_tap._kept.values()
+    found = [passed(launch.arguments, kernel)["scores"] for launch in cuda.launches]
+    assert found == [first.scores.data_ptr(), scores.data_ptr()]
 
 
 def test_rows_at_other_addresses_are_left_to_triton(bare, cuda):
@@ -165,11 +199,29 @@ def test_rows_at_other_addresses_are_left_to_triton(bare, cuda):
     assert len(cuda.launches) == 1
 
 
-def test_no_launch_is_prepared_for_rows_that_are_not_aligned(cuda):
+def test_a_launch_is_prepared_once_rows_are_aligned(bare, cuda):
     table = tables()
     resident.tap(rows_of(TYPES[0], 80, 1), None, 5, table)
-    assert list(table.prepared.values()) == [None]
-    assert not cuda.launches
+    assert not table.prepared
+    for _ in range(2):
+        resident.tap(rows_of(TYPES[0], 80, 0), None, 5, table)
+    assert len(bare.launches) == 2
+    assert len(cuda.launches) == 1
+
+
+def test_the_driver_s_function_is_declared(monkeypatch):
+    class Library:
+        class cuLaunchKernel:  # noqa: N801 - the driver's name
+            pass
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library)
+    prepared._driver_launch.cache_clear()
+    try:
+        launch = prepared._driver_launch()
+    finally:
+        prepared._driver_launch.cache_clear()
+    sizes = [ctypes.sizeof(kind) for kind in launch.argtypes]
+    assert sizes == [8, *[4] * 7, 8, 8, 8], "function, grid, block and shared memory, stream, arguments, extra"
 
 
 def test_without_a_pool_triton_makes_each_launch(bare, cuda):
@@ -206,11 +258,12 @@ def test_an_error_of_the_driver_is_raised(cuda):
         lambda ptx: ptx.replace(".param .u32", ".param .u64", 1),
         lambda ptx: ptx.replace(".param .u64", ".param .u32", 1),
         lambda ptx: ptx.replace(")", ",\n.param .u32 one_more)", 1),
+        lambda ptx: ptx.replace(")", ",\n.param .u64 one_more)", 1),
         lambda ptx: re.sub(r"(,\s*\.param[^,)]*){3}\s*\)", ")", ptx, count=1),
         lambda ptx: ptx.replace(".entry", ".other"),
         lambda ptx: "",
     ],
-    ids=["float", "number", "pointer", "one more", "fewer", "no entry", "no PTX"],
+    ids=["float", "number", "pointer", "one more", "one more pointer", "fewer", "no entry", "no PTX"],
 )
 def test_a_kernel_that_declares_other_parameters_is_left_to_triton(change, bare, monkeypatch):
     declared = prepared._declared
@@ -220,19 +273,37 @@ def test_a_kernel_that_declares_other_parameters_is_left_to_triton(change, bare,
 
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
-    "name", ["num_ctas", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"]
+    ("name", "value"),
+    [
+        ("num_ctas", 2),
+        ("global_scratch_size", 16),
+        ("profile_scratch_size", 16),
+        ("launch_cooperative_grid", True),
+        ("launch_pdl", True),
+        ("shared", 64 << 10),
+        ("instrumentation_mode", "gsan"),
+    ],
 )
-def test_a_kernel_that_needs_more_is_left_to_triton(name, bare, monkeypatch):
-    plain_metadata = prepared._is_plain
-    monkeypatch.setattr(prepared, "_is_plain", lambda metadata: plain_metadata(metadata._replace(**{name: 2})))
+def test_a_kernel_that_needs_more_is_left_to_triton(name, value, bare, monkeypatch):
+    is_plain = prepared._is_plain
+    monkeypatch.setattr(
+        prepared, "_is_plain", lambda metadata: is_plain(SimpleNamespace(**{**metadata._asdict(), name: value}))
+    )
     assert_left_to_triton(bare)
 
 
-@pytest.mark.usefixtures("cuda")
-def test_a_profiler_hears_of_each_launch(bare, monkeypatch):
+def test_a_profiler_hears_of_each_launch(bare, cuda, monkeypatch):
     triton = pytest.importorskip("triton")
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    assert_left_to_triton(bare)
+    table = tables()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+        for _ in range(2):
+            resident.tap(rows_of(TYPES[0], 64, 0), None, 5, table)
+    assert len(bare.launches) == 2
+    for _ in range(2):  # when it has gone
+        resident.tap(rows_of(TYPES[0], 64, 0), None, 5, table)
+    assert len(bare.launches) == 3
+    assert len(cuda.launches) == 1
 
 
 def test_without_a_driver_triton_makes_each_launch(bare, monkeypatch):
