@@ -145,6 +145,7 @@ OTHERS = [
     {"dtype": torch.float16},
     {"other_dtype": torch.float32},
     {"weight_dtype": torch.float32},
+    {"dtype": torch.float32, "other_dtype": torch.bfloat16, "weight_dtype": torch.bfloat16},
     {"epsilon": 1e-5},
     {"plus_one": True},
     *({"which": "tap", **more} for more in (
@@ -259,11 +260,12 @@ def test_an_error_of_the_driver_is_raised(cuda):
         lambda ptx: ptx.replace(".param .u64", ".param .u32", 1),
         lambda ptx: ptx.replace(")", ",\n.param .u32 one_more)", 1),
         lambda ptx: ptx.replace(")", ",\n.param .u64 one_more)", 1),
+        lambda ptx: ".param .u32".join(ptx[: ptx.index(")")].rsplit(".param .u64", 1)) + ptx[ptx.index(")") :],
         lambda ptx: re.sub(r"(,\s*\.param[^,)]*){3}\s*\)", ")", ptx, count=1),
         lambda ptx: ptx.replace(".entry", ".other"),
         lambda ptx: "",
     ],
-    ids=["float", "number", "pointer", "one more", "one more pointer", "fewer", "no entry", "no PTX"],
+    ids=["float", "number", "pointer", "one more", "one more pointer", "another last", "fewer", "no entry", "no PTX"],
 )
 def test_a_kernel_that_declares_other_parameters_is_left_to_triton(change, bare, monkeypatch):
     declared = prepared._declared
