@@ -37,7 +37,7 @@ _MAY_PASS = (DeadlineExceeded, RequestAborted, CallerStalled, CaptureEnded, Dama
 _OF_THE_PROMPT = (InvalidRequest, TypeError, *_MAY_PASS)
 """Failures that concern one prompt. Others would fail all prompts."""
 _FAILED_ATTEMPTS = 3
-"""How often a prompt may fail so before it counts as failed. No later run of the job sends it again."""
+"""How often a prompt may fail with them before it counts as failed. No later run of the job sends it again."""
 
 _LIMITS_OF_REQUESTS = frozenset({"max_requests", "max_open_captures"})
 """Quotas of a tenant that have room again when a request has ended."""

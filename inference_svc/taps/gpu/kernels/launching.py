@@ -81,6 +81,14 @@ class Launcher:
         if key is not None and compiled is not None:
             self._kept[key] = compiled
 
+    def may_prepare(self, addresses: Sequence[int]) -> bool:
+        """Return whether launches may be prepared now, after one with these addresses.
+
+        A profiler's launch hooks are not called for prepared launches. So none are prepared while there are hooks.
+        """
+        is_aligned = not any(address % ALIGNMENT for address in addresses)
+        return self._keeping is not None and is_aligned and not _has_hooks()
+
     def prepare(
         self,
         arguments: Sequence[Any],
@@ -90,7 +98,9 @@ class Launcher:
         num_warps: int,
         maxnreg: int | None = None,
     ) -> PreparedLaunch | None:
-        """Prepare further launches on the current device, of which only some addresses change; see `may_prepare`.
+        """Prepare further launches on the current device, of which only some addresses change.
+
+        Call `may_prepare` first.
 
         Args:
             arguments: The arguments of a launch, as it was made.
@@ -111,14 +121,6 @@ class Launcher:
             return None
         stream = partial(driver.active.get_current_stream, device)
         return prepare(compiled, (*arguments, *constants.values()), changing, stream)
-
-
-def may_prepare(addresses: Sequence[int]) -> bool:
-    """Return whether launches may be prepared now, after one with these addresses.
-
-    A profiler's launch hooks are not called for prepared launches. So none are prepared while there are hooks.
-    """
-    return not _has_hooks() and not any(address % ALIGNMENT for address in addresses)
 
 
 def _has_hooks() -> bool:

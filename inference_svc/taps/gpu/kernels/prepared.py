@@ -1,8 +1,9 @@
 """Launches of a compiled kernel that differ only in a few addresses.
 
-Outside CUDA graphs, Python launches the tap once per layer and step. All arguments but the addresses of the rows are
-then the same as in the step before. A `PreparedLaunch` holds them in the form in which CUDA's driver takes them. To
-launch the kernel, it writes the addresses and calls the driver. Triton's launcher would convert every argument anew.
+Outside CUDA graphs, Python launches the tap once per layer and step. Most arguments are then those of the step before:
+only the addresses of rows and weights may differ. A `PreparedLaunch` holds all arguments in the form in which CUDA's
+driver takes them. To launch the kernel, it writes the addresses and calls the driver. Triton's launcher would convert
+every argument anew.
 
 The driver copies the arguments from memory, as the machine code declares them. So these declarations are read from the
 kernel's PTX and compared with the arguments. If anything is not as expected, no launch is prepared.
@@ -68,7 +69,7 @@ class PreparedLaunch:
 
         Args:
             programs: The number of programs.
-            addresses: The addresses that change. They must be multiples of 16 if the first ones were.
+            addresses: The addresses that change, multiples of `launching.ALIGNMENT`.
 
         Raises:
             LaunchError: The driver refused the launch.
@@ -85,7 +86,7 @@ class PreparedLaunch:
             None,
         )
         if code:
-            raise LaunchError(f"cuLaunchKernel returned error {code} of CUDA's driver")
+            raise LaunchError(f"CUDA's driver did not launch a tap: cuLaunchKernel returned error {code}.")
 
 
 def prepare(compiled: Any, arguments: Sequence[Any], changing: int, stream: Callable[[], int]) -> PreparedLaunch | None:
@@ -151,6 +152,7 @@ def _slots(source: Any, arguments: Sequence[Any], changing: int, declared: Seque
 def _driver_launch() -> Any:
     """Return `cuLaunchKernel`; None without CUDA's driver."""
     try:
+        # CDLL lets go of the GIL: the call waits while the device's queue is full.
         launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
     except (OSError, AttributeError):
         return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from inference_svc.taps.gpu.kernels.launching import ALIGNMENT, Launcher, may_prepare
+from inference_svc.taps.gpu.kernels.launching import ALIGNMENT, Launcher
 from inference_svc.taps.gpu.kernels.resident_norm import tap_norm_kernel
 from inference_svc.taps.gpu.kernels.resident_rows import split, warps
 from inference_svc.taps.gpu.kernels.resident_tap import tap_kernel
@@ -184,7 +184,7 @@ def _launch(
     """Launch a kernel, and prepare its next launches, in which only the addresses of the first arguments differ."""
     launcher((rows, 1, 1), arguments, constants, **options)
     # Without a pool, an argument stands for it, and its address changes.
-    if tables.pool is not None and key not in tables.prepared and may_prepare(addresses):
+    if tables.pool is not None and key not in tables.prepared and launcher.may_prepare(addresses):
         tables.prepared[key] = launcher.prepare(arguments, constants, len(addresses), **options)
 
 

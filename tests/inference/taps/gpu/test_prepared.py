@@ -308,6 +308,20 @@ def test_a_profiler_hears_of_each_launch(bare, cuda, monkeypatch):
     assert len(cuda.launches) == 1
 
 
+def test_an_untested_triton_makes_each_launch_and_is_not_asked_for_hooks(cuda, monkeypatch):
+    made = []
+    launcher = resident._launch_tap
+    monkeypatch.setattr(launcher, "_keeping", None)
+    monkeypatch.setattr(type(launcher._function), "__getitem__", lambda *_: lambda *rest, **more: made.append(rest))
+    monkeypatch.delattr("triton.knobs")
+    table = tables()
+    for _ in range(2):
+        resident.tap(rows_of(TYPES[0], 64, 0), None, 5, table)
+    assert len(made) == 2
+    assert not table.prepared
+    assert not cuda.launches
+
+
 def test_without_a_driver_triton_makes_each_launch(bare, monkeypatch):
     monkeypatch.setattr(prepared, "_driver_launch", lambda: None)
     assert_left_to_triton(bare)
