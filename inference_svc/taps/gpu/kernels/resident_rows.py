@@ -199,6 +199,16 @@ def _add_products(total, a, b, THREADS: tl.constexpr, LEVEL: tl.constexpr):  # t
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the inner product of two rows."""
+    return tl.sum(products(a, a_tail, b, b_tail, TAIL), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def products(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return numbers whose sum is the inner product of two rows.
+
+    Neither row has to be in registers during that sum, in which threads wait for each other.
+    """
+    total = a * b
     if TAIL:
         # One sum across threads instead of two, because threads wait for each other in each.
         threads: tl.constexpr = 32 * warps(a.shape[0], TAIL)
@@ -208,6 +218,8 @@ def dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-de
             b, b_second = _halves(b, 0)
             first = _add_products(tl.zeros((threads,), tl.float32), a, b, threads, 1)
             second = _add_products(tl.zeros((threads,), tl.float32), a_second, b_second, threads, 1)
-            return tl.sum(first + _add_products(second, a_tail, b_tail, threads, 0), axis=0)
-        return tl.sum(a * b, axis=0) + tl.sum(a_tail * b_tail, axis=0)
-    return tl.sum(a * b, axis=0)
+            total = first + _add_products(second, a_tail, b_tail, threads, 0)
+        else:
+            rest = tl.sum(a_tail * b_tail, axis=0)
+            total += tl.where(tl.arange(0, a.shape[0]) == 0, rest, 0.0)
+    return total

@@ -29,7 +29,13 @@ from inference_svc.taps.gpu.kernels.parts import (
     opened,
     rescaling,
 )
-from inference_svc.taps.gpu.kernels.resident_rows import dot, load, load_if, zeros
+from inference_svc.taps.gpu.kernels.resident_rows import dot, load, load_if, products, zeros
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def first_vector(code, gate):  # type: ignore[no-untyped-def]
+    """Return the number of the vector that an operation needs first: its gate's, or without a gate its own."""
+    return tl.where((code & GATED) != 0, gate, code) & VECTOR
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -41,11 +47,9 @@ def load_gate_vector(code, gate, bank, WIDTH: tl.constexpr, HEAD: tl.constexpr, 
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _opening(  # type: ignore[no-untyped-def]
-    x, x_tail, g, g_tail, gate, threshold, sharpness, factor, TAIL: tl.constexpr
-):
-    """Return how far a gate with the vector g is open for a row, from 0 to 1."""
-    measured = dot(x, x_tail, g, g_tail, TAIL) * factor
+def _opening(x, x_tail, terms, gate, threshold, sharpness, factor, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how far a gate is open for a row, from 0 to 1. The terms are the `products` of the row and its vector."""
+    measured = tl.sum(terms, axis=0) * factor
     if (gate >> KIND_SHIFT) == COSINE:
         measured /= tl.sqrt(dot(x, x_tail, x, x_tail, TAIL))
     return opened(gate, measured, threshold, sharpness)
@@ -142,15 +146,16 @@ def steer(  # type: ignore[no-untyped-def]
     inverse_norms,
     max_abs,
     scores,
-    ADD_LATER: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """Apply all operations to a row. What the first needs is loaded already.
 
-    With ADD_LATER, the caller adds factor * v to the hidden row if a single operation moves the row, only adds, and
-    does not move it far. The returned row must not be used then.
+    With IN_PLACE, the caller adds factor * v to the hidden row if a single operation moves the row, only adds, and
+    does not move it far. The returned row must not be used then. And if the first operation has a gate, only the
+    gate's vector g is loaded already, so that fewer registers are needed.
 
     Returns:
         The row (head and tail), whether an operation moved it, whether one moved it far (then its elements must be
@@ -158,10 +163,13 @@ def steer(  # type: ignore[no-untyped-def]
     """
     opening = 1.0
     if code & GATED:
-        opening = _opening(x, x_tail, g, g_tail, gate, threshold, sharpness, gate_factor, TAIL)
+        terms = products(x, x_tail, g, g_tail, TAIL)
+        if IN_PLACE:  # before threads wait for each other
+            v, v_tail = load(bank + (code & VECTOR).to(tl.int64) * WIDTH, WIDTH, HEAD, TAIL)
+        opening = _opening(x, x_tail, terms, gate, threshold, sharpness, gate_factor, TAIL)
     x, x_tail, added_factor, is_added, is_far = _apply(
         x, x_tail, v, v_tail, code, scale_or_low, high, gate, inverse, opening, max_abs, scores,
-        (count == 1) & ADD_LATER, TAIL,
+        (count == 1) & IN_PLACE, TAIL,
     )  # fmt: skip
     is_moved = added_factor != 0.0
     if count > 1:
@@ -174,13 +182,14 @@ def steer(  # type: ignore[no-untyped-def]
             if code & GATED:
                 threshold, sharpness, gate_factor = load_gate(code, gate, entry + count * ENTRY_FIELDS, inverse_norms)
                 g, g_tail = load(bank + (gate & VECTOR).to(tl.int64) * WIDTH, WIDTH, HEAD, TAIL)
-                opening = _opening(x, x_tail, g, g_tail, gate, threshold, sharpness, gate_factor, TAIL)
+                terms = products(x, x_tail, g, g_tail, TAIL)
+                opening = _opening(x, x_tail, terms, gate, threshold, sharpness, gate_factor, TAIL)
             inverse = tl.load(inverse_norms + (code & VECTOR))
             v, v_tail = load(bank + (code & VECTOR).to(tl.int64) * WIDTH, WIDTH, HEAD, TAIL)
             x, x_tail, factor, only_adds, strays = _apply(
                 x, x_tail, v, v_tail, code, scale_or_low, high, gate, inverse, opening, max_abs, scores, False, TAIL
             )
-            if ADD_LATER:
+            if IN_PLACE:
                 # Only what moves the row counts: a score or a closed gate must not change its bits.
                 moves = factor != 0.0
                 is_added = tl.where(moves, only_adds & (is_moved == 0), is_added)
@@ -188,6 +197,6 @@ def steer(  # type: ignore[no-untyped-def]
                 added_vector = tl.where(moves, code & VECTOR, added_vector)
             is_moved = is_moved | (factor != 0.0)
             is_far = is_far | strays
-        if ADD_LATER & is_added:
+        if IN_PLACE & is_added:
             v, v_tail = load(bank + added_vector.to(tl.int64) * WIDTH, WIDTH, HEAD, TAIL)
     return x, x_tail, is_moved, is_far, is_added, added_factor, v, v_tail

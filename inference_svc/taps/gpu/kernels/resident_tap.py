@@ -3,7 +3,8 @@
 
 A row waits for memory most of the time, so the kernel is faster if a multiprocessor holds more rows, and it holds more
 if each needs fewer registers. That is why a row is in registers only once: the original is loaded again where it is
-needed. So is a steered row that is captured, before or after its steering.
+needed. So is a steered row that is captured, before or after its steering. And the vector of a gated operation takes
+the registers of the gate's vector.
 
 With many rows, the number of instructions is a bound, too. Most rows are moved by one operation that only adds its
 vector. Such a row is written with fewer instructions.
@@ -37,7 +38,7 @@ from inference_svc.taps.gpu.kernels.resident_rows import (
     store,
     zeros,
 )
-from inference_svc.taps.gpu.kernels.resident_steering import load_gate_vector, steer
+from inference_svc.taps.gpu.kernels.resident_steering import first_vector, steer
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -137,15 +138,14 @@ def tap_kernel(  # type: ignore[no-untyped-def]
         keep_from_memory(before(second_destination), h_at, r_at, row_line, pool, dtype, HAS_RESIDUAL, WIDTH, HEAD, TAIL)
         tl.debug_barrier()  # if rows are not aligned, one thread may load an element here that another stores later
     inverse = tl.load(inverse_norms + (code & VECTOR))
-    v, v_tail = load(bank + (code & VECTOR).to(tl.int64) * WIDTH, WIDTH, HEAD, TAIL)
-    g, g_tail = load_gate_vector(code, gate, bank, WIDTH, HEAD, TAIL)
+    v, v_tail = load(bank + first_vector(code, gate).to(tl.int64) * WIDTH, WIDTH, HEAD, TAIL)
     threshold, sharpness, gate_factor = load_gate(code, gate, entries + (first + count) * ENTRY_FIELDS, inverse_norms)
     h, h_tail = load_if(is_busy == 0, h_at, h, h_tail, WIDTH, HEAD, TAIL)
     if HAS_RESIDUAL:
         r, r_tail = load_if(is_busy == 0, r_at, r, r_tail, WIDTH, HEAD, TAIL)
     x, x_tail = added(h, h_tail, r, r_tail, HAS_RESIDUAL)
     x, x_tail, is_moved, is_far, is_added, factor, v, v_tail = steer(
-        x, x_tail, v, v_tail, g, g_tail, code, scale_or_low, high, gate, threshold, sharpness, gate_factor, inverse,
+        x, x_tail, v, v_tail, v, v_tail, code, scale_or_low, high, gate, threshold, sharpness, gate_factor, inverse,
         first, count, entries, bank, inverse_norms, max_abs, scores + row * SCORE_COLUMNS, True, WIDTH, HEAD, TAIL,
     )  # fmt: skip
     if is_moved:  # a row that no operation moves keeps its bits, even negative zeros and infinities
