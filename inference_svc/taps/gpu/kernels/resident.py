@@ -190,8 +190,8 @@ def _launch(
 
 _REGISTERS: dict[tuple[object, bool], dict[int, int]] = {
     (tap_kernel, True): {2560: 80, 4096: 96},
-    (tap_kernel, False): {2048: 80},
-    (tap_norm_kernel, True): {1536: 64, 2048: 64, 2560: 80, 3072: 96, 4096: 128},
+    (tap_kernel, False): {},
+    (tap_norm_kernel, True): {1536: 72, 2048: 64, 2560: 96, 3072: 96, 4096: 128},
 }
 """The most registers of a thread for 16-bit rows, by the kernel, whether rows have a residual, and their width.
 
