@@ -43,6 +43,9 @@ from svc_common.security.authentication import AccessInterceptor
 from svc_common.security.tls import add_port
 from svc_common.settings import load_settings, log_unknown_variables
 
+_RESTORE_HELP = (
+    "If the database was lost, `python -m store_svc restore` makes it again from the archive. It takes the same flags."
+)
 _FLUSH_SECONDS = 0.5
 """Time for the last answers to be sent once no call runs. Open health watches would use up the whole grace period."""
 
@@ -270,7 +273,7 @@ class Store:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the store service until SIGTERM or SIGINT; return the exit status."""
-    settings = load_settings(StoreSettings, "python -m store_svc", arguments)
+    settings = load_settings(StoreSettings, "python -m store_svc", arguments, epilog=_RESTORE_HELP)
     configure_logs(settings.log_level)
     log_unknown_variables(StoreSettings)
     give_way(settings.nice)

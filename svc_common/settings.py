@@ -102,7 +102,7 @@ class ServiceSettings(BaseSettings):
         return tuple(sources)
 
 
-def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str]) -> _Settings:
+def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str], *, epilog: str = "") -> _Settings:
     """Read the settings of a service. If any is bad, exit with a message that lists all bad ones.
 
     An unknown environment variable whose name is close to one of these settings is bad, too.
@@ -112,6 +112,7 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
         kind: The class of the settings.
         program: The command, for the help.
         arguments: The command line after the program.
+        epilog: The last paragraph of the help.
     """
     arguments, path = _take_config(list(arguments))
     if path and not os.path.isfile(path):  # noqa: PTH113 - one check, no path object otherwise
@@ -125,6 +126,7 @@ def load_settings(kind: type[_Settings], program: str, arguments: Sequence[str])
         located, cli_prog_name=program, cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
     )
     _hide_python_types(flags.root_parser)
+    flags.root_parser.epilog = epilog
 
     def read() -> _Settings:
         values = flags(args=arguments)  # --help and unknown flags exit here

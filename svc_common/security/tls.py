@@ -37,7 +37,7 @@ class SecureSettings(ServiceSettings):
     listen: Endpoint
     published_on: str = ""
     """The address at which the service's port is published, if it differs from listen: 127.0.0.1 for a container
-    started with `-p 127.0.0.1:50051:50051`. Beyond loopback it requires TLS and authentication, or insecure, as listen
+    started with `-p 127.0.0.1:PORT:PORT`. Beyond loopback it requires TLS and authentication, or insecure, as listen
     does. Containers on the same network still reach listen, so that network must be private. Default: listen."""
     tls_cert: Path | None = None
     """Serve with TLS, using this certificate chain: a PEM file, read again when it changes."""

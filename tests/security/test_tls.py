@@ -162,6 +162,8 @@ def test_unusable_files_are_reported_at_startup(store, tmp_path, authority, serv
         ({"token": Path("/nowhere/token")}, "/nowhere/token cannot be read"),
         ({"token": "two words"}, "must be one word"),
         ({"token": "\u00e9"}, "must be one word"),
+        ({"tls": residuum.TLS(cert="client.pem")}, "both cert and key"),
+        ({"tls": residuum.TLS(key="client.key")}, "both cert and key"),
     ],
 )
 def test_bad_credentials_are_reported_before_anything_is_sent(options, words):
@@ -169,11 +171,6 @@ def test_bad_credentials_are_reported_before_anything_is_sent(options, words):
         residuum.Client("localhost:1", **options)
     with pytest.raises(residuum.BadCredentials, match=words):
         residuum.AsyncClient("localhost:1", **options)
-
-
-def test_a_certificate_without_its_key():
-    with pytest.raises(ValueError, match="both cert and key"):
-        residuum.TLS(cert="client.pem")
 
 
 @pytest.mark.parametrize("endpoint", ["example.com:50051", "10.0.0.1:50051", "[2001:db8::1]:50051", "localhost.com:1"])

@@ -55,16 +55,14 @@ class TLS:
     key: FilePath | None = None
     server_name: str | None = None
 
-    def __post_init__(self) -> None:
-        if (self.cert is None) != (self.key is None):
-            raise CredentialsError("A client certificate needs two files. Give both cert and key, or neither.")
-
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Read the files and return gRPC's channel credentials.
 
         Raises:
-            CredentialsError: A file cannot be read, or is not PEM.
+            CredentialsError: A file cannot be read, is not PEM, or only one of cert and key is set.
         """
+        if (self.cert is None) != (self.key is None):
+            raise CredentialsError("A client certificate needs two files. Give both cert and key, or neither.")
         ca, cert, key = (path and _read_pem(path) for path in (self.ca, self.cert, self.key))
         return grpc.ssl_channel_credentials(ca or None, key or None, cert or None)
 

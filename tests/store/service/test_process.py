@@ -223,6 +223,8 @@ def test_the_help_explains_every_setting() -> None:
     for name in StoreSettings.model_fields:
         assert "--" + name.replace("_", "-") in text
     assert "`synced` rows a power failure" in " ".join(text.split())
+    assert "store_svc restore" in text
+    assert "--config FILE" in text
     assert not re.search(r"Path\b|ByteSize|tuple\[|dict\[| str\b| int\b| float\b|null|default: \(\)", text)
 
 
