@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
+from residuum.v1 import capture_pb2
 from residuum.wire.frames import checksum, chunk_head, placed_response
 from residuum.wire.shared_memory import MIN_PLACED_BYTES
 from store_svc.database.frames import StoredFrame
@@ -39,10 +41,23 @@ class Placing:
         self._memory = memory
         self.framed = framed
 
-    def places(self, num_bytes: int) -> bool:
-        """Tell whether a payload of this size is placed, if there is room."""
+    def place(self, header: capture_pb2.ChunkHeader, crc32c: int, payload: npt.NDArray[np.uint8]) -> bytes | None:
+        """Return the response with a chunk whose payload is copied into the memory.
+
+        The reader compares the payload with its checksum, so the store does not.
+
+        Returns:
+            The serialised ReadChunksResponse. None: the payload belongs into the message.
+        """
         memory = self._memory
-        return memory is not None and not memory.is_over and MIN_PLACED_BYTES <= num_bytes <= memory.max_bytes
+        if memory is None or not MIN_PLACED_BYTES <= len(payload) <= memory.max_bytes:
+            return None
+        while not memory.is_over:
+            copied = _copy(chunk_head(header, crc32c), payload, memory)
+            if copied is not None:
+                return copied
+            memory.wait(self._is_cancelled)
+        return None
 
     def respond(self, frame: Frame, query: Query, *, whole: bool) -> bytes | None:
         """Return the response with the wanted rows of a frame.
@@ -115,9 +130,13 @@ def _copy_whole(frame: StoredFrame, memory: ReadUse) -> bytes | None:
     The reader compares the payload with its checksum, so the store does not.
     """
     head, payload = frame
+    return _copy(bytes(head), np.frombuffer(payload, dtype=np.uint8), memory)
+
+
+def _copy(head: bytes, payload: npt.NDArray[np.uint8], memory: ReadUse) -> bytes | None:
     room = memory.take(len(payload))
     if room is None:
         return None
     place, target = room
-    np.copyto(target, np.frombuffer(payload, dtype=np.uint8))  # lets go of the GIL
-    return placed_response(bytes(head), place, len(payload))
+    np.copyto(target, payload)  # lets go of the GIL
+    return placed_response(head, place, len(payload))

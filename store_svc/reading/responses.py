@@ -1,7 +1,7 @@
 """Turns stored frames into the responses of a read.
 
-The rows of one layer are in many frames, one for each block of positions. Each message costs time at both ends, so such
-rows are joined if they travel in messages.
+The rows of one layer are in many frames, one for each block of positions. Each chunk costs time at both ends, so such
+rows are joined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from store_svc.reading.frame_access import Frame, IsCancelled
 from store_svc.reading.open_read import check_not_cancelled
 from store_svc.reading.placing import Placing
 from store_svc.reading.query import Query
-from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_header
+from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_header, sliced_positions
 from store_svc.reading.stored_chunks import Part, check_layers, check_whole, damaged, parsed, sliced, wanted_parts
 
 _MAX_PIECE_BYTES = BATCH_BYTES // 2
@@ -163,9 +163,7 @@ class _JoinedRows:
             chunk = parsed(stored, self._query.capture_id)
             layers, positions = self._query.cut(chunk.header)
             num_bytes = chunk.format.payload_bytes(len(layers), len(positions))
-            return (
-                not chunk.format.prefix_bytes and num_bytes <= _MAX_PIECE_BYTES and not self._placing.places(num_bytes)
-            )
+            return not chunk.format.prefix_bytes and num_bytes <= _MAX_PIECE_BYTES
 
     def add(self, frame: Frame) -> bool:
         """Add the wanted rows of a frame. Return False if they have no room."""
@@ -187,11 +185,10 @@ class _JoinedRows:
                 self._crc32c = checksum(piece.data, self._crc32c)
             else:
                 self._crc32c = combined([self._crc32c, known], num_bytes)
-            header = slice_header(chunk, layers, positions)
         if self._size:
-            self._header.positions.extend(header.positions)
+            self._header.positions.extend(sliced_positions(chunk, positions))
         else:
-            self._header, self._since = header, time.monotonic()
+            self._header, self._since = slice_header(chunk, layers, positions), time.monotonic()
         self._size += num_bytes
         return True
 
@@ -210,9 +207,12 @@ class _JoinedRows:
         """
         if not self._size:
             return
-        payload = self._rows[: self._size].data
-        if checksum(payload) != self._crc32c:
-            raise damaged(self._query.capture_id)
-        response = self._placing.framed(chunk_prefix(self._header, self._crc32c, self._size), payload)
+        payload = self._rows[: self._size]
+        response = self._placing.place(self._header, self._crc32c, payload)
+        if response is None:
+            if checksum(payload.data) != self._crc32c:
+                raise damaged(self._query.capture_id)
+            prefix = chunk_prefix(self._header, self._crc32c, self._size)
+            response = self._placing.framed(prefix, payload.data)
         self._size = self._crc32c = 0
         yield response

@@ -58,8 +58,14 @@ def slice_header(view: ChunkView, layers: Sequence[int], positions: Sequence[int
     header.CopyFrom(view.header)
     header.layers[:] = [view.header.layers[at] for at in layers]
     if len(positions) < len(view.header.positions):
-        header.positions[:] = [view.header.positions[at] for at in positions]
+        header.positions[:] = sliced_positions(view, positions)
     return header
+
+
+def sliced_positions(view: ChunkView, positions: Sequence[int]) -> Sequence[int]:
+    """Return the positions of a slice, given their indices."""
+    all_positions = view.header.positions
+    return all_positions if len(positions) == len(all_positions) else [all_positions[at] for at in positions]
 
 
 def cut_into(payload: npt.NDArray[np.uint8], view: ChunkView, layers: Sequence[int], positions: Sequence[int]) -> None:

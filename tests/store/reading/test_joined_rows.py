@@ -1,4 +1,4 @@
-"""Rows of one layer that travel in messages: those of many stored chunks are joined."""
+"""Rows of one layer: those of many stored chunks are joined."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import residuum
 from residuum.client import Client as PublicClient
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2
@@ -21,6 +22,7 @@ from residuum.wire.encodings import RowFormat
 from residuum.wire.frame_keys import FrameKey
 from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
+from residuum.wire.shared_memory import MIN_PLACED_BYTES, MIN_READ_BYTES
 from store_svc.database.db import Table, Txn
 from store_svc.database.frames import StoredFrame
 from store_svc.item_errors import item_error
@@ -226,19 +228,21 @@ def test_rows_of_every_encoding(client: Client, name: str) -> None:
         np.testing.assert_array_equal(found[key], values)
 
 
+def damage(txn: Txn, number: int) -> None:
+    """Change a byte of the last layer of a stored chunk."""
+    key, value = list(txn.items(Table.FRAMES))[number]
+    at = len(value) - BLOCK * ROW_BYTES
+    txn.put(Table.FRAMES, key, bytes(value[:at]) + bytes([value[at] ^ 1]) + bytes(value[at + 1 :]))
+
+
 @pytest.mark.parametrize("make", [with_layer_checksums, without_layer_checksums])
 @pytest.mark.parametrize("number", [0, 4, BLOCKS - 1])
 def test_a_damaged_chunk_is_never_sent(tmp_path: Path, make: Callable[..., bytes], number: int) -> None:
-    def damage(txn: Txn) -> None:
-        key, value = list(txn.items(Table.FRAMES))[number]
-        at = len(value) - BLOCK * ROW_BYTES  # of the last layer
-        txn.put(Table.FRAMES, key, bytes(value[:at]) + bytes([value[at] ^ 1]) + bytes(value[at + 1 :]))
-
     with serving(tmp_path / "store") as (store, client):
         client.open(describe(prompt=PROMPT, width=WIDTH))
         client.append(blocks(make))
         client.seal(generated=[1])
-        store._db.write(damage)
+        store._db.write(lambda txn: damage(txn, number))
         rows = Rows()
         answers = client.stub.ReadChunks(store_pb2.ReadChunksRequest(capture_id="a", layers=[2]), timeout=30)
         with failing_with(Reason.ERROR_REASON_CHECKSUM_MISMATCH):
@@ -372,16 +376,40 @@ def test_a_failure_that_ends_a_call_is_in_no_cycle() -> None:
 
 @pytest.mark.usefixtures("shared_memory")
 class TestWithSharedMemory:
-    def test_short_rows_are_joined_and_large_ones_are_placed(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("make", [with_layer_checksums, without_layer_checksums])
+    def test_joined_rows_are_placed_if_they_are_many(self, tmp_path: Path, make: Callable[..., bytes]) -> None:
+        few = MIN_PLACED_BYTES // ROW_BYTES - 1
         with serving(tmp_path / "store", max_bytes="256MiB") as (store, client):
-            client.open(describe(layers=[0, 1], prompt=PROMPT, width=WIDTH, sequences=2))
-            short = [with_layer_checksums([0, 1], range(at, at + 8)) for at in range(0, PROMPT, 8)]
-            client.append(short + blocks(with_layer_checksums, [0, 1], sequence=1))
-            client.seal(generated=[1, 1])
+            client.open(describe(layers=[0, 1], prompt=PROMPT, width=WIDTH, sequences=3))
+            short = [make([0, 1], range(at, at + 8)) for at in range(0, PROMPT, 8)]
+            client.append(short + blocks(make, [0, 1], sequence=1))
+            client.append([make([0, 1], [at], sequence=2) for at in range(few)])
+            client.seal(generated=[1, 1, 1])
             peer = Peer(store, client)
             expected = grid([1], range(PROMPT)) | grid([1], range(PROMPT), sequence=1)
-            assert peer.read(layers=[1]) == expected
-            assert (peer.placed, peer.in_message) == (BLOCKS, 3)
+            assert peer.read(layers=[1]) == expected | grid([1], range(few), sequence=2)
+            assert (peer.placed, peer.in_message) == (3 + 3, 1)
+
+    def test_joined_rows_wait_for_room(self, tmp_path: Path) -> None:
+        prompt = 3 * MIN_READ_BYTES // ROW_BYTES
+        with serving(tmp_path / "store", max_bytes="256MiB") as (store, client):
+            client.open(describe(layers=[0], prompt=prompt, width=WIDTH))
+            client.append([with_layer_checksums([0], range(at, at + BLOCK)) for at in range(0, prompt, BLOCK)])
+            client.seal(generated=[1])
+            peer = Peer(store, client)
+            assert peer.read() == grid([0], range(prompt))
+            assert (peer.placed, peer.in_message) == (prompt // MESSAGE_ROWS, 0)
+
+    @pytest.mark.parametrize("make", [with_layer_checksums, without_layer_checksums])
+    def test_a_damaged_chunk_is_noticed(self, tmp_path: Path, make: Callable[..., bytes]) -> None:
+        with serving(tmp_path / "store") as (store, client):
+            client.open(describe(prompt=PROMPT, width=WIDTH))
+            client.append(blocks(make))
+            client.seal(generated=[1])
+            store._db.write(lambda txn: damage(txn, 4))
+            damaged = pytest.raises(residuum.DamagedCapture)
+            with PublicClient(store=client.target, shared_memory=True) as reader, damaged:
+                reader.activations("a", layers=[2])
 
     @pytest.mark.parametrize("lengths", [(32, 9, 32), (32, 9, 9, 32), (9, 32, 32), (9, 9, 32), (32, 32, 9), (9, 9, 9)])
     @pytest.mark.parametrize("is_open", [False, True])

@@ -126,7 +126,7 @@ class TestReads:
     def test_slices_are_cut_into_the_memory_and_small_ones_come_in_messages(self, running):
         write(running[1])
         peer = Peer(*running)
-        assert peer.read(layers=[3]) == grid([3], range(PROMPT))
+        assert peer.read(layers=[3, 5]) == grid([3, 5], range(PROMPT))
         assert (peer.placed, peer.in_message) == (8, 0)
         assert peer.read(layers=[1, 6], positions=last(31)) == grid([1, 6], range(PROMPT - 31, PROMPT))
         assert (peer.placed, peer.in_message) == (9, 0)
