@@ -18,7 +18,7 @@ from residuum.cli.generate import add_capture, capture_of
 from residuum.cli.output import Output, age, size
 from residuum.cli.parser import DEFAULT_ENDPOINT, Parser, positive_count
 from residuum.extraction.estimate import Estimate, estimate
-from residuum.extraction.exporting import FORMATS
+from residuum.extraction.exporting import FORMATS, check_export
 from residuum.extraction.job import job_of, run_in_thread
 from residuum.extraction.spec import DEFAULT_SHARD_BYTES
 
@@ -181,9 +181,11 @@ def extract(options: argparse.Namespace, output: Output) -> int:
         on_error=options.on_error or "stop", keep_captures=options.keep_captures, timeout=options.timeout,
         max_concurrency=options.max_concurrency, progress=not output.as_json, lines=not output.as_json,
     )  # fmt: skip
-    for _, folder in options.export or ():
-        if Path(folder).exists():
-            raise FileExistsError(f"{folder} exists already. Delete it, or choose another folder for --export.")
+    exports = options.export or ()
+    if len({folder for _, folder in exports}) < len(exports):
+        options.usage_error("two --export have the same folder")
+    for name, folder in exports:
+        check_export(folder, name, job.spec.keep)
     with plain_warnings(output):
         if options.dry_run:
             _show_estimate(estimate(job, clients), output)
@@ -192,7 +194,7 @@ def extract(options: argparse.Namespace, output: Output) -> int:
             rows = run_in_thread(job, clients)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("To continue the job, run the same command again") from None
-    for name, folder in options.export or ():
+    for name, folder in exports:
         rows.export(folder, name)
     _show(rows, output)
     return 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from residuum.exceptions import InvalidRequest
 from residuum.exports.target import workplace
+from residuum.extraction.tables_out import FIXED_COLUMNS, column_exists
 from residuum.rpc.extras import install_extra
 
 if TYPE_CHECKING:
@@ -40,8 +41,19 @@ FORMATS: dict[RowsFormat, _Format] = {
 """The formats by name."""
 
 
-def export_rows(rows: Extracted, folder: str | os.PathLike[str], name: RowsFormat, *, allow_partial: bool) -> Path:
-    """Write a folder; see `Extracted.export`."""
+def check_export(folder: str | os.PathLike[str], name: RowsFormat, columns: Iterable[str] = ()) -> Path:
+    """Check what is known before there are rows, so that a long job does not fail at its end. Return the folder.
+
+    Args:
+        folder: The folder to write.
+        name: The format.
+        columns: The names of the kept columns.
+
+    Raises:
+        FileExistsError: The folder exists.
+        InvalidRequest: There is no such format, or a kept column has the name of a column that every table has.
+        ImportError: A package is not installed.
+    """
     if name not in FORMATS:
         raise InvalidRequest(f"format={name!r} does not exist. Choose among {', '.join(FORMATS)}.")
     chosen = FORMATS[name]
@@ -55,9 +67,19 @@ def export_rows(rows: Extracted, folder: str | os.PathLike[str], name: RowsForma
     target = Path(folder)
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already. Delete it, or choose another folder.")
+    if chosen.module == "tables_out":
+        for column in sorted(set(columns) & FIXED_COLUMNS):
+            raise column_exists(column)
+    return target
+
+
+def export_rows(rows: Extracted, folder: str | os.PathLike[str], name: RowsFormat, *, allow_partial: bool) -> Path:
+    """Write a folder; see `Extracted.export`."""
+    target = check_export(folder, name, rows.spec["keep"])
     rows.check_complete(allow_partial=allow_partial)
     if not len(rows):
         raise InvalidRequest(f"{rows.folder} has no rows to export.", reason="INVALID_FIELD")
+    chosen = FORMATS[name]
     write: Callable[[Extracted, Path], None] = getattr(
         importlib.import_module(f"residuum.extraction.{chosen.module}"), chosen.write
     )

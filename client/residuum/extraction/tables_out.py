@@ -29,6 +29,8 @@ _FILE_BYTES = 1 << 30
 _JSON = "utf8"
 """The type of a text that is JSON, by another name than that of a plain text."""
 _NUMBERS = {"token_ids": "int32", "positions": "int32", "documents": "int64"}
+FIXED_COLUMNS = frozenset({*_NUMBERS, "prompt"})
+"""The names of columns that a table has beside its points and the kept columns."""
 
 
 def write_datasets(rows: Extracted, folder: Path) -> None:
@@ -46,6 +48,14 @@ def write_parquet(rows: Extracted, folder: Path) -> None:
     """
     folder.mkdir()
     _write_files(Table(rows), folder, "parquet")
+
+
+def column_exists(name: str) -> InvalidRequest:
+    """Return the error of a kept column that has the name of another column."""
+    return InvalidRequest(
+        f"The kept column {name!r} has the name of another column of the table. Rename it in the input.",
+        reason="INVALID_FIELD",
+    )
 
 
 @dataclass(frozen=True)
@@ -130,10 +140,7 @@ class Table:
         import pyarrow as pa
 
         if name in self.features:
-            raise InvalidRequest(
-                f"The kept column {name!r} has the name of another column of the table. Rename it in the input.",
-                reason="INVALID_FIELD",
-            )
+            raise column_exists(name)
         self.features[name] = dict(feature)
         self.fields.append(pa.field(name, kind, metadata=metadata))
 

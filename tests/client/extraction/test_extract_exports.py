@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
 
 import datasets
@@ -85,6 +86,9 @@ def test_the_command_line_exports(cli, tmp_path):
     assert (code, "exists already" in errors) == (1, True)
     with pytest.raises(SystemExit):
         cli(*command, "--export", "csv:out")
+    with pytest.raises(SystemExit):
+        cli(*command, "--export", f"tar:{tmp_path / 'a'}", "--export", f"parquet:{tmp_path / 'a'}")
+    assert not (tmp_path / "a").exists()
 
 
 def test_the_command_line_exports_to_several_formats(cli, tmp_path):
@@ -94,6 +98,25 @@ def test_the_command_line_exports_to_several_formats(cli, tmp_path):
     assert cli(*command, *exports)[::2] == (0, "")
     assert list((tmp_path / "table").glob("*.parquet"))
     assert list((tmp_path / "tar").glob("*.tar"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--keep", "positions", "--export", "parquet:{}/table"],
+            "The kept column 'positions' has the name",
+        ),
+        (["--export", "zarr:{}/zarr"], "Exports to zarr need the package zarr"),
+    ],
+)
+def test_an_export_that_would_fail_is_refused_before_the_job(cli, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setitem(sys.modules, "zarr", None)  # as if it were not installed
+    (tmp_path / "p.jsonl").write_text('{"text": "a", "positions": 1}\n')
+    command = ["extract", tmp_path / "p.jsonl", "--output", tmp_path / "rows", "--capture", "1"]
+    code, _, errors = cli(*command, *(argument.format(tmp_path) for argument in arguments))
+    assert (code, message in errors) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
 
 
 async def test_replies_to_one_prompt_are_told_apart(client, tmp_path):
