@@ -10,16 +10,17 @@ from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
-_OWN_ITEMS = 4
-"""One more than an answer may have without a thread, because its end must be found too."""
+_OWN_ITEMS = 8
+"""One more than an answer may have without a thread, because its end must be found too. For a few messages, a thread
+costs more than it saves."""
 
 
 def ahead(items: Generator[_T, None, None], depth: int = 1) -> Generator[_T, None, None]:
     """Yield what `items` yields, while a thread prefetches up to `depth` items and works on one more.
 
     Sending a chunk, and fetching and checking the next one, hold the GIL only briefly, so two threads overlap them.
-    The caller's own thread makes the first items. So an answer of three messages, such as a manifest, rows and the
-    closing manifest, costs no thread.
+    The caller's own thread makes the first items. So a short answer, such as a manifest, the rows of one layer of a
+    request and the closing manifest, costs no thread.
 
     Exceptions of `items` are raised here. Closing this generator ends the thread and closes `items`; it waits until
     `items` returns from whatever it waits for. So that wait must end soon after the caller has disconnected.

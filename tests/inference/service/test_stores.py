@@ -20,6 +20,7 @@ from residuum.wire.placement import StoreAddress, first_rank, parse_stores
 from store_svc.database.db import StoreFullError
 from store_svc.server import Store
 from store_svc.settings import StoreSettings
+from tests import ports
 from tests.inference.service_support import LAYERS, ask, failure_of, running_service, spec, until
 from tests.inference.taps_support import select
 
@@ -32,12 +33,11 @@ class Group:
     def __init__(self, folder):
         self.folder = folder
         self.stores = {}
-        self.ports = dict.fromkeys(NAMES, 0)
+        self.ports = {name: ports.reserve() for name in NAMES}
 
     async def start(self, name):
         settings = StoreSettings(listen=f"127.0.0.1:{self.ports[name]}", path=self.folder / name)
         self.stores[name] = await asyncio.to_thread(Store, settings)
-        self.ports[name] = self.stores[name].port
 
     async def stop(self, name):
         await asyncio.to_thread(self.stores.pop(name).stop)

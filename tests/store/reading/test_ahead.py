@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store_svc.reading import prefetch
 from store_svc.reading.prefetch import ahead
 
 _SECONDS = 10.0
@@ -25,7 +26,8 @@ def test_all_items_come_in_order(values: list[int], depth: int) -> None:
 
 
 def test_the_next_items_are_prefetched_while_one_is_handled() -> None:
-    made = [threading.Event() for _ in range(8)]
+    own = prefetch._OWN_ITEMS
+    made = [threading.Event() for _ in range(own + 4)]
 
     def items() -> Generator[int, None, None]:
         for number, event in enumerate(made):
@@ -33,22 +35,22 @@ def test_the_next_items_are_prefetched_while_one_is_handled() -> None:
             yield number
 
     stream = ahead(items())
-    for _ in range(5):
+    for _ in range(own + 1):  # the last of them is the thread's first
         next(stream)
-    assert made[5].wait(_SECONDS), "the sixth item is not prefetched while the fifth is handled"
-    assert made[6].wait(_SECONDS), "the seventh item is not started while the sixth waits"
-    assert not made[7].is_set(), "too many items were prefetched"
+    assert made[own + 1].wait(_SECONDS), "the next item is not prefetched while one is handled"
+    assert made[own + 2].wait(_SECONDS), "no item is started while the next one waits"
+    assert not made[own + 3].is_set(), "too many items were prefetched"
     stream.close()
     assert not _threads()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 3, prefetch._OWN_ITEMS - 1])
 def test_short_streams_cost_no_thread(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} was started"))
     assert list(ahead(number for number in range(count))) == list(range(count))
 
 
-@pytest.mark.parametrize("good", [0, 1, 3, 4, 5, 7])
+@pytest.mark.parametrize("good", [0, 1, *range(prefetch._OWN_ITEMS - 1, prefetch._OWN_ITEMS + 4)])
 def test_an_exception_is_raised_after_the_earlier_items(good: int) -> None:
     def items() -> Generator[int, None, None]:
         yield from range(good)
@@ -61,7 +63,7 @@ def test_an_exception_is_raised_after_the_earlier_items(good: int) -> None:
     assert not _threads()
 
 
-@pytest.mark.parametrize("taken", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("taken", [1, *range(prefetch._OWN_ITEMS - 1, prefetch._OWN_ITEMS + 3)])
 def test_closing_it_closes_the_items(taken: int) -> None:
     closed = threading.Event()
 
