@@ -191,18 +191,18 @@ def _launch(
 _REGISTERS: dict[tuple[object, bool], dict[int, int]] = {
     (tap_kernel, True): {2560: 80, 4096: 128},
     (tap_kernel, False): {},
-    (tap_norm_kernel, True): {1536: 72, 2048: 64, 2560: 96, 3072: 96, 4096: 128},
+    (tap_norm_kernel, True): {1536: 72, 2048: 72, 2560: 96, 3072: 96, 4096: 128},
 }
 """The most registers of a thread for 16-bit rows, by the kernel, whether rows have a residual, and their width.
 
 The fewer registers a thread needs, the more rows a multiprocessor holds. But with too few, vectors are loaded only
-after the row has arrived, or threads spill registers. So there are no limits for float32 rows, which need more
-registers, nor on GPUs for which these were not tried. A test compiles all kernels for several GPUs, and allows no
-spills.
+after the row has arrived, or threads spill registers. A test compiles all kernels for several GPUs, and allows no
+spills. There are no limits for float32 rows, which need more registers.
 """
 
-_LIMITED_GPUS = frozenset({8, 9, 10})
-"""The first numbers of the compute capabilities of the GPUs with these limits."""
+_LIMITED_GENERATION = 9
+"""The first number of the compute capability of the GPUs with these limits: Hopper's, on which they were measured. On
+other GPUs, some of them make threads spill registers."""
 
 
 class _Options(TypedDict):
@@ -213,7 +213,7 @@ class _Options(TypedDict):
 @cache
 def _options(kernel: object, width: int, dtype: torch.dtype, device: torch.device, *, has_residual: bool) -> _Options:
     """Return with how many warps and registers a kernel is launched. None leaves registers to the compiler."""
-    is_limited = dtype.itemsize == 2 and _generation(device) in _LIMITED_GPUS  # noqa: PLR2004 - 16 bits
+    is_limited = dtype.itemsize == 2 and _generation(device) == _LIMITED_GENERATION  # noqa: PLR2004 - 16 bits
     limit = _REGISTERS[kernel, has_residual].get(width) if is_limited else None
     return {"num_warps": warps(*split(width)), "maxnreg": limit}
 
