@@ -122,11 +122,7 @@ class TapSettings(ServiceSettings):
 
     @property
     def store_credentials(self) -> Credentials:
-        """The credentials for the stores.
-
-        Raises:
-            CredentialsError: The settings contradict each other.
-        """
+        """The credentials for the stores."""
         files = {"ca": self.store_tls_ca, "cert": self.store_tls_cert, "key": self.store_tls_key}
         encrypted = self.store_tls or self.store_tls_server_name or any(files.values())
         tls = TLS(**files, server_name=self.store_tls_server_name or None) if encrypted else None
@@ -134,8 +130,8 @@ class TapSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_store_credentials(self) -> Self:
+        credentials = self.store_credentials
         try:
-            credentials = self.store_credentials
             credentials.check_files()
             for store in self.stores:
                 credentials.check_endpoint(store.endpoint)

@@ -44,7 +44,7 @@ from svc_common.security.tls import add_port
 from svc_common.settings import load_settings, log_unknown_variables
 
 _RESTORE_HELP = (
-    "If the database was lost, `python -m store_svc restore` makes it again from the archive. It takes the same flags."
+    "If the database was lost, `python -m store_svc restore` makes it again from\nthe archive. It takes the same flags."
 )
 _FLUSH_SECONDS = 0.5
 """Time for the last answers to be sent once no call runs. Open health watches would use up the whole grace period."""

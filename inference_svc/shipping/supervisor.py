@@ -90,11 +90,7 @@ class ShipperSupervisor:
 
     @classmethod
     def from_settings(cls, settings: TapSettings, control_paths: Sequence[str], folder: str | os.PathLike[str]) -> Self:
-        """Return a supervisor with the stores, the credentials and the shippers of the settings; see the class.
-
-        Raises:
-            CredentialsError: The settings contradict each other.
-        """
+        """Return a supervisor with the stores, the credentials and the shippers of the settings; see the class."""
         return cls(
             control_paths,
             settings.store,

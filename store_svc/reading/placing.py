@@ -21,7 +21,8 @@ from store_svc.shared_memory.memories import ReadUse
 class Placing:
     """Places the payloads of one read.
 
-    It copies from LMDB's pages straight into the memory, in a read transaction. It waits for room outside of any.
+    It copies frames from LMDB's pages straight into the memory, in a read transaction. Joined rows come from a buffer.
+    It waits for room outside of any transaction.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class Placing:
         The reader compares the payload with its checksum, so the store does not.
 
         Returns:
-            The serialised ReadChunksResponse. None: the payload belongs into the message.
+            The serialised ReadChunksResponse. None: the payload belongs in the message.
         """
         memory = self._memory
         if memory is None or not MIN_PLACED_BYTES <= len(payload) <= memory.max_bytes:
             return None
+        head = chunk_head(header, crc32c)
         while not memory.is_over:
-            copied = _copy(chunk_head(header, crc32c), payload, memory)
+            copied = _copy(head, payload, memory)
             if copied is not None:
                 return copied
             memory.wait(self._is_cancelled)
@@ -63,7 +65,7 @@ class Placing:
         """Return the response with the wanted rows of a frame.
 
         Returns:
-            The serialised ReadChunksResponse, empty if the frame has no wanted row. None: the payload belongs into the
+            The serialised ReadChunksResponse, empty if the frame has no wanted row. None: the payload belongs in the
             message.
 
         Raises:

@@ -26,12 +26,12 @@ from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_header
 from store_svc.reading.stored_chunks import Part, check_layers, check_whole, damaged, parsed, sliced, wanted_parts
 
 _MAX_PIECE_BYTES = BATCH_BYTES // 2
-"""The most bytes of a frame's rows that are joined with others: copying more of them once more would save few
-messages."""
+"""The most bytes of a frame's rows that are joined with others. To copy larger pieces once more would save few
+chunks."""
 
 _MAX_WAIT_SECONDS = 0.02
 """How long rows may wait for others. The time is checked when the next frame is found, so a wait for that one adds to
-it."""
+it. Rows in shared memory may wait longer, until a message is full."""
 
 
 class _InRun(NamedTuple):
@@ -203,7 +203,7 @@ class _JoinedRows:
         """Yield the response with the rows that wait, if there are any.
 
         Raises:
-            Failure: CHECKSUM_MISMATCH.
+            Failure: CHECKSUM_MISMATCH, if the rows go into a message. The reader checks rows in shared memory.
         """
         if not self._size:
             return

@@ -37,11 +37,7 @@ def open_captures(options: argparse.Namespace) -> residuum.Client | residuum.Arc
 
 
 def credentials_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the command line's credentials as arguments of a client; None for those not given.
-
-    Raises:
-        BadCredentials: The credentials contradict each other.
-    """
+    """Return the command line's credentials as arguments of a client; None for those not given."""
     files = {
         "ca": options.tls_ca,
         "server_name": options.tls_server_name,
@@ -49,19 +45,8 @@ def credentials_of(options: argparse.Namespace) -> dict[str, Any]:
         "key": options.client_key,
     }
     token = Path(options.token_file) if options.token_file else None
-    return {"token": token, "tls": _tls_of(files, options.tls), "insecure": options.insecure}
-
-
-def _tls_of(
-    files: dict[str, str | None],
-    flag: bool | None,  # noqa: FBT001 - the value of a flag
-) -> residuum.TLS | bool | None:
-    if not any(files.values()):
-        return flag
-    try:
-        return residuum.TLS(**files)
-    except ValueError as error:
-        raise residuum.BadCredentials(str(error)) from None
+    tls = residuum.TLS(**files) if any(files.values()) else options.tls
+    return {"token": token, "tls": tls, "insecure": options.insecure}
 
 
 @contextlib.contextmanager

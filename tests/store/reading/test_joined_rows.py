@@ -237,7 +237,7 @@ def damage(txn: Txn, number: int) -> None:
 
 @pytest.mark.parametrize("make", [with_layer_checksums, without_layer_checksums])
 @pytest.mark.parametrize("number", [0, 4, BLOCKS - 1])
-def test_a_damaged_chunk_is_never_sent(tmp_path: Path, make: Callable[..., bytes], number: int) -> None:
+def test_a_damaged_chunk_is_never_sent_in_a_message(tmp_path: Path, make: Callable[..., bytes], number: int) -> None:
     with serving(tmp_path / "store") as (store, client):
         client.open(describe(prompt=PROMPT, width=WIDTH))
         client.append(blocks(make))

@@ -195,9 +195,9 @@ _REGISTERS: dict[tuple[object, bool], dict[int, int]] = {
 }
 """The most registers of a thread for 16-bit rows, by the kernel, whether rows have a residual, and their width.
 
-The fewer registers a thread needs, the more rows a multiprocessor holds. But with too few, vectors are loaded only
-after the row has arrived, or threads spill registers. A test compiles all kernels for several GPUs, and allows no
-spills. There are no limits for float32 rows, which need more registers.
+The fewer registers a thread needs, the more rows a multiprocessor holds. With too few, the compiler loads vectors only
+after the row has arrived, or spills registers. A test compiles all kernels for several GPUs, and allows no spills.
+Float32 rows need more registers, so they have no limits.
 """
 
 _LIMITED_GENERATION = 9

@@ -206,7 +206,7 @@ def dot(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-de
 def products(a, a_tail, b, b_tail, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return numbers whose sum is the inner product of two rows.
 
-    Neither row has to be in registers during that sum, in which threads wait for each other.
+    Threads wait for each other in that sum. Neither row has to be in registers then.
     """
     total = a * b
     if TAIL:

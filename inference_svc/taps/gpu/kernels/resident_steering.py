@@ -154,8 +154,8 @@ def steer(  # type: ignore[no-untyped-def]
     """Apply all operations to a row. What the first needs is loaded already.
 
     With IN_PLACE, the caller adds factor * v to the hidden row if a single operation moves the row, only adds, and
-    does not move it far. The returned row must not be used then. And if the first operation has a gate, only the
-    gate's vector g is loaded already, so that fewer registers are needed.
+    does not move it far. The returned row must not be used then. If the first operation has a gate, the caller has
+    loaded only g, the gate's vector, and may pass it as v, too. Then v is loaded here, which needs fewer registers.
 
     Returns:
         The row (head and tail), whether an operation moved it, whether one moved it far (then its elements must be
@@ -164,7 +164,7 @@ def steer(  # type: ignore[no-untyped-def]
     opening = 1.0
     if code & GATED:
         terms = products(x, x_tail, g, g_tail, TAIL)
-        if IN_PLACE:  # before threads wait for each other
+        if IN_PLACE:  # loaded here, because threads wait for each other next
             v, v_tail = load(bank + (code & VECTOR).to(tl.int64) * WIDTH, WIDTH, HEAD, TAIL)
         opening = _opening(x, x_tail, terms, gate, threshold, sharpness, gate_factor, TAIL)
     x, x_tail, added_factor, is_added, is_far = _apply(

@@ -3,8 +3,8 @@
 
 A row waits for memory most of the time, so the kernel is faster if a multiprocessor holds more rows, and it holds more
 if each needs fewer registers. That is why a row is in registers only once: the original is loaded again where it is
-needed. So is a steered row that is captured, before or after its steering. And the vector of a gated operation takes
-the registers of the gate's vector.
+needed. So is a steered row that is captured, before or after its steering. If the first operation has a gate, its
+vector takes the registers of the gate's vector.
 
 With many rows, the number of instructions is a bound, too. Most rows are moved by one operation that only adds its
 vector. Such a row is written with fewer instructions.
