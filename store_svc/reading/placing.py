@@ -45,13 +45,11 @@ class Placing:
     def place(self, header: capture_pb2.ChunkHeader, crc32c: int, payload: npt.NDArray[np.uint8]) -> bytes | None:
         """Return the response with a chunk whose payload is copied into the memory.
 
-        The reader compares the payload with its checksum, so the store does not.
-
         Returns:
             The serialised ReadChunksResponse. None: the payload belongs in the message.
         """
         memory = self._memory
-        if memory is None or not MIN_PLACED_BYTES <= len(payload) <= memory.max_bytes:
+        if memory is None or not _fits(len(payload), memory):
             return None
         head = chunk_head(header, crc32c)
         while not memory.is_over:
@@ -74,9 +72,12 @@ class Placing:
         memory = self._memory
         while memory is not None and not memory.is_over:
             with frame as stored:
-                if not MIN_PLACED_BYTES <= len(stored.payload) <= memory.max_bytes:
+                if not _fits(len(stored.payload), memory):
                     return None
-                copied = _copy_whole(stored, memory) if whole else self._copy_slice(stored, query, memory)
+                if whole:
+                    copied = _copy(bytes(stored.head), np.frombuffer(stored.payload, dtype=np.uint8), memory)
+                else:
+                    copied = self._copy_slice(stored, query, memory)
             if copied is not None:
                 return copied
             memory.wait(self._is_cancelled)
@@ -126,16 +127,16 @@ def joined(responses: Iterator[bytes], memory: ReadUse | None) -> Iterator[bytes
         yield b"".join(waiting)
 
 
-def _copy_whole(frame: StoredFrame, memory: ReadUse) -> bytes | None:
-    """Copy the payload of a chunk, and return the response; return None if there is no room.
-
-    The reader compares the payload with its checksum, so the store does not.
-    """
-    head, payload = frame
-    return _copy(bytes(head), np.frombuffer(payload, dtype=np.uint8), memory)
+def _fits(num_bytes: int, memory: ReadUse) -> bool:
+    """Tell whether a chunk with a payload of this size is placed, as soon as there is room."""
+    return MIN_PLACED_BYTES <= num_bytes <= memory.max_bytes
 
 
 def _copy(head: bytes, payload: npt.NDArray[np.uint8], memory: ReadUse) -> bytes | None:
+    """Copy a chunk's payload, and return the response; return None if there is no room.
+
+    The reader compares the payload with its checksum, so the store does not.
+    """
     room = memory.take(len(payload))
     if room is None:
         return None

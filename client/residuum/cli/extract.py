@@ -183,7 +183,7 @@ def extract(options: argparse.Namespace, output: Output) -> int:
     )  # fmt: skip
     exports = options.export or ()
     if len({folder for _, folder in exports}) < len(exports):
-        options.usage_error("two --export have the same folder")
+        options.usage_error("two exports have the same folder; give each --export its own")
     for name, folder in exports:
         check_export(folder, name, job.spec.keep)
     with plain_warnings(output):

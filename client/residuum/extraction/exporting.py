@@ -41,7 +41,7 @@ FORMATS: dict[RowsFormat, _Format] = {
 """The formats by name."""
 
 
-def check_export(folder: str | os.PathLike[str], name: RowsFormat, columns: Iterable[str] = ()) -> Path:
+def check_export(folder: str | os.PathLike[str], name: RowsFormat, columns: Iterable[str]) -> Path:
     """Check what is known before there are rows, so that a long job does not fail at its end. Return the folder.
 
     Args:
@@ -67,9 +67,9 @@ def check_export(folder: str | os.PathLike[str], name: RowsFormat, columns: Iter
     target = Path(folder)
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already. Delete it, or choose another folder.")
-    if chosen.module == "tables_out":
-        for column in sorted(set(columns) & FIXED_COLUMNS):
-            raise column_exists(column)
+    taken = sorted(FIXED_COLUMNS.intersection(columns))
+    if taken and chosen.module == "tables_out":
+        raise column_exists(taken[0])
     return target
 
 

@@ -190,7 +190,6 @@ def _launch(
 
 _REGISTERS: dict[tuple[object, bool], dict[int, int]] = {
     (tap_kernel, True): {2560: 80, 4096: 128},
-    (tap_kernel, False): {},
     (tap_norm_kernel, True): {1536: 72, 2048: 72, 2560: 96, 3072: 96, 4096: 128},
 }
 """The most registers of a thread for 16-bit rows, by the kernel, whether rows have a residual, and their width.
@@ -214,7 +213,7 @@ class _Options(TypedDict):
 def _options(kernel: object, width: int, dtype: torch.dtype, device: torch.device, *, has_residual: bool) -> _Options:
     """Return with how many warps and registers a kernel is launched. None leaves registers to the compiler."""
     is_limited = dtype.itemsize == 2 and _generation(device) == _LIMITED_GENERATION  # noqa: PLR2004 - 16 bits
-    limit = _REGISTERS[kernel, has_residual].get(width) if is_limited else None
+    limit = _REGISTERS.get((kernel, has_residual), {}).get(width) if is_limited else None
     return {"num_warps": warps(*split(width)), "maxnreg": limit}
 
 

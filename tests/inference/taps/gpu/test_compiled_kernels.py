@@ -37,8 +37,8 @@ BARRIERS = {"3.6": 32, "3.7": 32}.get(VERSION, 21)
 Before 3.9, Triton makes threads wait three times in a sum across them, and once more at its end.
 """
 SPILLED_BYTES = {("3.9", "largest", 90): 4}
-"""Exceptions: the bytes that a kernel spills. No supported vLLM for GPUs brings Triton 3.9, and the kernel is far from
-the limit of 255 registers, beyond which code was wrong."""
+"""Exceptions: the bytes that a kernel spills. On GPUs, no supported vLLM requires Triton 3.9. And the kernel needs far
+fewer than 255 registers; code was wrong only for kernels that need more."""
 CHUNKS = {"CHUNK": encodings._CHUNK}
 BYTES = {"target": "*u8"}
 TYPES = {
