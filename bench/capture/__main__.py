@@ -37,29 +37,41 @@ def run(
         more: Further fields of the result.
     """
     workload = workload_of(options)
-    context = {"benchmark": benchmark, **describe(), "rounds": options.rounds, **more}
+    context = {"benchmark": benchmark, **describe(), **more}
+
+    def write(runs: Sequence[Run]) -> None:
+        """Write the result of the rounds so far, so that a run that is stopped keeps them."""
+        if options.output:
+            write_result(options.output, {**context, **result(workload, runs, bars_of)})
+
     with measuring():
         shared = options.share_engine or options.together
         turns = schedule(options.modes, options.rounds, options.runners, shared=shared)
-        runs = run_all(workload, turns, options.store_folder, together=options.together)
+        runs = run_all(workload, turns, options.store_folder, together=options.together, after_round=write)
     summaries = summarise(runs)
     print(show(summaries))
-    written = {**context, **result(workload, runs, summaries)}
     if bars_of:
-        bars = bars_of(summaries)
-        print(*(bar.line() for bar in bars), sep="\n")
-        written["bars"] = [bar.to_json() for bar in bars]
-    if options.output:
-        write_result(options.output, written)
+        print(*(bar.line() for bar in bars_of(summaries)), sep="\n")
 
 
-def result(workload: Workload, runs: Sequence[Run], summaries: Sequence[ModeSummary]) -> dict[str, Any]:
+def result(
+    workload: Workload,
+    runs: Sequence[Run],
+    bars_of: Callable[[Sequence[ModeSummary]], list[Bar]] | None = None,
+) -> dict[str, Any]:
     """Return the content of the output file."""
+    summaries = summarise(runs)
     plain = [asdict(run) for run in runs]
     for run in plain:
         for iteration in run["iterations"]:
             del iteration["replies"]  # the summaries have compared them already
-    return {"workload": workload.shown(), "modes": [asdict(summary) for summary in summaries], "runs": plain}
+    return {
+        "rounds": len({run.round for run in runs}),
+        "workload": workload.shown(),
+        "modes": [asdict(summary) for summary in summaries],
+        "runs": plain,
+        **({"bars": [bar.to_json() for bar in bars_of(summaries)]} if bars_of else {}),
+    }
 
 
 def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.capture") -> argparse.Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from itertools import groupby
@@ -20,7 +20,12 @@ from bench.processes import run_child, running_store
 
 
 def run_all(
-    workload: Workload, turns: Sequence[Turn], store_folder: Path | None = None, *, together: bool = False
+    workload: Workload,
+    turns: Sequence[Turn],
+    store_folder: Path | None = None,
+    *,
+    together: bool = False,
+    after_round: Callable[[Sequence[Run]], object] = lambda _: None,
 ) -> list[Run]:
     """Run the turns, print their measurements, and return them.
 
@@ -30,14 +35,17 @@ def run_all(
         store_folder: See `run_turn`.
         together: Whether the turns of a round with the same model runner run at the same time, and take turns of a
             few iterations. Otherwise they run one after another.
+        after_round: Called at the end of each round with all measurements so far.
     """
-    runs = []
-    groups = [[*group] for _, group in groupby(turns, key=lambda turn: (turn.round, turn.runner))]
-    for group in groups if together else [[turn] for turn in turns]:
-        for run in _run_together(group, workload, store_folder):
-            runs.append(run)
-            head = f"round {run.round + 1}/{turns[-1].round + 1}  {run.mode.value:<17} {run.model_runner}"
-            print(f"{head} {run.line()}", flush=True)
+    runs: list[Run] = []
+    for _, of_round in groupby(turns, key=lambda turn: turn.round):
+        groups = [[*group] for _, group in groupby(of_round, key=lambda turn: turn.runner if together else turn)]
+        for group in groups:
+            for run in _run_together(group, workload, store_folder):
+                runs.append(run)
+                head = f"round {run.round + 1}/{turns[-1].round + 1}  {run.mode.value:<17} {run.model_runner}"
+                print(f"{head} {run.line()}", flush=True)
+        after_round(runs)
     return runs
 
 

@@ -94,12 +94,13 @@ def test_a_run_survives_json():
 
 def test_a_result_has_the_models_name_without_its_path():
     workload = Workload("/some/private/folder/SmolLM2")
-    written = json.dumps(result(workload, RUNS, summarise(RUNS)))
+    written = json.dumps(result(workload, RUNS))
     assert "private" not in written
     data = json.loads(written)
     assert data["workload"]["model"] == "SmolLM2"
     assert data["runs"][1]["iterations"][0]["rows"] == 40
     assert "replies" not in data["runs"][0]["iterations"][0]
+    assert data["rounds"] == 2
 
 
 def test_the_command_line_defines_the_workload():
@@ -109,10 +110,10 @@ def test_the_command_line_defines_the_workload():
 
 
 def test_sites_and_folding_are_recorded():
-    plain = result(workload_of(parse(["--model", "m"])), RUNS, summarise(RUNS))["workload"]
+    plain = result(workload_of(parse(["--model", "m"])), RUNS)["workload"]
     assert (plain["capture_sites"], plain["fold_norms"]) == (("resid_post",), None)
     arguments = ["--model", "m", "--capture-sites", "resid_pre,attn_out", "--no-fold-norms"]
-    plain = result(workload_of(parse(arguments)), RUNS, summarise(RUNS))["workload"]
+    plain = result(workload_of(parse(arguments)), RUNS)["workload"]
     assert (plain["capture_sites"], plain["fold_norms"]) == (("resid_pre", "attn_out"), False)
     assert parse(["--fold-norms"]).fold_norms is True
 

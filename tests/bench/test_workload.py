@@ -13,6 +13,7 @@ from bench.plain import restore
 from bench.processes import RunFailedError
 from residuum.v1 import capture_pb2
 from residuum.wire.ids import is_valid_id
+from tests.bench.test_results import make_run
 
 MODES = [Mode.STOCK, Mode.IDLE, Mode.STEER]
 
@@ -205,3 +206,18 @@ def test_if_one_process_of_a_round_fails_the_others_end(monkeypatch):
     monkeypatch.setattr("bench.capture.processes.run_turn", run_turn)
     with pytest.raises(RunFailedError):
         run_all(Workload(model="x"), schedule(MODES, 1, shared=True), together=True)
+
+
+def test_each_round_ends_with_all_measurements_so_far(monkeypatch):
+    def run_turn(turn, workload, store_folder, **_):
+        return [make_run(mode, turn.round, [1.0]) for mode in turn.modes]
+
+    monkeypatch.setattr("bench.capture.processes.run_turn", run_turn)
+    seen = []
+    for together in (False, True):
+        runs = run_all(
+            Workload(model="x"), schedule(MODES, 2, shared=together), together=together,
+            after_round=lambda runs: seen.append(len(runs)),
+        )  # fmt: skip
+        assert sorted((run.round, run.mode) for run in runs) == sorted((at, mode) for at in (0, 1) for mode in MODES)
+    assert seen == [3, 6, 3, 6]
