@@ -159,7 +159,7 @@ class Batch:
             self._serial += 1
             name = f"request-{self._serial}"
             self._running.append((name, self._step))
-            admitted.append((name, self._plan(name).to_extra_args()))
+            admitted.append((name, self._plan(name)))
         self.runtime.begin_step(finished, admitted)
         self.runtime.place(self._rows)
 

@@ -134,7 +134,7 @@ class ArmedTap:
         self.tap = CudaTap(bank, None, points, rows, batch.requests)
         runtime = TapRuntime(points, self.tap, None, None)
         names = [f"request-{index}" for index in range(batch.requests)]
-        runtime.begin_step((), [(name, plan_of(batch, index).to_extra_args()) for index, name in enumerate(names)])
+        runtime.begin_step((), [(name, plan_of(batch, index)) for index, name in enumerate(names)])
         runtime.place(lambda: StepRows(names, [0] * batch.requests, [batch.rows_each] * batch.requests))
         self._points = [points.after(layer) for layer in range(LAYERS)]
 

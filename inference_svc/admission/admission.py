@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.operator_rules import OperatorRules
 from inference_svc.admission.probes import check_scores, probe_digests
 from inference_svc.admission.rules import check_rules, steering_of_rules, with_rules
@@ -17,7 +18,7 @@ from inference_svc.admission.steering import (
     widths_of,
 )
 from inference_svc.resources.vector_cache import vector_name
-from residuum.v1 import steering_pb2
+from residuum.v1 import inference_pb2, steering_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,13 +26,12 @@ if TYPE_CHECKING:
     from inference_svc.model_facts import ModelFacts
     from inference_svc.resources.sae_memory import SAEMemory
     from inference_svc.resources.vector_cache import VectorCache
-    from residuum.v1 import inference_pb2
 
 
 class Admission:
     """Checks requests against the model and the vectors on the server.
 
-    Its only state is a cache of resolved parts of specs. In the cache of vectors, those that a checked request needs
+    Its only state is what was resolved and checked before. In the cache of vectors, those that a checked request needs
     count as used.
     """
 
@@ -42,6 +42,7 @@ class Admission:
         self._saes = saes
         self._facts = facts
         self._specs = SpecResolver(facts)
+        self._sampling = KeptParts[inference_pb2.SamplingParameters](lambda parameters: _checked(parameters, facts))
         self._vectors = vectors
         self.operator_rules = rules or OperatorRules()
 
@@ -79,7 +80,7 @@ class Admission:
         Raises:
             Failure: A parameter is out of range, or not what it must be.
         """
-        check_sampling(parameters, self._facts)
+        self._sampling.resolve(parameters)
 
     def check_prompt(self, token_ids: list[int], parameters: inference_pb2.SamplingParameters) -> None:
         """Check that prompt and reply together fit the model's context.
@@ -123,3 +124,8 @@ class Admission:
             self._vectors.check_width(name, width)
         for digest in directions:
             self._vectors.check_direction(vector_name(tenant, digest))
+
+
+def _checked(parameters: inference_pb2.SamplingParameters, facts: ModelFacts) -> inference_pb2.SamplingParameters:
+    check_sampling(parameters, facts)
+    return parameters

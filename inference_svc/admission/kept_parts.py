@@ -1,4 +1,4 @@
-"""Keeps the resolved parts of specs, because callers repeat what they capture, steer and score."""
+"""Keeps the resolved parts of requests, because callers repeat what they capture, steer, score and sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Part = TypeVar("_Part", bound=Message)
 
 
 class KeptParts(Generic[_Part]):
-    """Resolves one part of specs for one model, and keeps the results.
+    """Resolves one part of requests for one model, and keeps the results.
 
     It keeps them as bytes: every request gets a message of its own.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.captures import check_capture_labels, resolve_capture
@@ -60,7 +61,7 @@ class ResolvedSpec:
         """The probes whose scores the caller gets: its own."""
         return self.own_probes.probes if self.own_probes is not None else ()
 
-    @property
+    @cached_property
     def digests(self) -> list[bytes]:
         """The digests of all vectors that the request needs: of its steering, projection, probes and rules."""
         found = list(self.capture.encoding_options.vectors) if self.capture else []
@@ -74,7 +75,7 @@ class ResolvedSpec:
         """The digest of the encoder whose features are captured; empty without one."""
         return self.capture.encoding_options.sae.digest if self.capture else b""
 
-    @property
+    @cached_property
     def operator_digests(self) -> frozenset[bytes]:
         """The digests that only the operator's probes need: their vectors are the operator's, not the tenant's."""
         if self.probes is None or self.probes is self.own_probes:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.gates import gate_digests, make_gate
-from inference_svc.admission.probes import in_columns
+from inference_svc.admission.probes import in_columns, probe_digests
 from inference_svc.admission.rules import ABORT, has_action
 from inference_svc.admission.steering import layer_digests
 from inference_svc.resources.sae_memory import sae_name
 from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
-from residuum.v1 import capture_pb2, selection_pb2
+from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import layers_by_site
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from inference_svc.requests.registry import Running
     from inference_svc.taps.plan import Gate, ScoreRegion
-    from residuum.v1 import inference_pb2, probe_pb2, steering_pb2
+    from residuum.v1 import inference_pb2, steering_pb2
 
 _KINDS = {
     "add": Kind.ADD,
@@ -104,16 +105,26 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
 
 def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[Operation, ...]:
     """Return the operations that compute the scores of checked probes."""
+    if spec is None:
+        return ()
+    return _scoring_of(spec.SerializeToString(), tuple(rows[digest] for digest in probe_digests(spec)))
+
+
+@lru_cache(maxsize=16)  # each may have MAX_PROBES_BYTES
+def _scoring_of(data: bytes, rows: tuple[int, ...]) -> tuple[Operation, ...]:
+    """Return the operations of serialised probes whose outputs have these rows of the bank, one after the other."""
+    spec = probe_pb2.ProbeSpec.FromString(data)
+    row_of = dict(zip(probe_digests(spec), rows, strict=True))
     return tuple(
         Operation(
             Kind.SCORE,
-            rows[output.digest],
+            row_of[output.digest],
             (probe.layer,),
             selection_pb2.PositionSelection(),
             site=probe.site,
             column=first + number,
         )
-        for _, probe, first in (in_columns(spec) if spec else ())
+        for _, probe, first in in_columns(spec)
         for number, output in enumerate(probe.outputs)
     )
 

@@ -260,11 +260,6 @@ class Capture:
         return replace(self, sites=sites, layers=layers, site_layers=() if same else site_layers)
 
 
-def plan_data(extra_args: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the plan in a request's `extra_args` as plain data; empty if the request has none."""
-    return (extra_args or {}).get(KEY) or {}
-
-
 class ScoreRegion(NamedTuple):
     """The place of a sequence's scores on the score board: a row for each position, from `first_position` on."""
 
@@ -312,7 +307,7 @@ class RequestPlan:
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestPlan | None:
         """Return the plan in a request's `extra_args`, or None if the request has none."""
-        data = plan_data(extra_args)
+        data = (extra_args or {}).get(KEY)
         if not data:
             return None
         capture = data.get("capture")

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from inference_svc.taps.plan import Kind, RequestPlan, plan_data
+from inference_svc.taps.plan import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
-    from inference_svc.taps.plan import ScoreRegion
+    from inference_svc.taps.plan import RequestPlan, ScoreRegion
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.steps.layout import StepRows
 
@@ -74,13 +73,13 @@ class Scores:
         self._requests: dict[str, _Scored] = {}
         self._runs: list[tuple[int, ...]] = []
 
-    def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
+    def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, RequestPlan | None]]) -> None:
         """See `TapRuntime.begin_step`."""
         for request_id in finished:
             self._requests.pop(request_id, None)
-        for request_id, extra_args in admitted:
-            if plan_data(extra_args).get("scores"):
-                self._admit(request_id, RequestPlan.from_extra_args(extra_args))
+        for request_id, plan in admitted:
+            if plan is not None and plan.scores is not None:
+                self._admit(request_id, plan, plan.scores)
 
     def place(self, get_rows: Callable[[], StepRows]) -> None:
         """Note which lines of the buffer the step's rows fill; see `TapRuntime.place`."""
@@ -101,16 +100,14 @@ class Scores:
             self._copies.copy(np.array(self._runs, dtype=np.int64))
             self._runs = []
 
-    def _admit(self, request_id: str, plan: RequestPlan | None) -> None:
-        if plan is None or plan.scores is None:
-            return
+    def _admit(self, request_id: str, plan: RequestPlan, region: ScoreRegion) -> None:
         own: Sequence[int] = [
             operation.column
             for operation in plan.operations
             if operation.kind == Kind.SCORE and self._points.own(operation.layers)
         ]
         if own:  # columns are in the order of layers, so those of a stage are neighbours
-            self._requests[request_id] = _Scored(plan.scores, min(own), max(own) + 1 - min(own))
+            self._requests[request_id] = _Scored(region, min(own), max(own) + 1 - min(own))
 
     def _add(self, scored: _Scored, row: int, first: int, count: int) -> None:
         region = scored.region

@@ -211,7 +211,7 @@ class Worker:
             finished: IDs of requests that ended.
             tensors: For each layer, or (site, layer), (hidden, residual or None), changed in place. None: zeros.
         """
-        self.runtime.begin_step(finished, [(name, plan.to_extra_args() if plan else None) for name, plan in admitted])
+        self.runtime.begin_step(finished, admitted)
         if rows:
             told = StepRows(*(list(column) for column in zip(*rows, strict=True)))
             self.runtime.place(lambda: told)

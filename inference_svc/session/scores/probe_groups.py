@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -42,8 +43,18 @@ class Phase(NamedTuple):
     smoothers: list[Smoother | None]
 
 
+def groups_of(spec: probe_pb2.ProbeSpec) -> ProbeGroups:
+    """Return the groups of checked probes. Requests with the same probes share them."""
+    return _groups_of(spec.SerializeToString())
+
+
+@lru_cache(maxsize=16)  # each may have MAX_PROBES_BYTES
+def _groups_of(data: bytes) -> ProbeGroups:
+    return ProbeGroups(probe_pb2.ProbeSpec.FromString(data))
+
+
 class ProbeGroups:
-    """Computes the scores of a request's probes."""
+    """Computes the scores of a request's probes. What positions leave behind is in a `Phase`."""
 
     def __init__(self, spec: probe_pb2.ProbeSpec) -> None:
         """Group the checked probes."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from inference_svc.admission.sampling import max_new_tokens, num_sequences
-from inference_svc.session.scores.probe_groups import ProbeGroups
+from inference_svc.session.scores.probe_groups import groups_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from inference_svc.engine.streams import Delta, Scored
     from inference_svc.resources.score_board import ScoreBoard
+    from inference_svc.session.scores.probe_groups import ProbeGroups
     from inference_svc.taps.plan import ScoreRegion
     from residuum.v1 import inference_pb2, probe_pb2
 
@@ -109,7 +110,7 @@ async def scoring(
         yield ()
         return
     new = max(max_new_tokens(sampling), 1)
-    probes = ProbeGroups(spec)
+    probes = groups_of(spec)
     shows_prompt = [spec.score_prompt and index == 0 for index in range(num_sequences(sampling))]
     # How many positions before the prompt's last one, whose score is the first token's, are scored for each sequence.
     before = [prompt_tokens - 1 if shows or probes.has_pools else 0 for shows in shows_prompt]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from inference_svc.taps.plan import plan_data
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from inference_svc.taps.plan import RequestPlan
 
 
 class CapturingRanks:
@@ -35,7 +35,7 @@ class CapturingRanks:
         """How many captures have not ended, of all ranks."""
         return len(self._rank_of)
 
-    def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
+    def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, RequestPlan | None]]) -> None:
         """Give each new capture to the rank with the fewest open ones; see `TapRuntime.begin_step`.
 
         Of several such ranks, it is the one that has captured least often. So captures that run one after the other,
@@ -45,9 +45,9 @@ class CapturingRanks:
             rank = self._rank_of.pop(request_id, None)
             if rank is not None:
                 self._open[rank] -= 1
-        for request_id, extra_args in admitted:
+        for request_id, plan in admitted:
             # Some runners report a preempted request as new again. Its rank keeps it.
-            if plan_data(extra_args).get("capture") and request_id not in self._rank_of and self._open:
+            if plan is not None and plan.capture and request_id not in self._rank_of and self._open:
                 rank = min(self._open, key=lambda rank: (self._open[rank], self._begun[rank]))
                 self._rank_of[request_id] = rank
                 self._open[rank] += 1

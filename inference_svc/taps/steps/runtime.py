@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.steps.layout import RequestState, StepLayout, StepPlanner, StepRows
 from inference_svc.taps.steps.steady import MOST_BATCHES, SteadyBatch, states_by_row
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from collections.abc import Set as AbstractSet
-    from typing import Any
 
     from inference_svc.taps.blocks import Block, BlockPool
-    from inference_svc.taps.plan import Capture, Operation
+    from inference_svc.taps.plan import Capture, Operation, RequestPlan
     from inference_svc.taps.points import TapPoints
     from inference_svc.taps.steps.capturing_ranks import CapturingRanks
     from inference_svc.taps.steps.layout import StepLayout
@@ -114,17 +112,16 @@ class TapRuntime:
         """How many requests have not ended, as far as the scheduler has reported."""
         return len(self._requests)
 
-    def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
+    def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, RequestPlan | None]]) -> None:
         """Retire and admit requests before a step runs.
 
         Args:
             finished: IDs of requests that ended or were stopped since the last step.
-            admitted: IDs and `extra_args` of requests that are scheduled for the first time.
+            admitted: IDs and plans of requests that are scheduled for the first time. None: the request has no plan.
         """
         for request_id in sorted(finished):  # the same order on every rank: see `JoiningSink`
             self._retire(request_id)
-        for request_id, extra_args in admitted:
-            whole = RequestPlan.from_extra_args(extra_args)
+        for request_id, whole in admitted:
             own = self._pool is not None and (self._ranks is None or self._ranks.is_own(request_id))
             plan = whole and whole.for_points(self._points, captures=own, scores=self._scores)
             # Some runners report a preempted request as new again. Its state is kept, so no row is captured twice.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from inference_svc.taps.plan import Operation
+    from inference_svc.taps.plan import Operation, RequestPlan
     from inference_svc.taps.scores import Scores
     from inference_svc.taps.steps.capturing_ranks import CapturingRanks
     from inference_svc.taps.steps.layout import StepRows
@@ -39,9 +39,8 @@ class TapRuntimes:
         captures = self._ranks.open_captures if self._ranks else 0  # the runtimes know only those of this rank
         return max(captures, *(runtime.open_requests for runtime in self._all))
 
-    def begin_step(self, finished: Sequence[str], admitted: Iterable[tuple[str, Mapping[str, Any] | None]]) -> None:
+    def begin_step(self, finished: Sequence[str], admitted: Sequence[tuple[str, RequestPlan | None]]) -> None:
         """See `TapRuntime.begin_step`."""
-        admitted = list(admitted)
         if self._ranks:
             self._ranks.begin_step(finished, admitted)
         for runtime in self._all:

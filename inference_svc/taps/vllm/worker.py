@@ -23,7 +23,7 @@ from inference_svc.taps.encodings.sae_cache import WantedSAE
 from inference_svc.taps.model import insertion
 from inference_svc.taps.model.hooked_runs import CannotTapError
 from inference_svc.taps.model.logits_check import most_likely
-from inference_svc.taps.plan import Operation
+from inference_svc.taps.plan import Operation, RequestPlan
 from inference_svc.taps.points import RowShape
 from inference_svc.taps.ring_writer import ModelRows
 from inference_svc.taps.steps.capturing_ranks import CapturingRanks
@@ -76,6 +76,12 @@ def _answered(method: Callable[..., _T]) -> Callable[..., _T | str]:
     return call
 
 
+def _plan_of(request: Any) -> RequestPlan | None:
+    """Return the plan of a request that vLLM's scheduler reports as new; None if it has none."""
+    parameters = request.sampling_params  # None for a request that generates nothing
+    return RequestPlan.from_extra_args(parameters.extra_args) if parameters else None
+
+
 class TappedWorker:
     """A mixin for vLLM's worker classes. It puts the taps into the loaded model and drives them in each step."""
 
@@ -100,10 +106,7 @@ class TappedWorker:
         taps = self._residuum
         taps.runtime.begin_step(
             scheduler_output.finished_req_ids,
-            [
-                (request.req_id, request.sampling_params.extra_args if request.sampling_params else None)
-                for request in scheduler_output.scheduled_new_reqs
-            ],
+            [(request.req_id, _plan_of(request)) for request in scheduler_output.scheduled_new_reqs],
         )
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         taps.runtime.send_scores()

@@ -23,7 +23,7 @@ from inference_svc.session.scores.scoring import SequenceScores
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
-from inference_svc.taps.plan import KEY, Kind, RequestPlan, ScoreRegion
+from inference_svc.taps.plan import Kind, RequestPlan, ScoreRegion
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.scores import Scores, open_board
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout, StepRows
@@ -137,7 +137,7 @@ def test_scores_reach_the_board_by_position():
     for points, columns in ((TapPoints(0, 1), slice(0, 1)), (TapPoints(1, 2), slice(1, 3))):
         buffer = torch.zeros(8, MAX_PROBE_OUTPUTS)
         scores = TapRuntimes([], Scores(CpuScoreCopies(buffer, memory), points))
-        scores.begin_step([], [("other", None), ("r", plan.to_extra_args()), ("plain", {KEY: None})])
+        scores.begin_step([], [("other", None), ("r", plan), ("plain", replace(plan, scores=None))])
         for step, (batch, at) in enumerate(rows):
             buffer.copy_(torch.arange(8 * MAX_PROBE_OUTPUTS).reshape(8, -1) + 1000 * step)
             scores.place(lambda batch=batch: batch)

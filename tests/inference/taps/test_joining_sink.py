@@ -70,7 +70,6 @@ class Group:
 
     def step(self, rows, computed, *, admitted=(), finished=()):
         """Run a step on all ranks: `computed` are the whole rows by (site, layer)."""
-        admitted = [(name, plan.to_extra_args()) for name, plan in admitted]
 
         def run(rank):
             runtime = self._runtimes[rank]

@@ -353,7 +353,7 @@ def test_logits_in_float32_are_captured_in_the_models_dtype(dtype):
     pool = BlockPool(32, 3, dtype, CPU, 0)
     tap = CpuTap(VectorBank(1, 3, CPU), pool, points)
     runtime = TapRuntime(points, tap, pool, None)
-    runtime.begin_step([], [("r", RequestPlan(2, Capture("r", 0, (0,), select(), (ROUTER,))).to_extra_args())])
+    runtime.begin_step([], [("r", RequestPlan(2, Capture("r", 0, (0,), select(), (ROUTER,))))])
     runtime.place(lambda: StepRows(["r"], [0], [2]))
     logits = torch.randn(2, 3)
     tap.tap(logits, None, points.of(*place))
@@ -456,7 +456,7 @@ def test_rows_of_all_widths_arrive_and_only_the_stream_is_steered(path):
     capture = Capture("r", 0, (0, 1), select(), (POST, K, ACT), is_probe=True)
     path.bank.load([(1, torch.ones(8).numpy().tobytes())])
     plan = RequestPlan(3, capture, (Operation(Kind.ADD, 1, (1,), select(), scale=2.0),))
-    steps = [run_step(path, 0, 3, [("r", plan.to_extra_args())])]
+    steps = [run_step(path, 0, 3, [("r", plan)])]
     assert path.runtime.open_requests == 1
     steps += [run_step(path, position, 1) for position in (3, 4)]
     path.runtime.begin_step(["r"], [])
@@ -480,7 +480,7 @@ def test_rows_of_a_width_of_their_own_are_steered(path):
     path.load_vectors([(1, torch.ones(8).numpy().tobytes()), (2, torch.arange(6.0).numpy().tobytes())])
     start = Operation(Kind.MULTIPLY, 2, (0,), select(), site=ACT)
     then = (Operation(Kind.ADD, 2, (1,), select(), scale=2.0, site=ACT), Operation(Kind.ADD, 1, (0,), select()))
-    steps = [run_step(path, 0, 3, [("r", RequestPlan(3, None, (start,), name="r#0").to_extra_args())])]
+    steps = [run_step(path, 0, 3, [("r", RequestPlan(3, None, (start,), name="r#0"))])]
     assert path.runtime.change_steering("r#0", then) == 3
     steps += [run_step(path, 3, 1)]
     assert path.runtime.change_steering("r#0", ()) == 4
@@ -503,7 +503,7 @@ def test_rows_of_a_width_of_their_own_are_steered(path):
 
 def test_a_request_without_sites_of_a_width_costs_it_nothing(path):
     plan = RequestPlan(3, Capture("r", 0, (0, 1), select(), (K,), is_probe=True))
-    path.runtime.begin_step([], [("r", plan.to_extra_args())])
+    path.runtime.begin_step([], [("r", plan)])
     asked = []
 
     def rows():

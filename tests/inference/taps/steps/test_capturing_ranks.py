@@ -14,8 +14,8 @@ from inference_svc.taps.steps.runtimes import TapRuntimes
 from tests.inference.taps_support import select
 
 CAPTURE = Capture("c", 0, (0,), select())
-CAPTURING = RequestPlan(4, CAPTURE).to_extra_args()
-STEERED = RequestPlan(4, name="steered").to_extra_args()
+CAPTURING = RequestPlan(4, CAPTURE)
+STEERED = RequestPlan(4, name="steered")
 
 
 def owners(group, name):
@@ -49,9 +49,9 @@ def test_captures_one_after_the_other_go_to_all_ranks_in_turn():
 def test_requests_without_a_capture_have_no_rank():
     group = {rank: CapturingRanks([0, 1], rank) for rank in range(2)}
     for ranks in group.values():
-        ranks.begin_step([], [("plain", None), ("other", {}), ("steered", STEERED), ("captured", CAPTURING)])
+        ranks.begin_step([], [("plain", None), ("steered", STEERED), ("captured", CAPTURING)])
         ranks.begin_step(["plain", "unknown"], [])
-    assert [owners(group, name) for name in ("plain", "other", "steered", "captured")] == [[], [], [], [0]]
+    assert [owners(group, name) for name in ("plain", "steered", "captured")] == [[], [], [0]]
 
 
 def test_only_ranks_that_can_capture_do():
@@ -69,7 +69,7 @@ def test_the_runtime_of_a_rank_scores_and_captures_what_is_its_own(scores):
     group = CapturingRanks([0, 1], 1)
     score = Operation(Kind.SCORE, 0, (0,), select())
     admitted = [
-        (name, RequestPlan(2, capture, (score,)).to_extra_args())
+        (name, RequestPlan(2, capture, (score,)))
         for name, capture in (("scored", None), ("another's", CAPTURE), ("own", CAPTURE))
     ]
     runtime = TapRuntime(TapPoints(0, 1), tap=None, pool=object(), sink=None, ranks=group, scores=scores)

@@ -75,7 +75,7 @@ class Worker:
         self.lost.append((capture.capture_id, list(positions)))
 
     def step(self, rows, admitted=(), finished=()):
-        self.runtime.begin_step(finished, [(name, plan.to_extra_args()) for name, plan in admitted])
+        self.runtime.begin_step(finished, admitted)
         names, firsts, counts = zip(*rows, strict=True)
         self.runtime.place(lambda: StepRows(list(names), np.array(firsts), np.array(counts)))
         self.runtime.finish_step()

@@ -41,7 +41,7 @@ class Engine:
 
     def step(self, *rows, admitted=(), finished=()):
         """Run a step; return the operations of each row, for each request (ID, first position, count) in order."""
-        self.runtime.begin_step(finished, [(name, plan.to_extra_args()) for name, plan in admitted])
+        self.runtime.begin_step(finished, admitted)
         names, firsts, counts = zip(*rows, strict=True) if rows else ((), (), ())
         self.runtime.place(lambda: StepRows(names, firsts, counts))
         self.runtime.finish_step()

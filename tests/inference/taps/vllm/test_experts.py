@@ -91,7 +91,7 @@ def test_chosen_experts_are_captured_and_stay_as_they_were(monkeypatch, dtype):
         assert not pool.memory.any()
         runtime = TapRuntime(points.groups[1], tap, pool, None)
         plan = RequestPlan(TOKENS, Capture("r", 0, (1,), select(), (WEIGHTS,)))
-        runtime.begin_step([], [("r", plan.to_extra_args())])
+        runtime.begin_step([], [("r", plan)])
         runtime.place(lambda: StepRows(["r"], [0], [TOKENS]))
         assert torch.equal(layers[1](hidden), expected)
         chosen = 1.5 * layers[1].gate(hidden).softmax(-1)
