@@ -137,6 +137,8 @@ def selects_any(selection: selection_pb2.PositionSelection, prompt_tokens: int, 
 
     It looks only at the first position and at the borders, so it takes the same time for a prompt of any length.
     """
+    if not (selection.phases or selection.ranges or selection.every > 1):
+        return count > 0
     found = borders(selection, prompt_tokens)
     if found is None:
         return bool(wanted_positions(selection, prompt_tokens, first, count).any())

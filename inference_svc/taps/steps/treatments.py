@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference_svc.taps.steps.programs import Program
-from residuum.wire.selection import borders, wanted_positions
+from residuum.wire.selection import borders, selects_any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -98,7 +98,7 @@ def _selections(plan: RequestPlan) -> Iterable[selection_pb2.PositionSelection]:
 def _treatment(plan: RequestPlan, position: int) -> Treatment:
     """Return the treatment of a position."""
     is_in = {
-        id(selection): bool(wanted_positions(selection, plan.prompt_tokens, position, 1)[0])
+        id(selection): selects_any(selection, plan.prompt_tokens, position, 1)
         for selection in _selections(plan)
     }
     applied = [index for index, operation in enumerate(plan.operations) if is_in[id(operation.positions)]]
