@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "input",
         nargs="?",
         metavar="INPUT",
-        help="a file that ends in .jsonl, .txt (one prompt per line), .parquet or .arrow, or a folder with a dataset",
+        help="a file that ends in .jsonl, .txt (one prompt per line), .parquet or .arrow, a folder with a dataset, or "
+        "a split of one, such as data/train",
     )
     parser.add_argument(
         "--output",

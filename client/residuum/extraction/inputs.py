@@ -16,6 +16,7 @@ from typing import Any, Protocol, Union
 import numpy as np
 
 from residuum.exceptions import InvalidRequest
+from residuum.extraction.tables import files_of_split, open_table
 from residuum.protocol.requests import Prompt, short
 
 Source = Union[str, "os.PathLike[str]", "Iterable[Prompt | Mapping[str, Any]]"]
@@ -165,27 +166,27 @@ def open_rows(source: Source, column: str, keep: Sequence[str]) -> Rows:
 
     Args:
         source: A file that ends in .jsonl, .txt, .parquet or .arrow; a folder with Parquet files, or one that
-            `Dataset.save_to_disk` has written; or a list.
+            `Dataset.save_to_disk` has written; a split of such a folder, such as data/train for the files
+            data/train-00000-of-00002.parquet and so on; or a list.
         column: The column that holds the prompt. A list of plain prompts has only this column.
         keep: The other columns that are needed.
 
     Raises:
-        InvalidRequest: The kind of the input is unknown, or a table lacks a column.
+        InvalidRequest: The kind of the input is unknown, a folder has several splits, or a table lacks a column.
         OSError: The input cannot be read.
         ImportError: The input is a table, and pyarrow is not installed.
     """
     if not isinstance(source, (str, os.PathLike)):
         return ListedRows(source, column)
     path = Path(source)
-    if not path.exists():
+    is_split = not path.exists()
+    if is_split and not files_of_split(path):
         raise FileNotFoundError(f"The input {path} does not exist.")
     if path.suffix in _JSON_SUFFIXES:
         return JsonLines(path)
     if path.suffix in _TEXT_SUFFIXES:
         return TextLines(path, column)
-    if path.is_dir() or path.suffix in _TABLE_SUFFIXES:
-        from residuum.extraction.tables import open_table
-
+    if is_split or path.is_dir() or path.suffix in _TABLE_SUFFIXES:
         return open_table(path, [column, *keep])
     raise InvalidRequest(
         f"The suffix of {path} names no kind of input. Use .jsonl, .txt (one prompt per line), .parquet or .arrow, or "

@@ -74,6 +74,29 @@ def test_a_table_without_the_column_is_refused(tmp_path):
         open_rows(tmp_path / "c", "text", [])
 
 
+@pytest.mark.parametrize(
+    ("test", "train"),
+    [
+        ("test-00000-of-00001.parquet", ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet")),
+        ("test.parquet", ("train.parquet",)),
+    ],
+)
+def test_splits_of_a_folder_are_not_mixed(tmp_path, test, train):
+    made, data = pa.table(COLUMNS), tmp_path / "data"
+    data.mkdir()
+    size = -(-made.num_rows // len(train))
+    for at, name in enumerate(train):
+        parquet.write_table(made.slice(at * size, size), data / name)
+    assert [item.prompt for item in items(data)] == COLUMNS["text"], "a single split needs no name"
+    parquet.write_table(made.slice(0, 1), data / test)
+    with pytest.raises(residuum.InvalidRequest, match=rf"has files of the splits test, train.*such as {data / 'test'}"):
+        open_rows(data, "text", [])
+    assert [item.prompt for item in items(data / "train")] == COLUMNS["text"]
+    assert [item.prompt for item in items(data / "test")] == COLUMNS["text"][:1]
+    with pytest.raises(FileNotFoundError, match="validation does not exist"):
+        open_rows(data / "validation", "text", [])
+
+
 def test_lines_of_text(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("one\n\n  \ntwo words\r\ndrei ä".encode())
