@@ -15,9 +15,11 @@ from residuum.wire.limits import (
     MAX_BAD_WORDS,
     MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIASES,
+    MAX_SEED,
     MAX_SEQUENCES,
     MAX_STOP_TEXTS,
     MAX_STOP_TOKENS,
+    MAX_TOP_K,
     max_capture_tokens,
 )
 
@@ -99,8 +101,8 @@ def _check_ranges(p: inference_pb2.SamplingParameters, facts: ModelFacts) -> Non
             p.min_tokens <= max_new_tokens(p),
             "at most max_tokens",
         ),
-        ("seed", p.seed < 1 << 63, "below 2^63"),
-        ("top_k", p.top_k < 1 << 31, "below 2^31"),
+        ("seed", p.seed <= MAX_SEED, f"at most {MAX_SEED}"),
+        ("top_k", p.top_k <= MAX_TOP_K, f"at most {MAX_TOP_K}"),
         ("min_p", 0 <= p.min_p <= 1, "from 0 to 1"),
         ("presence_penalty", abs(p.presence_penalty) <= _MAX_PENALTY, penalty),
         ("frequency_penalty", abs(p.frequency_penalty) <= _MAX_PENALTY, penalty),
@@ -131,7 +133,14 @@ def _check_ranges(p: inference_pb2.SamplingParameters, facts: ModelFacts) -> Non
     )
     for field, holds, allowed in rules:
         if not holds:
-            raise invalid(f"sampling.{field}", f"{field} must be {allowed}.")
+            raise invalid(f"sampling.{field}", f"{field} must be {allowed}{_instead_of(getattr(p, field))}.")
+
+
+def _instead_of(value: object) -> str:
+    """Return the end of a sentence that names a value: a number, because texts and lists may be long."""
+    if isinstance(value, float):
+        return f", not {value:.7g}"  # it has 32 bits
+    return f", not {value}" if isinstance(value, int) else ""
 
 
 def _check_grammar(p: inference_pb2.SamplingParameters) -> None:

@@ -16,9 +16,11 @@ from residuum.wire.limits import (
     MAX_BAD_WORDS,
     MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIASES,
+    MAX_SEED,
     MAX_SEQUENCES,
     MAX_STOP_TEXTS,
     MAX_STOP_TOKENS,
+    MAX_TOP_K,
 )
 
 
@@ -115,8 +117,8 @@ def sampling_parameters(sampling: Mapping[str, Any]) -> inference_pb2.SamplingPa
 _UINT32 = (1 << 32) - 1
 _INTEGERS = {
     "max_tokens": (0, _UINT32),
-    "top_k": (0, _UINT32),
-    "seed": (0, (1 << 64) - 1),
+    "top_k": (0, MAX_TOP_K),
+    "seed": (0, MAX_SEED),
     "n": (1, MAX_SEQUENCES),
     "min_tokens": (0, _UINT32),
     "logprobs": (0, _UINT32),

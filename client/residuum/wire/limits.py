@@ -119,6 +119,12 @@ MAX_GRAMMAR_BYTES = 1 << 16
 MAX_SEQUENCES = 64
 """Sequences generated from one prompt."""
 
+MAX_TOP_K = (1 << 31) - 1
+"""The largest `top_k`: vLLM stores it in 32 bits."""
+
+MAX_SEED = (1 << 63) - 1
+"""The largest seed: vLLM stores it in 64 bits."""
+
 MAX_CAPTURE_TOKENS = 131_072
 """Tokens of one capture at up to four sites: prompt and generated tokens of all sequences. The prompt counts once for
 each sequence. `max_capture_tokens` has the limit for more sites.

@@ -97,10 +97,7 @@ def _selections(plan: RequestPlan) -> Iterable[selection_pb2.PositionSelection]:
 
 def _treatment(plan: RequestPlan, position: int) -> Treatment:
     """Return the treatment of a position."""
-    is_in = {
-        id(selection): selects_any(selection, plan.prompt_tokens, position, 1)
-        for selection in _selections(plan)
-    }
+    is_in = {id(selection): selects_any(selection, plan.prompt_tokens, position, 1) for selection in _selections(plan)}
     applied = [index for index, operation in enumerate(plan.operations) if is_in[id(operation.positions)]]
     captured = plan.capture is not None and is_in[id(plan.capture.positions)]
     return Treatment(Program.for_rows(plan, applied, captured=captured), captured)

@@ -80,6 +80,8 @@ async def test_a_message_with_an_invalid_part_is_refused(client, prompt):
         {"top_p": 1.5},
         {"top_k": -1},
         {"seed": -1},
+        {"top_k": 1 << 31},
+        {"seed": 1 << 63},
         {"n": 0},
         {"n": 65},
         {"stop": ""},

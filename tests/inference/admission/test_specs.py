@@ -437,6 +437,19 @@ def test_sampling_out_of_range_is_refused(field, parameters):
 
 
 @pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"temperature": 2.1}, "temperature must be from 0 to 2, not 2.1."),
+        ({"seed": 1 << 63}, "seed must be at most 9223372036854775807, not 9223372036854775808."),
+        ({"min_p": math.nan}, "min_p must be from 0 to 1, not nan."),
+        ({"stop": ["x"] * 17}, "stop must be at most 16 texts, none empty."),
+    ],
+)
+def test_a_refusal_names_the_number(parameters, message):
+    assert refusal(check_sampling, inference_pb2.SamplingParameters(**parameters), FACTS).message == message
+
+
+@pytest.mark.parametrize(
     "parameters",
     [
         {},
