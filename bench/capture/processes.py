@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from bench.capture.baton import Baton
@@ -39,8 +39,8 @@ def run_all(
     """
     runs: list[Run] = []
     for _, of_round in groupby(turns, key=lambda turn: turn.round):
-        groups = [[*group] for _, group in groupby(of_round, key=lambda turn: turn.runner if together else turn)]
-        for group in groups:
+        by_runner = [[*group] for _, group in groupby(of_round, key=lambda turn: turn.runner)]
+        for group in by_runner if together else [[turn] for turn in chain(*by_runner)]:
             for run in _run_together(group, workload, store_folder):
                 runs.append(run)
                 head = f"round {run.round + 1}/{turns[-1].round + 1}  {run.mode.value:<17} {run.model_runner}"

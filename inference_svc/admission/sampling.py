@@ -7,6 +7,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from inference_svc.admission.fields import invalid
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2
@@ -139,7 +141,7 @@ def _check_ranges(p: inference_pb2.SamplingParameters, facts: ModelFacts) -> Non
 def _instead_of(value: object) -> str:
     """Return the end of a sentence that names a value: a number, because texts and lists may be long."""
     if isinstance(value, float):
-        return f", not {value:.7g}"  # it has 32 bits
+        return f", not {np.float32(value)!s}"  # as many digits as its 32 bits need
     return f", not {value}" if isinstance(value, int) else ""
 
 

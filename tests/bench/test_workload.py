@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
+from bench.capture.__main__ import main
 from bench.capture.baton import Baton, BatonDroppedError
 from bench.capture.child import capture_of, operations, request_id
 from bench.capture.processes import environment_of, run_all
@@ -221,3 +222,24 @@ def test_each_round_ends_with_all_measurements_so_far(monkeypatch):
         )  # fmt: skip
         assert sorted((run.round, run.mode) for run in runs) == sorted((at, mode) for at in (0, 1) for mode in MODES)
     assert seen == [3, 6, 3, 6]
+
+
+def test_a_round_that_fails_leaves_the_result_of_those_before(monkeypatch, tmp_path):
+    def run_turn(turn, workload, store_folder, **_):
+        if turn.round == 1:
+            raise RunFailedError("stock: ended with code 1", "")
+        return [make_run(mode, turn.round, [1.0]) for mode in turn.modes]
+
+    monkeypatch.setattr("bench.capture.processes.run_turn", run_turn)
+    file = tmp_path / "result.json"
+    with pytest.raises(SystemExit):
+        main(["--model", "m", "--modes", "stock,stock", "--rounds", "2", "--output", str(file)])
+    written = json.loads(file.read_text())
+    assert (written["rounds"], len(written["runs"])) == (1, 2)
+
+
+def test_without_together_only_one_process_runs_at_a_time(monkeypatch):
+    alone = []
+    monkeypatch.setattr("bench.capture.processes.run_turn", lambda turn, *_, baton=None: alone.append(baton) or [])
+    run_all(Workload(model="x"), schedule([Mode.STOCK, Mode.STOCK], 1))
+    assert alone == [None, None]

@@ -11,8 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from pyarrow import dataset as tables
+from pyarrow import parquet
 
 import residuum
 from residuum.cli.main import make_parser
@@ -51,6 +53,24 @@ def test_a_job_that_cannot_run_starts_no_service(prompts, tmp_path, flags, messa
     assert done.returncode == 1
     assert message in done.stderr
     assert "/no/model" not in done.stderr, "no service has tried to start"
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [("", "has files of the splits test, train. Their rows should not be mixed"), ("train", "no column 'label'")],
+)
+def test_splits_of_a_folder_are_not_mixed(tmp_path, split, message):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("test", "train"):
+        parquet.write_table(pa.table({"text": ["The sea"], name: [1]}), data / f"{name}-00000-of-00001.parquet")
+    done = command(
+        data / split, "--output", tmp_path / "rows", "--capture", "0", "--ray", "local", "--gpus", "0",
+        "--serve", "/no/model", "--keep", "label",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not split or "'train'" in done.stderr, "the columns are those of the split"
 
 
 def test_a_prompt_that_fails_is_a_row_and_stop_ends_the_job(services, prompts, tmp_path):

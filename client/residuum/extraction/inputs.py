@@ -16,7 +16,8 @@ from typing import Any, Protocol, Union
 import numpy as np
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.tables import files_of_split, open_table
+from residuum.extraction.splits import files_of_split
+from residuum.extraction.tables import open_table
 from residuum.protocol.requests import Prompt, short
 
 Source = Union[str, "os.PathLike[str]", "Iterable[Prompt | Mapping[str, Any]]"]
@@ -179,14 +180,15 @@ def open_rows(source: Source, column: str, keep: Sequence[str]) -> Rows:
     if not isinstance(source, (str, os.PathLike)):
         return ListedRows(source, column)
     path = Path(source)
-    is_split = not path.exists()
-    if is_split and not files_of_split(path):
+    if not path.exists():
+        if files_of_split(path):
+            return open_table(path, [column, *keep])
         raise FileNotFoundError(f"The input {path} does not exist.")
     if path.suffix in _JSON_SUFFIXES:
         return JsonLines(path)
     if path.suffix in _TEXT_SUFFIXES:
         return TextLines(path, column)
-    if is_split or path.is_dir() or path.suffix in _TABLE_SUFFIXES:
+    if path.is_dir() or path.suffix in _TABLE_SUFFIXES:
         return open_table(path, [column, *keep])
     raise InvalidRequest(
         f"The suffix of {path} names no kind of input. Use .jsonl, .txt (one prompt per line), .parquet or .arrow, or "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,8 @@ from typing import Any
 import numpy as np
 
 from residuum.exceptions import InvalidRequest
+from residuum.extraction.splits import files_of_folder, files_of_split
 from residuum.rpc.extras import install_extra
-
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}")
-"""The names of the files of a split on the Hugging Face hub, such as train-00000-of-00002."""
-_SPLITS = frozenset(("train", "training", "validation", "valid", "dev", "test", "eval"))
-"""The usual names of the only file of a split."""
 
 _PIECE = 1024
 """The rows that are converted to Python values at once."""
@@ -74,18 +69,6 @@ def open_table(path: Path, columns: Sequence[str]) -> TableRows:
     return TableRows(_indexed(path, table).select(list(dict.fromkeys(columns))), path.name)
 
 
-def files_of_split(path: Path) -> list[Path]:
-    """Return the files of a split that is named as if it were a folder, such as data/train; empty if there are none."""
-    tables = [file for suffix in (".parquet", ".arrow") for file in sorted(path.parent.glob("*" + suffix))]
-    return [file for file in tables if _split_of(file) == path.name]
-
-
-def _split_of(file: Path) -> str | None:
-    """Return the split that a file's name tells; None if it tells none."""
-    shard = _SHARD.fullmatch(file.stem)
-    return shard[1] if shard else file.stem if file.stem in _SPLITS else None
-
-
 def _files(path: Path) -> list[Path]:
     """Return a table's files. A folder of `datasets` lists its own in state.json."""
     if not path.is_dir():
@@ -93,14 +76,7 @@ def _files(path: Path) -> list[Path]:
     state = path / "state.json"
     if state.is_file():
         return [path / item["filename"] for item in json.loads(state.read_text())["_data_files"]]
-    found = sorted(path.glob("*.parquet")) or sorted(path.glob("*.arrow"))
-    splits = sorted({split for split in map(_split_of, found) if split is not None})
-    if len(splits) > 1:
-        raise InvalidRequest(
-            f"{path} has files of the splits {', '.join(splits)}, whose rows should not be mixed. Name one split, such "
-            f"as {path / splits[0]}.",
-            reason="INVALID_FIELD",
-        )
+    found = files_of_folder(path)
     if found:
         return found
     inner = sorted(item.parent.name for item in path.glob("*/state.json"))

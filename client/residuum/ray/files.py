@@ -13,6 +13,7 @@ import ray
 from pyarrow import fs
 
 from residuum.exceptions import InvalidRequest
+from residuum.extraction.splits import files_of_folder, files_of_split
 from residuum.ray.extracting import extract
 from residuum.ray.service_actor import ServicePlan
 from residuum.ray.services import Need, RayServices, running
@@ -59,8 +60,9 @@ def extract_files(
     """Send the prompts of files, and write Parquet files.
 
     Args:
-        source: A file that ends in .jsonl, .txt or .parquet, or a folder with Parquet files; a path or a URL. On a
-            cluster of several nodes, it must be a URL: file:///... for a disk that all nodes have.
+        source: A file that ends in .jsonl, .txt or .parquet, a folder with Parquet files, or a split of one; a path or
+            a URL. On a cluster of several nodes, it must be a URL: file:///... for a disk that all nodes have. Splits
+            at a URL are not told apart.
         output: The folder to write; likewise a path or a URL. It must be empty, or not exist.
         endpoints: The inference services, if they run already.
         address: The cluster's address, "auto" on one of its nodes, or "local" for this machine.
@@ -71,8 +73,8 @@ def extract_files(
         choice: The further arguments of `extract`.
 
     Raises:
-        InvalidRequest: The kind of the input is unknown, the output has files, or one of them is a path and there are
-            several nodes. The other errors are those of `extract` and `serve`.
+        InvalidRequest: The kind of the input is unknown, a folder has several splits, the output has files, or one of
+            them is a path and there are several nodes. The other errors are those of `extract` and `serve`.
     """
     suffix = _suffix(source)
     _check_empty(output)
@@ -149,7 +151,21 @@ def _suffix(source: str) -> str:
     return suffix
 
 
+def _input(source: str) -> str | list[str]:
+    """Return what Ray reads: a source itself, or the files of a split such as data/train.
+
+    Raises:
+        InvalidRequest: The source is a folder on this machine with files of several splits.
+    """
+    path = Path(source)
+    if _is_url(source):
+        return source
+    if path.is_dir():
+        files_of_folder(path)  # Ray reads the folder, with its subfolders
+    return source if path.exists() else [str(file) for file in files_of_split(path)] or source
+
+
 def _read(source: str, suffix: str, column: str) -> Any:
     reader = _READERS.get(suffix, "read_parquet")
-    found = getattr(ray.data, reader)(source, **({"lines": True} if reader == "read_json" else {}))
+    found = getattr(ray.data, reader)(_input(source), **({"lines": True} if reader == "read_json" else {}))
     return found.rename_columns({"text": column}) if reader == "read_text" and column != "text" else found

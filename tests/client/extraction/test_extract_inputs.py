@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import datasets
 import pyarrow as pa
@@ -74,27 +75,56 @@ def test_a_table_without_the_column_is_refused(tmp_path):
         open_rows(tmp_path / "c", "text", [])
 
 
+def write_tables(folder, **files):
+    """Write Parquet files with consecutive rows of COLUMNS: as many as each number says."""
+    folder.mkdir(exist_ok=True)
+    first = 0
+    for name, rows in files.items():
+        parquet.write_table(pa.table(COLUMNS).slice(first, rows), folder / f"{name}.parquet")
+        first += rows
+
+
 @pytest.mark.parametrize(
-    ("test", "train"),
+    ("train", "test"),
     [
-        ("test-00000-of-00001.parquet", ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet")),
-        ("test.parquet", ("train.parquet",)),
+        (("train-00000-of-00002", "train-00001-of-00002"), "test-00000-of-00001"),
+        (("train-000000-of-000001-6ef3991c06080e14",), "test-000000-of-000001-aaaaaaaaaaaaaaaa"),
+        (("Train",), "Test"),
+        (("wikitext-train-00000-of-00001",), "wikitext-test"),
+        (("forget-00000-of-00001",), "retain-00000-of-00001"),
+        (("b.jsonl-00000-of-00001",), "a.txt-00000-of-00001"),
     ],
 )
-def test_splits_of_a_folder_are_not_mixed(tmp_path, test, train):
-    made, data = pa.table(COLUMNS), tmp_path / "data"
-    data.mkdir()
-    size = -(-made.num_rows // len(train))
-    for at, name in enumerate(train):
-        parquet.write_table(made.slice(at * size, size), data / name)
+def test_splits_of_a_folder_are_not_mixed(tmp_path, train, test):
+    data = tmp_path / "data"
+    write_tables(data, **dict(zip(train, (2, 1) if len(train) > 1 else (3,), strict=True)))
     assert [item.prompt for item in items(data)] == COLUMNS["text"], "a single split needs no name"
-    parquet.write_table(made.slice(0, 1), data / test)
-    with pytest.raises(residuum.InvalidRequest, match=rf"has files of the splits test, train.*such as {data / 'test'}"):
+    write_tables(data, **{test: 1})
+    names = [re.sub("-0.*", "", name) for name in (train[0], test)]
+    advised = data / min(names)
+    with pytest.raises(residuum.InvalidRequest, match=f"the splits {', '.join(sorted(names))}.*such as {advised}, and"):
         open_rows(data, "text", [])
-    assert [item.prompt for item in items(data / "train")] == COLUMNS["text"]
-    assert [item.prompt for item in items(data / "test")] == COLUMNS["text"][:1]
+    assert [item.prompt for item in items(data / names[0])] == COLUMNS["text"]
+    assert [item.prompt for item in items(data / names[1])] == COLUMNS["text"][:1]
     with pytest.raises(FileNotFoundError, match="validation does not exist"):
         open_rows(data / "validation", "text", [])
+
+
+def test_files_of_no_split_are_read_together_but_not_with_a_split(tmp_path):
+    write_tables(tmp_path, **{"part-0": 2, "part-1": 1})
+    assert [item.prompt for item in items(tmp_path)] == COLUMNS["text"]
+    write_tables(tmp_path, holdout=1, train=1)
+    with pytest.raises(residuum.InvalidRequest, match=r"splits train, and other files, such as holdout\.parquet"):
+        open_rows(tmp_path, "text", [])
+
+
+def test_the_advice_names_a_split_that_can_be_read(tmp_path):
+    write_tables(tmp_path, test=1, train=1)
+    (tmp_path / "test").mkdir()
+    with pytest.raises(residuum.InvalidRequest, match=f"such as {tmp_path / 'train'}, and"):
+        open_rows(tmp_path, "text", [])
+    pa.ipc.new_file(tmp_path / "train.arrow", pa.table(COLUMNS).schema).close()
+    assert [item.prompt for item in items(tmp_path / "train")] == COLUMNS["text"][1:2], "Parquet comes before Arrow"
 
 
 def test_lines_of_text(tmp_path):

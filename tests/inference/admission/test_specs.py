@@ -440,6 +440,7 @@ def test_sampling_out_of_range_is_refused(field, parameters):
     ("parameters", "message"),
     [
         ({"temperature": 2.1}, "temperature must be from 0 to 2, not 2.1."),
+        ({"top_p": 1.0000001}, "top_p must be above 0 and at most 1, not 1.0000001."),
         ({"seed": 1 << 63}, "seed must be at most 9223372036854775807, not 9223372036854775808."),
         ({"min_p": math.nan}, "min_p must be from 0 to 1, not nan."),
         ({"stop": ["x"] * 17}, "stop must be at most 16 texts, none empty."),

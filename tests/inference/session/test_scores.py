@@ -18,7 +18,7 @@ from inference_svc.requests.registry import Running
 from inference_svc.resources.score_board import ScoreBoard, ScoreMemory
 from inference_svc.session.messages import messages
 from inference_svc.session.scores import scoring
-from inference_svc.session.scores.probe_groups import ProbeGroups
+from inference_svc.session.scores.probe_groups import ProbeGroups, groups_of
 from inference_svc.session.scores.scoring import SequenceScores
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
@@ -114,6 +114,8 @@ def test_columns_are_in_the_order_of_layers():
         (Kind.SCORE, 3, (1,), 2),
         (Kind.SCORE, 3, (2,), 3),
     ]
+    moved = make_plan(Running("s", resolved, was_registered=False), 0, 5, {A: 8, B: 3}, scores=region)
+    assert [item.row for item in moved.operations] == [8, 3, 8, 8], "the vectors have other rows now"
     assert not plan.needs_whole_prompt
     assert replace(plan, scores=region._replace(first_position=0)).needs_whole_prompt
 
@@ -393,11 +395,15 @@ def test_a_probe_has_the_same_scores_among_others_as_alone():
         probe("j", layer=0, outputs=two),
     ]
     whole = spec(*probes)
-    groups = ProbeGroups(whole)
+    groups = groups_of(whole)
+    assert groups_of(spec(*probes, score_prompt=True)) is groups, "requests with the same probes share them"
     products = np.random.default_rng(0).standard_normal((5, groups.columns)).astype(np.float32)
     products[1, ::3] = np.inf
-    phase = groups.begin()
-    parts = [groups.scores(products[part], phase) for part in (slice(0, 1), slice(1, 2), slice(2, 5))]
+    phase, other = groups.begin(), groups.begin()
+    parts = []
+    for part in (slice(0, 1), slice(1, 2), slice(2, 5)):
+        parts.append(groups.scores(products[part], phase))
+        groups.scores(-products[part], other)  # of another request meanwhile
     together = [np.concatenate(of_probe) for of_probe in zip(*parts, strict=True)]
     for index, item, column in in_columns(whole):
         alone = ProbeGroups(spec(item))

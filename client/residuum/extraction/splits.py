@@ -1,0 +1,56 @@
+"""The files of a table in a folder, and the splits of a dataset that their names tell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from residuum.exceptions import InvalidRequest
+
+_SHARD = re.compile(r"(.+)-\d{5,}-of-\d{5,}(?:-[0-9a-f]{16})?")
+"""The names of the files of a split on the Hugging Face hub, such as train-00000-of-00002."""
+_WORDS = frozenset(("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"))
+"""Words that name a split."""
+_MOST_NAMED = 8
+"""The most splits that a message names."""
+
+
+def files_of_folder(folder: Path) -> list[Path]:
+    """Return the Parquet files of a folder, or else its Arrow files, in the order of their names; empty without any.
+
+    Raises:
+        InvalidRequest: They are of several splits, whose rows should not be mixed.
+    """
+    found = _tables(folder)
+    splits = dict.fromkeys(map(_split_of, found))
+    if len(splits) > 1:
+        names = [split for split in splits if split is not None]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        others = next((f", and other files, such as {file.name}" for file in found if _split_of(file) is None), "")
+        advised = next((name for name in names if not (folder / name).exists()), names[0])
+        raise InvalidRequest(
+            f"{folder} has files of the splits {', '.join(names[:_MOST_NAMED])}{more}{others}. Their rows should not "
+            f"be mixed. Name one split, such as {folder / advised}, and run a job for each that you want.",
+            reason="INVALID_FIELD",
+        )
+    return found
+
+
+def files_of_split(path: Path) -> list[Path]:
+    """Return the files of a split that is named as if it were a folder, such as data/train; empty if there are none."""
+    return [file for file in _tables(path.parent) if _split_of(file) == path.name]
+
+
+def _tables(folder: Path) -> list[Path]:
+    for suffix in (".parquet", ".arrow"):
+        if found := sorted(file for file in folder.glob("*" + suffix) if file.is_file()):
+            return found
+    return []
+
+
+def _split_of(file: Path) -> str | None:
+    """Return the split that a file's name tells, such as "train" or "wikitext-train"; None if it tells none."""
+    shard = _SHARD.fullmatch(file.stem)
+    if shard:
+        return shard[1]
+    return None if _WORDS.isdisjoint(re.split(r"[^a-z]+", file.stem.lower())) else file.stem
