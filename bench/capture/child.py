@@ -191,7 +191,8 @@ class _Driver:
         if sink:
             await sink.begin(prompts, self._encoding(mode))
         await self._subject.call("bench_synchronise")
-        batch = await generate_batch(self._subject, prompts, plans, self._workload.decode)
+        workload = self._workload
+        batch = await generate_batch(self._subject, prompts, plans, workload.decode, at_once=workload.at_once)
         await self._subject.call("bench_synchronise")
         batch = batch._replace(ended=time.perf_counter())
         settled = completed = batch.ended

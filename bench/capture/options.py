@@ -21,6 +21,11 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=positive, default=defaults.prefill, help="tokens of each prompt, exactly")
     parser.add_argument("--decode", type=positive, default=defaults.decode, help="tokens of each reply, exactly")
     parser.add_argument("--iterations", type=positive, default=defaults.iterations, help="iterations after one warm-up")
+    parser.add_argument(
+        "--at-once", action="store_true",
+        help="the engine begins when it has all requests of an iteration. Otherwise the first step has those that have "
+        "come by then, and with pipeline parallelism the batches in flight stay as unequal as they began",
+    )  # fmt: skip
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument("--eager", action="store_true", help="do not compile the model")
     compiling.add_argument("--compiled", dest="eager", action="store_false", help="compile the model (the default)")

@@ -23,6 +23,7 @@ from inference_svc.settings import InferenceSettings
 from inference_svc.taps.plan import RequestPlan
 
 _SETTLE_SECONDS = 300.0
+_POLL_SECONDS = 0.001
 
 
 class Subject(Protocol):
@@ -49,6 +50,12 @@ class Subject(Protocol):
         on_first: Callable[[], None],
     ) -> list[int]:
         """Generate, call `on_first` when the first token is there, and return the token IDs of the reply."""
+
+    async def hold(self) -> None:
+        """Let requests wait in the engine until `release`."""
+
+    async def release(self, requests: int) -> float:
+        """Begin to compute once the engine has this many requests; return the time, on `time.perf_counter`."""
 
     async def call(self, method: str, *arguments: object) -> None:
         """Call a method of `WorkerExtension` in every worker."""
@@ -85,6 +92,14 @@ class StockSubject:
         # Uses the service's loop over vLLM's outputs, so that only the taps differ.
         deltas = stream(self.llm, {"prompt_token_ids": list(prompt)}, sampling.clone(), request_id)
         return await _reply(deltas, on_first)
+
+    async def hold(self) -> None:
+        """See `Subject`."""
+        await _hold(self.llm)
+
+    async def release(self, requests: int) -> float:
+        """See `Subject`."""
+        return await _release(self.llm, requests)
 
     async def call(self, method: str, *arguments: object) -> None:
         """See `Subject`."""
@@ -135,6 +150,14 @@ class TappedSubject:
         """See `Subject`."""
         return await _reply(self.engine.generate(request_id, prompt, sampling, plan, None), on_first)
 
+    async def hold(self) -> None:
+        """See `Subject`."""
+        await _hold(self.engine._llm)  # noqa: SLF001 - the service never does this
+
+    async def release(self, requests: int) -> float:
+        """See `Subject`."""
+        return await _release(self.engine._llm, requests)  # noqa: SLF001 - as above
+
     async def call(self, method: str, *arguments: object) -> None:
         """See `Subject`."""
         await self.engine._llm.collective_rpc(method, args=arguments)  # noqa: SLF001 - the service never calls these
@@ -147,6 +170,18 @@ class TappedSubject:
     def shutdown(self) -> None:
         """See `Subject`."""
         self.engine.shutdown()
+
+
+async def _hold(llm: AsyncLLM) -> None:
+    await llm.pause_generation(mode="keep", clear_cache=False)
+
+
+async def _release(llm: AsyncLLM, requests: int) -> float:
+    while llm.output_processor.get_num_unfinished_requests() < requests:  # noqa: ASYNC110 - vLLM has no event for it
+        await asyncio.sleep(_POLL_SECONDS)
+    began = time.perf_counter()
+    await llm.resume_generation()
+    return began
 
 
 async def _reply(deltas: AsyncIterable[Delta], on_first: Callable[[], None]) -> list[int]:
@@ -177,9 +212,17 @@ class Batch(NamedTuple):
 
 
 async def generate_batch(
-    subject: Subject, prompts: Mapping[str, Sequence[int]], plans: Mapping[str, RequestPlan | None], decode: int
+    subject: Subject,
+    prompts: Mapping[str, Sequence[int]],
+    plans: Mapping[str, RequestPlan | None],
+    decode: int,
+    *,
+    at_once: bool = False,
 ) -> Batch:
-    """Generate `decode` tokens greedily for each prompt, all submitted at the same time."""
+    """Generate `decode` tokens greedily for each prompt, all submitted at the same time.
+
+    With `at_once`, the engine begins when it has all of them, and so does the time.
+    """
     sampling = SamplingParams(max_tokens=decode, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     firsts: list[float] = []
 
@@ -187,7 +230,11 @@ async def generate_batch(
         firsts.append(time.perf_counter())
 
     requests = (subject.generate(name, prompt, sampling, plans[name], note) for name, prompt in prompts.items())
-    return (await timed_batch(requests, decode))._replace(prompted=max(firsts))
+    if not at_once:
+        return (await timed_batch(requests, decode))._replace(prompted=max(firsts))
+    await subject.hold()
+    batch, started = await asyncio.gather(timed_batch(requests, decode), subject.release(len(prompts)))
+    return batch._replace(prompted=max(firsts), started=started)
 
 
 async def timed_batch(requests: Iterable[Awaitable[list[int]]], decode: int) -> Batch:

@@ -115,6 +115,8 @@ class Workload:
     iterations: int = 3
     """Measured iterations, after one warm-up."""
     warmups: int = 1
+    at_once: bool = False
+    """Whether the engine begins when it has all requests of an iteration."""
     eager: bool = False
     sink: Sink = Sink.STORE
     vectors: Vectors = Vectors.REQUEST

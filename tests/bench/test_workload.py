@@ -9,6 +9,7 @@ from bench.capture.baton import Baton, BatonDroppedError
 from bench.capture.child import capture_of, operations, request_id
 from bench.capture.processes import environment_of, run_all
 from bench.capture.shapes import SHAPES, write_shape
+from bench.capture.subjects import generate_batch
 from bench.capture.workload import Job, Mode, Runner, Sink, Vectors, Workload, iterations_per_turn, schedule, turns
 from bench.plain import restore
 from bench.processes import RunFailedError
@@ -243,3 +244,37 @@ def test_without_together_only_one_process_runs_at_a_time(monkeypatch):
     monkeypatch.setattr("bench.capture.processes.run_turn", lambda turn, *_, baton=None: alone.append(baton) or [])
     run_all(Workload(model="x"), schedule([Mode.STOCK, Mode.STOCK], 1))
     assert alone == [None, None]
+
+
+class HeldSubject:
+    """An engine that notes what happens, and answers when it is released."""
+
+    def __init__(self):
+        self.happened, self.came, self.released = [], asyncio.Semaphore(0), asyncio.Event()
+
+    async def hold(self):
+        self.happened.append("hold")
+
+    async def release(self, requests):
+        for _ in range(requests):
+            await self.came.acquire()
+        self.happened.append("release")
+        self.released.set()
+        return 5.0
+
+    async def generate(self, request_id, prompt, sampling, plan, on_first):
+        self.happened.append("request")
+        self.came.release()
+        if "hold" in self.happened:
+            await self.released.wait()
+        on_first()
+        return [1, 2]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_the_engine_begins_with_all_requests_if_that_is_asked_for(at_once):
+    subject, prompts = HeldSubject(), {name: [1] for name in "abc"}
+    batch = await generate_batch(subject, prompts, dict.fromkeys(prompts), 2, at_once=at_once)
+    assert subject.happened == (["hold", *["request"] * 3, "release"] if at_once else ["request"] * 3)
+    assert batch.replies == [[1, 2]] * 3
+    assert (batch.started == 5.0) is at_once
