@@ -28,8 +28,9 @@ def files_of_folder(folder: Path) -> list[Path]:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         others = next((f", and other files, such as {file.name}" for file in found if _split_of(file) is None), "")
         advised = next((name for name in names if not (folder / name).exists()), names[0])
+        kind = "splits" if len(names) > 1 else "split"
         raise InvalidRequest(
-            f"{folder} has files of the splits {', '.join(names[:_MOST_NAMED])}{more}{others}. Their rows should not "
+            f"{folder} has files of the {kind} {', '.join(names[:_MOST_NAMED])}{more}{others}. Their rows should not "
             f"be mixed. Name one split, such as {folder / advised}, and run a job for each that you want.",
             reason="INVALID_FIELD",
         )

@@ -114,7 +114,7 @@ def test_files_of_no_split_are_read_together_but_not_with_a_split(tmp_path):
     write_tables(tmp_path, **{"part-0": 2, "part-1": 1})
     assert [item.prompt for item in items(tmp_path)] == COLUMNS["text"]
     write_tables(tmp_path, holdout=1, train=1)
-    with pytest.raises(residuum.InvalidRequest, match=r"splits train, and other files, such as holdout\.parquet"):
+    with pytest.raises(residuum.InvalidRequest, match=r"the split train, and other files, such as holdout\.parquet"):
         open_rows(tmp_path, "text", [])
 
 
