@@ -23,8 +23,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=positive, default=defaults.iterations, help="iterations after one warm-up")
     parser.add_argument(
         "--at-once", action="store_true",
-        help="the engine begins when it has all requests of an iteration. Otherwise the first step has those that have "
-        "come by then, and with pipeline parallelism the batches in flight stay as unequal as they began",
+        help="start the engine and the clock when the engine has all requests of an iteration. Otherwise the first "
+        "step has only those that have arrived, and with pipeline parallelism the batches in flight differ in size",
     )  # fmt: skip
     compiling = parser.add_mutually_exclusive_group()
     compiling.add_argument("--eager", action="store_true", help="do not compile the model")

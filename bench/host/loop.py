@@ -120,8 +120,7 @@ class DecodeLoop:
         return StepRows(names, firsts.tolist(), np.ones(len(names), dtype=np.int64).tolist())
 
     def _compute_prompts(self, plans: Sequence[RequestPlan]) -> None:
-        admitted = zip(self._names, plans, strict=True)
-        self.runtime.begin_step((), admitted)
+        self.runtime.begin_step((), zip(self._names, plans, strict=True))
         count = len(self._names)
         self.runtime.place(lambda: StepRows(self._names, [0] * count, [PROMPT_TOKENS] * count))
         self.runtime.finish_step()

@@ -89,9 +89,9 @@ def _vllm_arguments(
     }
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, prog: str = "python -m bench.service") -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.service", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1, 8 and 32 streams, shorter replies, fewer rounds")
     add_model(parser)
     parser.add_argument("--streams", type=positives, help="numbers of concurrent streams (default: 1,2,4,8,16,32,64)")

@@ -49,6 +49,10 @@ class ServiceJob:
     shown: dict[str, Any] = field(default_factory=dict)
     """Further fields of the workload for the result."""
 
+    def requests(self, streams: int) -> int:
+        """Return the requests of a load with this number of streams."""
+        return max(self.requests_per_stream * streams, self.least_requests)
+
 
 async def measure(job: ServiceJob, folder: Path, data: Path) -> dict[str, Any]:
     """Measure, and return the part of the result. The store's data is in `data`."""
@@ -95,13 +99,13 @@ async def _level(
     summaries: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(-1, job.rounds):  # round -1 is a warm-up: threads start, buffers are allocated
         for name in names if number % 2 == 0 else names[::-1]:
-            requests = max(job.requests_per_stream * streams, job.least_requests) if number >= 0 else streams
+            requests = job.requests(streams) if number >= 0 else streams
             load = Load(
                 f"{names.index(name)}-{streams}-{number}", streams, requests, job.prefill, job.decode,
                 host.first["vocab_size"], job.shared_prefix,
             )  # fmt: skip
-            measured, cpu_seconds = await _run(load, host, ways[name], client)
-            _, short_cpu_seconds = await _run(load.shortened(), host, ways[name], client)
+            measured, cpu_seconds = await run_way(load, host, ways[name], client)
+            _, short_cpu_seconds = await run_way(load.shortened(), host, ways[name], client)
             if number >= 0:
                 summaries[name].append({**measured.summary(), **cpu_of(load, cpu_seconds, short_cpu_seconds)})
     return {
@@ -114,7 +118,7 @@ async def _level(
     }
 
 
-async def _run(load: Load, host: Helper, way: Way, client: residuum.AsyncClient) -> tuple[Measured, float]:
+async def run_way(load: Load, host: Helper, way: Way, client: residuum.AsyncClient) -> tuple[Measured, float]:
     """Return the measurements of a load, and the CPU seconds of the way's process meanwhile.
 
     If its requests capture, wait until the store has all rows, so that they do not disturb the next load.

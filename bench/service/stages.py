@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from bench.output import table
 from bench.parts import Part, run_parts
 from bench.processes import Helper, running_store
 from bench.service.__main__ import job_of, parse
-from bench.service.compare import ServiceJob
-from bench.service.load import Load, Start, run_load
+from bench.service.compare import ServiceJob, run_way
+from bench.service.load import Load, Start
 from bench.service.staged_host import FILE_VARIABLE
 from bench.service.ways import WAYS, Way, more_ways, through_grpc
 
@@ -37,7 +39,9 @@ STAGES = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the result. Each model runner is a part."""
-    options = parse(arguments)
+    options = parse(arguments, "python -m bench.service.stages")
+    if options.served:
+        sys.exit("The ways through HTTP have no stages here. Leave out --served.")
     jobs = {runner.value: job_of(options, runner) for runner in options.runners}
     run_parts(
         "bench.service.stages", Machine.describe(), list(jobs), options.output,
@@ -70,21 +74,17 @@ async def measure(job: ServiceJob, folder: Path, data: Path) -> dict[str, Any]:
         ways = {WAYS[1]: Way(pid, through_grpc(client)), **more_ways(job, client, pid, await client.info())}
         for number in range(-1, job.rounds):  # round -1 is a warm-up
             for name, way in ways.items() if number % 2 == 0 else reversed(ways.items()):
-                assert way.start is not None  # noqa: S101 - all of these are through gRPC
                 load = Load(
-                    f"{name}-{number}", streams, streams * job.requests_per_stream, job.prefill, job.decode,
+                    f"{name}-{number}", streams, job.requests(streams), job.prefill, job.decode,
                     host.first["vocab_size"], job.shared_prefix,
                 )  # fmt: skip
                 noted: dict[str, dict[str, float]] = {}
-                await run_load(load, _noting(way.start, noted))
-                if way.capture_id is not None:  # its rows must not disturb the next load
-                    for request_id in noted:
-                        await client.manifest(way.capture_id.format(request_id), wait=True)
+                await run_way(load, host, replace(way, start=_noting(way.start, noted)), client)
                 of_client.update(noted if number >= 0 else {})
     of_service = json.loads(file.read_text())
     return {
         "parameters": {
-            "streams": streams, "requests_per_stream": job.requests_per_stream, "rounds": job.rounds,
+            "streams": streams, "requests": job.requests(streams), "rounds": job.rounds,
             "prefill": job.prefill, "decode": job.decode, "shared_prefix": job.shared_prefix, **job.shown,
         },
         "model_runner": host.first["model_runner"],
@@ -92,7 +92,9 @@ async def measure(job: ServiceJob, folder: Path, data: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _noting(start: Start, noted: dict[str, dict[str, float]]) -> Start:
+def _noting(start: Start | None, noted: dict[str, dict[str, float]]) -> Start:
+    assert start is not None  # noqa: S101 - all of these ways are through gRPC
+
     async def noting(name: str, prompt: Sequence[int], decode: int) -> AsyncGenerator[int, None]:
         stages = noted[name] = {"starts": time.monotonic()}
         async for count in start(name, prompt, decode):

@@ -137,7 +137,7 @@ def check_scores(spec: probe_pb2.ProbeSpec | None, sampling: inference_pb2.Sampl
         )
 
 
-def probes_of(spec: probe_pb2.ProbeSpec) -> bytes:
+def key_of_probes(spec: probe_pb2.ProbeSpec) -> bytes:
     """Return the probes of a spec as a serialised spec without rules: a key for what depends on the probes alone."""
     return probe_pb2.ProbeSpec(probes=spec.probes).SerializeToString()
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.gates import gate_digests, make_gate
-from inference_svc.admission.probes import in_columns, probe_digests, probes_of
+from inference_svc.admission.probes import in_columns, key_of_probes, probe_digests
 from inference_svc.admission.rules import ABORT, has_action
 from inference_svc.admission.steering import layer_digests
 from inference_svc.resources.sae_memory import sae_name
@@ -107,7 +107,7 @@ def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[
     """Return the operations that compute the scores of checked probes."""
     if spec is None:
         return ()
-    return _scoring_of(probes_of(spec), tuple(rows[digest] for digest in probe_digests(spec)))
+    return _scoring_of(key_of_probes(spec), tuple(rows[digest] for digest in probe_digests(spec)))
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,6 @@ from typing import Any, Protocol, Union
 import numpy as np
 
 from residuum.exceptions import InvalidRequest
-from residuum.extraction.splits import files_of_split
 from residuum.extraction.tables import open_table
 from residuum.protocol.requests import Prompt, short
 
@@ -180,10 +179,8 @@ def open_rows(source: Source, column: str, keep: Sequence[str]) -> Rows:
     if not isinstance(source, (str, os.PathLike)):
         return ListedRows(source, column)
     path = Path(source)
-    if not path.exists():
-        if files_of_split(path):
-            return open_table(path, [column, *keep])
-        raise FileNotFoundError(f"The input {path} does not exist.")
+    if not path.exists():  # perhaps the name of a split
+        return open_table(path, [column, *keep])
     if path.suffix in _JSON_SUFFIXES:
         return JsonLines(path)
     if path.suffix in _TEXT_SUFFIXES:

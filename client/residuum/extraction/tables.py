@@ -51,13 +51,14 @@ def open_table(path: Path, columns: Sequence[str]) -> TableRows:
 
     Raises:
         InvalidRequest: It is not a table, lacks a column, or has several splits.
+        FileNotFoundError: There is no such file, folder or split.
         ImportError: pyarrow is not installed.
     """
+    files = _files(path)
     try:
         import pyarrow as pa
     except ImportError:
         raise ImportError(f"Inputs in Parquet or Arrow need the package pyarrow: {install_extra('parquet')}.") from None
-    files = _files(path)
     try:
         if files[0].suffix == ".parquet":
             table = _parquet(files, columns)
@@ -72,7 +73,10 @@ def open_table(path: Path, columns: Sequence[str]) -> TableRows:
 def _files(path: Path) -> list[Path]:
     """Return a table's files. A folder of `datasets` lists its own in state.json."""
     if not path.is_dir():
-        return [path] if path.exists() else files_of_split(path)
+        found = [path] if path.exists() else files_of_split(path)
+        if not found:
+            raise FileNotFoundError(f"The input {path} does not exist.")
+        return found
     state = path / "state.json"
     if state.is_file():
         return [path / item["filename"] for item in json.loads(state.read_text())["_data_files"]]

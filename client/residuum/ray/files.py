@@ -62,7 +62,7 @@ def extract_files(
     Args:
         source: A file that ends in .jsonl, .txt or .parquet, a folder with Parquet files, or a split of one; a path or
             a URL. On a cluster of several nodes, it must be a URL: file:///... for a disk that all nodes have. Splits
-            at a URL are not told apart.
+            at a URL are not recognised.
         output: The folder to write; likewise a path or a URL. It must be empty, or not exist.
         endpoints: The inference services, if they run already.
         address: The cluster's address, "auto" on one of its nodes, or "local" for this machine.

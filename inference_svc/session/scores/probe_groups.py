@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from inference_svc.admission.probes import in_columns, probes_of
+from inference_svc.admission.probes import in_columns, key_of_probes
 from inference_svc.session.scores.joined import JoinedScores, ScoreLayout
 from residuum.v1 import probe_pb2
 from residuum.wire.pooling import AttentionPool
@@ -45,7 +45,7 @@ class Phase(NamedTuple):
 
 def groups_of(spec: probe_pb2.ProbeSpec) -> ProbeGroups:
     """Return the groups of checked probes. Requests with the same probes share them."""
-    return _groups_of(probes_of(spec))
+    return _groups_of(key_of_probes(spec))
 
 
 @lru_cache(maxsize=16)
