@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from inference_svc.taps.gpu.host_copies import CopyFailedError
+from inference_svc.taps.gpu.driver import CopyFailedError
 from inference_svc.taps.vllm.limits import UnsupportedEngineError
 
 if TYPE_CHECKING:

@@ -8,6 +8,9 @@ The device may do all copies to the host in the order in which they were started
 for all rows whose copies were started before, and with them the next step. This is why at most PIECE_BYTES are queued,
 or one block, if it is larger. Other blocks wait, and so do those for which the ring has no room. Each step starts more
 copies. So does a step that needs the blocks' rows of the pool. A thread does it only if no step follows in time.
+
+Blocks that may wait a little gather for a few steps. Most of the work does not depend on how many blocks there are, and
+with pipeline parallelism the next step waits for all of it.
 """
 
 from __future__ import annotations
@@ -32,6 +35,10 @@ LATE_SECONDS = 0.016
 """After this time without a step, the thread looks after the blocks."""
 _RETRY_SECONDS = 0.002
 """How often it does until the next step."""
+GATHER_STEPS = 8
+"""For so many steps, blocks gather that may (`Block.may_gather`)."""
+GATHER_BYTES = 16 << 20
+"""Blocks of so many bytes do not gather any longer. Their copies take 0.3 ms at 50 GB/s, for which tokens may wait."""
 
 
 class _Group(NamedTuple):
@@ -62,7 +69,10 @@ class DirectCopies:
         self._writer = writer
         self._ring_address = ring_address
         self._stream = torch.cuda.Stream(pool.memory.device)
+        self._model: torch.cuda.Stream | None = None  # fills blocks; None: `_stream` waits for all that it has to
         self._waiting: deque[Block] = deque()  # whose copies have not been started
+        self._waiting_bytes = 0  # of those that were sent since the last start
+        self._steps = self._due = 0  # steps so far, and the one that starts the waiting blocks
         self._group: list[tuple[Block, Encoded]] = []  # the next group
         self._groups: deque[_Group] = deque()  # not published
         self._sent = self._started = self._done = 0  # blocks
@@ -84,21 +94,28 @@ class DirectCopies:
         return self._done == self._sent
 
     def start(self, blocks: Sequence[Block]) -> None:
-        """Start to copy blocks that the current stream fills.
+        """Start to copy blocks that the current stream fills, at once or after a few steps.
 
         If the ring has no room, not even in the next step, the capture's policy decides: WAIT lets the block wait,
         SHED drops the rows and reports them as lost.
         """
         self._pool.leaving(len(blocks))
         with self._starting:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            if not self._waiting:
+                self._due = self._steps + GATHER_STEPS
+            self._model = torch.cuda.current_stream()
             self._sent += len(blocks)
             self._waiting += blocks
-            self._start_waiting(sheds=False)
+            self._waiting_bytes += sum(self._nbytes(block) for block in blocks)
+            if self._waiting_bytes >= GATHER_BYTES or any(block.free or not block.may_gather for block in blocks):
+                self._due = self._steps
+            if self._is_due:
+                self._start_waiting(sheds=False)
         self._has_stepped = self._may_hurry = True
         if self._hurries.is_set():
             self._hurries.clear()
-        self._has_blocks.set()
+        if not self._has_blocks.is_set():
+            self._has_blocks.set()
 
     def step(self, *, may_be_last: bool = False) -> None:
         """Publish the copies that are done, give their blocks back, and start more. Call it in each step.
@@ -107,7 +124,11 @@ class DirectCopies:
             may_be_last: No request is left. Then the thread does the rest at once, because perhaps no step follows.
         """
         self._has_stepped = True
-        self._go_on()
+        self._steps += 1
+        self._publish_done()
+        if self._waiting and self._is_due:
+            with self._starting:
+                self._start_waiting(sheds=True)
         if not may_be_last:
             return
         if self._may_hurry:
@@ -116,16 +137,24 @@ class DirectCopies:
             self._hurries.clear()
         self._may_hurry = False
 
+    @property
+    def _is_due(self) -> bool:
+        return self._steps >= self._due
+
     def _go_on(self) -> None:
+        """Publish the copies that are done, and start more, also of blocks that may gather."""
+        self._publish_done()
+        if self._waiting:
+            with self._starting:
+                self._start_waiting(sheds=True)
+
+    def _publish_done(self) -> None:
         if self._groups and self._publishing.acquire(blocking=False):  # otherwise another thread publishes them
             try:
                 while self._groups and self._groups[0].end.query():
                     self._publish_first()
             finally:
                 self._publishing.release()
-        if not self.is_empty:
-            with self._starting:
-                self._start_waiting(sheds=True)
 
     def wait(self) -> bool:
         """Wait until the oldest blocks have left, or the next waiting one has room. Return False if there is none."""
@@ -149,7 +178,7 @@ class DirectCopies:
         """Wait until all blocks have left, and return whether they have."""
         end = time.monotonic() + timeout_seconds
         while not (self.is_empty or self._pool.has_failed) and time.monotonic() < end:
-            self.step()
+            self._go_on()
             time.sleep(_RETRY_SECONDS)
         return self.is_empty
 
@@ -180,6 +209,10 @@ class DirectCopies:
         Args:
             sheds: Whether to shed blocks without room, if their policy says so.
         """
+        if self._model is not None:
+            self._stream.wait_stream(self._model)
+            self._model = None
+        self._waiting_bytes = 0
         is_full = self._room.locked()
         kept: list[Block] = []
         kept_captures: set[str] = set()  # the rows of each leave in their order, also if later blocks would find room
@@ -203,9 +236,11 @@ class DirectCopies:
 
     def _may_start(self, block: Block) -> bool:
         queued = self._started_bytes - self._done_bytes
-        nbytes = block.capture.units * len(block.positions) * self._pool.row_bytes
-        is_enough = queued and queued + nbytes > host_copies.PIECE_BYTES
+        is_enough = queued and queued + self._nbytes(block) > host_copies.PIECE_BYTES
         return not is_enough and self._started - self._done < host_copies.MOST_COPIES
+
+    def _nbytes(self, block: Block) -> int:
+        return int(block.capture.units * len(block.positions) * self._pool.row_bytes)
 
     def _acquire(self, block: Block, *, waits: bool) -> Encoded | None:
         capture, positions = block.capture, block.positions

@@ -13,10 +13,11 @@ queued: before more, the thread waits until all of them are done.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from inference_svc.taps.gpu.driver import CopyFailedError, library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,10 +34,6 @@ MOST_COPIES = 256
 """The most copies that are queued at a time. A call that finds the driver's queue full waits, and keeps the GIL."""
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
-
-
-class CopyFailedError(RuntimeError):
-    """CUDA did not accept a copy."""
 
 
 class Lines(NamedTuple):
@@ -143,7 +140,7 @@ def queue_lines(lines: Lines, stream: int) -> None:
         WidthInBytes=lines.width,
         Height=lines.height,
     )
-    code = _driver().cuMemcpy2DAsync_v2(ctypes.byref(request), ctypes.c_void_p(stream))
+    code = library().cuMemcpy2DAsync_v2(ctypes.byref(request), ctypes.c_void_p(stream))
     if code:
         raise CopyFailedError(f"{lines.nbytes} bytes were not copied to the host: cuMemcpy2DAsync failed with {code}.")
 
@@ -169,13 +166,3 @@ class _Memcpy2D(ctypes.Structure):
         ("WidthInBytes", ctypes.c_size_t),
         ("Height", ctypes.c_size_t),
     )
-
-
-@cache
-def _driver() -> Any:
-    """Return the driver's library. Its calls keep the GIL, because they take only microseconds.
-
-    Reacquiring the GIL takes longer. And while this thread waits for it, each torch call of the engine's thread wakes
-    this one, usually in vain.
-    """
-    return ctypes.PyDLL("libcuda.so.1")

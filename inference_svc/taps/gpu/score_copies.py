@@ -65,7 +65,7 @@ class CudaScoreCopies:
         self._tables = torch.zeros(_TABLES, max_requests, RUN_FIELDS, dtype=torch.int64, pin_memory=True)
         self._views: list[npt.NDArray[np.int64]] = list(self._tables.numpy())
         self._parts = list(self._tables)
-        self._read = (torch.cuda.Event(), torch.cuda.Event())  # one for each half of the tables, as in `_Stages`
+        self._read = (torch.cuda.Event(), torch.cuda.Event())  # one for each half of the tables, as in `tap.Stages`
         self._turn = -1
 
     def copy(self, runs: npt.NDArray[np.int64]) -> None:

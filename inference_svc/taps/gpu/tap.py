@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from inference_svc.taps.gpu import driver
 from inference_svc.taps.gpu.kernels import chunked, resident
 from inference_svc.taps.gpu.tables import ROW_FIELDS, ProgramTable
 from inference_svc.taps.steps.demand import MAX_ENTRIES
@@ -28,6 +30,7 @@ _SPARE_PROGRAMS = 1024
 _STAGES = 16
 """Number of staging buffers, even. The engine prepares a step while uploads of earlier steps still read theirs."""
 _NO_PROGRAM = -1
+_ROW_BYTES = 4 * ROW_FIELDS
 
 
 class CudaTap:
@@ -65,7 +68,7 @@ class CudaTap:
         scratch = chunked.scratch_for(bank.vectors.shape[1], device)
         self._tables = resident.KernelTables(rows, self._programs, bank, pool, scratch, scores)
         self._tap = resident.tap if scratch is None else chunked.tap
-        self._stages = _Stages(rows)
+        self._stages = Stages(rows)
         self._armed_rows = 0
         self._armed: OrderedDict[int, _Armed] = OrderedDict()  # by `id` of their lines, least recently used first
 
@@ -80,7 +83,8 @@ class CudaTap:
         armed = self._armed_of(layout)
         rows = len(armed.fields)
         table = self._stages.take()
-        table[rows : self._armed_rows, 0] = _NO_PROGRAM
+        if rows < self._armed_rows:
+            table[rows : self._armed_rows, 0] = _NO_PROGRAM
         table[:rows] = armed.fields
         table[armed.rows, 1:3] = layout.lines[:, PLACE:]
         self._stages.upload(max(rows, self._armed_rows))
@@ -152,15 +156,16 @@ class _Armed:
         self.fields[self.rows, 3] = is_busy[programs]
 
 
-class _Stages:
+class Stages:
     """The staging buffers: pinned memory from which the rows of steps are uploaded, one buffer after the other."""
 
     def __init__(self, target: Tensor) -> None:
         """Make buffers for the row table `target`, int32 [rows, ROW_FIELDS]."""
-        self._target = target
+        self._is_on_host = not target.is_cuda  # for tests and `bench.host`, without a GPU
         self._memory = torch.empty(_STAGES, *target.shape, dtype=torch.int32, pin_memory=True)
         self._views: list[npt.NDArray[np.int32]] = list(self._memory.numpy())
-        self._parts: list[tuple[int, Tensor, Tensor] | None] = [None] * _STAGES  # count, target, source: see `upload`
+        self._addresses = [buffer.data_ptr() for buffer in self._memory]
+        self._target_address = target.data_ptr()  # it lives as long as the tap
         # One event for each half. An event for each buffer would cost each step two more calls of CUDA.
         self._uploaded = (torch.cuda.Event(), torch.cuda.Event())
         self._turn = -1
@@ -175,11 +180,11 @@ class _Stages:
 
     def upload(self, count: int) -> None:
         """Start to copy the first `count` rows of the buffer that was taken last to the device."""
-        parts = self._parts[self._turn]
-        if parts is None or parts[0] != count:  # views of torch take as long as the rest
-            parts = self._parts[self._turn] = (count, self._target[:count], self._memory[self._turn, :count])
-        _, target, source = parts
-        target.copy_(source, non_blocking=True)
+        target, source, nbytes = self._target_address, self._addresses[self._turn], count * _ROW_BYTES
+        if self._is_on_host:
+            ctypes.memmove(target, source, nbytes)
+        else:
+            driver.queue_upload(target, source, nbytes, torch.cuda.current_stream().cuda_stream)
         half, at = divmod(self._turn, _STAGES // 2)
         if at == _STAGES // 2 - 1:
             self._uploaded[half].record()

@@ -6,7 +6,7 @@ A layout is made of numpy arrays on every device. The tap's `arm` converts it fo
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ NOWHERE = -1
 """The place of a row that is not captured."""
 
 
-@dataclass(frozen=True)
-class StepRows:
+class StepRows(NamedTuple):
     """Which rows of a step's batch belong to which request. Every runner adapter returns this.
 
     Request i has the next `counts[i]` rows of the batch, for the positions from `firsts[i]` on. Rows after those of the

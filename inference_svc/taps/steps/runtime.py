@@ -197,15 +197,15 @@ class TapRuntime:
             self._armed = None
 
     def _lay_out(self, rows: StepRows) -> StepLayout:
-        batch = next((batch for batch in self._steady if batch.continues(rows)), None)
-        if batch is not None:
-            self._steady.remove(batch)
-        else:
-            batch = self._new_batch(rows)
-            if batch is None:
-                return self._plan(rows)
-        self._steady.append(batch)
-        return batch.advance()
+        for index, batch in enumerate(self._steady):
+            if batch.continues(rows):
+                self._steady.append(self._steady.pop(index))
+                return batch.advance()
+        new = self._new_batch(rows)
+        if new is None:
+            return self._plan(rows)
+        self._steady.append(new)
+        return new.advance()
 
     def _new_batch(self, rows: StepRows) -> SteadyBatch | None:
         """Return the batch of a step that continues none, or None if it is not steady."""

@@ -61,11 +61,12 @@ class TapRuntimes:
 
     def place(self, get_rows: Callable[[], StepRows]) -> None:
         """See `TapRuntime.place`."""
-        rows = cache(get_rows)
+        if len(self._all) > 1 or self._scores:
+            get_rows = cache(get_rows)
         for runtime in self._all:
-            runtime.place(rows)
+            runtime.place(get_rows)
         if self._scores:
-            self._scores.place(rows)
+            self._scores.place(get_rows)
 
     def send_scores(self) -> None:
         """Copy the step's scores to the board, before the step's tokens are copied; see `Scores.send`."""

@@ -8,7 +8,8 @@ import torch
 
 from inference_svc.taps.gpu import host_copies
 from inference_svc.taps.gpu.copy_check import CannotCopyError, check_copies
-from inference_svc.taps.gpu.host_copies import CopyFailedError, HostCopies
+from inference_svc.taps.gpu.driver import CopyFailedError
+from inference_svc.taps.gpu.host_copies import HostCopies
 from tests.inference.taps.gpu.copies_without_gpu import queue_lines, without_gpu
 
 POOL = torch.zeros(16 * 17, 24, dtype=torch.bfloat16)

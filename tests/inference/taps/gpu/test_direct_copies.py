@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from inference_svc.shipping.ring import Extent
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
 from inference_svc.taps.gpu import direct_copies, host_copies
-from inference_svc.taps.gpu.direct_copies import DirectCopies
+from inference_svc.taps.gpu.direct_copies import GATHER_STEPS, DirectCopies
 from inference_svc.taps.ring_writer import ModelRows, RingWriter
 from residuum.v1 import tensor_pb2
 from tests.inference.taps.gpu.copies_without_gpu import queue_lines
@@ -128,9 +128,12 @@ class Copies:
         self.pool.before_waiting = self.direct.wait
         self.sent, self.serial = [], 0
 
-    def start(self, *sizes, name="a", sheds=False):
+    def start(self, *sizes, name="a", sheds=False, gathers=False):
         """Start to copy blocks of so many positions, with a number of its own in each row."""
-        self.direct.start([self.block(size, name=name, sheds=sheds) for size in sizes])
+        blocks = [self.block(size, name=name, sheds=sheds) for size in sizes]
+        for block in blocks:
+            block.may_gather = gathers
+        self.direct.start(blocks)
 
     def block(self, size, *, name="a", sheds=False):
         """A block that the model has filled."""
@@ -179,7 +182,7 @@ def running(ring_positions=1 << 10, pool_positions=1 << 10, *, piece_positions=3
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 happenings = st.one_of(
-    st.tuples(st.just("start"), sizes, st.sampled_from(["a", "b", "sheds"])),
+    st.tuples(st.just("start"), sizes, st.sampled_from(["a", "b", "sheds"]), st.booleans()),
     st.tuples(st.just("run"), st.integers(1, 20)),
     st.tuples(st.just("acknowledge"), st.integers(1, 5)),
     st.tuples(st.just("step"), st.booleans()),
@@ -197,7 +200,7 @@ def test_rows_leave_as_they_were_and_in_their_order(ring, pool, piece, most, dat
         for what, *how in data.draw(st.lists(happenings, max_size=60)):
             match what:
                 case "start":
-                    copies.start(*how[0], name=how[1], sheds=how[1] == "sheds")
+                    copies.start(*how[0], name=how[1], sheds=how[1] == "sheds", gathers=how[2])
                 case "run":
                     for _ in range(how[0]):
                         copies.device.run()
@@ -217,6 +220,82 @@ def test_copies_begin_after_the_model_has_filled_the_blocks():
         copies.start(1, 2)
         copies.start(1)
         assert copies.device.log == ["after model", "copy", "copy", "after model", "copy"]
+        copies.finish()
+
+
+def test_blocks_that_may_gather_leave_together_after_a_few_steps():
+    with running() as copies:
+        for size in (1, 2):
+            copies.start(size, gathers=True)
+            copies.direct.step()
+        for _ in range(GATHER_STEPS - 3):
+            copies.direct.step()
+        assert copies.device.log == []
+        copies.direct.step()
+        assert copies.device.log == ["after model", "copy", "copy"]
+        copies.direct.step()
+        assert not copies.ring.published
+        for _ in range(3):
+            copies.device.run()
+        copies.direct.step()
+        assert [rows.shape[1] for _, rows in copies.ring.published] == [1, 2]
+        copies.start(3, gathers=True)
+        for _ in range(GATHER_STEPS - 1):
+            copies.direct.step()
+        assert copies.device.log == ["after model", "copy", "copy"], "the steps count from the first block on"
+        copies.finish()
+
+
+def test_a_block_that_must_not_gather_takes_those_along_that_do():
+    with running() as copies:
+        copies.start(1, 2, gathers=True)
+        assert copies.device.log == []
+        copies.start(1)
+        assert copies.device.log == ["after model", "copy", "copy", "copy"]
+        copies.finish()
+
+
+def test_a_block_that_is_not_full_leaves_at_once():
+    """Its reply has ended."""
+    with running() as copies:
+        block = copies.block(3)
+        block.may_gather, block.limit = True, 4
+        copies.direct.start([block])
+        assert copies.device.log == ["after model", "copy"]
+        copies.finish()
+
+
+def test_so_many_bytes_do_not_gather_any_longer(monkeypatch):
+    monkeypatch.setattr(direct_copies, "GATHER_BYTES", 6 * POSITION_BYTES)
+    with running() as copies:
+        copies.start(5, gathers=True)
+        assert copies.device.log == []
+        copies.start(1, gathers=True)
+        assert copies.device.log == ["after model", "copy", "copy"]
+        copies.start(5, gathers=True)
+        assert copies.device.queued == 2, "only blocks that wait are counted"
+        copies.finish()
+
+
+@pytest.mark.parametrize("way", ["the last step", "a late step", "a flush", "a pool without room"])
+def test_blocks_that_gather_leave_when_nothing_more_comes(way):
+    with running(pool_positions=8) as copies:
+        copies.start(4, 4, gathers=True)
+        match way:
+            case "the last step":
+                copies.direct.step(may_be_last=True)
+                assert copies.direct._hurries.is_set(), "the thread does the rest"
+                copies.direct._go_on()
+            case "a late step":
+                copies.direct._go_on()  # as the thread does after LATE_SECONDS
+            case "a flush":
+                copies.direct.flush(0.01)
+            case _:
+                copies.block(4)
+                assert len(copies.ring.published) == 2
+                copies.sent.pop()
+                return
+        assert copies.device.queued == 2
         copies.finish()
 
 

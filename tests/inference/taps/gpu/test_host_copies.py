@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.taps.gpu import host_copies
-from inference_svc.taps.gpu.host_copies import CopyFailedError, HostCopies, Lines, divided, queue_lines
+from inference_svc.taps.gpu.driver import CopyFailedError
+from inference_svc.taps.gpu.host_copies import HostCopies, Lines, divided, queue_lines
 from tests.inference.taps.gpu.copies_without_gpu import without_gpu
 
 GUARD = 24
@@ -127,7 +128,7 @@ class Driver:
 
 def test_the_driver_gets_the_lines(monkeypatch):
     driver = Driver(0)
-    monkeypatch.setattr(host_copies, "_driver", lambda: driver)
+    monkeypatch.setattr(host_copies, "library", lambda: driver)
     queue_lines(Lines(source=4096, pitch=300, target=64, width=200, height=9), 17)
     request = driver.request
     assert (request.srcMemoryType, request.srcDevice, request.srcPitch) == (2, 4096, 300)
@@ -137,6 +138,6 @@ def test_the_driver_gets_the_lines(monkeypatch):
 
 
 def test_a_copy_that_the_driver_refuses_is_an_error(monkeypatch):
-    monkeypatch.setattr(host_copies, "_driver", lambda: Driver(700))
+    monkeypatch.setattr(host_copies, "library", lambda: Driver(700))
     with pytest.raises(CopyFailedError, match=r"1800 bytes were not copied to the host: .* failed with 700"):
         queue_lines(Lines(4096, 300, 64, 200, 9), 17)
