@@ -153,6 +153,9 @@ class Sink:
     def publish(self, *, may_be_last: bool) -> None:
         """See `BlockSink.publish`."""
 
+    def hurry(self) -> None:
+        """See `BlockSink.hurry`."""
+
     def lose(self, *arguments: object) -> None:
         """See `BlockSink.lose`."""
         raise AssertionError(f"rows were lost: {arguments}")

@@ -78,6 +78,11 @@ class JoiningSink:
         if self._whole:
             self._whole.sink.publish(may_be_last=may_be_last)
 
+    def hurry(self) -> None:
+        """See `BlockSink.hurry`."""
+        if self._whole:
+            self._whole.sink.hurry()
+
     def lose(
         self,
         capture: Capture,

@@ -126,6 +126,12 @@ class BlockSink:
             may_be_last: No request of the taps is left, so perhaps no step follows.
         """
 
+    def hurry(self) -> None:
+        """Send the rows of sent blocks soon, and do not let them wait for others. Here `send` does that.
+
+        Call it when a reply has ended whose last block was full.
+        """
+
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until every sent block has left the pool, and return whether all have. Here `send` does that."""
         del timeout_seconds

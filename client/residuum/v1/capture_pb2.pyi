@@ -548,8 +548,8 @@ class CaptureSpec(_message.Message):
     flush_interval: _builtins.int
     """The most captured positions of generated tokens that wait in the model's process before their rows are sent: 1 to
     32. Fewer show rows sooner to those who follow the capture, and take more chunks, each with its own cost. Rows of
-    the prompt never wait for generated ones. 0: 32. With 32, a GPU may keep them for a few steps more, to copy those of
-    several requests together.
+    the prompt never wait for generated ones. 0: 32. With 32, a GPU may keep the rows for a few steps more, and copy those
+    of several requests together.
     """
     @_builtins.property
     def layers(self) -> _selection_pb2.LayerSelection:

@@ -7,10 +7,11 @@ the device computes a step, the engine's thread usually has time left for that w
 The device may do all copies to the host in the order in which they were started. So a step's sampled tokens would wait
 for all rows whose copies were started before, and with them the next step. This is why at most PIECE_BYTES are queued,
 or one block, if it is larger. Other blocks wait, and so do those for which the ring has no room. Each step starts more
-copies. So does a step that needs the blocks' rows of the pool. A thread does it only if no step follows in time.
+of them. So does a step that needs the blocks' rows of the pool. A thread does it only if no step follows in time.
 
-Blocks that may wait a little gather for a few steps. Most of the work does not depend on how many blocks there are, and
-with pipeline parallelism the next step waits for all of it.
+Full blocks of generated tokens gather for a few steps before they are started. Most of the work does not depend on how
+many blocks there are, and with pipeline parallelism the next step waits for all of it. Blocks of SHED do not gather:
+the ring may have no room for many at once.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ LATE_SECONDS = 0.016
 _RETRY_SECONDS = 0.002
 """How often it does until the next step."""
 GATHER_STEPS = 8
-"""For so many steps, blocks gather that may (`Block.may_gather`)."""
+"""For how many steps blocks gather that may (`Block.may_gather`)."""
 GATHER_BYTES = 16 << 20
-"""Blocks of so many bytes do not gather any longer. Their copies take 0.3 ms at 50 GB/s, for which tokens may wait."""
+"""How many bytes gather at most. Their copies take 0.3 ms at 50 GB/s, for which a step's tokens may have to wait."""
 
 
 class _Group(NamedTuple):
@@ -69,7 +70,7 @@ class DirectCopies:
         self._writer = writer
         self._ring_address = ring_address
         self._stream = torch.cuda.Stream(pool.memory.device)
-        self._model: torch.cuda.Stream | None = None  # fills blocks; None: `_stream` waits for all that it has to
+        self._model: torch.cuda.Stream | None = None  # fills the waiting blocks; None: `_stream` already waits for it
         self._waiting: deque[Block] = deque()  # whose copies have not been started
         self._waiting_bytes = 0  # of those that were sent since the last start
         self._steps = self._due = 0  # steps so far, and the one that starts the waiting blocks
@@ -103,11 +104,11 @@ class DirectCopies:
         with self._starting:
             if not self._waiting:
                 self._due = self._steps + GATHER_STEPS
-            self._model = torch.cuda.current_stream()
+            self._follow(torch.cuda.current_stream())
             self._sent += len(blocks)
             self._waiting += blocks
             self._waiting_bytes += sum(self._nbytes(block) for block in blocks)
-            if self._waiting_bytes >= GATHER_BYTES or any(block.free or not block.may_gather for block in blocks):
+            if self._waiting_bytes >= GATHER_BYTES or not all(map(_gathers, blocks)):
                 self._due = self._steps
             if self._is_due:
                 self._start_waiting(sheds=False)
@@ -116,6 +117,10 @@ class DirectCopies:
             self._hurries.clear()
         if not self._has_blocks.is_set():
             self._has_blocks.set()
+
+    def hurry(self) -> None:
+        """Let blocks gather only until the next step: a reply has ended, and its last block may be one of them."""
+        self._due = self._steps
 
     def step(self, *, may_be_last: bool = False) -> None:
         """Publish the copies that are done, give their blocks back, and start more. Call it in each step.
@@ -144,7 +149,7 @@ class DirectCopies:
     def _go_on(self) -> None:
         """Publish the copies that are done, and start more, also of blocks that may gather."""
         self._publish_done()
-        if self._waiting:
+        if not self.is_empty:  # another thread may have taken all of `_waiting`, and may put some back
             with self._starting:
                 self._start_waiting(sheds=True)
 
@@ -209,9 +214,7 @@ class DirectCopies:
         Args:
             sheds: Whether to shed blocks without room, if their policy says so.
         """
-        if self._model is not None:
-            self._stream.wait_stream(self._model)
-            self._model = None
+        self._follow(None)
         self._waiting_bytes = 0
         is_full = self._room.locked()
         kept: list[Block] = []
@@ -233,6 +236,13 @@ class DirectCopies:
                 is_full |= may_wait  # for the blocks after this one, too: otherwise small ones could starve a large one
         self._end_group()
         self._waiting.extendleft(reversed(kept))
+        self._due = self._steps  # those that are left do not gather
+
+    def _follow(self, model: torch.cuda.Stream | None) -> None:
+        """Note the stream that fills the waiting blocks, after those sent before. Call it with `_starting`."""
+        if self._model is not None and self._model != model:
+            self._stream.wait_stream(self._model)
+        self._model = model
 
     def _may_start(self, block: Block) -> bool:
         queued = self._started_bytes - self._done_bytes
@@ -283,3 +293,8 @@ class DirectCopies:
         self._free_events.append(group.end)
         self._done_bytes += sum(encoded.extent.nbytes for _, encoded in group.blocks)
         self._done += len(group.blocks)
+
+
+def _gathers(block: Block) -> bool:
+    """Return whether a block may wait for others before it is copied."""
+    return block.may_gather and not block.free and not block.capture.sheds

@@ -1,9 +1,9 @@
 """The sink on a GPU: it encodes blocks and copies them to the ring, on CUDA streams of its own.
 
-Rows that leave as the model computed them are copied at once; see `direct_copies`. Other blocks go to a thread of the
-sink, which encodes them. The engine's thread waits neither for a copy nor for room in the ring. A full ring still slows
-the model down, through the pool (policy WAIT): blocks that cannot leave do not come back, and the step that needs a new
-block waits for one.
+The engine's thread starts to copy rows that leave as the model computed them; see `direct_copies`. Other blocks go to a
+thread of the sink, which encodes them. The engine's thread waits neither for a copy nor for room in the ring. A full
+ring still slows the model down, through the pool (policy WAIT): blocks that cannot leave do not come back, and the step
+that needs a new block waits for one.
 
 Whenever the sink's thread has waited and runs Python again, the engine's thread must wait for it, and for being woken
 up after that. This costs more than the work itself. So the thread waits seldom: it takes the blocks of several steps at
@@ -111,7 +111,7 @@ class StreamedSink(BlockSink):
         return self._encoder.nbytes
 
     def send(self, blocks: Sequence[Block]) -> None:
-        """Start to copy blocks, or hand them over. They leave once the model's stream has passed this point."""
+        """Start to copy blocks, or hand them over. They leave after the model's stream has passed this point."""
         whole = [block for block in blocks if self._leaves_whole(block)]
         others = blocks
         if whole:
@@ -129,6 +129,11 @@ class StreamedSink(BlockSink):
             return
         with self._pool.failing_on_error():
             self._direct.step(may_be_last=may_be_last)
+
+    def hurry(self) -> None:
+        """See `BlockSink.hurry`."""
+        self._direct.hurry()
+        self._hurry()
 
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, and forget it."""

@@ -161,11 +161,12 @@ class Stages:
 
     def __init__(self, target: Tensor) -> None:
         """Make buffers for the row table `target`, int32 [rows, ROW_FIELDS]."""
+        self._target = target  # keeps the memory at its address
         self._is_on_host = not target.is_cuda  # for tests and `bench.host`, without a GPU
         self._memory = torch.empty(_STAGES, *target.shape, dtype=torch.int32, pin_memory=True)
         self._views: list[npt.NDArray[np.int32]] = list(self._memory.numpy())
         self._addresses = [buffer.data_ptr() for buffer in self._memory]
-        self._target_address = target.data_ptr()  # it lives as long as the tap
+        self._target_address = target.data_ptr()
         # One event for each half. An event for each buffer would cost each step two more calls of CUDA.
         self._uploaded = (torch.cuda.Event(), torch.cuda.Event())
         self._turn = -1

@@ -51,6 +51,9 @@ class RowSink(Protocol):
     def publish(self, *, may_be_last: bool) -> None:
         """Publish rows that have left the device by now; see `BlockSink`."""
 
+    def hurry(self) -> None:
+        """Send the rows of sent blocks soon, and do not let them wait for others; see `BlockSink`."""
+
     def end(self, capture: Capture) -> None:
         """Send the last rows of a followed capture, after its last block was sent, and forget it."""
 
@@ -261,6 +264,8 @@ class TapRuntime:
             return
         if state.block and self._sink:
             self._sink.send([state.block])
+        elif state.plan.capture and self._sink:
+            self._sink.hurry()
         if state.plan.capture and state.plan.capture.is_followed and self._sink:
             self._sink.end(state.plan.capture)
         if self._names.pop(state.plan.name, None):

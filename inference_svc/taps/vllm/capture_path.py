@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from inference_svc.taps.steps.runtime import RowSink
 
 _STEPS_LEAVING = 1
-"""On a GPU, how many steps' blocks may still be leaving the device while the next step runs."""
+"""On a GPU, how many of the largest steps may still have all their blocks in the pool while the next step runs. Blocks
+of generated tokens may wait for several steps, but a request fills only one in 32 steps."""
 
 _BLOCKS_IN_RING = 8
 """How many blocks of the largest size fit the ring: some are written while others are sent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -96,3 +98,19 @@ def test_the_layouts_that_were_used_last_are_kept(make_tap):
         assert vectors(tap)[0] == number % 16
         tap.arm(layouts[0])
     assert list(tap._armed) == [id(layout.lines) for layout in [*layouts[-7:], layouts[0]]]
+
+
+def test_on_a_device_the_driver_uploads_the_rows_on_the_current_stream(make_tap, monkeypatch):
+    tap, calls = make_tap(), []
+
+    def queue_upload(target, source, nbytes, stream):
+        calls.append((nbytes, stream))
+        ctypes.memmove(target, source, nbytes)
+
+    monkeypatch.setattr(tap._stages, "_is_on_host", False)
+    monkeypatch.setattr(gpu_tap.driver, "queue_upload", queue_upload)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    for wanted in ((1, 2, 3), (4, 5)):
+        tap.arm(steady(*wanted))
+        assert vectors(tap) == [*wanted, *[None] * (ROWS - len(wanted))]
+    assert calls == [(48, 7), (48, 7)]

@@ -299,6 +299,77 @@ def test_blocks_that_gather_leave_when_nothing_more_comes(way):
         copies.finish()
 
 
+def test_hurried_blocks_leave_with_the_next_step():
+    with running() as copies:
+        copies.start(1, gathers=True)
+        copies.direct.hurry()
+        copies.start(1, gathers=True)
+        copies.direct.step()
+        assert copies.device.queued == 2
+        copies.finish()
+
+
+def test_rows_that_may_be_shed_do_not_gather():
+    """The ring has room for them one after the other, but not for all at once."""
+    with running(ring_positions=4) as copies:
+        for _ in range(4):
+            copies.start(4, name="sheds", sheds=True, gathers=True)
+            copies.device.run()
+            copies.device.run()
+            copies.direct.step()
+            copies.ring.acknowledge(1)
+        assert not copies.ring.losses
+        copies.finish()
+
+
+def test_blocks_without_room_are_tried_again_in_each_step_also_if_they_gathered():
+    with running(ring_positions=4) as copies:
+        copies.start(4, 4, gathers=True)
+        copies.direct._go_on()  # as the thread does
+        copies.device.run()
+        copies.device.run()
+        copies.direct.step()
+        copies.ring.acknowledge(1)
+        copies.direct.step()
+        assert copies.device.queued == 1
+        copies.finish()
+
+
+def test_blocks_of_two_streams_wait_for_both():
+    with running() as copies:
+        for stream in ("first", "second"):
+            with mock.patch.object(direct_copies.torch.cuda, "current_stream", lambda stream=stream: stream):
+                copies.start(1, gathers=True)
+        copies.start(1)
+        assert copies.device.log == ["after first", "after second", "after model", *["copy"] * 3]
+        copies.finish()
+
+
+def test_a_step_that_needs_blocks_waits_while_the_thread_starts_them(monkeypatch):
+    with running(pool_positions=4) as copies:
+        copies.start(4, gathers=True)
+        starting, goes_on, acquire = threading.Event(), threading.Event(), copies.ring.acquire
+
+        def slowly(*arguments, **options):
+            starting.set()
+            assert goes_on.wait(60)
+            return acquire(*arguments, **options)
+
+        monkeypatch.setattr(copies.ring, "acquire", slowly)
+        thread = threading.Thread(target=copies.direct._go_on, daemon=True)
+        thread.start()
+        assert starting.wait(60)
+        found = []
+        step = threading.Thread(target=lambda: found.append(copies.direct.wait()), daemon=True)
+        step.start()
+        wait_for(copies.direct._starting.locked, "the thread that starts blocks")
+        goes_on.set()
+        thread.join(60)
+        step.join(60)
+        assert found == [True]
+        copies.finish()
+
+
 def test_a_step_publishes_what_is_done_and_waits_for_nothing():
     with running() as copies:
         copies.start(1, 2)

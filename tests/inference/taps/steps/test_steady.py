@@ -30,7 +30,15 @@ class Worker:
     def __init__(self, *, steadies: bool, looks_at_each_position: bool = False) -> None:
         self.pool = BlockPool(BlockPool.rows_needed(64, 16, 2 * LAYERS), HIDDEN, torch.float32, CPU, 0)
         self.runtime = TapRuntime(TapPoints(0, LAYERS), self, self.pool, self)
-        self.lines, self.sent, self.gathering, self.lost, self.published, self.armed = [], [], [], [], [], 0
+        self.lines, self.sent, self.gathering, self.lost, self.published, self.armed, self.hurries = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            0,
+            0,
+        )
         if not steadies:
             self.runtime._lay_out = self._plan_each_position if looks_at_each_position else self.runtime._plan
 
@@ -70,6 +78,9 @@ class Worker:
 
     def publish(self, *, may_be_last):
         self.published.append(may_be_last)
+
+    def hurry(self):
+        self.hurries += 1
 
     def lose(self, capture, positions, reason, detail):
         self.lost.append((capture.capture_id, list(positions)))
@@ -362,3 +373,25 @@ def test_every_step_publishes_also_those_without_rows():
         worker.runtime.begin_step(finished, ())
         worker.runtime.finish_step()
     assert worker.published == [False, True, True]
+
+
+def test_a_reply_that_ends_with_a_full_block_hurries_it():
+    """Otherwise its rows, and with them the capture's end, would wait for those of other requests."""
+    for tokens, hurries in ((31, 0), (32, 1), (33, 0)):
+        worker = Worker(steadies=True)
+        plan = RequestPlan(PROMPT_TOKENS, capture("a", range(LAYERS), select(phases=[GENERATED])))
+        worker.step([("a", 0, PROMPT_TOKENS)], [("a", plan)])
+        worker.runtime._requests["a"].first_generated = 32
+        for position in range(PROMPT_TOKENS, PROMPT_TOKENS + tokens):
+            worker.step([("a", position, 1)])
+        worker.runtime.begin_step(["a"], [])
+        assert worker.hurries == hurries
+        assert sum(len(positions) for *_, positions in worker.sent) == tokens
+
+
+def test_a_request_that_captures_nothing_hurries_nothing():
+    worker = Worker(steadies=True)
+    plan = RequestPlan(PROMPT_TOKENS, operations=(Operation(Kind.ADD, 0, (0,), select()),))
+    worker.step([("a", 0, PROMPT_TOKENS)], [("a", plan)])
+    worker.runtime.begin_step(["a"], [])
+    assert worker.hurries == 0
