@@ -6,11 +6,13 @@ This cost delays every step, because the next forward pass starts only after the
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 
 from bench.host.loop import Captures, DecodeLoop, Device, Steering
@@ -20,6 +22,9 @@ from bench.output import write_result
 
 _WARMUP_STEPS = 64
 """Two blocks of every request. After them all tables are written and all lists have their final size."""
+_CACHE_BYTES = 8 << 20
+"""More than the caches of a core hold that it does not share with others."""
+_CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "layers": options.layers,
         "steps": options.steps,
         "batches": options.batches,
+        "cold": options.cold,
     }
     costs = []
     print("requests\tcaptures\tsteering\tus/step\tp95\tus/request")
@@ -65,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             costs.append(
                 cost_of(
                     requests,
-                    times_of(loop, options.steps),
+                    times_of(loop, options.steps, OtherWork() if options.cold else None),
                     captures=captures,
                     steering=steering,
                     batches=options.batches,
@@ -87,13 +93,36 @@ _KINDS = (
 """The measured combinations: which positions are captured, and how requests are steered."""
 
 
-def times_of(loop: DecodeLoop, steps: int) -> list[float]:
-    """Return the seconds of `place` and `finish_step` together, for each step."""
+class OtherWork:
+    """Work between two steps that fills the processor's caches, as an engine's own work does."""
+
+    def __init__(self) -> None:
+        """Allocate what the work touches."""
+        self._memory = np.zeros(_CACHE_BYTES, dtype=np.uint8)
+        self._document = {f"name-{index}": list(range(20)) for index in range(60)}
+
+    def run(self) -> None:
+        """Touch every line of the memory, and run some Python."""
+        self._memory[::_CACHE_LINE] += 1
+        for _ in range(10):
+            json.loads(json.dumps(self._document))
+
+
+def times_of(loop: DecodeLoop, steps: int, other: OtherWork | None = None) -> list[float]:
+    """Return the seconds of `place` and `finish_step` together, for each step.
+
+    Args:
+        loop: What is measured.
+        steps: How many steps.
+        other: The work before each of them; None: none, so that all code and data are in the caches.
+    """
     for _ in range(_WARMUP_STEPS):
         loop.step()
     times = []
     for _ in range(steps):
         loop.begin()
+        if other:
+            other.run()
         start = time.perf_counter()
         loop.place_and_finish()
         times.append(time.perf_counter() - start)
@@ -132,6 +161,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="batches that take turns, as with pipeline parallelism; each has its part of the requests (default: 1)",
     )
     parser.add_argument("--layers", type=int, default=36, help="layers of the model; all are captured and steered")
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="fill the processor's caches before each step, as an engine's own work does: then a step takes several "
+        "times as long",
+    )
     parser.add_argument("--steps", type=int, default=1000, help="measured steps")
     parser.add_argument(
         "--device", type=Device, choices=list(Device), metavar="{none,host,cuda}",

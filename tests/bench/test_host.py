@@ -1,8 +1,9 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from bench.host.__main__ import cost_of, line, main
+from bench.host.__main__ import OtherWork, cost_of, line, main
 from bench.host.loop import Captures, DecodeLoop, Device, Steering
 from residuum.wire.limits import BLOCK_TOKENS
 
@@ -65,3 +66,37 @@ def test_the_result_is_written(tmp_path, capsys):
     assert result["benchmark"] == "bench.host"
     assert [cost["requests"] for cost in result["costs"]] == [0, 3] * 6
     assert len(capsys.readouterr().out.splitlines()) == 13
+
+
+def test_other_work_runs_before_each_step_and_is_not_timed(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, runs=0)
+
+    def run(_self):
+        clock.now += 1.0
+        clock.runs += 1
+
+    monkeypatch.setattr(OtherWork, "run", run)
+    monkeypatch.setattr("bench.host.__main__.time.perf_counter", lambda: clock.now)
+    main(
+        [
+            "--requests",
+            "3",
+            "--layers",
+            "2",
+            "--steps",
+            "5",
+            "--device",
+            "host",
+            "--cold",
+            "--output",
+            str(tmp_path / "x"),
+        ]
+    )
+    assert clock.runs == 6 * 5
+    assert all(cost["p95_us"] == 0 for cost in json.loads((tmp_path / "x").read_text())["costs"])
+
+
+def test_other_work_touches_more_than_a_core_keeps():
+    other = OtherWork()
+    other.run()
+    assert other._memory[::64].all()
