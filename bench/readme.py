@@ -42,6 +42,14 @@ _SERVED = {
     "captures": "the inference service, last prompt token and reply captured at all layers",
 }
 """The ways with a server, by their names in results of `bench.service`."""
+_SEVERAL_GPUS = "capture-*p.json"
+"""Results of `bench.capture` on several GPUs: their names end with a kind of parallelism, such as `tp` or `pp`."""
+_PARALLEL = {
+    "data_parallel_size": "data",
+    "tensor_parallel_size": "tensor",
+    "pipeline_parallel_size": "pipeline",
+}
+"""The kinds of parallelism, by vLLM's arguments."""
 _PLOT = "peers.png"
 _PLOT_WORDS = "Seconds to generate, and to fetch all layers of every token: stock vLLM, residuum and other ways"
 _WIDTH = 118
@@ -148,6 +156,7 @@ def figures(results: Path, results_link: str = "bench/results") -> str:
         if folder.name != "cpu" and "capture.json" in found:
             sections.append(capture(found["capture.json"], link))
         sections += [make(found[name], link) for name, make in files.items() if name in found]
+    sections.append(several_gpus(results, results_link))
     return "\n\n".join(section for section in sections if section)
 
 
@@ -185,6 +194,33 @@ def capture(result: Mapping[str, Any], link: str) -> str:
     intro = f"Generation compared with stock vLLM {vllm_version(result)} in the same run, {where}."
     intro += " Each figure is the median of the rounds, with their range in brackets."
     return f"{_filled(intro)}\n\n" + markdown_table((head, *(f"runner {runner.upper()}" for runner in runners)), rows)
+
+
+def several_gpus(results: Path, results_link: str = "bench/results") -> str:
+    """Return what `bench.capture` measured on several GPUs, as Markdown. Empty without such results."""
+    rows: list[tuple[str, ...]] = []
+    workloads: dict[str, None] = {}  # a set that keeps the order
+    for file in [file for folder in _kinds(results) for file in sorted(folder.glob(_SEVERAL_GPUS))]:
+        result = _read(file)
+        workloads[_workload(result["workload"])] = None
+        arguments = result["workload"]["engine_args"]
+        layout = [f"{kind} {arguments[name]}" for name, kind in _PARALLEL.items() if arguments.get(name, 1) > 1]
+        modes = {mode["mode"]: _by_round(mode) for mode in result["modes"]}
+        where = f"[{machine_name(result)}]({results_link}/{file.parent.name}/{file.name}), {short_revision(result)}"
+        rows.append((where, ", ".join(layout), modes.get("idle", "not measured"), modes["all-layers"]))
+    if not rows:
+        return ""
+    return (
+        "## On several GPUs\n\n"
+        + _filled(
+            f"Generation compared with stock vLLM in the same run and layout: {', or '.join(workloads)}, "
+            "`bench.capture`, captured rows into the ring. With pipeline parallelism and a model of this size, vLLM's "
+            "processes need more time to prepare a step than the GPUs to compute it. So every step waits for what the "
+            "taps do there."
+        )
+        + "\n\n"
+        + markdown_table(("machine, revision", "parallel", "idle taps", "all layers of every token"), rows)
+    )
 
 
 def batch_invariant(result: Mapping[str, Any], _: str) -> str:

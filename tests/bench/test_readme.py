@@ -23,6 +23,7 @@ from bench.readme import (
     main,
     served,
     service,
+    several_gpus,
     spliced,
     store,
     suite,
@@ -295,6 +296,20 @@ def test_the_cost_of_the_batch_invariant_mode_is_over_stock_as_usual():
     assert "| stock vLLM | 1.00 × | 1.50 × |" in text
     assert "| idle taps | 1.05 × | 1.60 × |" in text
     assert "all layers" not in text
+
+
+def test_several_gpus_have_a_table_with_their_layouts(tmp_path):
+    result = json.loads((RESULTS / "h200" / "capture-tp-pp.json").read_text())
+    (tmp_path / "h200-x4").mkdir()
+    for name, decode in (("tp-pp", 128), ("tp", 64)):
+        result["workload"]["decode"] = decode
+        result["modes"][1]["generation_seconds"]["ratio_by_round"] = [1.02, 1.04]
+        (tmp_path / "h200-x4" / f"capture-{name}.json").write_text(json.dumps(result))
+    text = several_gpus(tmp_path)
+    assert text.count("(bench/results/h200-x4/capture-tp.json)") == 1
+    assert text.count("| tensor 2, pipeline 2 | not measured | +3.0 % (+2.0 % to +4.0 %) |") == 2
+    assert "32 requests of 512 + 128 tokens" in " ".join(text.split())
+    assert "32 requests of 512 + 64 tokens" in " ".join(text.split())
 
 
 def test_without_results_there_are_no_figures(tmp_path):
