@@ -6,9 +6,14 @@ ptxas has computed wrong addresses in a kernel that spilled registers (see `kern
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
 import torch
@@ -112,7 +117,9 @@ WIDEST = [name for name in RESIDENT if "8192" in name]
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
+@cache
 def compiled(name, capability=CAPABILITY, rows="*bf16"):
+    """Return a kernel's code in all forms, and what the assembler said. Each compilation takes seconds."""
     function, types, constants = KERNELS[name]
     types = {argument: rows if kind == "*bf16" else kind for argument, kind in (TYPES | types).items()}
     signature = {
@@ -134,7 +141,14 @@ def compiled(name, capability=CAPABILITY, rows="*bf16"):
             options = resident._options.__wrapped__(  # as it is launched
                 function, constants["WIDTH"], ROWS[rows], capability // 10, has_residual=has_residual
             )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    target, said = GPUTarget("cuda", capability, 32), io.StringIO()
+    with (
+        TemporaryDirectory() as folder,
+        mock.patch.object(triton.knobs.cache, "dir", folder),  # so that the assembler runs
+        mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
+        redirect_stdout(said),
+    ):
+        return triton.compile(source, target=target, options=options).asm, said.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -154,11 +168,8 @@ def compiled(name, capability=CAPABILITY, rows="*bf16"):
         ),
     ],
 )
-def test_a_kernel_compiles_and_spills_no_registers(name, capability, rows, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # so that the assembler runs
-    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
-    compiled(name, capability, rows)
-    log = capsys.readouterr().out
+def test_a_kernel_compiles_and_spills_no_registers(name, capability, rows):
+    _, log = compiled(name, capability, rows)
     spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", log)]
     assert spilled, log
     assert max(spilled) <= SPILLED_BYTES.get((VERSION, name, capability), 0), log
@@ -166,7 +177,7 @@ def test_a_kernel_compiles_and_spills_no_registers(name, capability, rows, tmp_p
 
 def test_quantised_numbers_are_divided_and_rounded_exactly():
     """No approximate division, and subnormal numbers are not flushed to zero: the reference in numpy does neither."""
-    ptx = compiled("quantised rows")["ptx"]
+    ptx = compiled("quantised rows")[0]["ptx"]
     assert "div.rn.f32" in ptx
     assert ".ftz" not in ptx
     assert ".approx" not in ptx
@@ -176,13 +187,13 @@ def test_quantised_numbers_are_divided_and_rounded_exactly():
 @pytest.mark.parametrize("width", [1536, 2048, 2560, 4096, 5120])
 def test_an_inner_product_has_one_sum_across_threads(width):
     """Also if a row has a tail."""
-    assert compiled(f"tap and norm, {width} in registers")["ptx"].count("bar.sync") <= BARRIERS
+    assert compiled(f"tap and norm, {width} in registers")[0]["ptx"].count("bar.sync") <= BARRIERS
 
 
 @pytest.mark.parametrize("name", ["tap", "tap without residual"])
 def test_threads_wait_for_each_other_where_a_row_is_loaded_for_its_block(name):
     """Before and after it is steered. If rows are not aligned, one thread may load an element that another stores."""
-    assert compiled(f"{name}, 2560 in registers")["ttir"].count(".barrier") == 2
+    assert compiled(f"{name}, 2560 in registers")[0]["ttir"].count(".barrier") == 2
 
 
 @pytest.mark.parametrize("file", sorted(Path(score_copies.__file__).parent.rglob("*.py")), ids=lambda file: file.name)
