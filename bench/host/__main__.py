@@ -23,7 +23,7 @@ from bench.output import write_result
 _WARMUP_STEPS = 64
 """Two blocks of every request. After them all tables are written and all lists have their final size."""
 _CACHE_BYTES = 8 << 20
-"""More than the caches of a core hold that it does not share with others."""
+"""More than a core's own caches hold."""
 _CACHE_LINE = 64
 
 

@@ -77,21 +77,8 @@ def test_other_work_runs_before_each_step_and_is_not_timed(tmp_path, monkeypatch
 
     monkeypatch.setattr(OtherWork, "run", run)
     monkeypatch.setattr("bench.host.__main__.time.perf_counter", lambda: clock.now)
-    main(
-        [
-            "--requests",
-            "3",
-            "--layers",
-            "2",
-            "--steps",
-            "5",
-            "--device",
-            "host",
-            "--cold",
-            "--output",
-            str(tmp_path / "x"),
-        ]
-    )
+    options = "--requests 3 --layers 2 --steps 5 --device host --cold --output"
+    main([*options.split(), str(tmp_path / "x")])
     assert clock.runs == 6 * 5
     assert all(cost["p95_us"] == 0 for cost in json.loads((tmp_path / "x").read_text())["costs"])
 

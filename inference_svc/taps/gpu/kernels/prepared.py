@@ -16,6 +16,8 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from inference_svc.taps.gpu.driver import patient_library
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -152,8 +154,7 @@ def _slots(source: Any, arguments: Sequence[Any], changing: int, declared: Seque
 def _driver_launch() -> Any:
     """Return `cuLaunchKernel`; None without CUDA's driver."""
     try:
-        # CDLL lets go of the GIL: the call waits while the device's queue is full.
-        launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+        launch = patient_library().cuLaunchKernel
     except (OSError, AttributeError):
         return None
     launch.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)

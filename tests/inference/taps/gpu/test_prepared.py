@@ -215,7 +215,7 @@ def test_the_driver_s_function_is_declared(monkeypatch):
         class cuLaunchKernel:  # noqa: N801 - the driver's name
             pass
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library)
+    monkeypatch.setattr(prepared, "patient_library", lambda: Library)
     prepared._driver_launch.cache_clear()
     try:
         launch = prepared._driver_launch()

@@ -30,15 +30,8 @@ class Worker:
     def __init__(self, *, steadies: bool, looks_at_each_position: bool = False) -> None:
         self.pool = BlockPool(BlockPool.rows_needed(64, 16, 2 * LAYERS), HIDDEN, torch.float32, CPU, 0)
         self.runtime = TapRuntime(TapPoints(0, LAYERS), self, self.pool, self)
-        self.lines, self.sent, self.gathering, self.lost, self.published, self.armed, self.hurries = (
-            [],
-            [],
-            [],
-            [],
-            [],
-            0,
-            0,
-        )
+        self.lines, self.sent, self.gathering, self.lost, self.published = [], [], [], [], []
+        self.armed = self.hurries = 0
         if not steadies:
             self.runtime._lay_out = self._plan_each_position if looks_at_each_position else self.runtime._plan
 
