@@ -27,7 +27,7 @@ from bench.processes import Helper
 from inference_svc.shipping.worker.producer import RingProducer
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
-from inference_svc.taps.gpu import copy_check, direct_copies, host_copies, streamed_sink
+from inference_svc.taps.gpu import copy_check, direct_copies, driver, host_copies, streamed_sink
 from inference_svc.taps.gpu import tap as gpu_tap
 from inference_svc.taps.plan import Capture, RequestPlan
 from inference_svc.taps.points import TapPoints
@@ -257,6 +257,7 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
         mock.patch.object(streamed_sink, "TOGETHER_BYTES", streamed_sink.TOGETHER_BYTES * _NARROW // WIDTH),
         mock.patch.object(copy_check, "torch", simulated),
         mock.patch.object(direct_copies, "torch", simulated),
+        mock.patch.multiple(driver, torch=simulated, _current_handle=None),
         mock.patch.object(gpu_tap, "torch", simulated),
         mock.patch.object(host_copies, "torch", simulated),
         mock.patch.object(host_copies, "queue_lines", partial(_copy_now, clock, producer)),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from inference_svc.taps.gpu import host_copies
+from inference_svc.taps.gpu.driver import CurrentStream
 from inference_svc.taps.ring_writer import Encoded
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class DirectCopies:
         self._writer = writer
         self._ring_address = ring_address
         self._stream = torch.cuda.Stream(pool.memory.device)
+        self._current = CurrentStream(pool.memory.device)
         self._model: torch.cuda.Stream | None = None  # fills the waiting blocks; None: `_stream` already waits for it
         self._waiting: deque[Block] = deque()  # whose copies have not been started
         self._waiting_bytes = 0  # of those that were sent since the last start
@@ -104,7 +106,7 @@ class DirectCopies:
         with self._starting:
             if not self._waiting:
                 self._due = self._steps + GATHER_STEPS
-            self._follow(torch.cuda.current_stream())
+            self._follow(self._current.get())
             self._sent += len(blocks)
             self._waiting += blocks
             self._waiting_bytes += sum(self._nbytes(block) for block in blocks)

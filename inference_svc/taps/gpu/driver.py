@@ -1,10 +1,15 @@
-"""Calls of CUDA's driver, for copies that are queued in every step or for which PyTorch has no function."""
+"""CUDA's driver and streams, for what each step needs: PyTorch's own calls run through much more code on the host."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
 from typing import Any
+
+import torch
+
+_current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - as Inductor's code
+"""Returns the handle of a device's current stream; None if this build of PyTorch has no CUDA."""
 
 
 class CopyFailedError(RuntimeError):
@@ -24,11 +29,34 @@ def library() -> Any:
 @cache
 def patient_library() -> Any:
     """Return the driver's library, for calls that wait while the queue of a stream is full. They let go of the GIL."""
-    return ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuMemcpyHtoDAsync_v2.argtypes = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    return library
+
+
+class CurrentStream:
+    """Returns the current stream of a device.
+
+    `torch.cuda.current_stream` makes an object at each call. In an engine's process that takes more time than the
+    upload of a step, because the code is not in the processor's caches then. Here, an object is made only if the stream
+    is not that of the call before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Take a device with an index."""
+        self._index = device.index
+        self._stream: torch.cuda.Stream | None = None
+
+    def get(self) -> torch.cuda.Stream:
+        """Return the stream. The device must be the current one."""
+        stream = self._stream
+        if _current_handle is None or stream is None or stream.cuda_stream != _current_handle(self._index):
+            self._stream = stream = torch.cuda.current_stream()
+        return stream
 
 
 def queue_upload(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Queue a copy to the device on a CUDA stream. A copy by torch runs through much more code on the host.
+    """Queue a copy to the device on a CUDA stream.
 
     The stream may be the model's, which has a full queue in steps outside CUDA graphs.
 
@@ -41,8 +69,5 @@ def queue_upload(target: int, source: int, nbytes: int, stream: int) -> None:
     Raises:
         CopyFailedError: CUDA does not accept the copy.
     """
-    code = patient_library().cuMemcpyHtoDAsync_v2(
-        ctypes.c_uint64(target), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
-    )
-    if code:
+    if code := patient_library().cuMemcpyHtoDAsync_v2(target, source, nbytes, stream):
         raise CopyFailedError(f"{nbytes} bytes were not copied to the device: cuMemcpyHtoDAsync failed with {code}.")

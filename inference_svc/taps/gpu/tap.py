@@ -167,6 +167,7 @@ class Stages:
         self._views: list[npt.NDArray[np.int32]] = list(self._memory.numpy())
         self._addresses = [buffer.data_ptr() for buffer in self._memory]
         self._target_address = target.data_ptr()
+        self._stream = driver.CurrentStream(target.device)
         # One event for each half. An event for each buffer would cost each step two more calls of CUDA.
         self._uploaded = (torch.cuda.Event(), torch.cuda.Event())
         self._turn = -1
@@ -185,7 +186,7 @@ class Stages:
         if self._is_on_host:
             ctypes.memmove(target, source, nbytes)
         else:
-            driver.queue_upload(target, source, nbytes, torch.cuda.current_stream().cuda_stream)
+            driver.queue_upload(target, source, nbytes, self._stream.get().cuda_stream)
         half, at = divmod(self._turn, _STAGES // 2)
         if at == _STAGES // 2 - 1:
             self._uploaded[half].record()

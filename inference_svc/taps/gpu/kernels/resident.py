@@ -89,7 +89,6 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
     addresses = hidden.data_ptr(), other.data_ptr()
     if _launch_prepared(tables, key, rows, addresses):
         return
-    head, tail = split(width)
     _launch(
         _launch_tap,
         tables,
@@ -97,7 +96,7 @@ def tap(hidden: Tensor, residual: Tensor | None, point: int, tables: KernelTable
         rows,
         (hidden, other, *tables.arguments(hidden, point), hidden.stride(0), residual_stride),
         addresses,
-        {"HAS_RESIDUAL": residual is not None, "WIDTH": width, "HEAD": head, "TAIL": tail},
+        {"HAS_RESIDUAL": residual is not None, **_sizes(width, hidden.device)},
         _options(tap_kernel, width, hidden.dtype, hidden.device, has_residual=residual is not None),
     )
 
@@ -142,7 +141,6 @@ def tap_norm(
     )
     if _launch_prepared(tables, key, rows, addresses):
         return normed, summed
-    head, tail = split(width)
     _launch(
         _launch_tap_norm,
         tables,
@@ -153,7 +151,7 @@ def tap_norm(
             *(hidden.stride(0), residual.stride(0), epsilon),
         ),
         addresses,
-        {"PLUS_ONE": 1.0 if plus_one else 0.0, "WIDTH": width, "HEAD": head, "TAIL": tail},
+        {"PLUS_ONE": 1.0 if plus_one else 0.0, **_sizes(width, hidden.device)},
         _options(tap_norm_kernel, width, hidden.dtype, hidden.device, has_residual=True),
     )
     return normed, summed
@@ -215,6 +213,14 @@ def _options(kernel: object, width: int, dtype: torch.dtype, device: torch.devic
     is_limited = dtype.itemsize == 2 and _generation(device) == _LIMITED_GENERATION  # noqa: PLR2004 - 16 bits
     limit = _REGISTERS.get((kernel, has_residual), {}).get(width) if is_limited else None
     return {"num_warps": warps(*split(width)), "maxnreg": limit}
+
+
+@cache
+def _sizes(width: int, device: torch.device) -> dict[str, int]:
+    """Return the constants that tell a kernel the parts of a row, and which rows it finds next to each other."""
+    head, tail = split(width)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return {"WIDTH": width, "HEAD": head, "TAIL": tail, "MULTIPROCESSORS": multiprocessors}
 
 
 def _generation(device: torch.device) -> int:

@@ -28,6 +28,7 @@ from inference_svc.taps.gpu.kernels.resident_rows import (
     load,
     load_if,
     load_sum,
+    row_of,
     store,
     zeros,
 )
@@ -67,9 +68,10 @@ def tap_norm_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
+    MULTIPROCESSORS: tl.constexpr,
 ):
     """Steer and norm rows; see `resident.tap_norm`."""
-    row = tl.program_id(0)
+    row = row_of(tl.program_id(0), tl.num_programs(0), MULTIPROCESSORS)
     dtype: tl.constexpr = hidden.dtype.element_ty
     row_line = row_table + row * ROW_FIELDS
     program = tl.load(row_line)

@@ -44,6 +44,18 @@ def warps(head, tail):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def row_of(program, programs, MULTIPROCESSORS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the row of a program, such that a multiprocessor gets rows next to each other.
+
+    The device hands out programs to its multiprocessors in turn. Rows next to each other are mostly those of one
+    request, and need the same vectors. So these are in the multiprocessor's cache.
+    """
+    multiprocessor, turn = program % MULTIPROCESSORS, program // MULTIPROCESSORS
+    each, more = programs // MULTIPROCESSORS, programs % MULTIPROCESSORS  # the first of them get one more
+    return multiprocessor * each + tl.minimum(multiprocessor, more) + turn
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def load(  # type: ignore[no-untyped-def]
     at,
     WIDTH: tl.constexpr,

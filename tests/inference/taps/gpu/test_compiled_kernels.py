@@ -94,7 +94,7 @@ KERNELS = {
 
 for width in (1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192):
     head, tail = resident_rows.split(width)
-    sizes = {"WIDTH": width, "HEAD": head, "TAIL": tail}
+    sizes = {"WIDTH": width, "HEAD": head, "TAIL": tail, "MULTIPROCESSORS": 132}
     KERNELS |= {
         f"tap, {width} in registers": (tap_kernel, {}, {"HAS_RESIDUAL": True, **sizes}),
         f"tap without residual, {width} in registers": (

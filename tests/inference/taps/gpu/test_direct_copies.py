@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from inference_svc.shipping.ring import Extent
 from inference_svc.taps.blocks import BlockPool, PoolExhaustedError
-from inference_svc.taps.gpu import direct_copies, host_copies
+from inference_svc.taps.gpu import direct_copies, driver, host_copies
 from inference_svc.taps.gpu.direct_copies import GATHER_STEPS, DirectCopies
 from inference_svc.taps.ring_writer import ModelRows, RingWriter
 from residuum.v1 import tensor_pb2
@@ -173,6 +173,7 @@ def running(ring_positions=1 << 10, pool_positions=1 << 10, *, piece_positions=3
     cuda = SimpleNamespace(Event=device.event, Stream=device.stream, current_stream=lambda: "model")
     with (
         mock.patch.object(direct_copies, "torch", SimpleNamespace(cuda=cuda)),
+        mock.patch.multiple(driver, torch=SimpleNamespace(cuda=cuda), _current_handle=None),
         mock.patch.object(DirectCopies, "_run"),
         mock.patch.object(host_copies, "queue_lines", device.queue_lines),
         mock.patch.object(host_copies, "PIECE_BYTES", piece_positions * POSITION_BYTES),
@@ -338,7 +339,7 @@ def test_blocks_without_room_are_tried_again_in_each_step_also_if_they_gathered(
 def test_blocks_of_two_streams_wait_for_both():
     with running() as copies:
         for stream in ("first", "second"):
-            with mock.patch.object(direct_copies.torch.cuda, "current_stream", lambda stream=stream: stream):
+            with mock.patch.object(driver.torch.cuda, "current_stream", lambda stream=stream: stream):
                 copies.start(1, gathers=True)
         copies.start(1)
         assert copies.device.log == ["after first", "after second", "after model", *["copy"] * 3]
