@@ -65,10 +65,10 @@ def tap_norm_kernel(  # type: ignore[no-untyped-def]
     residual_stride,
     epsilon,
     PLUS_ONE: tl.constexpr,
+    MULTIPROCESSORS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    MULTIPROCESSORS: tl.constexpr,
 ):
     """Steer and norm rows; see `resident.tap_norm`."""
     row = row_of(tl.program_id(0), tl.num_programs(0), MULTIPROCESSORS)

@@ -35,7 +35,6 @@ from inference_svc.taps.gpu.kernels.resident_rows import (
     load,
     load_if,
     load_sum,
-    row_of,
     store,
     zeros,
 )
@@ -98,10 +97,9 @@ def tap_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
-    MULTIPROCESSORS: tl.constexpr,
 ):
     """Steer and capture rows; see `resident.tap`."""
-    row = row_of(tl.program_id(0), tl.num_programs(0), MULTIPROCESSORS)
+    row = tl.program_id(0)
     row_line = row_table + row * ROW_FIELDS
     program = tl.load(row_line)
     if program < 0:

@@ -94,7 +94,7 @@ KERNELS = {
 
 for width in (1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192):
     head, tail = resident_rows.split(width)
-    sizes = {"WIDTH": width, "HEAD": head, "TAIL": tail, "MULTIPROCESSORS": 132}
+    sizes = {"WIDTH": width, "HEAD": head, "TAIL": tail}
     KERNELS |= {
         f"tap, {width} in registers": (tap_kernel, {}, {"HAS_RESIDUAL": True, **sizes}),
         f"tap without residual, {width} in registers": (
@@ -102,7 +102,11 @@ for width in (1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192):
             {},
             {"HAS_RESIDUAL": False, **sizes},
         ),
-        f"tap and norm, {width} in registers": (tap_norm_kernel, {}, {"PLUS_ONE": 0.0, **sizes}),
+        f"tap and norm, {width} in registers": (
+            tap_norm_kernel,
+            {},
+            {"PLUS_ONE": 0.0, "MULTIPROCESSORS": 132, **sizes},
+        ),
     }
 
 LIMITED = [
