@@ -156,7 +156,9 @@ def tap_norm(
         {
             "PLUS_ONE": 1.0 if plus_one else 0.0,
             "MULTIPROCESSORS": _multiprocessors(hidden.device),
-            **{"WIDTH": width, "HEAD": head, "TAIL": tail},
+            "WIDTH": width,
+            "HEAD": head,
+            "TAIL": tail,
         },
         _options(tap_norm_kernel, width, hidden.dtype, hidden.device, has_residual=True),
     )
