@@ -102,7 +102,7 @@ class TappedWorker:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step with the taps around it."""
-        self._finish_step()  # the last one, if vLLM has not called `sample_tokens`
+        self._finish_step()  # the last one, if it is not finished
         taps = self._residuum
         taps.runtime.begin_step(
             scheduler_output.finished_req_ids,
@@ -120,9 +120,14 @@ class TappedWorker:
 
         The device may do copies to the host in the order in which they were started. So the tokens, for which the
         engine waits, come first, and the step's rows after them.
+
+        A later pipeline stage finishes the step when the next one begins. Until then the engine already has the tokens,
+        and then the stage would have to wait for the one before it anyway. There is always a next step: after the last
+        tokens, vLLM begins one that only reports which requests have ended.
         """
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        self._finish_step()
+        if not self._residuum.is_later_stage:
+            self._finish_step()
         return output
 
     def _may_run_ahead(self) -> bool:
@@ -142,6 +147,7 @@ class TappedWorker:
 
         With data parallelism, an idle replica of a mixture of experts takes part in the steps of the others.
         """
+        self._finish_step()
         self._residuum.runtime.pass_through()
         super().execute_dummy_batch()  # type: ignore[misc]
 
@@ -310,6 +316,11 @@ class _Taps:
         )
         adapter = runner_v2 if worker.use_v2_model_runner else runner_v1
         adapter.attach(runner, self.runtime.place, vllm.__version__)
+
+    @property
+    def is_later_stage(self) -> bool:
+        """Whether the worker belongs to a pipeline stage that gets its input from another."""
+        return bool(self._pipeline_rank)
 
     @property
     def device_bytes(self) -> int:

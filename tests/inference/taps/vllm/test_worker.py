@@ -20,7 +20,7 @@ class Worker:
         self.calls = mock.Mock()
         self.calls.execute.return_value = None
         self.calls.sample.return_value = "tokens"
-        self._residuum = SimpleNamespace(runtime=self.calls)
+        self._residuum = SimpleNamespace(runtime=self.calls, is_later_stage=False)
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
 
     def execute_model(self, scheduler_output):
@@ -28,6 +28,9 @@ class Worker:
 
     def sample_tokens(self, grammar_output):
         return self.calls.sample(grammar_output)
+
+    def execute_dummy_batch(self):
+        self.calls.dummy()
 
     def happened(self):
         names = [name for name, *_ in self.calls.mock_calls]
@@ -45,6 +48,28 @@ def test_tokens_come_before_rows_and_scores_before_tokens():
         assert worker.execute_model(STEP) is None
         assert worker.sample_tokens("grammar") == "tokens"
         assert worker.happened() == ["begin_step", "execute", "send_scores", "sample", "finish_step"]
+
+
+def test_a_later_stage_finishes_a_step_when_the_next_begins():
+    """The engine need not wait for it, and the stage waits for the one before it anyway."""
+    worker = Tapped()
+    worker._residuum.is_later_stage = True
+    worker.execute_model(STEP)
+    assert worker.sample_tokens("grammar") == "tokens"
+    assert worker.happened() == ["begin_step", "execute", "send_scores", "sample"]
+    worker.calls.execute.return_value = "nothing"  # vLLM's step after the last tokens
+    worker.execute_model(STEP)
+    assert worker.happened() == ["finish_step", "begin_step", "execute", "send_scores", "finish_step"]
+
+
+def test_a_run_without_requests_finishes_the_step_before_it():
+    worker = Tapped()
+    worker._residuum.is_later_stage = True
+    worker.execute_model(STEP)
+    worker.sample_tokens("grammar")
+    worker.happened()
+    worker.execute_dummy_batch()
+    assert worker.happened() == ["finish_step", "pass_through", "dummy"]
 
 
 def test_a_step_begins_with_the_plans_of_new_requests():
