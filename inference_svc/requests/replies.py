@@ -65,7 +65,10 @@ class ReplyReader:
             chat: The conversation that they were made from; or, in words, why there is none.
             seal: The seal.
         """
-        await self._thread.do(self._describe, token_ids, chat, seal)
+        if self._tokenizer is None:
+            self._describe(token_ids, chat, seal)
+        else:
+            await self._thread.do(self._describe, token_ids, chat, seal)
 
     def _describe(
         self, token_ids: Sequence[int], chat: inference_pb2.Chat | str, seal: store_pb2.SealCaptureRequest

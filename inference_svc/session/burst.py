@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _PAUSE = 0.003
-"""A burst is over when no request has arrived for this many seconds."""
+"""A burst is over when no request has arrived or ended for this many seconds."""
 _MAX_SECONDS = 0.03
 """A burst that does not end by itself ends after this many seconds."""
 
@@ -19,11 +19,15 @@ class Burst:
 
     All of the service's work takes turns on the event loop. A request that reaches the engine after a step has begun
     waits for the whole step. So captures are opened, and the first messages to callers are sent, after the burst.
+
+    Often, requests arrive because others have just ended: callers that process a list keep so many running. So captures
+    are sealed after the burst, too, and after those that are opened: nobody waits for a seal with the next token.
     """
 
     def __init__(self) -> None:
         """Start with no requests."""
         self._waiting: list[Callable[[], None]] = []
+        self._ended: list[asyncio.Future[None]] = []
         self._ends_at = 0.0
         """When this burst ends at the latest, by the event loop's clock."""
         self._has_new = False
@@ -31,13 +35,23 @@ class Burst:
 
     def call_after(self, callback: Callable[[], None]) -> None:
         """Note that a request has reached the engine, and call this when the burst is over."""
-        if self._waiting:
+        self._note()
+        self._waiting.append(callback)
+
+    async def wait_after_end(self) -> None:
+        """Note that a request has ended, and wait until the burst is over and what others wait for has been started."""
+        self._note()
+        over = asyncio.get_running_loop().create_future()
+        self._ended.append(over)
+        await over
+
+    def _note(self) -> None:
+        if self._waiting or self._ended:
             self._has_new = True
         else:
             loop = asyncio.get_running_loop()
             self._has_new, self._ends_at = False, loop.time() + _MAX_SECONDS
             loop.call_later(_PAUSE, self._check)
-        self._waiting.append(callback)
 
     def _check(self) -> None:
         loop = asyncio.get_running_loop()
@@ -46,5 +60,9 @@ class Burst:
             loop.call_later(_PAUSE, self._check)
             return
         waiting, self._waiting = self._waiting, []
+        ended, self._ended = self._ended, []
         for callback in waiting:
             callback()
+        for over in ended:
+            if not over.done():  # it is if the service stops
+                over.set_result(None)

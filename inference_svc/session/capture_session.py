@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from inference_svc.model_facts import ModelFacts
     from inference_svc.requests.registry import Running
     from inference_svc.requests.token_texts import TokenTexts
+    from inference_svc.session.burst import Burst
 
     CompleteSeal = Callable[[store_pb2.SealCaptureRequest], Awaitable[None]]
 
@@ -101,6 +102,7 @@ class CaptureSession:
         max_generated_tokens: int = 0,
         new_texts: Callable[[], TokenTexts | None] = lambda: None,
         describe_prompt: CompleteSeal | None = None,
+        burst: Burst | None = None,
     ) -> None:
         """Prepare the session of a request.
 
@@ -117,6 +119,7 @@ class CaptureSession:
             new_texts: Returns a new collection of the texts of tokens that follow the prompt; None without a tokenizer.
             describe_prompt: Adds the texts of the prompt's tokens and the positions of its messages to a seal. Called
                 after the request has ended, so that no token waits for it.
+            burst: The requests that arrive at this time: a capture is sealed after them. None: it is sealed at once.
         """
         self._facts = facts
         self._running = running
@@ -127,6 +130,7 @@ class CaptureSession:
         self._max_generated_tokens = max_generated_tokens
         self.existing: capture_pb2.CaptureManifest | None = None
         self._describe_prompt = describe_prompt
+        self._burst = burst
         self.sequences = [GeneratedSequence(texts=new_texts()) for _ in range(num_sequences)]
         self.prompt_text = ""
         self.has_begun = False
@@ -215,6 +219,8 @@ class CaptureSession:
 
     async def _complete(self, seal: store_pb2.SealCaptureRequest) -> None:
         """Add what a seal can do without: descriptions of the tokens. The capture is sealed whatever happens here."""
+        if self._burst is not None:
+            await self._burst.wait_after_end()
         try:
             if self._describe_prompt is not None:
                 await self._describe_prompt(seal)

@@ -206,6 +206,7 @@ class RequestRunner:
             max_generated_tokens=max_new_tokens(sampling),
             new_texts=partial(replies.new_texts, token_ids),
             describe_prompt=partial(replies.describe, token_ids, chat),
+            burst=self._burst,
         )
 
     async def _replayed(

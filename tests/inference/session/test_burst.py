@@ -88,6 +88,43 @@ def test_a_busy_event_loop_makes_a_burst_no_longer(clock):
     assert ended == [1, 2]
 
 
+async def test_what_waits_after_a_request_goes_on_when_no_other_follows_and_after_all_others():
+    requests, order = Burst(), []
+
+    async def seal(name):
+        await requests.wait_after_end()
+        order.append(name)
+
+    async def opening(goes_on):
+        await goes_on.wait()
+        order.append("opened")
+
+    seals = [asyncio.create_task(seal(name)) for name in ("first seal", "second seal")]
+    await asyncio.sleep(0)
+    goes_on = asyncio.Event()
+    requests.call_after(goes_on.set)
+    await asyncio.gather(*seals, opening(goes_on))
+    assert order == ["opened", "first seal", "second seal"]
+
+
+async def test_an_end_alone_waits_for_one_pause(monkeypatch):
+    pauses = []
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda *arguments: pauses.append(arguments[0]) or call_later(*arguments))
+    await Burst().wait_after_end()
+    assert pauses == [burst._PAUSE]
+
+
+async def test_a_wait_that_is_cancelled_ends_no_other():
+    requests = Burst()
+    first, second = (asyncio.create_task(requests.wait_after_end()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await second
+    assert first.cancelled()
+
+
 async def test_the_first_event_does_not_wait_for_a_burst_once_there_is_a_token(monkeypatch):
     monkeypatch.setattr(burst, "_PAUSE", 2 * DEADLINE)
     async with running_service() as service, asyncio.timeout(DEADLINE):
