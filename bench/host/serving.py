@@ -241,7 +241,7 @@ def _without_cuda(clock: Clock, producer: RingProducer) -> Iterator[None]:
 
     of_the_model, local = Stream(), threading.local()
 
-    def current_stream() -> Stream:
+    def current_stream(_device: object = None) -> Stream:
         return getattr(local, "stream", of_the_model)
 
     @contextmanager

@@ -198,9 +198,9 @@ class CaptureKeeper:
         path: str,
         opening: Opening | None,
     ) -> None:
+        opening = opening or self._opening.get(path)  # its task began after `seal` was called, but before this one
         if complete is not None:
             await complete(request)
-        opening = opening or self._opening.get(path)  # the open may have begun meanwhile
         if opening is not None:  # the caller left early; a seal that overtakes the open would end nothing
             await asyncio.wait([opening.answer])
             if opening.answer.cancelled() or opening.made_nothing:  # it was never sent, or refused

@@ -1,4 +1,4 @@
-"""Delays what can wait while many requests arrive, so that the engine gets the requests first."""
+"""Delays what can wait while many requests arrive or end, so that the engine gets the requests first."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 _PAUSE = 0.003
 """A burst is over when no request has arrived or ended for this many seconds."""
 _MAX_SECONDS = 0.03
-"""A burst that does not end by itself ends after this many seconds."""
+"""A burst that does not end by itself ends after about this many seconds."""
 
 
 class Burst:
-    """The requests that arrive shortly after each other.
+    """The requests that arrive shortly after each other. It belongs to one event loop, and is not thread-safe.
 
     All of the service's work takes turns on the event loop. A request that reaches the engine after a step has begun
     waits for the whole step. So captures are opened, and the first messages to callers are sent, after the burst.
 
-    Often, requests arrive because others have just ended: callers that process a list keep so many running. So captures
-    are sealed after the burst, too, and after those that are opened: nobody waits for a seal with the next token.
+    Requests often arrive because others have just ended: a caller that works through a list keeps a number of them
+    running. So captures are sealed after the burst, and after the captures of new requests have begun to open. No token
+    waits for a seal.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Burst:
         self._ends_at = 0.0
         """When this burst ends at the latest, by the event loop's clock."""
         self._has_new = False
-        """Whether a request has arrived in the current pause."""
+        """Whether a request has arrived or ended in the current pause."""
 
     def call_after(self, callback: Callable[[], None]) -> None:
         """Note that a request has reached the engine, and call this when the burst is over."""
@@ -39,7 +40,7 @@ class Burst:
         self._waiting.append(callback)
 
     async def wait_after_end(self) -> None:
-        """Note that a request has ended, and wait until the burst is over and what others wait for has been started."""
+        """Note that a request has ended. Wait until the burst is over and the callbacks of `call_after` were called."""
         self._note()
         over = asyncio.get_running_loop().create_future()
         self._ended.append(over)
@@ -61,8 +62,10 @@ class Burst:
             return
         waiting, self._waiting = self._waiting, []
         ended, self._ended = self._ended, []
-        for callback in waiting:
-            callback()
-        for over in ended:
-            if not over.done():  # it is if the service stops
-                over.set_result(None)
+        try:
+            for callback in waiting:
+                callback()
+        finally:
+            for over in ended:
+                if not over.done():  # it is if the service stops
+                    over.set_result(None)

@@ -109,7 +109,6 @@ class RequestRunner:
                 max_generated_tokens=sampling.max_tokens or 0,
                 new_texts=partial(replies.new_texts, admitted.token_ids) if running.spec.capture else lambda: None,
                 describe_prompt=partial(replies.describe, admitted.token_ids, _NO_CHAT),
-                burst=self._burst,
             )
             session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)

@@ -79,9 +79,6 @@ class HeldBurst:
         if self.is_over:
             self.end()
 
-    async def wait_after_end(self):
-        """A seal does not wait for the end."""
-
     def end(self):
         self.is_over = True
         callbacks, self.callbacks = self.callbacks, []

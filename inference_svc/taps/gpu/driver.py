@@ -48,10 +48,10 @@ class CurrentStream:
         self._stream: torch.cuda.Stream | None = None
 
     def get(self) -> torch.cuda.Stream:
-        """Return the stream. The device must be the current one."""
+        """Return the stream."""
         stream = self._stream
         if _current_handle is None or stream is None or stream.cuda_stream != _current_handle(self._index):
-            self._stream = stream = torch.cuda.current_stream()
+            self._stream = stream = torch.cuda.current_stream(self._index)
         return stream
 
 

@@ -121,9 +121,9 @@ class TappedWorker:
         The device may do copies to the host in the order in which they were started. So the tokens, for which the
         engine waits, come first, and the step's rows after them.
 
-        A later pipeline stage finishes the step when the next one begins. Until then the engine already has the tokens,
-        and then the stage would have to wait for the one before it anyway. There is always a next step: after the last
-        tokens, vLLM begins one that only reports which requests have ended.
+        A later pipeline stage finishes the step when the next one begins. The engine has the tokens by then, and the
+        stage would have to wait for the one before it anyway. After the last step of a request, vLLM always begins one
+        that reports its end. Only while the engine is paused with open requests do rows wait for it to go on.
         """
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if not self._residuum.is_later_stage:

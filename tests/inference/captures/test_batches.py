@@ -323,6 +323,23 @@ async def test_the_seal_of_a_capture_whose_open_has_just_begun_comes_after_the_o
         await keeper.close(DEADLINE)
 
 
+async def test_a_refused_capture_is_not_sealed_if_the_answer_comes_while_the_seal_is_completed():
+    store = FakeStore()
+    store.refuse = Reason.ERROR_REASON_STORE_FULL
+    async with listening(ADD, store) as endpoint:
+        keeper = CaptureKeeper(StoreAddress("a", endpoint))
+        (opening,) = start(keeper, "a")
+
+        async def complete(seal):
+            await asyncio.wait([opening])
+
+        keeper.seal(store_pb2.SealCaptureRequest(capture_id="a"), complete)  # before the open has begun
+        assert await outcomes([opening]) == [Reason.ERROR_REASON_STORE_FULL]
+        await until(lambda: not keeper.num_seals)
+        assert not store.seals
+        await keeper.close(DEADLINE)
+
+
 async def test_a_capture_whose_open_is_never_sent_is_not_sealed_however_long_the_seal_takes_to_complete():
     store = FakeStore()
     async with listening(ADD, store) as endpoint:

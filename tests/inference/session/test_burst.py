@@ -169,3 +169,31 @@ async def test_captures_are_opened_together_after_the_engine_has_got_all_request
             stream.cancel()
     assert store.batches == [1, 5]
     assert asked == [0, *[6] * 5]
+
+
+async def test_a_capture_is_sealed_after_the_captures_of_requests_that_follow_are_opened(monkeypatch):
+    store, order = FakeStore(), []
+
+    async def note_open(request, context):
+        order.append("open")
+        return await FakeStore.OpenCapture(store, request, context)
+
+    async def note_seal(request, context):
+        order.append("seal")
+        return await FakeStore.SealCapture(store, request, context)
+
+    store.OpenCapture, store.SealCapture = note_open, note_seal
+    bursts = set()
+
+    def note(self):
+        bursts.add(self)
+
+    monkeypatch.setattr(Burst, "_note", note)  # a burst ends when the test says so
+    add = store_pb2_grpc.add_StoreServiceServicer_to_server
+    async with listening(add, store) as endpoint, running_service(endpoint) as service, asyncio.timeout(DEADLINE):
+        for _ in range(2):
+            await service.events(ask(spec(capture=CAPTURE)))
+        assert order == ["open", "open"]
+        (ends,) = bursts
+        ends._check()
+        await store.until(lambda: len(store.seals) == 2)

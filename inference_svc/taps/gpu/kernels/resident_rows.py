@@ -45,7 +45,7 @@ def warps(head, tail):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def row_of(program, programs, MULTIPROCESSORS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the row of a program, such that a multiprocessor gets rows next to each other.
+    """Return the row of a program, such that a multiprocessor gets rows next to each other. Each has its own row.
 
     The device hands out programs to its multiprocessors in turn. Rows next to each other are mostly those of one
     request, and need the same vectors. So these are in the multiprocessor's cache.

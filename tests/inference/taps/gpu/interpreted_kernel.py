@@ -20,12 +20,15 @@ from itertools import product
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.gpu.kernels import chunked, resident
+from inference_svc.taps.gpu.kernels.resident_rows import row_of
 from inference_svc.taps.gpu.score_copies import copy_scores
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
@@ -82,7 +85,24 @@ def main(name: str) -> None:
         case = steering.make_case(3, dtype, 24, 70, 1, has_residual=False)
         steering.check_overflow(case, lambda case: normed(case, torch.zeros_like(case.hidden))[1])
     check_scores(dtype)
+    check_rows_of_programs()
     json.dump(differences, sys.stdout)
+
+
+@triton.jit
+def _rows_kernel(rows, MULTIPROCESSORS: tl.constexpr):  # noqa: N803 - as in the kernels
+    tl.store(rows + tl.program_id(0), row_of(tl.program_id(0), tl.num_programs(0), MULTIPROCESSORS))
+
+
+def check_rows_of_programs() -> None:
+    """Assert that each row belongs to one program, and that a multiprocessor has rows next to each other."""
+    for programs, multiprocessors in product((1, 3, 4, 5, 11), (1, 3, 4, 132)):
+        rows = torch.full((programs,), -1, dtype=torch.int32)
+        _rows_kernel[(programs,)](rows, multiprocessors)
+        assert sorted(rows.tolist()) == [*range(programs)]
+        for first in range(min(programs, multiprocessors)):
+            own = rows[first::multiprocessors].tolist()
+            assert own == [*range(own[0], own[0] + len(own))]
 
 
 def chunked_tap_differences(rng: np.random.Generator, dtype: torch.dtype) -> list[float]:

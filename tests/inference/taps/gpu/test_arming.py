@@ -110,7 +110,7 @@ def test_on_a_device_the_driver_uploads_the_rows_on_the_current_stream(make_tap,
     monkeypatch.setattr(tap._stages, "_is_on_host", False)
     monkeypatch.setattr(gpu_tap.driver, "queue_upload", queue_upload)
     monkeypatch.setattr(gpu_tap.driver, "_current_handle", None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
     for wanted in ((1, 2, 3), (4, 5)):
         tap.arm(steady(*wanted))
         assert vectors(tap) == [*wanted, *[None] * (ROWS - len(wanted))]

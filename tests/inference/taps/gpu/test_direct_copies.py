@@ -170,7 +170,7 @@ class Copies:
 def running(ring_positions=1 << 10, pool_positions=1 << 10, *, piece_positions=32):
     """Copies whose thread does not run: it calls `_go_on`."""
     device = Device()
-    cuda = SimpleNamespace(Event=device.event, Stream=device.stream, current_stream=lambda: "model")
+    cuda = SimpleNamespace(Event=device.event, Stream=device.stream, current_stream=lambda _: "model")
     with (
         mock.patch.object(direct_copies, "torch", SimpleNamespace(cuda=cuda)),
         mock.patch.multiple(driver, torch=SimpleNamespace(cuda=cuda), _current_handle=None),
@@ -339,7 +339,7 @@ def test_blocks_without_room_are_tried_again_in_each_step_also_if_they_gathered(
 def test_blocks_of_two_streams_wait_for_both():
     with running() as copies:
         for stream in ("first", "second"):
-            with mock.patch.object(driver.torch.cuda, "current_stream", lambda stream=stream: stream):
+            with mock.patch.object(driver.torch.cuda, "current_stream", lambda _, stream=stream: stream):
                 copies.start(1, gathers=True)
         copies.start(1)
         assert copies.device.log == ["after first", "after second", "after model", *["copy"] * 3]

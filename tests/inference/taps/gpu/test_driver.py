@@ -51,7 +51,8 @@ class Streams:
         monkeypatch.setattr(driver, "_current_handle", handle_of)
         monkeypatch.setattr(driver.torch.cuda, "current_stream", self.current_stream)
 
-    def current_stream(self):
+    def current_stream(self, device):
+        assert device == 0
         self.made.append(self.handle)
         return SimpleNamespace(cuda_stream=self.handle)
 
