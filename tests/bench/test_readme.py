@@ -3,6 +3,9 @@ from dataclasses import asdict
 
 import pytest
 
+from bench.figures.engine import batch_invariant, capture
+from bench.figures.rows import encodings, end_to_end, extraction, store, suite
+from bench.figures.service import served, service
 from bench.machine import Machine
 from bench.readme import (
     BEGIN,
@@ -13,20 +16,10 @@ from bench.readme import (
     RESULTS,
     SITES,
     NoMarksError,
-    batch_invariant,
-    capture,
     enabled_sites,
-    encodings,
-    end_to_end,
-    extraction,
     figures,
     main,
-    served,
-    service,
-    several_gpus,
     spliced,
-    store,
-    suite,
     summary,
 )
 from bench.sites import GroupCost
@@ -305,7 +298,7 @@ def test_several_gpus_have_a_table_with_their_layouts(tmp_path):
         result["workload"]["decode"] = decode
         result["modes"][1]["generation_seconds"]["ratio_by_round"] = [1.02, 1.04]
         (tmp_path / "h200-x4" / f"capture-{name}.json").write_text(json.dumps(result))
-    text = several_gpus(tmp_path)
+    text = figures(tmp_path)
     assert text.count("(bench/results/h200-x4/capture-tp.json)") == 1
     assert text.count("| tensor 2, pipeline 2 | not measured | +3.0 % (+2.0 % to +4.0 %) |") == 2
     assert "32 requests of 512 + 128 tokens" in " ".join(text.split())

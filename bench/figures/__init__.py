@@ -1,0 +1,1 @@
+"""The tables and sentences that `bench.readme` makes from results of benchmarks, as Markdown."""

@@ -1,0 +1,86 @@
+"""What the service adds to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.figures.words import filled, model_words
+from bench.output import markdown_table, percent, short_revision
+
+_SERVED = {
+    "vllm serve, taps": "`vllm serve` with taps, without capture",
+    "vllm serve, captures": "`vllm serve`, last prompt token and reply captured at all layers",
+    "residuum": "the inference service, without capture",
+    "captures": "the inference service, last prompt token and reply captured at all layers",
+}
+"""The ways with a server, by their names in results of `bench.service`."""
+
+
+def service(result: Mapping[str, Any], _: str) -> str:
+    """Return the overhead of the service over vLLM's engine, measured by `bench.service`."""
+    rows = [
+        (
+            f"{level['streams']} at a time, runner {part['model_runner'].upper()}",
+            f"{level['difference']['tokens_per_second_ratio']:.3f}",
+            f"{level['difference']['added_first_token_ms']:+.1f} ms",
+            f"{level['difference']['added_token_ms']:+.3f} ms",
+        )
+        for part in result["parts"].values()
+        for level in part["levels"]
+    ]
+    parameters = next(iter(result["parts"].values()))["parameters"]
+    compared = f"`Generate` compared with AsyncLLM called directly, {model_words(parameters)}"
+    head = f"{compared}, `bench.service` at {short_revision(result)}"
+    return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
+
+
+def verdicts(result: Mapping[str, Any], link: str) -> str:
+    """Return what probes, features and captures add to a token, measured by `bench.service`."""
+    part = next(iter(result["parts"].values()))
+    parameters = part["parameters"]
+    names = {
+        "probes": f"scores of {parameters['probes']} linear probes",
+        "features": f"the strongest of {parameters['features']:,} features at one layer, captured",
+        "captures": "rows of all layers, captured",
+    }
+    rows = [
+        (
+            f"{level['streams']} at a time: {words}",
+            f"{more['tokens_per_second_ratio']:.2f}",
+            percent(more["token_ratio"]),
+            f"{percent(more['first_token_ratio'])} ({more['added_first_token_ms']:.0f} ms)",
+        )
+        for level in part["levels"]
+        for way, words in names.items()
+        if (more := level["over_residuum"].get(way))
+    ]
+    intro = (
+        f"What probes and captures add to the service without them ([results]({link}/verdicts.json)). Prompts share "
+        f"{parameters['shared_prefix']:,} cached tokens; the prompt's last token and the reply are scored or captured:"
+    )
+    head = f"{model_words(parameters)}, `bench.service` at {short_revision(result)}"
+    columns = (head, "tokens/s, without = 1", "each token", "to the first token")
+    return "\n\n".join([filled(intro), markdown_table(columns, rows)])
+
+
+def served(result: Mapping[str, Any], _: str) -> str:
+    """Return the overhead of each way with a server over stock `vllm serve`, measured by `bench.service --served`."""
+    rows = []
+    for part in result["parts"].values():
+        for level in part["levels"]:
+            for way, words in _SERVED.items():
+                if more := level["over_served"].get(way):
+                    rounds = more["first_token_ratios"]
+                    at_a_time = f"{level['streams']} at a time, runner {part['model_runner'].upper()}"
+                    figures = (
+                        f"{more['first_token_ratio']:.3f} ({rounds[0]:.3f} to {rounds[-1]:.3f})",
+                        f"{more['token_ratio']:.3f}",
+                    )
+                    rows.append((f"{at_a_time}, {words}", *figures))
+    parameters = next(iter(result["parts"].values()))["parameters"]
+    compared = f"Compared with stock `vllm serve` through HTTP, {model_words(parameters)}"
+    if parameters["shared_prefix"]:
+        compared += f", prompts share {parameters['shared_prefix']:,} tokens"
+    head = f"{compared}, `bench.service` at {short_revision(result)}"
+    return markdown_table((head, "to the first token, stock = 1 (rounds)", "each further token, stock = 1"), rows)
