@@ -360,10 +360,23 @@ def test_a_step_that_needs_blocks_waits_while_the_thread_starts_them(monkeypatch
         thread = threading.Thread(target=copies.direct._go_on, daemon=True)
         thread.start()
         assert starting.wait(60)
+        held, tried = copies.direct._starting, threading.Event()
+
+        class Noted:
+            """The lock that the thread holds. It notes that the step wants it, too."""
+
+            def __enter__(self):
+                tried.set()
+                held.acquire()
+
+            def __exit__(self, *error):
+                held.release()
+
+        monkeypatch.setattr(copies.direct, "_starting", Noted())
         found = []
         step = threading.Thread(target=lambda: found.append(copies.direct.wait()), daemon=True)
         step.start()
-        wait_for(copies.direct._starting.locked, "the thread that starts blocks")
+        assert tried.wait(60)
         goes_on.set()
         thread.join(60)
         step.join(60)
