@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ByteSize, Field, NonNegativeFloat, PositiveFloat, ValidationInfo
 
-from residuum.rpc.objects import SCHEMES
+from residuum.wire.endpoints import ARCHIVE_SCHEMES
 from store_svc.database.db import bytes_for_appends
 from store_svc.memory_bound import memory_bound
 from svc_common.security.tls import SecureSettings
@@ -40,8 +40,8 @@ def _keep_within_map(size: ByteSize | None, info: ValidationInfo) -> ByteSize | 
 
 
 def _archive_url(text: str) -> str:
-    if text and not text.startswith(SCHEMES):
-        raise ValueError(f"must begin with {', '.join(SCHEMES)}, as in s3://bucket/prefix")
+    if text and not text.startswith(ARCHIVE_SCHEMES):
+        raise ValueError(f"must begin with {', '.join(ARCHIVE_SCHEMES)}, as in s3://bucket/prefix")
     return text
 
 

@@ -31,7 +31,7 @@ from residuum.protocol.reading import Piece, Reading, ReadPlan, plan_read
 from residuum.protocol.requests import RequestLike, check_capture_id
 from residuum.protocol.tenants import check_tenant
 from residuum.rpc.extras import install_extra
-from residuum.rpc.objects import SCHEMES, ArchiveError, MissingObjectError, Objects
+from residuum.rpc.objects import ArchiveError, MissingObjectError, Objects
 from residuum.transport.progress import progress_bar
 from residuum.v1 import archive_pb2
 from residuum.values.captures.activations import Activations
@@ -41,6 +41,7 @@ from residuum.values.captures.rows import Rows, RowsBuilder, in_order
 from residuum.values.replies.capture_summaries import CaptureSummary
 from residuum.values.selections.layers_and_positions import LayersLike, PositionsLike
 from residuum.wire.archive import CAPTURES, LayoutError, age_of, capture_path, unpack_capture
+from residuum.wire.endpoints import ARCHIVE_SCHEMES
 from residuum.wire.labels import parse_where, to_dict
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ _CAPTURES_AT_ONCE = 4
 
 def is_archive(address: object) -> bool:
     """Tell whether an address is the URL of an archive, and not that of a store."""
-    return isinstance(address, str) and address.startswith(SCHEMES)
+    return isinstance(address, str) and address.startswith(ARCHIVE_SCHEMES)
 
 
 class Archive:
@@ -89,7 +90,8 @@ class Archive:
     def __init__(self, url: str, *, tenant: str = "") -> None:
         if not is_archive(url):
             raise exc.InvalidRequest(
-                f"{url!r} is not the URL of an archive. It begins with {', '.join(SCHEMES)}.", reason="INVALID_FIELD"
+                f"{url!r} is not the URL of an archive. It begins with {', '.join(ARCHIVE_SCHEMES)}.",
+                reason="INVALID_FIELD",
             )
         if importlib.util.find_spec("obstore") is None:
             raise ImportError(f"To read an archive, the client needs the package obstore: {install_extra('archive')}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from residuum.exceptions import InvalidRequest
-from residuum.wire.endpoints import parse_endpoint
+from residuum.wire.endpoints import ARCHIVE_SCHEMES, parse_endpoint
 
 
 def check_endpoint(endpoint: str) -> str:
@@ -16,6 +16,13 @@ def check_endpoint(endpoint: str) -> str:
         raise InvalidRequest(
             "'' is not an endpoint. Give an inference service as host:port, such as localhost:50051, or only a store, "
             "with store=.",
+            reason="INVALID_FIELD",
+        )
+    if endpoint.startswith(ARCHIVE_SCHEMES):
+        raise InvalidRequest(
+            f"{endpoint!r} is the URL of an archive, but this needs a service. Give its endpoint as host:port, such as "
+            "localhost:50051. Archives are read by residuum.Archive, ActivationDataset and residuum.ray, and by the "
+            "commands ls, pull and manifest.",
             reason="INVALID_FIELD",
         )
     try:

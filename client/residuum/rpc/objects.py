@@ -11,9 +11,6 @@ from typing import Any
 from residuum.rpc.extras import install_extra
 from residuum.wire.frames import Buffer
 
-SCHEMES = ("s3://", "gs://", "az://", "file:///")
-"""How the URL of an archive may begin."""
-
 _RETRIES = {
     "max_retries": 3,
     "retry_timeout": timedelta(seconds=10),

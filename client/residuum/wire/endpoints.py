@@ -1,8 +1,11 @@
-"""Parses the address of a service, host:port."""
+"""Addresses: those of services, host:port, and how the URLs of archives begin."""
 
 from __future__ import annotations
 
 import re
+
+ARCHIVE_SCHEMES = ("s3://", "gs://", "az://", "file:///")
+"""How the URL of an archive may begin."""
 
 _FORM = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s/:\[\]]+):([0-9]{1,5})")
 """A name or an IPv4 address, or an IPv6 address in brackets; then the port."""

@@ -31,6 +31,13 @@ def test_a_client_needs_an_endpoint_or_a_store(kind):
         kind()
 
 
+def test_an_archive_in_place_of_a_store_is_named(kind):
+    with pytest.raises(
+        residuum.InvalidRequest, match=r"is the URL of an archive, .* residuum\.Archive, .* ls, pull and"
+    ):
+        kind(store="s3://bucket/prefix")
+
+
 async def test_a_store_in_place_of_an_inference_service_is_named(make, store):
     client = make(store.endpoint)
     for call in (client.info, lambda: client.generate("a"), client.captures):
