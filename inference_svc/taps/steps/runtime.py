@@ -201,7 +201,7 @@ class TapRuntime:
 
     def _lay_out(self, rows: StepRows) -> StepLayout:
         for index, batch in enumerate(self._steady):
-            if batch.continues(rows):
+            if batch.following.are(rows):
                 self._steady.append(self._steady.pop(index))
                 return batch.advance()
         new = self._new_batch(rows)
@@ -235,7 +235,7 @@ class TapRuntime:
 
     def _settle(self, request_ids: AbstractSet[str]) -> None:
         """Bring request states up to date with steady batches. Call it before anything reads or changes them."""
-        self._end([batch for batch in self._steady if batch.has_any(request_ids)])
+        self._end([batch for batch in self._steady if batch.following.has_any(request_ids)])
 
     def _end(self, batches: Iterable[SteadyBatch]) -> None:
         for batch in batches:

@@ -30,6 +30,35 @@ MOST_BATCHES = 8
 one more than there are stages. If there are more than this, each is laid out anew in each step."""
 
 
+class SteadyRows:
+    """The rows of a batch in which every request generates one token per step."""
+
+    def __init__(self, rows: StepRows) -> None:
+        """Take the rows of a step, in which each request has one."""
+        self._request_ids = list(rows.request_ids)
+        self.next = np.array(rows.firsts)
+        """The position of each row in the next step."""
+        self._ones = np.ones_like(self.next)  # numpy adds an array in less time than a number of Python
+        self._counts = np.array(rows.counts).tobytes()
+
+    def are(self, rows: StepRows) -> bool:
+        """Return whether a step computes exactly the next token of each of these requests, in the same rows."""
+        # The bytes of short arrays are compared ten times faster than their numbers.
+        return (
+            np.asarray(rows.firsts).tobytes() == self.next.tobytes()
+            and np.asarray(rows.counts).tobytes() == self._counts
+            and list(rows.request_ids) == self._request_ids
+        )
+
+    def advance(self) -> None:
+        """Go on to the next step."""
+        self.next += self._ones
+
+    def has_any(self, request_ids: AbstractSet[str]) -> bool:
+        """Return whether one of these requests is in the batch."""
+        return not request_ids.isdisjoint(self._request_ids)
+
+
 class SteadyBatch:
     """Lays out the steps of a steady batch.
 
@@ -45,10 +74,9 @@ class SteadyBatch:
             states: The requests that the taps capture or steer, by row.
             pool: The pool for captured rows; None on a rank that only steers.
         """
-        self._request_ids = list(rows.request_ids)
-        self._next = np.array(rows.firsts)  # the next position of each row
-        self._ones = np.ones_like(self._next)  # numpy adds an array in less time than a number of Python
-        self._counts = np.array(rows.counts).tobytes()
+        self.following = SteadyRows(rows)
+        """The rows of the next step, if it continues the batch."""
+        self._next = self.following.next
         self._states = states
         self._pool = pool
         programs: dict[Program, int] = {}
@@ -87,19 +115,6 @@ class SteadyBatch:
             state.generates_next(int(rows.firsts[row])) for row, state in states.items()
         )
 
-    def continues(self, rows: StepRows) -> bool:
-        """Return whether a step computes exactly the next token of each of these requests, in the same rows."""
-        # The bytes of short arrays are compared ten times faster than their numbers.
-        return (
-            np.asarray(rows.firsts).tobytes() == self._next.tobytes()
-            and np.asarray(rows.counts).tobytes() == self._counts
-            and list(rows.request_ids) == self._request_ids
-        )
-
-    def has_any(self, request_ids: AbstractSet[str]) -> bool:
-        """Return whether one of these requests is in the batch."""
-        return not request_ids.isdisjoint(self._request_ids)
-
     def advance(self) -> StepLayout:
         """Return the layout of the next step. It is the same object in each step."""
         layout, steps = self._layout, self._steps
@@ -109,7 +124,7 @@ class SteadyBatch:
         if self._rows:
             self._places += self._moves
         layout.full_blocks = [self._close(index) for index in sorted(self._closing.pop(steps, ()))]
-        self._next += self._ones
+        self.following.advance()
         self._steps = steps + 1
         return layout
 

@@ -330,7 +330,7 @@ def test_only_some_steady_batches_are_kept():
         worker.step([(name, PROMPT_TOKENS, 1)])
         if name != "r0":
             worker.step([("r0", PROMPT_TOKENS + int(name[1:]), 1)])
-    kept = [batch._request_ids for batch in worker.runtime._steady]
+    kept = [batch.following._request_ids for batch in worker.runtime._steady]
     assert kept == [["r5"], ["r6"], ["r7"], ["r8"], ["r9"], ["r10"], ["r11"], ["r0"]], "those that were used last"
     worker.step([(name, PROMPT_TOKENS + (12 if name == "r0" else 1), 1) for name in names])
     worker.runtime.begin_step(names, ())
