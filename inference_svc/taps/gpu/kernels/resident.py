@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+import triton
 
 from inference_svc.taps.gpu.kernels.launching import ALIGNMENT, Launcher
 from inference_svc.taps.gpu.kernels.resident_norm import tap_norm_kernel
@@ -194,8 +195,10 @@ def _launch(
         tables.prepared[key] = launcher.prepare(arguments, constants, len(addresses), **options)
 
 
+_FITS_72 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+"""Whether the compiler spills no registers of `tap_kernel` with a limit of 72. That of Triton 3.9 would."""
 _REGISTERS: dict[tuple[object, bool], dict[int, int]] = {
-    (tap_kernel, True): {2560: 72, 4096: 128},
+    (tap_kernel, True): {2560: 72 if _FITS_72 else 80, 4096: 128},
     (tap_norm_kernel, True): {1536: 72, 2048: 72, 2560: 96, 3072: 96, 4096: 128},
 }
 """The most registers of a thread for 16-bit rows, by the kernel, whether rows have a residual, and their width.
