@@ -196,7 +196,7 @@ def _launch(
 
 
 _FITS_72 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-"""Whether the compiler spills no registers of `tap_kernel` with a limit of 72. That of Triton 3.9 would."""
+"""Whether `tap_kernel` fits into 72 registers. The compiler of Triton 3.9 needs more, and would spill some."""
 _REGISTERS: dict[tuple[object, bool], dict[int, int]] = {
     (tap_kernel, True): {2560: 72 if _FITS_72 else 80, 4096: 128},
     (tap_norm_kernel, True): {1536: 72, 2048: 72, 2560: 96, 3072: 96, 4096: 128},
