@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from inference_svc.taps.plan import Kind
-from inference_svc.taps.steps.steady import MOST_BATCHES, SteadyRows
+from inference_svc.taps.steps.steady import MOST_BATCHES, SteadyRows, continued
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -69,12 +69,11 @@ class _SteadyRuns:
     """The runs of a steady batch: from step to step, each only moves to the next line of the board."""
 
     def __init__(self, rows: StepRows, runs: Numbers, steps: int) -> None:
-        """Take a step and its runs. The next `steps` steps have the same, each on the next line."""
+        """Take over a step's runs. The next `steps` steps have the same, each on the next line."""
         self.following = SteadyRows(rows)
         self.following.advance()
-        self._runs = runs.copy()
-        self._lines = self._runs[:, LINE]  # a view
-        self._moves = runs[:, STRIDE].copy()
+        self._runs = runs
+        self._lines, self._moves = runs[:, LINE], runs[:, STRIDE]  # views
         self._steps = steps
 
     def advance(self) -> Numbers | None:
@@ -122,11 +121,9 @@ class Scores:
         if not self._requests:
             return
         rows = get_rows()
-        for index, steady in enumerate(self._steady):
-            if steady.following.are(rows):
-                self._steady.append(self._steady.pop(index))
-                self._runs = steady.advance()
-                break
+        steady = continued(self._steady, rows)
+        if steady is not None:
+            self._runs = steady.advance()
         if self._runs is None:
             self._runs = self._new_runs(rows)
 
@@ -150,7 +147,7 @@ class Scores:
                 steps = min(steps, border - first - 1)
             row += count
         made = np.array(runs, dtype=np.int64).reshape(-1, RUN_FIELDS)
-        if steps > 0 and row == len(counts) and all(count == 1 for count in counts):
+        if steps > 0 and all(count == 1 for count in counts):
             self._steady = [*self._steady[1 - MOST_BATCHES :], _SteadyRuns(rows, made, steps)]
         return made
 

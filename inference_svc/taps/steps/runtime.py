@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from inference_svc.taps.steps.layout import RequestState, StepLayout, StepPlanner, StepRows
-from inference_svc.taps.steps.steady import MOST_BATCHES, SteadyBatch, states_by_row
+from inference_svc.taps.steps.steady import MOST_BATCHES, SteadyBatch, continued, states_by_row
 from residuum.v1 import capture_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 
@@ -200,10 +200,9 @@ class TapRuntime:
             self._armed = None
 
     def _lay_out(self, rows: StepRows) -> StepLayout:
-        for index, batch in enumerate(self._steady):
-            if batch.following.are(rows):
-                self._steady.append(self._steady.pop(index))
-                return batch.advance()
+        batch = continued(self._steady, rows)
+        if batch is not None:
+            return batch.advance()
         new = self._new_batch(rows)
         if new is None:
             return self._plan(rows)

@@ -6,7 +6,7 @@ except that each captured row moves one place further. That takes a few numpy ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,24 @@ class SteadyRows:
     def has_any(self, request_ids: AbstractSet[str]) -> bool:
         """Return whether one of these requests is in the batch."""
         return not request_ids.isdisjoint(self._request_ids)
+
+
+class _Steady(Protocol):
+    @property
+    def following(self) -> SteadyRows:
+        """The rows of the next step, if it continues the batch."""
+
+
+_SteadyT = TypeVar("_SteadyT", bound=_Steady)
+
+
+def continued(batches: list[_SteadyT], rows: StepRows) -> _SteadyT | None:
+    """Return the batch that a step continues, and make it the last of `batches`; None if there is none."""
+    for index, batch in enumerate(batches):
+        if batch.following.are(rows):
+            batches.append(batches.pop(index))
+            return batch
+    return None
 
 
 class SteadyBatch:
