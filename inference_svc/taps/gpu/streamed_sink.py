@@ -23,6 +23,7 @@ import torch
 from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from inference_svc.taps.gpu.copy_check import check_copies, pin
 from inference_svc.taps.gpu.direct_copies import DirectCopies
+from inference_svc.taps.gpu.driver import CurrentStream
 from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
 from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.gpu.waiting_features import Copy, WaitingFeatures
@@ -88,6 +89,7 @@ class StreamedSink(BlockSink):
         self._address = pin(producer)
         self._device = pool.memory.device
         self._stream = torch.cuda.Stream(self._device)
+        self._current = CurrentStream(self._device)
         self._copies = HostCopies()
         self._encoder = GpuEncoder(self._device, self._copies)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
@@ -160,7 +162,7 @@ class StreamedSink(BlockSink):
     def _hand_over(self, blocks: Sequence[Block], ended: Capture | None = None) -> None:
         self._pool.leaving(len(blocks))
         self._handed_over += 1
-        self._work.put(_Work(blocks, ended, torch.cuda.current_stream()))
+        self._work.put(_Work(blocks, ended, self._current.get()))
 
     def _hurry(self) -> None:
         self._is_urgent = True
