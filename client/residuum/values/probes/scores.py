@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,8 @@ from residuum.v1 import probe_pb2
 from residuum.values.probes.probe import Probe
 from residuum.wire.probes import num_outputs
 
-Scores = dict[str, npt.NDArray[np.float32]]
+Floats = npt.NDArray[np.float32]
+Scores = dict[str, Floats]
 """The scores of rows by the name of the probe: float32 [rows] of a probe with one output, else [rows, outputs]."""
 
 
@@ -33,8 +35,10 @@ class ScoreList:
     """The scores of consecutive rows, which arrive in parts."""
 
     def __init__(self, probes: Sequence[Probe]) -> None:
-        self._probes = probes
-        self._values: list[list[float]] = [[] for _ in probes]
+        self._outputs = {probe.name: probe.num_outputs for probe in probes}
+        self._width = sum(self._outputs.values())
+        self._parts: list[tuple[Floats, int]] = []
+        """The numbers of each part, those of one probe after those of another, and its rows."""
 
     def extend(self, protos: Sequence[probe_pb2.ProbeScores], rows: int | None = None) -> Scores:
         """Add the scores of further rows, and return them alone.
@@ -46,30 +50,40 @@ class ScoreList:
         Raises:
             ValueError: There is another number of probes or of rows.
         """
-        if not protos and rows == 0:
-            return _arrays(self._probes, [()] * len(self._probes))
-        if len(protos) != len(self._probes):
-            raise ValueError(f"of {len(protos)} probes instead of {len(self._probes)}")
-        for probe, proto in zip(self._probes, protos, strict=True):
-            rows = len(proto.values) // probe.num_outputs if rows is None else rows
-            if len(proto.values) != rows * probe.num_outputs:
-                raise ValueError(
-                    f"{len(proto.values)} numbers of the probe {probe.name!r} for {rows} rows with "
-                    f"{probe.num_outputs} each"
-                )
-        for values, proto in zip(self._values, protos, strict=True):
-            values.extend(proto.values)
-        return _arrays(self._probes, [proto.values for proto in protos])
+        values = [proto.values[:] for proto in protos]  # lists, which are read faster than protobuf's containers
+        if values or rows != 0:
+            rows = self._checked(values, rows)
+        # One array for all probes, because to make an array takes longer than all else that is done for a token.
+        joined = np.array([*chain.from_iterable(values)], np.float32)
+        self._parts.append((joined.copy(), rows))  # the caller may change what it gets
+        return self._by_name(joined, rows)
 
     def all(self) -> Scores:
         """Return the scores of all rows."""
-        return _arrays(self._probes, self._values)
+        by_name = [self._by_name(joined, rows) for joined, rows in self._parts]
+        if not by_name:
+            return self._by_name(np.empty(0, np.float32), 0)
+        return {name: np.concatenate([part[name] for part in by_name]) for name in self._outputs}
+
+    def _checked(self, values: Sequence[Sequence[float]], rows: int | None) -> int:
+        """Return the number of rows that each probe has scores of."""
+        if len(values) != len(self._outputs):
+            raise ValueError(f"of {len(values)} probes instead of {len(self._outputs)}")
+        for (name, outputs), numbers in zip(self._outputs.items(), values, strict=True):
+            rows = len(numbers) // outputs if rows is None else rows
+            if len(numbers) != rows * outputs:
+                raise ValueError(f"{len(numbers)} numbers of the probe {name!r} for {rows} rows with {outputs} each")
+        return rows or 0
+
+    def _by_name(self, joined: Floats, rows: int) -> Scores:
+        found, begin = {}, 0
+        for name, outputs in self._outputs.items():
+            end = begin + rows * outputs
+            found[name] = joined[begin:end] if outputs == 1 else joined[begin:end].reshape(-1, outputs)
+            begin = end
+        return found
 
 
-def _arrays(probes: Iterable[Probe], values: Iterable[Sequence[float]]) -> Scores:
-    return {probe.name: _array(numbers, probe.num_outputs) for probe, numbers in zip(probes, values, strict=True)}
-
-
-def _array(values: Sequence[float], outputs: int) -> npt.NDArray[np.float32]:
+def _array(values: Sequence[float], outputs: int) -> Floats:
     array = np.array(values, np.float32)
     return array if outputs == 1 else array.reshape(-1, outputs)
