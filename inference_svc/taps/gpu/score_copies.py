@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inference_svc.taps.gpu.driver import CurrentStream
 from inference_svc.taps.gpu.kernels.launching import Launcher
 from inference_svc.taps.gpu.kernels.parts import SCORE_COLUMNS
 from inference_svc.taps.scores import RUN_FIELDS
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from inference_svc.taps.gpu.kernels.prepared import PreparedLaunch
+
 _TABLES = 16
 """Tables of runs, even. The engine prepares a step while kernels of earlier steps still read theirs."""
-_PROGRAMS = (32, 4, 1)
+_RUN_PROGRAMS = tl.constexpr(32)
+_LINE_PROGRAMS = tl.constexpr(4)
 """Programs that share the runs, and programs that share the lines of a run: reads of the host's memory take long."""
+_PROGRAMS = 32 * 4
 _ROWS = 32
 """Lines that a program copies at once."""
 _FIELDS = tl.constexpr(RUN_FIELDS)
+_WARPS = 4
+_CONSTANTS = {"ROWS": _ROWS}
 
 
 class HostPointer:
@@ -54,19 +61,20 @@ class CudaScoreCopies:
         Raises:
             RuntimeError: The memory cannot be pinned.
         """
-        self._buffer, self._pinned = buffer, board
+        self._pinned = board
         code = torch.cuda.cudart().cudaHostRegister(board.ctypes.data, board.nbytes, 0)
         if int(code) != 0:
             raise RuntimeError(
                 f"The score board ({board.nbytes} bytes of shared memory) cannot be pinned: cudaHostRegister failed "
                 f"with {int(code)}. Raise the limit of locked memory (ulimit -l), or lower --score-mib."
             )
-        self._board = HostPointer(board.ctypes.data, torch.float32)
         self._tables = torch.zeros(_TABLES, max_requests, RUN_FIELDS, dtype=torch.int64, pin_memory=True)
         self._views: list[npt.NDArray[np.int64]] = list(self._tables.numpy())
         self._parts = list(self._tables)
         self._read = (torch.cuda.Event(), torch.cuda.Event())  # one for each half of the tables, as in `tap.Stages`
+        self._stream = CurrentStream(buffer.device)
         self._turn = -1
+        self._launch = ScoreLaunch(buffer, HostPointer(board.ctypes.data, torch.float32))
 
     def copy(self, runs: npt.NDArray[np.int64]) -> None:
         """See `ScoreCopies.copy`."""
@@ -75,24 +83,41 @@ class CudaScoreCopies:
         if at == 0:
             self._read[half].synchronize()  # returns at once: those kernels ran many steps ago
         self._views[self._turn][: len(runs)] = runs
-        copy_scores(self._buffer, self._board, self._parts[self._turn], len(runs))
+        self._launch(self._parts[self._turn], len(runs))
         if at == _TABLES // 2 - 1:
-            self._read[half].record()
+            self._read[half].record(self._stream.get())
 
 
-def copy_scores(buffer: Tensor, board: HostPointer | Tensor, table: Tensor, count: int) -> None:
-    """Copy the first `count` runs of a table, int64 [runs, RUN_FIELDS], from the buffer to the board."""
-    _launch_copy(_PROGRAMS, (buffer, board, table, count), {"ROWS": _ROWS}, num_warps=4)
+class ScoreLaunch:
+    """Launches the kernel on the current stream."""
+
+    def __init__(self, buffer: Tensor, board: HostPointer | Tensor) -> None:
+        """Copy from a buffer, float32 [rows, MAX_PROBE_OUTPUTS], to a board, float32 [elements]."""
+        self._pointers = buffer, board
+        self._prepared: PreparedLaunch | None = None
+        self._may_prepare = True
+
+    def __call__(self, table: Tensor, count: int) -> None:
+        """Copy the first `count` runs of a table, int64 [runs, RUN_FIELDS], at an address that is a multiple of 16."""
+        if self._prepared is not None:
+            self._prepared(_PROGRAMS, table.data_ptr(), count)
+            return
+        arguments = table, count, *self._pointers
+        _launch_copy((_PROGRAMS, 1, 1), arguments, _CONSTANTS, num_warps=_WARPS)
+        if self._may_prepare and _launch_copy.may_prepare([table.data_ptr()]):
+            self._prepared = _launch_copy.prepare(arguments, _CONSTANTS, changing=2, num_warps=_WARPS)
+            self._may_prepare = False
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator, unused-ignore]
-def _copy_kernel(buffer, board, table, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    for index in range(tl.program_id(0), count, tl.num_programs(0)):
+def _copy_kernel(table, count, buffer, board, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0)
+    for index in range(program // _LINE_PROGRAMS, count, _RUN_PROGRAMS):
         run = table + index * _FIELDS
         row, rows = tl.load(run), tl.load(run + 1).to(tl.int32)
         column, columns = tl.load(run + 2), tl.load(run + 3)
         line, stride = tl.load(run + 4), tl.load(run + 5)
-        for block in range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1)):
+        for block in range(program % _LINE_PROGRAMS, tl.cdiv(rows, ROWS), _LINE_PROGRAMS):
             lines = block * ROWS + tl.arange(0, ROWS)[:, None]
             numbers = column + tl.arange(0, SCORE_COLUMNS)[None, :]
             mask = (lines < rows) & (numbers < column + columns)

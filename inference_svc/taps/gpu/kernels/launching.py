@@ -98,14 +98,15 @@ class Launcher:
         num_warps: int,
         maxnreg: int | None = None,
     ) -> PreparedLaunch | None:
-        """Prepare further launches on the current device, of which only some addresses change.
+        """Prepare further launches on the current device, of which only some arguments change.
 
         Call `may_prepare` first.
 
         Args:
             arguments: The arguments of a launch, as it was made.
             constants: Its constants.
-            changing: How many of the arguments, from the first on, are tensors whose addresses change.
+            changing: How many of the arguments, from the first on, change: addresses, or integers on which the kernel
+                is not specialised.
             num_warps: Its warps.
             maxnreg: The most registers of a thread, as in that launch.
 

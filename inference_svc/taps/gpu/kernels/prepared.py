@@ -1,9 +1,9 @@
-"""Launches of a compiled kernel that differ only in a few addresses.
+"""Launches of a compiled kernel that differ only in a few arguments.
 
 Outside CUDA graphs, Python launches the tap once per layer and step. Most arguments are then those of the step before:
 only the addresses of rows and weights may differ. A `PreparedLaunch` holds all arguments in the form in which CUDA's
-driver takes them. To launch the kernel, it writes the addresses and calls the driver. Triton's launcher would convert
-every argument anew.
+driver takes them. To launch the kernel, it writes those that changed and calls the driver. Triton's launcher would
+convert every argument anew.
 
 The driver copies the arguments from memory, as the machine code declares them. So these declarations are read from the
 kernel's PTX and compared with the arguments. If anything is not as expected, no launch is prepared.
@@ -43,7 +43,7 @@ class LaunchError(RuntimeError):
 
 
 class PreparedLaunch:
-    """Launches one kernel with new addresses. Only one thread at a time may use it."""
+    """Launches one kernel with new first arguments. Only one thread at a time may use it."""
 
     def __init__(
         self, compiled: Any, slots: Sequence[Any], changing: int, stream: Callable[[], int], launch: Any
@@ -53,7 +53,7 @@ class PreparedLaunch:
         Args:
             compiled: The kernel, as Triton returned it.
             slots: All arguments, as the machine code takes them.
-            changing: How many of them, from the first on, are addresses that change.
+            changing: How many of them, from the first on, change.
             stream: Returns the current stream.
             launch: The driver's function.
         """
@@ -66,18 +66,18 @@ class PreparedLaunch:
         self._stream = stream
         self._launch = launch
 
-    def __call__(self, programs: int, *addresses: int) -> None:
+    def __call__(self, programs: int, *values: int) -> None:
         """Launch the kernel on the current stream.
 
         Args:
             programs: The number of programs.
-            addresses: The addresses that change, multiples of `launching.ALIGNMENT`.
+            values: The arguments that change: integers, and addresses that are multiples of `launching.ALIGNMENT`.
 
         Raises:
             LaunchError: The driver refused the launch.
         """
-        for slot, address in zip(self._slots, addresses, strict=True):
-            slot.value = address
+        for slot, value in zip(self._slots, values, strict=True):
+            slot.value = value
         code = self._launch(
             self._function,
             *(programs, 1, 1),
@@ -88,7 +88,7 @@ class PreparedLaunch:
             None,
         )
         if code:
-            raise LaunchError(f"CUDA's driver did not launch a tap: cuLaunchKernel returned error {code}.")
+            raise LaunchError(f"CUDA's driver did not launch a kernel: cuLaunchKernel returned error {code}.")
 
 
 def prepare(compiled: Any, arguments: Sequence[Any], changing: int, stream: Callable[[], int]) -> PreparedLaunch | None:
@@ -97,7 +97,7 @@ def prepare(compiled: Any, arguments: Sequence[Any], changing: int, stream: Call
     Args:
         compiled: The kernel, as Triton returned it.
         arguments: The arguments of a launch, constants included, one for each parameter of the function.
-        changing: How many of them, from the first on, are pointers that change.
+        changing: How many of them, from the first on, change.
         stream: Returns the current stream.
     """
     launch = _driver_launch()

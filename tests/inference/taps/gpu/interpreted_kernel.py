@@ -29,7 +29,7 @@ from inference_svc.taps.cpu.score_copies import CpuScoreCopies
 from inference_svc.taps.cpu.tap import CpuTap
 from inference_svc.taps.gpu.kernels import chunked, resident
 from inference_svc.taps.gpu.kernels.resident_rows import row_of
-from inference_svc.taps.gpu.score_copies import copy_scores
+from inference_svc.taps.gpu.score_copies import ScoreLaunch
 from inference_svc.taps.plan import Kind
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.layout import NOWHERE, StepLayout
@@ -257,7 +257,7 @@ def check_score_copies(rng: np.random.Generator) -> None:
     runs = np.array([(3, 1, 0, 5, 17, 5), (7, 100, 2, 3, 50, 6), (190, 10, 0, 64, 1000, 64)], dtype=np.int64)
     boards = [torch.zeros(2000), torch.zeros(2000)]
     CpuScoreCopies(buffer, boards[0].numpy()).copy(runs)
-    copy_scores(buffer, boards[1], torch.from_numpy(runs), len(runs))
+    ScoreLaunch(buffer, boards[1])(torch.from_numpy(runs), len(runs))
     assert boards[0].any()
     assert torch.equal(*boards)
 

@@ -268,6 +268,7 @@ def fresh(monkeypatch):
         (resident, "_launch_tap_norm"),
         (chunked, "_launch_tap"),
         (chunked, "_launch_tap_copy"),
+        (score_copies, "_launch_copy"),
     ):
         monkeypatch.setattr(module, name, Launcher(getattr(module, name)._function))
 
@@ -295,13 +296,13 @@ def test_a_compiled_kernel_is_kept_and_launched_on_the_current_stream(bare):
 
 def test_a_kept_kernel_is_launched_without_triton_s_launcher(gpu, monkeypatch):
     launcher = Launcher(score_copies._copy_kernel)
-    arguments = HostPointer(0, torch.float32), HostPointer(16, torch.float32), HostPointer(32, torch.int64)
-    launcher((1, 1, 1), (*arguments, 5), {"ROWS": 32}, num_warps=4)
+    table, *pointers = HostPointer(32, torch.int64), HostPointer(0, torch.float32), HostPointer(16, torch.float32)
+    launcher((1, 1, 1), (table, 5, *pointers), {"ROWS": 32}, num_warps=4)
     monkeypatch.setattr(type(launcher._function), "run", None)
-    launcher((1, 1, 1), (*arguments, 6), {"ROWS": 32}, num_warps=4)  # the kernel is not specialised on the count
-    assert [launch.arguments[3] for launch in gpu.launches] == [(int, 5), (int, 6)]
+    launcher((1, 1, 1), (table, 6, *pointers), {"ROWS": 32}, num_warps=4)  # it is not specialised on the count
+    assert [launch.arguments[1] for launch in gpu.launches] == [(int, 5), (int, 6)]
     with pytest.raises(TypeError):
-        launcher((1, 1, 1), (*arguments, BEYOND_INT32), {"ROWS": 32}, num_warps=4)  # another kernel: int64
+        launcher((1, 1, 1), (table, BEYOND_INT32, *pointers), {"ROWS": 32}, num_warps=4)  # another kernel: int64
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
@@ -321,7 +322,7 @@ def test_triton_launches_each_kernel_itself_if_it_lacks_what_is_needed(lost, gpu
 
 def assert_launches_itself(gpu):
     launcher = Launcher(score_copies._copy_kernel)
-    arguments = HostPointer(0, torch.float32), HostPointer(16, torch.float32), HostPointer(32, torch.int64), 5
+    arguments = HostPointer(32, torch.int64), 5, HostPointer(0, torch.float32), HostPointer(16, torch.float32)
     for _ in range(2):
         launcher((3, 2, 1), arguments, {"ROWS": 32}, num_warps=4)
     assert not launcher._kept
@@ -333,7 +334,7 @@ def assert_launches_itself(gpu):
 def test_an_argument_of_another_kind_is_left_to_triton(gpu):
     launcher = Launcher(score_copies._copy_kernel)
     pointer = HostPointer(0, torch.float32)
-    launcher((1, 1, 1), (pointer, pointer, pointer, True), {"ROWS": 32}, num_warps=4)
+    launcher((1, 1, 1), (pointer, True, pointer, pointer), {"ROWS": 32}, num_warps=4)
     assert not launcher._kept
     assert len(gpu.launches) == 1
 

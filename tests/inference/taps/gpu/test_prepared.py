@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from inference_svc.taps.gpu import score_copies
 from inference_svc.taps.gpu.kernels import prepared, resident
 from tests.inference.taps.gpu.test_launching import TABLES, TYPES, bare, fresh, rows_of
 
@@ -68,7 +69,7 @@ def cuda(bare, monkeypatch):
 
     monkeypatch.setattr(prepared, "_declared", noted)
     yield found
-    for launcher in (resident._launch_tap, resident._launch_tap_norm):
+    for launcher in (resident._launch_tap, resident._launch_tap_norm, score_copies._launch_copy):
         for kept in launcher._kept.values():
             kept.module = None  # otherwise it is unloaded when the fake driver is gone
 
@@ -231,6 +232,22 @@ def test_without_a_pool_triton_makes_each_launch(bare, cuda):
         resident.tap(rows_of(TYPES[0], 64, 0), None, 5, table)
     assert len(bare.launches) == 2
     assert not cuda.launches
+
+
+def test_copies_of_scores_differ_in_their_table_and_their_number(bare, cuda):
+    buffer, board, tables = torch.zeros(8, 64), torch.zeros(64), torch.zeros(2, 8, 6, dtype=torch.int64)
+    launch = score_copies.ScoreLaunch(buffer, board)
+    launch(tables[0], 3)
+    bare.stream = 101
+    launch(tables[1], 7)
+    (first,), (second,) = bare.launches, cuda.launches
+    (kernel,) = score_copies._launch_copy._kept.values()
+    assert second.function is first.kernel is kernel.function
+    assert second.grid == first.grid
+    assert second.stream == 101
+    assert passed(second.arguments, kernel) == {
+        "table": tables[1].data_ptr(), "count": 7, "buffer": buffer.data_ptr(), "board": board.data_ptr()
+    }  # fmt: skip
 
 
 def test_no_rows_are_no_launch(bare, cuda):
