@@ -7,21 +7,23 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.gates import gate_digests, make_gate
-from inference_svc.admission.probes import in_columns, key_of_probes, probe_digests
+from inference_svc.admission.probes import in_columns
 from inference_svc.admission.rules import ABORT, has_action
 from inference_svc.admission.steering import layer_digests
 from inference_svc.resources.sae_memory import sae_name
-from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding
-from residuum.v1 import capture_pb2, probe_pb2, selection_pb2
+from inference_svc.taps.plan import Capture, Kind, Operation, RequestPlan, RowEncoding, SharedPlan
+from residuum.v1 import capture_pb2, probe_pb2, selection_pb2, steering_pb2
 from residuum.wire.limits import BLOCK_TOKENS
 from residuum.wire.selection import layers_by_site
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from google.protobuf.message import Message
+
     from inference_svc.requests.registry import Running
     from inference_svc.taps.plan import Gate, ScoreRegion
-    from residuum.v1 import inference_pb2, steering_pb2
+    from residuum.v1 import inference_pb2
 
 _KINDS = {
     "add": Kind.ADD,
@@ -63,12 +65,45 @@ def make_plan(
     spec = running.spec
     if spec.capture is None and spec.steering is None and spec.probes is None:
         return None
-    return RequestPlan(
-        prompt_tokens,
-        _capture(running, sequence, spec.capture, rows, spare_positions) if spec.capture else None,
-        (make_operations(spec.steering, rows) if spec.steering else ()) + _scoring(spec.probes, rows),
-        engine_id(running.path, sequence) if spec.may_change_steering else "",
-        scores,
+    if spec.capture is None or spec.capture.reduction <= capture_pb2.REDUCTION_NONE:
+        spare_positions = 0
+    shared = _shared(
+        _without_labels(spec.capture), _data_of(spec.steering), _data_of(spec.probes), running.tenant,
+        tuple(rows.items()), spare_positions,
+    )  # fmt: skip
+    name = engine_id(running.path, sequence) if spec.may_change_steering else ""
+    return RequestPlan.of(shared, prompt_tokens, running.path, sequence, name, scores)
+
+
+def _data_of(part: Message | None) -> bytes:
+    return b"" if part is None else part.SerializeToString()
+
+
+def _without_labels(spec: capture_pb2.CaptureSpec | None) -> bytes:
+    """Return a capture in bytes, without what only the store reads, and what often differs between requests."""
+    if spec is None or not spec.labels:
+        return _data_of(spec)
+    bare = capture_pb2.CaptureSpec()
+    bare.CopyFrom(spec)
+    bare.ClearField("labels")
+    return bare.SerializeToString()
+
+
+@lru_cache(maxsize=64)
+def _shared(
+    capture: bytes,
+    steering: bytes,
+    probes: bytes,
+    tenant: str,
+    rows: tuple[tuple[bytes, int], ...],
+    spare_positions: int,
+) -> SharedPlan:
+    """Return what the plans of requests with equal parts have in common. The parts are serialised, or empty."""
+    row_of = dict(rows)
+    operations = make_operations(steering_pb2.SteeringSpec.FromString(steering), row_of)
+    return SharedPlan(
+        _capture(capture_pb2.CaptureSpec.FromString(capture), tenant, row_of, spare_positions) if capture else None,
+        operations + _scoring(probe_pb2.ProbeSpec.FromString(probes), row_of),
     )
 
 
@@ -103,22 +138,12 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
     return tuple(operations)
 
 
-def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[Operation, ...]:
+def _scoring(spec: probe_pb2.ProbeSpec, rows: dict[bytes, int]) -> tuple[Operation, ...]:
     """Return the operations that compute the scores of checked probes."""
-    if spec is None:
-        return ()
-    return _scoring_of(key_of_probes(spec), tuple(rows[digest] for digest in probe_digests(spec)))
-
-
-@lru_cache(maxsize=16)
-def _scoring_of(data: bytes, rows: tuple[int, ...]) -> tuple[Operation, ...]:
-    """Return the operations of serialised probes whose outputs have these rows of the bank, one after the other."""
-    spec = probe_pb2.ProbeSpec.FromString(data)
-    row_of = dict(zip(probe_digests(spec), rows, strict=True))
     return tuple(
         Operation(
             Kind.SCORE,
-            row_of[output.digest],
+            rows[output.digest],
             (probe.layer,),
             selection_pb2.PositionSelection(),
             site=probe.site,
@@ -129,14 +154,13 @@ def _scoring_of(data: bytes, rows: tuple[int, ...]) -> tuple[Operation, ...]:
     )
 
 
-def _capture(
-    running: Running, sequence: int, spec: capture_pb2.CaptureSpec, rows: dict[bytes, int], spare_positions: int
-) -> Capture:
+def _capture(spec: capture_pb2.CaptureSpec, tenant: str, rows: dict[bytes, int], spare_positions: int) -> Capture:
+    """Return a capture in the worker's form, without an ID."""
     options = spec.encoding_options
     places = sorted(layers_by_site(spec).items())
     return Capture(
-        capture_id=running.path,
-        sequence=sequence,
+        capture_id="",
+        sequence=0,
         layers=tuple(spec.layers.list.layers),
         positions=spec.positions,
         sites=tuple(site for site, _ in places),
@@ -148,13 +172,13 @@ def _capture(
             options.seed,
             options.axis,
             tuple(rows[digest] for digest in options.vectors),
-            sae_name(running.tenant, options.sae.digest) if options.HasField("sae") else "",
+            sae_name(tenant, options.sae.digest) if options.HasField("sae") else "",
             options.sae.features,
             tuple(options.sae.chosen),
         ),
         reduction=spec.reduction or capture_pb2.REDUCTION_NONE,
         flush_interval=spec.flush_interval or BLOCK_TOKENS,
-        spare_positions=spare_positions if spec.reduction > capture_pb2.REDUCTION_NONE else 0,
+        spare_positions=spare_positions,
         site_layers=tuple(layers for _, layers in places) if spec.site_layers else (),
     )
 

@@ -58,7 +58,7 @@ class RequestState:
         self.first_generated = first_generated
         """Capacity of the first block for generated tokens. Requests that start together would fill their blocks in the
         same steps. First blocks of different capacities spread the leaving blocks over several steps."""
-        self.steering = Steering(plan)
+        self.steering = Steering.of(plan)
         """The operations from position `steered_from` on."""
         self.steered_from = 0
         self._earlier: list[tuple[int, Steering]] = []  # (first position, operations), ascending

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from inference_svc.taps.plan import RequestPlan
 from inference_svc.taps.steps.programs import Program
 from residuum.wire.selection import borders, selects_any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from inference_svc.taps.plan import RequestPlan
+    from inference_svc.taps.plan import SharedPlan
     from residuum.v1 import selection_pb2
 
+_KEPT = 256
+"""For how many plans and lengths of prompts a worker keeps the treatments."""
 _MAX_STRETCHES = 16
 """Most stretches of a part of a prompt that are laid out one by one."""
 
@@ -36,6 +39,11 @@ class Steering:
         self.plan = plan
         self._borders = _borders(plan)
         self._treatments: dict[int, Treatment] = {}
+
+    @classmethod
+    def of(cls, plan: RequestPlan) -> Steering:
+        """Return the operations with which a request starts: one object for all requests that do the same."""
+        return cls(plan) if plan.shared is None else _kept(plan.shared, plan.prompt_tokens)
 
     def stretches(self, first: int, count: int) -> list[tuple[Treatment, int, int]] | None:
         """Divide positions into stretches of one treatment; return (treatment, first position, length) of each.
@@ -71,6 +79,11 @@ class Steering:
         """The first generated position from which on all have one treatment, if they ever do."""
         first: int = max([self.plan.prompt_tokens, *(self._borders or ())])
         return first
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept(shared: SharedPlan, prompt_tokens: int) -> Steering:
+    return Steering(RequestPlan.of(shared, prompt_tokens, "", 0))
 
 
 def _borders(plan: RequestPlan) -> list[int] | None:

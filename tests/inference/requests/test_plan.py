@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
-from inference_svc.taps.plan import KEY, Capture, Gate, Kind, Measure, Operation, RequestPlan
+from inference_svc.taps.plan import KEY, Capture, Gate, Kind, Measure, Operation, RequestPlan, SharedPlan
 from inference_svc.taps.points import TapPoints
+from inference_svc.taps.steps.treatments import Steering
 from residuum.v1 import capture_pb2, selection_pb2, steering_pb2
 from tests.inference.taps_support import GENERATED, PROMPT, select
 
@@ -217,3 +219,49 @@ def test_a_capture_of_more_than_the_prompts_last_token_needs_the_whole_prompt(po
 def test_a_prompt_of_one_token_is_always_computed():
     assert not RequestPlan(1, Capture("a", 0, (1,), select())).needs_whole_prompt
     assert not RequestPlan(10).needs_whole_prompt
+
+
+def carried(plan):
+    return RequestPlan.from_extra_args(msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_extra_args())))
+
+
+def labelled(name, value, *operations):
+    labels = [capture_pb2.Label(name="document", text=value)]
+    spec = capture_pb2.CaptureSpec(layers=layer_list(0, 3), positions=select((-1, None)), labels=labels)
+    steering = steering_pb2.SteeringSpec(operations=operations) if operations else None
+    return Running(name, ResolvedSpec(name, spec, steering), was_registered=False)
+
+
+def test_requests_that_differ_in_name_labels_and_prompt_share_the_rest_on_both_sides():
+    add = steering_pb2.SteeringOperation(layers=layer_list(1), add=steering_pb2.Add(digest=A, scale=2))
+    first, second = (make_plan(labelled(name, name, add), 0, 5, {A: 3}) for name in ("a", "b"))
+    assert first.shared is second.shared
+    assert carried(first).shared is carried(second).shared
+    assert [carried(plan).capture.capture_id for plan in (first, second)] == ["a", "b"]
+    assert make_plan(labelled("a", "a"), 0, 5, {}).shared is not first.shared
+    assert make_plan(labelled("a", "a", add), 0, 5, {A: 4}).shared is not first.shared, "the vector moved in the bank"
+
+
+def test_a_changed_plan_does_not_keep_what_it_was_taken_from():
+    plan = make_plan(labelled("a", "a"), 0, 5, {})
+    changed = replace(plan, capture=replace(plan.capture, layers=(3,)))
+    assert changed.shared is None
+    assert carried(changed).capture.layers == (3,)
+
+
+def test_a_named_capture_has_a_header_of_its_own():
+    capture = SharedPlan(Capture("", 0, (0,), select())).capture
+    first = capture.named("a", 1)
+    parts = first.header_parts
+    second = first.named("b", 2)
+    assert second == Capture("b", 2, (0,), select())
+    assert second.header_parts != parts
+    assert first.header_parts == parts
+
+
+def test_requests_that_do_the_same_share_the_treatments_of_one_prompt_length():
+    shared = SharedPlan(None, (Operation(Kind.ADD, 0, (0,), select((-1, None))),))
+    first, second, longer = (RequestPlan.of(shared, length, "", 0) for length in (5, 5, 6))
+    assert Steering.of(first) is Steering.of(second)
+    assert Steering.of(first).stretches(0, 5) != Steering.of(longer).stretches(0, 5), "the last token is elsewhere"
+    assert Steering.of(replace(first)) is not Steering.of(first)
