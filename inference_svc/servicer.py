@@ -95,7 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if spec.capture is not None:
             await require_stores(parts.stores).of(request_id).check_reachable()
         parts.registry.register(spec, tenant, request_id)
-        missing = parts.vectors.missing(spec.vector_names(tenant))
+        missing = parts.vectors.missing(spec.shared.vector_names(tenant))
         response = inference_pb2.RegisterRequestResponse(request_id=request_id, missing_digests=map(digest_in, missing))
         response.expire_time.GetCurrentTime()
         seconds = parts.registry.time_to_live

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.kept_parts import KeptParts
+from inference_svc.admission.kept_parts import KeptParts, data_of
 from inference_svc.admission.operator_rules import OperatorRules
 from inference_svc.admission.probes import check_scores, probe_digests
 from inference_svc.admission.rules import check_rules, steering_of_rules, with_rules
@@ -23,9 +24,13 @@ from residuum.v1 import inference_pb2, steering_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from inference_svc.admission.specs import SharedSpec
     from inference_svc.model_facts import ModelFacts
     from inference_svc.resources.sae_memory import SAEMemory
     from inference_svc.resources.vector_cache import VectorCache
+
+_KEPT = 64
+"""For how many specs it is kept which vectors they need."""
 
 
 class Admission:
@@ -42,8 +47,11 @@ class Admission:
         self._saes = saes
         self._facts = facts
         self._specs = SpecResolver(facts)
-        self._sampling = KeptParts[inference_pb2.SamplingParameters](lambda parameters: _checked(parameters, facts))
+        self._sampling = KeptParts(
+            lambda data: check_sampling(inference_pb2.SamplingParameters.FromString(data), facts)
+        )
         self._vectors = vectors
+        self._vectors_of = lru_cache(maxsize=_KEPT)(self._own_vectors)
         self.operator_rules = rules or OperatorRules()
 
     def resolve(self, spec: inference_pb2.RequestSpec, tenant: str = "") -> ResolvedSpec:
@@ -80,7 +88,7 @@ class Admission:
         Raises:
             Failure: A parameter is out of range, or not what it must be.
         """
-        self._sampling.resolve(parameters)
+        self._sampling(data_of(parameters))
 
     def check_prompt(self, token_ids: list[int], parameters: inference_pb2.SamplingParameters) -> None:
         """Check that prompt and reply together fit the model's context.
@@ -104,19 +112,24 @@ class Admission:
         check_capture_size(spec.capture, prompt_tokens, parameters)
         check_scores(spec.own_probes, parameters)
         check_rules(spec, parameters)
-        if spec.capture is not None and spec.sae_digest:
+        if spec.capture is not None and spec.shared.sae_digest:
             self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
-        # The operator's rules were checked when their file was read, and a tenant's lack of room is not theirs.
-        own = spec.own_probes
+        self._check_vectors(tenant, *self._vectors_of(spec.shared))
+
+    def _own_vectors(self, spec: SharedSpec) -> tuple[Sequence[tuple[bytes, int]], Sequence[bytes]]:
+        """Return the caller's vectors, each with the elements of the rows that it is for, and those with a direction.
+
+        The operator's rules were checked when their file was read, and a tenant's lack of room is not theirs.
+        """
         projected = spec.capture.encoding_options.vectors if spec.capture else ()
-        if spec.steering is None and own is None and not projected:
-            return
-        steering = with_rules(spec.steering, steering_of_rules(own).operations)
-        widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(own))]
-        self._check_vectors(tenant, [*widths, *widths_of(steering, self._facts)], directions_of(steering))
+        steering = with_rules(spec.steering, steering_of_rules(spec.own_probes).operations)
+        widths = [(digest, self._facts.hidden_size) for digest in (*projected, *probe_digests(spec.own_probes))]
+        return [*widths, *widths_of(steering, self._facts)], list(directions_of(steering))
 
     def _check_vectors(self, tenant: str, widths: Sequence[tuple[bytes, int]], directions: Iterable[bytes]) -> None:
         """Check vectors: pairs of a digest and the elements of the rows that it is for."""
+        if not widths:
+            return
         names = [(vector_name(tenant, digest), width) for digest, width in widths]
         self._vectors.check_room(dict(names).values())
         self._vectors.check_present(name for name, _ in names)
@@ -124,8 +137,3 @@ class Admission:
             self._vectors.check_width(name, width)
         for digest in directions:
             self._vectors.check_direction(vector_name(tenant, digest))
-
-
-def _checked(parameters: inference_pb2.SamplingParameters, facts: ModelFacts) -> inference_pb2.SamplingParameters:
-    check_sampling(parameters, facts)
-    return parameters

@@ -1,46 +1,42 @@
-"""Keeps the resolved parts of requests, because callers repeat what they capture, steer, score and sample."""
+"""Keeps what was made of parts of requests, because callers repeat what they capture, steer, score and sample."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from google.protobuf.message import Message
+from residuum.wire.limits import MAX_PROBES_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MAX_KEPT_BYTES = 8 << 10
-_KEPT = 64
+    from google.protobuf.message import Message
 
-_Part = TypeVar("_Part", bound=Message)
+_MAX_KEPT_BYTES = MAX_PROBES_BYTES
+"""Parts of more bytes are not kept. Probes are the largest parts that callers repeat."""
+_KEPT = 32
+
+_Made = TypeVar("_Made")
 
 
-class KeptParts(Generic[_Part]):
-    """Resolves one part of requests for one model, and keeps the results.
+class KeptParts(Generic[_Made]):
+    """Makes something of serialised parts of a request, and keeps the newest results.
 
-    It keeps them as bytes: every request gets a message of its own.
+    Requests with equal parts get the same object, so nothing may change it.
     """
 
-    def __init__(self, resolve: Callable[[_Part], _Part]) -> None:
-        """Keep nothing yet. `resolve` checks a part, and depends on nothing else."""
-        self._resolve = resolve
-        self._kept: dict[bytes, bytes] = {}
+    def __init__(self, make: Callable[..., _Made]) -> None:
+        """Keep nothing yet. `make` takes the parts, and depends on nothing else."""
+        self._make = make
+        self._kept = lru_cache(maxsize=_KEPT)(make)
 
-    def resolve(self, part: _Part) -> _Part:
-        """Return a resolved part.
+    def __call__(self, *parts: bytes | None) -> _Made:
+        """Return what `make` makes of the parts. None: the request does not have the part."""
+        if sum(len(part) for part in parts if part) > _MAX_KEPT_BYTES:
+            return self._make(*parts)
+        return self._kept(*parts)
 
-        Raises:
-            Failure: It is invalid. The reason and the metadata name the field.
-        """
-        if part.ByteSize() > _MAX_KEPT_BYTES:
-            return self._resolve(part)
-        data = part.SerializeToString()
-        known = self._kept.pop(data, None)
-        if known is not None:
-            self._kept[data] = known  # now the newest
-            return type(part).FromString(known)
-        resolved = self._resolve(part)
-        while len(self._kept) >= _KEPT:
-            del self._kept[next(iter(self._kept))]  # the oldest
-        self._kept[data] = resolved.SerializeToString()
-        return resolved
+
+def data_of(part: Message | None) -> bytes | None:
+    """Return a part serialised, for `KeptParts`."""
+    return None if part is None else part.SerializeToString()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -49,19 +50,22 @@ else:
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inference_svc.admission.specs import ResolvedSpec
+    from inference_svc.admission.specs import ResolvedSpec, SharedSpec
     from inference_svc.model_facts import ModelFacts
     from inference_svc.resources.vector_cache import VectorCache
 
 PREFIX = OPERATOR
 """The prefix of the names of the operator's rules and probes. No caller's rule can have it."""
 
+_KEPT = 64
+"""For how many specs the parts with rules are kept."""
+
 
 class RulesFileError(OSError):
     """A file of rules cannot be used. The message says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _OperatorRule:
     """A rule of the file, with its probe."""
 
@@ -84,6 +88,7 @@ class OperatorRules:
     def __init__(self, rules: Sequence[_OperatorRule] = ()) -> None:
         """Apply these rules."""
         self._rules = tuple(rules)
+        self._added = lru_cache(maxsize=_KEPT)(_with_rules)
 
     @property
     def names(self) -> list[str]:
@@ -119,35 +124,42 @@ class OperatorRules:
             return spec
         if not applying:
             return spec
-        _check_updatable(spec, [item.rule for item in applying])
-        merged = probe_pb2.ProbeSpec()
-        if spec.probes is not None:
-            merged.CopyFrom(spec.probes)
+        complete = self._added(spec.shared, applying)
         for item in applying:
-            merged.probes.append(item.probe)
-            merged.rules.append(item.rule)
             for vector in item.vectors:
                 if vectors.missing([vector_name(OPERATOR, vector.digest)]):
                     vectors.put(vector, OPERATOR)
-        outputs = sum(len(probe.outputs) for probe in merged.probes)
-        if outputs > MAX_PROBE_OUTPUTS:
-            own = outputs - self.outputs_for(tenant)
-            raise Failure(
-                Reason.ERROR_REASON_INVALID_FIELD,
-                f"The probes have {own} outputs. Together with those of the operator's rules, a request has at most "
-                f"{MAX_PROBE_OUTPUTS}, so yours may have {MAX_PROBE_OUTPUTS - outputs + own}.",
-                field="probes.probes",
-            )
-        check_demand(demand_of_steering(spec.steering, spec.capture, merged))
-        complete = replace(spec, probes=merged)
-        check_steering_rules(complete)
-        return complete
+        return spec.sharing(complete)
 
-    def _applying(self, tenant: str) -> list[_OperatorRule]:
-        return [item for item in self._rules if item.tenants is None or tenant in item.tenants]
+    def _applying(self, tenant: str) -> tuple[_OperatorRule, ...]:
+        return tuple(item for item in self._rules if item.tenants is None or tenant in item.tenants)
 
 
-def _check_updatable(spec: ResolvedSpec, rules: Sequence[rule_pb2.Rule]) -> None:
+def _with_rules(spec: SharedSpec, applying: tuple[_OperatorRule, ...]) -> SharedSpec:
+    """Return the parts of a spec with rules after its own; see `OperatorRules.added_to`."""
+    _check_updatable(spec, [item.rule for item in applying])
+    merged = probe_pb2.ProbeSpec()
+    if spec.probes is not None:
+        merged.CopyFrom(spec.probes)
+    for item in applying:
+        merged.probes.append(item.probe)
+        merged.rules.append(item.rule)
+    outputs = sum(len(probe.outputs) for probe in merged.probes)
+    if outputs > MAX_PROBE_OUTPUTS:
+        own = outputs - sum(len(item.probe.outputs) for item in applying)
+        raise Failure(
+            Reason.ERROR_REASON_INVALID_FIELD,
+            f"The probes have {own} outputs. Together with those of the operator's rules, a request has at most "
+            f"{MAX_PROBE_OUTPUTS}, so yours may have {MAX_PROBE_OUTPUTS - outputs + own}.",
+            field="probes.probes",
+        )
+    check_demand(demand_of_steering(spec.steering, spec.capture, merged))
+    complete = replace(spec, probes=merged)
+    check_steering_rules(complete)
+    return complete
+
+
+def _check_updatable(spec: SharedSpec, rules: Sequence[rule_pb2.Rule]) -> None:
     """Check that the caller cannot undo the steering of the operator's rules. UpdateSteering replaces all operations.
 
     Raises:

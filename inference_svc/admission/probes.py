@@ -137,11 +137,6 @@ def check_scores(spec: probe_pb2.ProbeSpec | None, sampling: inference_pb2.Sampl
         )
 
 
-def key_of_probes(spec: probe_pb2.ProbeSpec) -> bytes:
-    """Return the probes of a spec as a serialised spec without rules: a key for what depends on the probes alone."""
-    return probe_pb2.ProbeSpec(probes=spec.probes).SerializeToString()
-
-
 def probe_digests(spec: probe_pb2.ProbeSpec | None) -> list[bytes]:
     """Return the digests of the vectors of all outputs."""
     return [output.digest for probe in spec.probes for output in probe.outputs] if spec else []

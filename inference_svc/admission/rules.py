@@ -16,7 +16,7 @@ from residuum.wire.rules import NEVER, problem_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from inference_svc.admission.specs import ResolvedSpec
+    from inference_svc.admission.specs import ResolvedSpec, SharedSpec
     from inference_svc.model_facts import ModelFacts
     from residuum.v1 import inference_pb2, probe_pb2
 
@@ -93,7 +93,7 @@ def with_rules(
     return combined
 
 
-def check_steering_rules(spec: ResolvedSpec) -> None:
+def check_steering_rules(spec: SharedSpec) -> None:
     """Check that the request has room for the steering of all its rules, in whatever order they fire.
 
     Raises:
@@ -146,5 +146,5 @@ def check_rules(spec: ResolvedSpec, sampling: inference_pb2.SamplingParameters) 
         )
 
 
-def _steering_steps(spec: ResolvedSpec) -> int:
+def _steering_steps(spec: ResolvedSpec | SharedSpec) -> int:
     return sum(rule.action == STEER for rule in spec.probes.rules) if spec.probes else 0

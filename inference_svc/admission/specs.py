@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from inference_svc.admission.captures import check_capture_labels, resolve_capture
 from inference_svc.admission.fields import invalid
-from inference_svc.admission.kept_parts import KeptParts
+from inference_svc.admission.kept_parts import KeptParts, data_of
 from inference_svc.admission.probes import probe_digests, resolve_probes
 from inference_svc.admission.rules import STEER, check_steering_rules, has_action, resolve_rules, rule_digests
 from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
@@ -23,6 +23,8 @@ from residuum.wire.limits import MAX_ID_LENGTH
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from typing_extensions import Self
+
     from inference_svc.model_facts import ModelFacts
     from residuum.v1 import inference_pb2, selection_pb2
 
@@ -32,66 +34,47 @@ _MAX_NAMED = 32
 """The most adapters that a message names; it counts the others."""
 
 
-@dataclass(frozen=True)
-class ResolvedSpec:
-    """A valid spec with every default filled in."""
+@dataclass(frozen=True, eq=False)
+class SharedSpec:
+    """What the specs of many requests have in common, resolved. Nothing changes it, because these requests share it.
 
-    request_id: str
-    """Empty if the service makes the ID."""
-    capture: capture_pb2.CaptureSpec | None
-    """Layers as a list, sites, encoding with its options, and reduction named."""
-    steering: steering_pb2.SteeringSpec | None
-    """Layers of every operation as a list. None if there are no operations, and none can be added later."""
-    if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_UNSPECIFIED
-    """What to do if a capture with the request's ID exists."""
-    adapter: str = ""
-    """The name of the LoRA adapter that the request uses; empty: none."""
+    Compared by identity, so that much can be kept for each.
+    """
+
+    capture: capture_pb2.CaptureSpec | None = None
+    """Without labels, if it is shared."""
+    steering: steering_pb2.SteeringSpec | None = None
     probes: probe_pb2.ProbeSpec | None = None
-    """The probes, with their sites, and the rules: the caller's, and then the operator's. None without probes."""
     own_probes: probe_pb2.ProbeSpec | None = None
-    """The caller's own; None if there are none."""
 
-    @property
+    @cached_property
     def may_change_steering(self) -> bool:
         """Whether the steering may change while the request generates."""
         return bool(self.steering and self.steering.updatable) or has_action(self.probes, STEER)
 
-    @property
-    def shown_probes(self) -> Sequence[probe_pb2.Probe]:
-        """The probes whose scores the caller gets: its own."""
-        return self.own_probes.probes if self.own_probes is not None else ()
-
     @cached_property
     def digests(self) -> list[bytes]:
         """The digests of all vectors that the request needs: of its steering, projection, probes and rules."""
-        found = list(self.capture.encoding_options.vectors) if self.capture else []
-        if self.steering is None and self.probes is None:  # the usual case of a capture alone
-            return list(dict.fromkeys(found))
+        found = self.capture.encoding_options.vectors if self.capture else ()
         steering = digests_of(self.steering) if self.steering else []
         return list(dict.fromkeys((*steering, *found, *probe_digests(self.probes), *rule_digests(self.probes))))
-
-    @property
-    def sae_digest(self) -> bytes:
-        """The digest of the encoder whose features are captured; empty without one."""
-        return self.capture.encoding_options.sae.digest if self.capture else b""
 
     @cached_property
     def operator_digests(self) -> frozenset[bytes]:
         """The digests that only the operator's probes need: their vectors are the operator's, not the tenant's."""
         if self.probes is None or self.probes is self.own_probes:
             return frozenset()
-        own = replace(self, probes=self.own_probes).digests
-        return frozenset(self.digests).difference(own)
+        return frozenset(self.digests).difference(replace(self, probes=self.own_probes).digests)
+
+    @cached_property
+    def sae_digest(self) -> bytes:
+        """The digest of the encoder whose features are captured; empty without one."""
+        return self.capture.encoding_options.sae.digest if self.capture else b""
 
     def vector_names(self, tenant: str) -> list[bytes]:
         """Return the names of the vectors that a tenant's request needs; see `vector_name`."""
         operators = self.operator_digests
         return [vector_name(OPERATOR if digest in operators else tenant, digest) for digest in self.digests]
-
-    @property
-    def num_bytes(self) -> int:
-        """The serialised size of the capture, the steering and the probes, in bytes."""
-        return sum(part.ByteSize() for part in (self.capture, self.steering, self.probes) if part is not None)
 
     def cache_salt(self, prompt_tokens: int) -> str | None:
         """Return the salt for vLLM's prefix cache, so that only equally steered requests share KV.
@@ -119,15 +102,57 @@ class ResolvedSpec:
         return fingerprint.hexdigest()
 
 
+@dataclass(frozen=True)
+class ResolvedSpec:
+    """A valid spec with every default filled in. Nothing changes its messages, because requests share them."""
+
+    request_id: str
+    """Empty if the service makes the ID."""
+    capture: capture_pb2.CaptureSpec | None
+    """Layers as a list, sites, encoding with its options, and reduction named."""
+    steering: steering_pb2.SteeringSpec | None
+    """Layers of every operation as a list. None if there are no operations, and none can be added later."""
+    if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_UNSPECIFIED
+    """What to do if a capture with the request's ID exists."""
+    adapter: str = ""
+    """The name of the LoRA adapter that the request uses; empty: none."""
+    probes: probe_pb2.ProbeSpec | None = None
+    """The probes, with their sites, and the rules: the caller's, and then the operator's. None without probes."""
+    own_probes: probe_pb2.ProbeSpec | None = None
+    """The caller's own; None if there are none."""
+
+    @cached_property
+    def shared(self) -> SharedSpec:
+        """What it has in common with other specs, which `sharing` sets, and otherwise its own parts."""
+        return SharedSpec(self.capture, self.steering, self.probes, self.own_probes)
+
+    def sharing(self, shared: SharedSpec) -> Self:
+        """Return the same spec with the parts of another one, which has labels of its own, or none."""
+        spec = replace(self, steering=shared.steering, probes=shared.probes, own_probes=shared.own_probes)
+        vars(spec)["shared"] = shared
+        return spec
+
+    @property
+    def shown_probes(self) -> Sequence[probe_pb2.Probe]:
+        """The probes whose scores the caller gets: its own."""
+        return self.own_probes.probes if self.own_probes is not None else ()
+
+    @property
+    def num_bytes(self) -> int:
+        """The serialised size of the capture, the steering and the probes, in bytes."""
+        return sum(part.ByteSize() for part in (self.capture, self.steering, self.probes) if part is not None)
+
+
 class SpecResolver:
     """Checks specs against one model, and keeps the results for their parts, because callers repeat these."""
 
     def __init__(self, facts: ModelFacts) -> None:
         """Keep nothing yet."""
         self._facts = facts
-        self._captures = KeptParts[capture_pb2.CaptureSpec](lambda spec: resolve_capture(spec, facts))
-        self._steering = KeptParts[steering_pb2.SteeringSpec](lambda spec: resolve_steering(spec, facts))
-        self._probes = KeptParts[probe_pb2.ProbeSpec](lambda spec: _resolve_scores(spec, facts))
+        self._captures = KeptParts(lambda data: resolve_capture(capture_pb2.CaptureSpec.FromString(data), facts))
+        self._steering = KeptParts(lambda data: resolve_steering(steering_pb2.SteeringSpec.FromString(data), facts))
+        self._probes = KeptParts(lambda data: _resolve_scores(probe_pb2.ProbeSpec.FromString(data), facts))
+        self._shared = KeptParts(self._resolve_shared)
 
     def resolve(self, spec: inference_pb2.RequestSpec) -> ResolvedSpec:
         """Return a spec with every default filled in.
@@ -141,28 +166,40 @@ class SpecResolver:
                 "A request ID has 1 to 128 characters of a-z A-Z 0-9 . _ - and does not start with . or -.",
             )
         adapter = _adapter_named(spec.model, self._facts)
-        capture = self._capture(spec.capture) if spec.HasField("capture") else None
         steers = spec.steering.operations or spec.steering.updatable
-        steering = self._steering.resolve(spec.steering) if steers else None
-        probes = self._probes.resolve(spec.probes) if spec.probes.probes or spec.probes.rules else None
-        if capture is not None or steering is not None or probes is not None:
-            check_demand(demand_of_steering(steering, capture, probes))
+        scores = spec.probes.probes or spec.probes.rules
+        shared = self._shared(
+            data_of(without_labels(spec.capture)) if spec.HasField("capture") else None,
+            data_of(spec.steering) if steers else None,
+            data_of(spec.probes) if scores else None,
+        )
+        capture = shared.capture
+        if shared.capture is not None and spec.capture.labels:
+            check_capture_labels(spec.capture)
+            capture = capture_pb2.CaptureSpec(labels=spec.capture.labels)
+            capture.MergeFrom(shared.capture)  # which has none
         _check_if_exists(spec)
-        resolved = ResolvedSpec(spec.request_id, capture, steering, spec.if_exists, adapter, probes, probes)
-        check_steering_rules(resolved)
-        return resolved
+        return ResolvedSpec(spec.request_id, capture, None, spec.if_exists, adapter).sharing(shared)
 
-    def _capture(self, spec: capture_pb2.CaptureSpec) -> capture_pb2.CaptureSpec:
-        """Resolve a capture. Labels often differ where all else is the same, so what is kept has none."""
-        if not spec.labels:
-            return self._captures.resolve(spec)
-        bare = capture_pb2.CaptureSpec()
-        bare.CopyFrom(spec)
-        bare.ClearField("labels")
-        resolved = self._captures.resolve(bare)
-        check_capture_labels(spec)
-        resolved.labels.MergeFrom(spec.labels)
-        return resolved
+    def _resolve_shared(self, capture: bytes | None, steering: bytes | None, probes: bytes | None) -> SharedSpec:
+        """Check the serialised parts of a spec, and fill in their defaults."""
+        captured = None if capture is None else self._captures(capture)
+        steered = None if steering is None else self._steering(steering)
+        scored = None if probes is None else self._probes(probes)
+        shared = SharedSpec(captured, steered, scored, own_probes=scored)
+        check_demand(demand_of_steering(shared.steering, shared.capture, shared.probes))
+        check_steering_rules(shared)
+        return shared
+
+
+def without_labels(spec: capture_pb2.CaptureSpec) -> capture_pb2.CaptureSpec:
+    """Return a capture without its labels, which often differ where all else is the same."""
+    if not spec.labels:
+        return spec
+    bare = capture_pb2.CaptureSpec()
+    bare.CopyFrom(spec)
+    bare.ClearField("labels")
+    return bare
 
 
 def _resolve_scores(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.ProbeSpec:

@@ -19,8 +19,7 @@ from residuum.wire.selection import layers_by_site
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from google.protobuf.message import Message
-
+    from inference_svc.admission.specs import SharedSpec
     from inference_svc.requests.registry import Running
     from inference_svc.taps.plan import Gate, ScoreRegion
     from residuum.v1 import inference_pb2
@@ -67,43 +66,18 @@ def make_plan(
         return None
     if spec.capture is None or spec.capture.reduction <= capture_pb2.REDUCTION_NONE:
         spare_positions = 0
-    shared = _shared(
-        _without_labels(spec.capture), _data_of(spec.steering), _data_of(spec.probes), running.tenant,
-        tuple(rows.items()), spare_positions,
-    )  # fmt: skip
-    name = engine_id(running.path, sequence) if spec.may_change_steering else ""
+    shared = _shared(spec.shared, running.tenant, tuple(rows.items()), spare_positions)
+    name = engine_id(running.path, sequence) if spec.shared.may_change_steering else ""
     return RequestPlan.of(shared, prompt_tokens, running.path, sequence, name, scores)
 
 
-def _data_of(part: Message | None) -> bytes:
-    return b"" if part is None else part.SerializeToString()
-
-
-def _without_labels(spec: capture_pb2.CaptureSpec | None) -> bytes:
-    """Return a capture in bytes, without what only the store reads, and what often differs between requests."""
-    if spec is None or not spec.labels:
-        return _data_of(spec)
-    bare = capture_pb2.CaptureSpec()
-    bare.CopyFrom(spec)
-    bare.ClearField("labels")
-    return bare.SerializeToString()
-
-
 @lru_cache(maxsize=64)
-def _shared(
-    capture: bytes,
-    steering: bytes,
-    probes: bytes,
-    tenant: str,
-    rows: tuple[tuple[bytes, int], ...],
-    spare_positions: int,
-) -> SharedPlan:
-    """Return what the plans of requests with equal parts have in common. The parts are serialised, or empty."""
+def _shared(spec: SharedSpec, tenant: str, rows: tuple[tuple[bytes, int], ...], spare_positions: int) -> SharedPlan:
+    """Return what the plans of requests with a shared spec have in common."""
     row_of = dict(rows)
-    operations = make_operations(steering_pb2.SteeringSpec.FromString(steering), row_of)
     return SharedPlan(
-        _capture(capture_pb2.CaptureSpec.FromString(capture), tenant, row_of, spare_positions) if capture else None,
-        operations + _scoring(probe_pb2.ProbeSpec.FromString(probes), row_of),
+        _capture(spec.capture, tenant, row_of, spare_positions) if spec.capture else None,
+        (make_operations(spec.steering, row_of) if spec.steering else ()) + _scoring(spec.probes, row_of),
     )
 
 
@@ -138,7 +112,7 @@ def make_operations(steering: steering_pb2.SteeringSpec, rows: dict[bytes, int])
     return tuple(operations)
 
 
-def _scoring(spec: probe_pb2.ProbeSpec, rows: dict[bytes, int]) -> tuple[Operation, ...]:
+def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[Operation, ...]:
     """Return the operations that compute the scores of checked probes."""
     return tuple(
         Operation(
@@ -149,7 +123,7 @@ def _scoring(spec: probe_pb2.ProbeSpec, rows: dict[bytes, int]) -> tuple[Operati
             site=probe.site,
             column=first + number,
         )
-        for _, probe, first in in_columns(spec)
+        for _, probe, first in (in_columns(spec) if spec else ())
         for number, output in enumerate(probe.outputs)
     )
 

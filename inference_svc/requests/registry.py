@@ -81,12 +81,12 @@ class Running:
             self.on_abort()
 
     def cache_salt(self, prompt_tokens: int) -> str | None:
-        """Return the salt for vLLM's prefix cache; see `ResolvedSpec.cache_salt`.
+        """Return the salt for vLLM's prefix cache; see `SharedSpec.cache_salt`.
 
         The salt contains the tenant, so tenants never share cached prefixes. Otherwise one tenant could learn from the
         time to the first token which prompts another has sent.
         """
-        salt = self.spec.cache_salt(prompt_tokens)
+        salt = self.spec.shared.cache_salt(prompt_tokens)
         return f"{self.tenant}/{salt or ''}" if self.tenant else salt
 
 
@@ -328,8 +328,8 @@ class RequestRegistry:
 
 def _leased_names(tenant: str, spec: ResolvedSpec) -> list[bytes]:
     """Return the names of the vectors and of the encoder that a request needs; see `vector_name`."""
-    encoder = [vector_name(tenant, spec.sae_digest)] if spec.sae_digest else []
-    return [*spec.vector_names(tenant), *encoder]
+    encoder = [vector_name(tenant, spec.shared.sae_digest)] if spec.shared.sae_digest else []
+    return [*spec.shared.vector_names(tenant), *encoder]
 
 
 def _key(running: Running) -> _Key:

@@ -94,7 +94,7 @@ class RequestRunner:
                 self._admission.check_request(running.spec, tenant, len(token_ids), request.sampling)
                 if running.spec.capture is not None and running.spec.capture.keep_prompt:
                     session.prompt_text = await self._engine.prompts.text(request, token_ids)
-                place = scoring(self._engine.scores, running.spec.probes, len(token_ids), request.sampling)
+                place = scoring(self._engine.scores, running.spec.shared, len(token_ids), request.sampling)
                 async with self._reservations.reserve(running) as vectors, place as scores, session:
                     changes = self._changes_of(running, len(token_ids), vectors, session)
                     stream = await self._events(
@@ -185,7 +185,7 @@ class RequestRunner:
         self, running: Running, prompt_tokens: int, vectors: VectorHold, session: CaptureSession
     ) -> SteeringChanges | None:
         """Return what changes the steering of the request; None if nothing may, or if the request does not generate."""
-        if not running.spec.may_change_steering or session.existing is not None:
+        if not running.spec.shared.may_change_steering or session.existing is not None:
             return None
         changes = SteeringChanges(self._engine, running, prompt_tokens, vectors, session.sequences)
         session.history = self._changes[running.path] = changes

@@ -37,8 +37,8 @@ class Reservations:
             Failure: The request was aborted meanwhile, no room became free in time, or a vector is no longer on the
                 server. Raised when the context is entered.
         """
-        vectors = VectorHold(self._activator, running.tenant, running.spec.operator_digests)
-        digests, projection = running.spec.digests, projection_of(running.spec.capture)
+        vectors = VectorHold(self._activator, running.tenant, running.spec.shared.operator_digests)
+        digests, projection = running.spec.shared.digests, projection_of(running.spec.capture)
         return self._reserved(running, vectors, digests, projection) if digests or projection else vectors
 
     @asynccontextmanager

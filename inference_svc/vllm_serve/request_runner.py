@@ -113,7 +113,7 @@ class RequestRunner:
             session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)
             prompt_tokens = len(admitted.token_ids)
-            place = scoring(self._engine.scores, running.spec.probes, prompt_tokens, admitted.parameters)
+            place = scoring(self._engine.scores, running.spec.shared, prompt_tokens, admitted.parameters)
             try:
                 self._vectors.keep(received.arguments, admitted.spec)  # some may have been evicted since the check
                 reservation = self._reservations.reserve(running)
@@ -130,7 +130,7 @@ class RequestRunner:
                             yield output
                         return
                     changes = None
-                    if running.spec.may_change_steering:
+                    if running.spec.shared.may_change_steering:
                         changes = SteeringChanges(self._engine, running, prompt_tokens, vectors, session.sequences)
                         session.history = changes
                     rules = self._rules(running, admitted, changes, replies)

@@ -44,7 +44,7 @@ class RequestVectors:
             with suppress(OSError):  # the disk is full: then other API servers ask callers for these vectors
                 for vector in arguments.vectors:
                     self._shared.put(vector)
-            for vector in self._shared.find(self._cache.missing(spec.digests)):
+            for vector in self._shared.find(self._cache.missing(spec.shared.digests)):
                 self._cache.put(vector)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from inference_svc.admission.probes import in_columns, key_of_probes
+from inference_svc.admission.probes import in_columns
 from inference_svc.session.scores.joined import JoinedScores, ScoreLayout
 from residuum.v1 import probe_pb2
 from residuum.wire.pooling import AttentionPool
@@ -16,6 +16,8 @@ from residuum.wire.smoothing import Smoother
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from inference_svc.admission.specs import SharedSpec
 
 _EACH_ALONE = (probe_pb2.PROBE_ACTIVATION_UNSPECIFIED, probe_pb2.PROBE_ACTIVATION_SIGMOID)
 """Activations that treat each output alone."""
@@ -43,14 +45,10 @@ class Phase(NamedTuple):
     smoothers: list[Smoother | None]
 
 
-def groups_of(spec: probe_pb2.ProbeSpec) -> ProbeGroups:
-    """Return the groups of checked probes. Requests with the same probes share them."""
-    return _groups_of(key_of_probes(spec))
-
-
-@lru_cache(maxsize=16)
-def _groups_of(data: bytes) -> ProbeGroups:
-    return ProbeGroups(probe_pb2.ProbeSpec.FromString(data))
+@lru_cache(maxsize=64)
+def groups_of(spec: SharedSpec) -> ProbeGroups:
+    """Return the groups of a spec's probes. Requests that share the spec share them."""
+    return ProbeGroups(spec.probes or probe_pb2.ProbeSpec())
 
 
 class ProbeGroups:

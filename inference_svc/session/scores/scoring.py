@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from inference_svc.admission.specs import SharedSpec
     from inference_svc.engine.streams import Delta, Scored
     from inference_svc.resources.score_board import ScoreBoard
     from inference_svc.session.scores.probe_groups import ProbeGroups
     from inference_svc.taps.plan import ScoreRegion
-    from residuum.v1 import inference_pb2, probe_pb2
+    from residuum.v1 import inference_pb2
 
 
 _QUICK_SCORES = 1 << 14
@@ -97,7 +98,7 @@ def _pieces(products: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
 @asynccontextmanager
 async def scoring(
     board: ScoreBoard | None,
-    spec: probe_pb2.ProbeSpec | None,
+    spec: SharedSpec,
     prompt_tokens: int,
     sampling: inference_pb2.SamplingParameters,
 ) -> AsyncIterator[Sequence[SequenceScores]]:
@@ -106,12 +107,12 @@ async def scoring(
     Raises:
         Failure: There is no room now, or there is never enough for all sequences. Raised when the context is entered.
     """
-    if board is None or spec is None:
+    if board is None or spec.probes is None:
         yield ()
         return
     new = max(max_new_tokens(sampling), 1)
     probes = groups_of(spec)
-    shows_prompt = [spec.score_prompt and index == 0 for index in range(num_sequences(sampling))]
+    shows_prompt = [spec.probes.score_prompt and index == 0 for index in range(num_sequences(sampling))]
     # How many positions before the prompt's last one, whose score is the first token's, are scored for each sequence.
     before = [prompt_tokens - 1 if shows or probes.has_pools else 0 for shows in shows_prompt]
     board.check_size((sum(before) + len(before) * new) * probes.columns, sum(before) * probes.columns)

@@ -150,14 +150,14 @@ def test_the_store_and_the_client_see_the_format_that_was_checked():
 def test_vectors_to_project_onto_are_needed_like_those_of_steering():
     spec = steered(add(B))
     spec.capture.CopyFrom(capture(PROJECT, vectors=[A, B]))
-    assert resolve_spec(spec, FACTS).digests == [B, A]
+    assert resolve_spec(spec, FACTS).shared.digests == [B, A]
     spec.ClearField("steering")
-    assert resolve_spec(spec, FACTS).digests == [A, B]
+    assert resolve_spec(spec, FACTS).shared.digests == [A, B]
 
 
 def test_encodings_do_not_separate_what_shares_a_cache():
     spec = inference_pb2.RequestSpec(capture=capture(PROJECT, vectors=[A]))
-    assert resolve_spec(spec, FACTS).cache_salt(10) is None
+    assert resolve_spec(spec, FACTS).shared.cache_salt(10) is None
 
 
 DIGEST = bytes(range(32))
@@ -177,7 +177,7 @@ def test_features_have_defaults():
     last.reduction = capture_pb2.REDUCTION_LAST
     assert resolved(last).reduction == capture_pb2.REDUCTION_LAST
     spec = inference_pb2.RequestSpec(capture=features())
-    assert (resolve_spec(spec, FACTS).sae_digest, resolve_spec(spec, FACTS).digests) == (DIGEST, [])
+    assert (resolve_spec(spec, FACTS).shared.sae_digest, resolve_spec(spec, FACTS).shared.digests) == (DIGEST, [])
 
 
 BAD_FEATURES = {

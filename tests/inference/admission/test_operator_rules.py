@@ -71,9 +71,9 @@ async def test_a_rule_that_steers_changes_every_request(store, write, tmp_path):
     async with serving(store, [0.1], [0.9], [2.0], [0.1]) as service:
         service.parts.admission.operator_rules = load_rules(write(STEERING), PROBING)
         plain = service.parts.admission.resolve(inference_pb2.RequestSpec())
-        assert plain.may_change_steering
-        assert plain.cache_salt(3) != plain.cache_salt(3), "no KV is shared"
-        assert joy in plain.operator_digests
+        assert plain.shared.may_change_steering
+        assert plain.shared.cache_salt(3) != plain.shared.cache_salt(3), "no KV is shared"
+        assert joy in plain.shared.operator_digests
         own = spec(request_id="r", capture=CAPTURE)
         own.ClearField("probes")
         events = await service.events(ask(own, max_tokens=9))
@@ -242,14 +242,16 @@ async def test_their_vectors_are_there_for_every_tenant(write):
         for tenant in ("", "a"):
             resolved = admission.resolve(inference_pb2.RequestSpec(), tenant)
             admission.check_request(resolved, tenant, 3, inference_pb2.SamplingParameters(max_tokens=0))
-            assert resolved.digests == [ONE.vectors[0].digest]
-            assert resolved.vector_names(tenant) == [vector_name(OPERATOR, ONE.vectors[0].digest)]
-            assert not service.cache.missing(resolved.vector_names(tenant))
+            assert resolved.shared.digests == [ONE.vectors[0].digest]
+            assert resolved.shared.vector_names(tenant) == [vector_name(OPERATOR, ONE.vectors[0].digest)]
+            assert not service.cache.missing(resolved.shared.vector_names(tenant))
         assert service.cache.num_vectors == 3, "one of the operator's, for all tenants, and two that are there before"
         own = inference_pb2.RequestSpec(
             probes=probe_pb2.ProbeSpec(
                 probes=[
-                    probe_pb2.Probe(name="own", layer=1, outputs=[probe_pb2.ProbeOutput(digest=resolved.digests[0])])
+                    probe_pb2.Probe(
+                        name="own", layer=1, outputs=[probe_pb2.ProbeOutput(digest=resolved.shared.digests[0])]
+                    )
                 ]
             )
         )

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from inference_svc.admission import specs
-from inference_svc.admission.captures import resolve_capture
 from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
 from inference_svc.admission.specs import SpecResolver
@@ -17,7 +16,7 @@ from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, selection_pb2, steering_pb2, tensor_pb2
 from residuum.wire.encodings import ENCODINGS
-from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
+from residuum.wire.limits import MAX_OPERATIONS, MAX_PROBES_BYTES, MAX_RANGES
 from tests.inference.spec_support import resolve_spec
 from tests.inference.taps_support import GENERATED, PROMPT, select
 
@@ -188,7 +187,7 @@ def test_errors_name_the_valid_values():
 
 def test_the_empty_spec_is_valid():
     resolved = resolve_spec(inference_pb2.RequestSpec(), FACTS)
-    assert (resolved.request_id, resolved.capture, resolved.steering, resolved.digests) == ("", None, None, [])
+    assert (resolved.request_id, resolved.capture, resolved.steering, resolved.shared.digests) == ("", None, None, [])
 
 
 @pytest.mark.parametrize(("model", "adapter"), [("", ""), ("tiny", ""), ("joy", "joy"), ("calm", "calm")])
@@ -322,7 +321,7 @@ def test_the_clients_spec_is_not_changed():
 
 def test_each_vector_is_needed_once_and_in_order():
     resolved = resolve_spec(steered(add(B), ablate(A), add(B)), FACTS)
-    assert resolved.digests == [B, A]
+    assert resolved.shared.digests == [B, A]
 
 
 def test_vectors_that_need_a_direction_are_known():
@@ -331,12 +330,12 @@ def test_vectors_that_need_a_direction_are_known():
 
 
 def salt(*operations, prompt_tokens=10):
-    return resolve_spec(steered(*operations), FACTS).cache_salt(prompt_tokens)
+    return resolve_spec(steered(*operations), FACTS).shared.cache_salt(prompt_tokens)
 
 
 def test_requests_that_are_not_steered_share_their_cache():
     assert salt() is None
-    assert resolve_spec(capturing(), FACTS).cache_salt(10) is None
+    assert resolve_spec(capturing(), FACTS).shared.cache_salt(10) is None
 
 
 def test_equal_steering_shares_its_cache():
@@ -527,14 +526,23 @@ PROBES = probe_pb2.ProbeSpec(
         asking(steering=steering_pb2.SteeringSpec(operations=[add()]), probes=PROBES),
     ],
 )
-def test_a_spec_that_is_resolved_again_is_the_same_and_has_messages_of_its_own(spec):
+def test_a_spec_that_is_resolved_again_is_the_same_and_shares_all_but_what_is_its_own(spec):
     resolver, wanted = SpecResolver(SCORED), resolve_spec(spec, SCORED)
+    first = resolver.resolve(spec)
+    other = inference_pb2.RequestSpec()
+    other.CopyFrom(spec)
+    other.request_id = "other"
+    if other.HasField("capture"):
+        other.capture.labels.add(name="number", integer=7)
     for _ in range(3):
-        found = resolver.resolve(spec)
-        assert found == wanted
-        for part in (found.capture, found.steering, found.probes):
-            if part is not None:
-                part.Clear()
+        assert resolver.resolve(spec) == wanted
+        assert resolver.resolve(spec).shared is first.shared
+        found = resolver.resolve(other)
+        assert found.shared is first.shared
+        assert found.request_id == "other"
+        if found.capture is not None:
+            assert list(found.capture.labels) == list(other.capture.labels)
+            assert not found.shared.capture.labels
 
 
 def test_an_empty_capture_is_not_taken_for_none():
@@ -568,13 +576,15 @@ def test_parts_are_kept_whatever_the_others_and_the_labels_are(monkeypatch):
     assert calls.count("resolve_steering") == 20
 
 
-def test_only_some_small_parts_are_kept():
-    kept = KeptParts(lambda part: resolve_capture(part, FACTS))
-    for number in range(1, 200):
-        part = capturing(positions=select((0, number))).capture
-        assert kept.resolve(part) == resolve_capture(part, FACTS)
-    assert len(kept._kept) == 64
-    large = capturing(positions=select(*[(0, 10**9)] * 2000)).capture
-    keeps_nothing = KeptParts(lambda part: part)
-    assert keeps_nothing.resolve(large) is large
-    assert not keeps_nothing._kept
+def test_only_some_parts_of_bounded_size_are_kept():
+    made = []
+    kept = KeptParts(lambda *parts: made.append(parts) or object())
+    for number in range(100):
+        assert kept(bytes([number]), None) is kept(bytes([number]), None)
+        assert kept(bytes([number]), b"") is not kept(bytes([number]), None)
+    kept(bytes([0]), None)
+    assert made.count((bytes([0]), None)) == 2
+    assert kept._kept.cache_info().currsize == 32
+    large = bytes(MAX_PROBES_BYTES)
+    assert kept(large) is kept(large)
+    assert kept(large, b"1") is not kept(large, b"1")

@@ -167,13 +167,13 @@ def test_operations_at_two_sites_of_a_layer_share_no_entry():
 
 def test_vectors_of_all_layers_and_operations_are_needed_once_and_in_order():
     resolved = resolve_spec(spec(by_layer(digests=(C, A)), operation("replace", B, value=0.0), by_layer()), FACTS)
-    assert resolved.digests == [C, A, B]
+    assert resolved.shared.digests == [C, A, B]
     assert directions_of(resolved.steering) == {B}
 
 
 def test_the_vector_of_a_gate_is_needed_as_any_other_and_must_have_a_direction():
     resolved = resolve_spec(spec(gated(), gated(layer_list(0, 1), b"", layer_digests=[B, A])), FACTS)
-    assert resolved.digests == [A, C, B]
+    assert resolved.shared.digests == [A, C, B]
     assert directions_of(resolved.steering) == {A, B, C}
     facts = SimpleNamespace(width=lambda site: {capture_pb2.SITE_RESID_POST: 8, capture_pb2.SITE_Z: 12}[site])
     inside = gated(made=at(capture_pb2.SITE_Z))
@@ -203,13 +203,13 @@ def test_a_gate_that_a_cosine_can_open_is_accepted(gate):
 def test_steering_can_be_updatable_without_operations():
     resolved = resolve_spec(spec(updatable=True), FACTS)
     assert resolved.steering == steering(updatable=True)
-    assert resolved.digests == []
+    assert resolved.shared.digests == []
     assert resolve_spec(spec(), FACTS).steering is None
 
 
 def test_sequences_of_an_updatable_request_share_no_cache():
     resolved = resolve_spec(spec(operation(), updatable=True), FACTS)
-    salts = {resolved.cache_salt(5) for _ in range(10)}
+    salts = {resolved.shared.cache_salt(5) for _ in range(10)}
     assert len(salts) == 10
     assert None not in salts
 
@@ -230,9 +230,9 @@ def test_steering_that_differs_in_anything_has_another_cache():
         [gated(sharpness=1.0)],
         [gated(below=True)],
     ]
-    salts = [resolve_spec(spec(*operations), FACTS).cache_salt(5) for operations in steered]
+    salts = [resolve_spec(spec(*operations), FACTS).shared.cache_salt(5) for operations in steered]
     assert len(set(salts)) == len(salts)
-    assert salts == [resolve_spec(spec(*operations), FACTS).cache_salt(5) for operations in steered]
+    assert salts == [resolve_spec(spec(*operations), FACTS).shared.cache_salt(5) for operations in steered]
 
 
 def test_a_vector_for_each_layer_demands_an_operation_for_each():

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.admission.specs import ResolvedSpec
+from inference_svc.admission.specs import ResolvedSpec, SpecResolver
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
 from inference_svc.taps.plan import KEY, Capture, Gate, Kind, Measure, Operation, RequestPlan, SharedPlan
 from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.treatments import Steering
-from residuum.v1 import capture_pb2, selection_pb2, steering_pb2
+from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
+from tests.inference.service_support import FACTS
 from tests.inference.taps_support import GENERATED, PROMPT, select
 
 selections = st.builds(
@@ -225,28 +226,32 @@ def carried(plan):
     return RequestPlan.from_extra_args(msgspec.msgpack.decode(msgspec.msgpack.encode(plan.to_extra_args())))
 
 
-def labelled(name, value, *operations):
-    labels = [capture_pb2.Label(name="document", text=value)]
-    spec = capture_pb2.CaptureSpec(layers=layer_list(0, 3), positions=select((-1, None)), labels=labels)
-    steering = steering_pb2.SteeringSpec(operations=operations) if operations else None
-    return Running(name, ResolvedSpec(name, spec, steering), was_registered=False)
+RESOLVER = SpecResolver(FACTS)
+
+
+def labelled(name, *operations):
+    labels = [capture_pb2.Label(name="document", text=name)]
+    capture = capture_pb2.CaptureSpec(layers=layer_list(0, 2), positions=select((-1, None)), labels=labels)
+    steering = steering_pb2.SteeringSpec(operations=operations)
+    spec = inference_pb2.RequestSpec(request_id=name, capture=capture, steering=steering)
+    return Running(name, RESOLVER.resolve(spec), was_registered=False)
 
 
 def test_requests_that_differ_in_name_labels_and_prompt_share_the_rest_on_both_sides():
     add = steering_pb2.SteeringOperation(layers=layer_list(1), add=steering_pb2.Add(digest=A, scale=2))
-    first, second = (make_plan(labelled(name, name, add), 0, 5, {A: 3}) for name in ("a", "b"))
+    first, second = (make_plan(labelled(name, add), 0, 5, {A: 3}) for name in ("a", "b"))
     assert first.shared is second.shared
     assert carried(first).shared is carried(second).shared
     assert [carried(plan).capture.capture_id for plan in (first, second)] == ["a", "b"]
-    assert make_plan(labelled("a", "a"), 0, 5, {}).shared is not first.shared
-    assert make_plan(labelled("a", "a", add), 0, 5, {A: 4}).shared is not first.shared, "the vector moved in the bank"
+    assert make_plan(labelled("a"), 0, 5, {}).shared is not first.shared
+    assert make_plan(labelled("a", add), 0, 5, {A: 4}).shared is not first.shared, "the vector moved in the bank"
 
 
 def test_a_changed_plan_does_not_keep_what_it_was_taken_from():
-    plan = make_plan(labelled("a", "a"), 0, 5, {})
-    changed = replace(plan, capture=replace(plan.capture, layers=(3,)))
+    plan = make_plan(labelled("a"), 0, 5, {})
+    changed = replace(plan, capture=replace(plan.capture, layers=(2,)))
     assert changed.shared is None
-    assert carried(changed).capture.layers == (3,)
+    assert carried(changed).capture.layers == (2,)
 
 
 def test_a_named_capture_has_a_header_of_its_own():

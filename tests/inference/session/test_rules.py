@@ -111,11 +111,11 @@ def test_defaults_are_filled_in():
 
 def test_only_rules_that_steer_cost_the_prefix_cache():
     resolved = resolve_spec(spec(rule("a"), rule("b", action=ABORT)), PROBING)
-    assert resolved.cache_salt(3) is None
-    assert not resolved.may_change_steering
+    assert resolved.shared.cache_salt(3) is None
+    assert not resolved.shared.may_change_steering
     steering = resolve_spec(spec(steer("a", ADD_WOE)), PROBING)
-    assert steering.digests == [JOY.digest, WOE.digest], "leased from the registration on"
-    assert len({steering.cache_salt(3) for _ in range(3)}) == 3
+    assert steering.shared.digests == [JOY.digest, WOE.digest], "leased from the registration on"
+    assert len({steering.shared.cache_salt(3) for _ in range(3)}) == 3
     plan = make_plan(Running("r", steering, was_registered=False), 0, 3, {JOY.digest: 0, WOE.digest: 1})
     assert plan.name, "the workers know it by a name"
     assert [item.kind for item in plan.operations] == [Kind.SCORE], "its operations come when the rule fires"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from inference_svc.admission.probes import in_columns, probe_sites, resolve_probes
+from inference_svc.admission.specs import SharedSpec
 from inference_svc.admission.steering import demand_of_steering
 from inference_svc.engine.streams import Delta
 from inference_svc.requests.plans import make_plan
@@ -103,8 +104,8 @@ def test_columns_are_in_the_order_of_layers():
     probes = spec(probe("late", 2), probe("early", 0, ((A, 0.0), (B, 0.0))), probe("middle", 1))
     resolved = resolve_spec(inference_pb2.RequestSpec(probes=probes), FACTS)
     assert [(index, column) for index, _, column in in_columns(resolved.probes)] == [(1, 0), (2, 2), (0, 3)]
-    assert resolved.digests == [A, B]
-    assert resolved.cache_salt(10) is None, "probes change nothing, so requests share the prefix cache"
+    assert resolved.shared.digests == [A, B]
+    assert resolved.shared.cache_salt(10) is None, "probes change nothing, so requests share the prefix cache"
     region = ScoreRegion(0, 4, 7, 4)
     plan = make_plan(Running("r", resolved, was_registered=False), 0, 5, {A: 3, B: 8}, scores=region)
     assert RequestPlan.from_extra_args(plan.to_extra_args()) == plan
@@ -305,7 +306,7 @@ async def test_scores_that_never_fit_together_are_refused_at_once(fields, sequen
     item = attending() if fields.pop("pools", False) else probe()
     sampling = inference_pb2.SamplingParameters(max_tokens=tokens, num_sequences=sequences)
     with pytest.raises(Failure, match="Generate fewer tokens or sequences") as caught:
-        async with scoring.scoring(board, spec(item, **fields), 210, sampling):
+        async with scoring.scoring(board, SharedSpec(probes=spec(item, **fields)), 210, sampling):
             pass
     assert caught.value.reason == Reason.ERROR_REASON_LIMIT_REACHED
     assert caught.value.metadata == {
@@ -319,7 +320,7 @@ async def test_every_sequence_of_an_attention_probe_has_its_prompts_rows():
     board = ScoreBoard(ScoreMemory(1 << 14))
     sampling = inference_pb2.SamplingParameters(max_tokens=4, num_sequences=2)
     for item, first in ((attending(), 0), (probe(outputs=((A, 0.0), (B, 0.0))), 9)):
-        async with scoring.scoring(board, spec(item), 10, sampling) as held:
+        async with scoring.scoring(board, SharedSpec(probes=spec(item)), 10, sampling) as held:
             assert [(one.region.first_position, one.region.positions) for one in held] == [(first, 13 - first)] * 2
 
 
@@ -395,8 +396,7 @@ def test_a_probe_has_the_same_scores_among_others_as_alone():
         probe("j", layer=0, outputs=two),
     ]
     whole = spec(*probes)
-    groups = groups_of(whole)
-    assert groups_of(spec(*probes, score_prompt=True)) is groups, "requests with the same probes share them"
+    groups = groups_of(SharedSpec(probes=whole))
     products = np.random.default_rng(0).standard_normal((5, groups.columns)).astype(np.float32)
     products[1, ::3] = np.inf
     phase, other = groups.begin(), groups.begin()
