@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ _MAX_SECONDS = 0.03
 
 
 class Burst:
-    """The requests that arrive shortly after each other. It belongs to one event loop, and is not thread-safe.
+    """The requests that arrive shortly after each other. It belongs to one event loop; only `wait_on` is thread-safe.
 
     All of the service's work takes turns on the event loop. A request that reaches the engine after a step has begun
     waits for the whole step. So captures are opened, and the first messages to callers are sent, after the burst.
@@ -28,7 +30,7 @@ class Burst:
     def __init__(self) -> None:
         """Start with no requests."""
         self._waiting: list[Callable[[], None]] = []
-        self._ended: list[asyncio.Future[None]] = []
+        self._ended: list[Callable[[], object]] = []
         self._ends_at = 0.0
         """When this burst ends at the latest, by the event loop's clock."""
         self._has_new = False
@@ -41,10 +43,23 @@ class Burst:
 
     async def wait_after_end(self) -> None:
         """Note that a request has ended. Wait until the burst is over and the callbacks of `call_after` were called."""
-        self._note()
-        over = asyncio.get_running_loop().create_future()
-        self._ended.append(over)
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end(partial(_set, over))
         await over
+
+    async def wait_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Do `wait_after_end` from another thread. `loop` is the event loop that the burst belongs to.
+
+        Stops waiting after 60 ms: when the server stops, that loop may do nothing any more.
+        """
+        here, over = asyncio.get_running_loop(), asyncio.Event()
+        with suppress(RuntimeError, asyncio.TimeoutError):  # RuntimeError: the loop is closed
+            loop.call_soon_threadsafe(self._end, partial(_call_on, here, over.set))
+            await asyncio.wait_for(over.wait(), 2 * _MAX_SECONDS)
+
+    def _end(self, callback: Callable[[], object]) -> None:
+        self._note()
+        self._ended.append(callback)
 
     def _note(self) -> None:
         if self._waiting or self._ended:
@@ -66,6 +81,15 @@ class Burst:
             for callback in waiting:
                 callback()
         finally:
-            for over in ended:
-                if not over.done():  # it is if the service stops
-                    over.set_result(None)
+            for end in ended:
+                end()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():  # it is if the service stops
+        future.set_result(None)
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(callback)

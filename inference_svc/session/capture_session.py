@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from inference_svc.model_facts import ModelFacts
     from inference_svc.requests.registry import Running
     from inference_svc.requests.token_texts import TokenTexts
-    from inference_svc.session.burst import Burst
 
     CompleteSeal = Callable[[store_pb2.SealCaptureRequest], Awaitable[None]]
 
@@ -102,7 +101,7 @@ class CaptureSession:
         max_generated_tokens: int = 0,
         new_texts: Callable[[], TokenTexts | None] = lambda: None,
         describe_prompt: CompleteSeal | None = None,
-        burst: Burst | None = None,
+        wait_to_seal: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare the session of a request.
 
@@ -119,7 +118,8 @@ class CaptureSession:
             new_texts: Returns a new collection of the texts of tokens that follow the prompt; None without a tokenizer.
             describe_prompt: Adds the texts of the prompt's tokens and the positions of its messages to a seal. Called
                 after the request has ended, so that no token waits for it.
-            burst: The requests that arrive at this time: a capture is sealed after them. None: it is sealed at once.
+            wait_to_seal: Returns when the capture may be sealed; None: it is sealed at once. Called after the request
+                has ended, on the event loop of the store's client.
         """
         self._facts = facts
         self._running = running
@@ -130,7 +130,7 @@ class CaptureSession:
         self._max_generated_tokens = max_generated_tokens
         self.existing: capture_pb2.CaptureManifest | None = None
         self._describe_prompt = describe_prompt
-        self._burst = burst
+        self._wait_to_seal = wait_to_seal
         self.sequences = [GeneratedSequence(texts=new_texts()) for _ in range(num_sequences)]
         self.prompt_text = ""
         self.has_begun = False
@@ -219,8 +219,8 @@ class CaptureSession:
 
     async def _complete(self, seal: store_pb2.SealCaptureRequest) -> None:
         """Add what a seal can do without: descriptions of the tokens. The capture is sealed whatever happens here."""
-        if self._burst is not None:
-            await self._burst.wait_after_end()
+        if self._wait_to_seal is not None:
+            await self._wait_to_seal()
         try:
             if self._describe_prompt is not None:
                 await self._describe_prompt(seal)

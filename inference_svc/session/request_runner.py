@@ -206,7 +206,7 @@ class RequestRunner:
             max_generated_tokens=max_new_tokens(sampling),
             new_texts=partial(replies.new_texts, token_ids),
             describe_prompt=partial(replies.describe, token_ids, chat),
-            burst=self._burst,
+            wait_to_seal=self._burst.wait_after_end,
         )
 
     async def _replayed(

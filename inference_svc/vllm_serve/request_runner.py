@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing, nullcontext
 from copy import copy
 from functools import partial
@@ -109,6 +110,7 @@ class RequestRunner:
                 max_generated_tokens=sampling.max_tokens or 0,
                 new_texts=partial(replies.new_texts, admitted.token_ids) if running.spec.capture else lambda: None,
                 describe_prompt=partial(replies.describe, admitted.token_ids, _NO_CHAT),
+                wait_to_seal=partial(self._burst.wait_on, asyncio.get_running_loop()),
             )
             session.prompt_text = _kept_text(admitted)
             outputs = CallerOutputs(session.sequences, sampling.output_kind)

@@ -125,6 +125,40 @@ async def test_a_wait_that_is_cancelled_ends_no_other():
     assert first.cancelled()
 
 
+async def test_another_thread_waits_for_the_same_burst():
+    requests, order = Burst(), []
+    requests.call_after(lambda: order.append("opened"))
+    here = asyncio.get_running_loop()
+    await asyncio.to_thread(lambda: asyncio.run(requests.wait_on(here)))
+    assert order == ["opened"]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_another_thread_does_not_wait_for_a_loop_that_has_ended(is_closed):
+    loop = asyncio.new_event_loop()
+    if is_closed:
+        loop.close()
+    asyncio.run(Burst().wait_on(loop))
+    loop.close()
+
+
+def test_a_thread_that_has_ended_holds_up_no_others():
+    """Its loop is closed when the burst ends."""
+
+    async def end():
+        requests, here = Burst(), asyncio.get_running_loop()
+        waiting = asyncio.create_task(requests.wait_after_end())
+        await asyncio.to_thread(lambda: asyncio.run(_begin(requests.wait_on(here))))
+        await waiting
+
+    async def _begin(wait):
+        task = asyncio.create_task(wait)
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(end())
+
+
 async def test_the_first_event_does_not_wait_for_a_burst_once_there_is_a_token(monkeypatch):
     monkeypatch.setattr(burst, "_PAUSE", 2 * DEADLINE)
     async with running_service() as service, asyncio.timeout(DEADLINE):
