@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import NamedTuple, Protocol
 
 from vllm import SamplingParams
@@ -173,6 +174,8 @@ class TappedSubject:
 
 
 async def _hold(llm: AsyncLLM) -> None:
+    if "mode" not in signature(llm.pause_generation).parameters:
+        raise RuntimeError("--at-once needs vLLM 0.32: this version cannot hold requests back. Leave --at-once out.")
     await llm.pause_generation(mode="keep", clear_cache=False)
 
 

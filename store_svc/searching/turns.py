@@ -35,8 +35,12 @@ class Lanes:
         """
         with self._changed:
             done = self._changed.wait_for(lambda: not self._running, seconds)
-        if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame: break the reference cycle
         return done
 
     def cancel(self) -> None:
@@ -56,7 +60,8 @@ class Lanes:
         except StopIteration:
             pass
         except BaseException as error:  # noqa: BLE001 - wait() raises it in the caller's thread
-            self._error, self._cancelled = error, True
+            with self._changed:
+                self._error, self._cancelled = error, True
         lane.close()
         with self._changed:
             self._running -= 1

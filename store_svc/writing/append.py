@@ -100,7 +100,10 @@ class AppendStream:
             if response is not None:
                 yield response
             if failure is not None:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # its traceback refers to this frame: break the reference cycle
             if finished:
                 return
 
