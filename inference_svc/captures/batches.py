@@ -8,12 +8,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from residuum.rpc import tracing
+from residuum.wire.frames import length_prefix
 from residuum.wire.limits import MAX_CAPTURES_PER_OPEN, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from google.protobuf.message import Message
+    from collections.abc import Awaitable, Callable, Iterable
 
 _MAX_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 """Bytes of the items of one call. The rest is for the message around them."""
@@ -23,8 +22,13 @@ class Item(Protocol):
     """An item of a call."""
 
     @property
-    def request(self) -> Message:
-        """What is sent of the item."""
+    def data(self) -> bytes:
+        """What is sent of the item, serialised."""
+
+
+def together(number: int, items: Iterable[Item]) -> bytes:
+    """Return the call with items in its repeated field `number`. A message of them would copy each once more."""
+    return b"".join(part for item in items for part in (length_prefix(number, len(item.data)), item.data))
 
 
 _Item = TypeVar("_Item", bound=Item)
@@ -70,7 +74,7 @@ class Batches(Generic[_Item]):
         items: list[_Item] = []
         num_bytes = 0
         while self._waiting and len(items) < MAX_CAPTURES_PER_OPEN:
-            num_bytes += self._waiting[0].request.ByteSize()
+            num_bytes += len(self._waiting[0].data)
             if items and num_bytes > _MAX_BYTES:
                 break
             items.append(self._waiting.popleft())

@@ -112,7 +112,7 @@ class CaptureKeeper:
         """
         if if_exists > capture_pb2.IF_EXISTS_FAIL:
             await self._wait_for_seal(description)
-        opening = Opening(store_pb2.OpenCaptureRequest(description=description, if_exists=if_exists), on_queued)
+        opening = Opening.of(description, if_exists, on_queued)
         path = tenant_path(description.tenant, description.capture_id, description.attempt)
         self._open.add(path)
         self._opening[path] = opening

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from inference_svc.captures.batches import Batches
+from inference_svc.captures.batches import Batches, together
 from inference_svc.captures.store_link import CallError, NoAnswerError
 from residuum.rpc.errors import Failure
 from residuum.rpc.methods import OPEN_CAPTURE, OPEN_CAPTURES, QUEUED
 from residuum.v1 import capture_pb2, store_pb2
+from residuum.wire.frames import length_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from typing_extensions import Self
 
     from inference_svc.captures.store_link import StoreLink
 
@@ -35,7 +38,9 @@ def _new_answer() -> asyncio.Future[store_pb2.OpenCaptureResponse]:
 class Opening:
     """One capture that is being opened."""
 
-    request: store_pb2.OpenCaptureRequest
+    data: bytes
+    """The OpenCaptureRequest, serialised."""
+    if_exists: capture_pb2.IfExists.ValueType
     on_queued: Callable[[], object]
     answer: asyncio.Future[store_pb2.OpenCaptureResponse] = field(default_factory=_new_answer)
     """The answer or the Failure. Cancelled: the request was never sent."""
@@ -46,10 +51,23 @@ class Opening:
     is_abandoned: bool = False
     """Whether nobody waits for the answer any more."""
 
+    @classmethod
+    def of(
+        cls,
+        description: capture_pb2.CaptureDescription,
+        if_exists: capture_pb2.IfExists.ValueType,
+        on_queued: Callable[[], object],
+    ) -> Self:
+        """Return the opening of a capture."""
+        content = description.SerializeToString()  # a request with the description in it would copy it first
+        head = length_prefix(store_pb2.OpenCaptureRequest.DESCRIPTION_FIELD_NUMBER, len(content))
+        rest = store_pb2.OpenCaptureRequest(if_exists=if_exists).SerializeToString()
+        return cls(b"".join((head, content, rest)), if_exists, on_queued)
+
     @property
     def may_wait(self) -> bool:
         """Whether the store may wait for rows of an existing capture, and answer with its manifest."""
-        return self.request.if_exists == capture_pb2.IF_EXISTS_SKIP
+        return self.if_exists == capture_pb2.IF_EXISTS_SKIP
 
     @property
     def made_nothing(self) -> bool:
@@ -121,10 +139,10 @@ class Openings:
         self, openings: Sequence[Opening], release: Callable[[], None], channel: grpc.aio.Channel
     ) -> None:
         sent = _unanswered(openings)
-        request = store_pb2.OpenCapturesRequest(opens=[opening.request for opening in sent])
-        call = channel.unary_stream(
-            OPEN_CAPTURES, store_pb2.OpenCapturesRequest.SerializeToString, store_pb2.OpenCapturesResponse.FromString
-        )(request, timeout=OPEN_SECONDS)
+        request = together(store_pb2.OpenCapturesRequest.OPENS_FIELD_NUMBER, sent)
+        call = channel.unary_stream(OPEN_CAPTURES, bytes, store_pb2.OpenCapturesResponse.FromString)(
+            request, timeout=OPEN_SECONDS
+        )
         failures: list[Failure] = []
         has_begun = False
         try:
@@ -190,9 +208,9 @@ class Openings:
 
     async def _call_one(self, opening: Opening, channel: grpc.aio.Channel) -> store_pb2.OpenCaptureResponse | None:
         """Call OpenCapture. gRPC's class for calls with one answer has the initial metadata only with the answer."""
-        call = channel.unary_stream(
-            OPEN_CAPTURE, store_pb2.OpenCaptureRequest.SerializeToString, store_pb2.OpenCaptureResponse.FromString
-        )(opening.request, timeout=OPEN_SECONDS)
+        call = channel.unary_stream(OPEN_CAPTURE, bytes, store_pb2.OpenCaptureResponse.FromString)(
+            opening.data, timeout=OPEN_SECONDS
+        )
         if QUEUED in dict(await call.initial_metadata()):
             opening.note_queued()
         try:

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from inference_svc.captures.batches import Batches
+from inference_svc.captures.batches import Batches, together
 from inference_svc.captures.store_link import CallError
 from residuum.rpc.errors import Failure, failure_from_rpc_error
 from residuum.rpc.methods import SEAL_CAPTURE, SEAL_CAPTURES
@@ -40,7 +40,8 @@ _FINAL = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION, grpc.S
 class _Sealing:
     """One attempt to seal a capture."""
 
-    request: store_pb2.SealCaptureRequest
+    data: bytes
+    """The SealCaptureRequest, serialised."""
     answer: asyncio.Future[Failure | Exception | None]
     """None: the capture is sealed. Otherwise the Failure of the capture, or the error of the call."""
 
@@ -75,7 +76,7 @@ class Sealings:
             await asyncio.sleep(backoff.next_delay())
 
     async def _try(self, request: store_pb2.SealCaptureRequest) -> Exception | None:
-        sealing = _Sealing(request, asyncio.get_running_loop().create_future())
+        sealing = _Sealing(request.SerializeToString(), asyncio.get_running_loop().create_future())
         self._batches.add(sealing)
         return await sealing.answer
 
@@ -89,7 +90,7 @@ class Sealings:
 
     async def _send_together(self, sealings: Sequence[_Sealing], release: Callable[[], None]) -> None:
         if not self._link.is_older:
-            request = store_pb2.SealCapturesRequest(seals=[sealing.request for sealing in sealings])
+            request = together(store_pb2.SealCapturesRequest.SEALS_FIELD_NUMBER, sealings)
             try:
                 response = await self._link.call(partial(_call, SEAL_CAPTURES, request, store_pb2.SealCapturesResponse))
             except grpc.aio.AioRpcError as error:
@@ -115,7 +116,7 @@ class Sealings:
     async def _send_alone(self, sealing: _Sealing) -> None:
         """Seal a capture in a store that is older than SealCaptures."""
         try:
-            await self._link.call(partial(_call, SEAL_CAPTURE, sealing.request, store_pb2.SealCaptureResponse))
+            await self._link.call(partial(_call, SEAL_CAPTURE, sealing.data, store_pb2.SealCaptureResponse))
         except CallError as error:
             sealing.end(error)
         else:
@@ -125,9 +126,9 @@ class Sealings:
         _log.warning(event, store=str(self._link.store), request_id=request.capture_id, cause=cause)
 
 
-async def _call(method: str, request: Message, response: type[_Response], channel: grpc.aio.Channel) -> _Response:
+async def _call(method: str, request: bytes, response: type[_Response], channel: grpc.aio.Channel) -> _Response:
     # One method, because every request with a capture calls it, and a stub makes all methods of the store.
-    call = channel.unary_unary(method, type(request).SerializeToString, response.FromString)
+    call = channel.unary_unary(method, bytes, response.FromString)
     answer: _Response = await call(request, timeout=_SEAL_SECONDS)
     return answer
 

@@ -11,8 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from inference_svc.captures import opening as opening_module
-from inference_svc.captures.batches import Batches
+from inference_svc.captures.batches import Batches, together
 from inference_svc.captures.keeper import CaptureKeeper
+from inference_svc.captures.opening import Opening
 from inference_svc.captures.store_link import NoAnswerError
 from inference_svc.captures.stores import Stores
 from residuum.rpc import tracing
@@ -491,6 +492,31 @@ async def test_a_store_that_is_full_for_one_seal_is_avoided_whatever_the_order_o
     await until(lambda: not keeper.num_seals)
 
 
+DESCRIPTION = capture_pb2.CaptureDescription(capture_id="a")
+
+
+def test_a_call_is_the_message_of_its_items():
+    opens = [
+        store_pb2.OpenCaptureRequest(description=description, if_exists=if_exists)
+        for description in (
+            DESCRIPTION,
+            capture_pb2.CaptureDescription(capture_id="b" * 200, prompt_token_ids=range(300)),
+        )
+        for if_exists in (capture_pb2.IF_EXISTS_FAIL, capture_pb2.IF_EXISTS_REPLACE)
+    ]
+    items = [SimpleNamespace(data=item.SerializeToString()) for item in opens]
+    data = together(store_pb2.OpenCapturesRequest.OPENS_FIELD_NUMBER, items)
+    assert store_pb2.OpenCapturesRequest.FromString(data) == store_pb2.OpenCapturesRequest(opens=opens)
+
+
+async def test_an_opening_is_the_message_of_its_parts():
+    for if_exists in (capture_pb2.IF_EXISTS_UNSPECIFIED, capture_pb2.IF_EXISTS_SKIP):
+        opening = Opening.of(DESCRIPTION, if_exists, lambda: None)
+        wanted = store_pb2.OpenCaptureRequest(description=DESCRIPTION, if_exists=if_exists)
+        assert store_pb2.OpenCaptureRequest.FromString(opening.data) == wanted
+        assert opening.may_wait == (if_exists == capture_pb2.IF_EXISTS_SKIP)
+
+
 class Sent:
     """Items of `Batches`, and the calls that send them."""
 
@@ -506,7 +532,7 @@ class Sent:
 
     def add(self, *sizes):
         for size in sizes:
-            self.batches.add(SimpleNamespace(request=SimpleNamespace(ByteSize=lambda size=size: size)))
+            self.batches.add(SimpleNamespace(data=bytes(size)))
 
 
 async def turns():
