@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.kept_parts import KeptParts, data_of
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from inference_svc.resources.sae_memory import SAEMemory
     from inference_svc.resources.vector_cache import VectorCache
 
-_KEPT = 64
-"""For how many specs it is kept which vectors they need."""
-
 
 class Admission:
     """Checks requests against the model and the vectors on the server.
@@ -51,7 +47,6 @@ class Admission:
             lambda data: check_sampling(inference_pb2.SamplingParameters.FromString(data), facts)
         )
         self._vectors = vectors
-        self._vectors_of = lru_cache(maxsize=_KEPT)(self._own_vectors)
         self.operator_rules = rules or OperatorRules()
 
     def resolve(self, spec: inference_pb2.RequestSpec, tenant: str = "") -> ResolvedSpec:
@@ -114,7 +109,7 @@ class Admission:
         check_rules(spec, parameters)
         if spec.capture is not None and spec.shared.sae_digest:
             self._saes.check(tenant, spec.capture, [self._facts.width(site) for site in spec.capture.sites])
-        self._check_vectors(tenant, *self._vectors_of(spec.shared))
+        self._check_vectors(tenant, *spec.shared.derived("own vectors", lambda: self._own_vectors(spec.shared)))
 
     def _own_vectors(self, spec: SharedSpec) -> tuple[Sequence[tuple[bytes, int]], Sequence[bytes]]:
         """Return the caller's vectors, each with the elements of the rows that it is for, and those with a direction.

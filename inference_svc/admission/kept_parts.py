@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar
-
-from residuum.wire.limits import MAX_PROBES_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from google.protobuf.message import Message
 
-_MAX_KEPT_BYTES = MAX_PROBES_BYTES
-"""Parts of more bytes are not kept. Probes are the largest parts that callers repeat."""
-_KEPT = 32
+_MAX_KEPT = 64
+_MAX_KEPT_BYTES = 4 << 20
+"""Bytes of all kept parts. What is made of a part takes about as many."""
 
 _Made = TypeVar("_Made")
 
 
 class KeptParts(Generic[_Made]):
-    """Makes something of serialised parts of a request, and keeps the newest results.
+    """Makes something of serialised parts of a request, and keeps the results of those used last.
 
     Requests with equal parts get the same object, so nothing may change it.
     """
@@ -28,15 +25,27 @@ class KeptParts(Generic[_Made]):
     def __init__(self, make: Callable[..., _Made]) -> None:
         """Keep nothing yet. `make` takes the parts, and depends on nothing else."""
         self._make = make
-        self._kept = lru_cache(maxsize=_KEPT)(make)
+        self._kept: dict[tuple[bytes | None, ...], _Made] = {}
+        self._bytes = 0
 
     def __call__(self, *parts: bytes | None) -> _Made:
         """Return what `make` makes of the parts. None: the request does not have the part."""
-        if sum(len(part) for part in parts if part) > _MAX_KEPT_BYTES:
-            return self._make(*parts)
-        return self._kept(*parts)
+        if parts in self._kept:
+            made = self._kept[parts] = self._kept.pop(parts)  # now the newest
+            return made
+        made = self._kept[parts] = self._make(*parts)
+        self._bytes += _size(parts)
+        while len(self._kept) > _MAX_KEPT or self._bytes > _MAX_KEPT_BYTES:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._bytes -= _size(oldest)
+        return made
 
 
 def data_of(part: Message | None) -> bytes | None:
     """Return a part serialised, for `KeptParts`."""
     return None if part is None else part.SerializeToString()
+
+
+def _size(parts: tuple[bytes | None, ...]) -> int:
+    return sum(len(part) for part in parts if part)

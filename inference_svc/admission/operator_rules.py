@@ -22,7 +22,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -57,9 +56,6 @@ if TYPE_CHECKING:
 PREFIX = OPERATOR
 """The prefix of the names of the operator's rules and probes. No caller's rule can have it."""
 
-_KEPT = 64
-"""For how many specs the parts with rules are kept."""
-
 
 class RulesFileError(OSError):
     """A file of rules cannot be used. The message says why."""
@@ -88,7 +84,6 @@ class OperatorRules:
     def __init__(self, rules: Sequence[_OperatorRule] = ()) -> None:
         """Apply these rules."""
         self._rules = tuple(rules)
-        self._added = lru_cache(maxsize=_KEPT)(_with_rules)
 
     @property
     def names(self) -> list[str]:
@@ -124,12 +119,12 @@ class OperatorRules:
             return spec
         if not applying:
             return spec
-        complete = self._added(spec.shared, applying)
+        complete = spec.shared.derived(applying, lambda: _with_rules(spec.shared, applying))
         for item in applying:
             for vector in item.vectors:
                 if vectors.missing([vector_name(OPERATOR, vector.digest)]):
                     vectors.put(vector, OPERATOR)
-        return spec.sharing(complete)
+        return replace(spec, shared=complete)
 
     def _applying(self, tenant: str) -> tuple[_OperatorRule, ...]:
         return tuple(item for item in self._rules if item.tenants is None or tenant in item.tenants)

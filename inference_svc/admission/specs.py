@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference_svc.admission.captures import check_capture_labels, resolve_capture
 from inference_svc.admission.fields import invalid
@@ -21,31 +21,44 @@ from residuum.wire.ids import is_valid_id
 from residuum.wire.limits import MAX_ID_LENGTH
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from typing_extensions import Self
+    from collections.abc import Callable, Hashable, Sequence
 
     from inference_svc.model_facts import ModelFacts
     from residuum.v1 import inference_pb2, selection_pb2
 
 _IF_EXISTS = frozenset(capture_pb2.IfExists.values())
 
+_Derived = TypeVar("_Derived")
+
+_MAX_DERIVED = 16
+"""How many results are kept for a spec. Plans differ when vectors have moved to other rows, so old ones must go."""
+
 _MAX_NAMED = 32
 """The most adapters that a message names; it counts the others."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SharedSpec:
-    """What the specs of many requests have in common, resolved. Nothing changes it, because these requests share it.
-
-    Compared by identity, so that much can be kept for each.
-    """
+    """What the specs of many requests have in common, resolved. Nothing changes it, because these requests share it."""
 
     capture: capture_pb2.CaptureSpec | None = None
-    """Without labels, if it is shared."""
+    """`SpecResolver` leaves the labels out."""
     steering: steering_pb2.SteeringSpec | None = None
+    """Layers of every operation as a list. None if there are no operations, and none can be added later."""
     probes: probe_pb2.ProbeSpec | None = None
+    """The probes, with their sites, and the rules: the caller's, and then the operator's. None without probes."""
     own_probes: probe_pb2.ProbeSpec | None = None
+    """The caller's own; None if there are none."""
+    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def derived(self, key: Hashable, make: Callable[[], _Derived]) -> _Derived:
+        """Return what `make` makes, and keep it by its key for as long as the spec."""
+        if key not in self._derived:
+            if len(self._derived) >= _MAX_DERIVED:
+                self._derived.clear()
+            self._derived[key] = make()
+        made: _Derived = self._derived[key]
+        return made
 
     @cached_property
     def may_change_steering(self) -> bool:
@@ -109,28 +122,28 @@ class ResolvedSpec:
     request_id: str
     """Empty if the service makes the ID."""
     capture: capture_pb2.CaptureSpec | None
-    """Layers as a list, sites, encoding with its options, and reduction named."""
-    steering: steering_pb2.SteeringSpec | None
-    """Layers of every operation as a list. None if there are no operations, and none can be added later."""
+    """With its labels. Layers as a list, sites, encoding with its options, and reduction named."""
+    shared: SharedSpec
+    """All that other requests may repeat."""
     if_exists: capture_pb2.IfExists.ValueType = capture_pb2.IF_EXISTS_UNSPECIFIED
     """What to do if a capture with the request's ID exists."""
     adapter: str = ""
     """The name of the LoRA adapter that the request uses; empty: none."""
-    probes: probe_pb2.ProbeSpec | None = None
-    """The probes, with their sites, and the rules: the caller's, and then the operator's. None without probes."""
-    own_probes: probe_pb2.ProbeSpec | None = None
-    """The caller's own; None if there are none."""
 
-    @cached_property
-    def shared(self) -> SharedSpec:
-        """What it has in common with other specs, which `sharing` sets, and otherwise its own parts."""
-        return SharedSpec(self.capture, self.steering, self.probes, self.own_probes)
+    @property
+    def steering(self) -> steering_pb2.SteeringSpec | None:
+        """See `SharedSpec.steering`."""
+        return self.shared.steering
 
-    def sharing(self, shared: SharedSpec) -> Self:
-        """Return the same spec with the parts of another one, which has labels of its own, or none."""
-        spec = replace(self, steering=shared.steering, probes=shared.probes, own_probes=shared.own_probes)
-        vars(spec)["shared"] = shared
-        return spec
+    @property
+    def probes(self) -> probe_pb2.ProbeSpec | None:
+        """See `SharedSpec.probes`."""
+        return self.shared.probes
+
+    @property
+    def own_probes(self) -> probe_pb2.ProbeSpec | None:
+        """See `SharedSpec.own_probes`."""
+        return self.shared.own_probes
 
     @property
     def shown_probes(self) -> Sequence[probe_pb2.Probe]:
@@ -179,7 +192,7 @@ class SpecResolver:
             capture = capture_pb2.CaptureSpec(labels=spec.capture.labels)
             capture.MergeFrom(shared.capture)  # which has none
         _check_if_exists(spec)
-        return ResolvedSpec(spec.request_id, capture, None, spec.if_exists, adapter).sharing(shared)
+        return ResolvedSpec(spec.request_id, capture, shared, spec.if_exists, adapter)
 
     def _resolve_shared(self, capture: bytes | None, steering: bytes | None, probes: bytes | None) -> SharedSpec:
         """Check the serialised parts of a spec, and fill in their defaults."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.gates import gate_digests, make_gate
@@ -66,18 +65,17 @@ def make_plan(
         return None
     if spec.capture is None or spec.capture.reduction <= capture_pb2.REDUCTION_NONE:
         spare_positions = 0
-    shared = _shared(spec.shared, running.tenant, tuple(rows.items()), spare_positions)
+    key = (SharedPlan, running.tenant, tuple(rows.items()), spare_positions)
+    shared = spec.shared.derived(key, lambda: _shared(spec.shared, running.tenant, rows, spare_positions))
     name = engine_id(running.path, sequence) if spec.shared.may_change_steering else ""
     return RequestPlan.of(shared, prompt_tokens, running.path, sequence, name, scores)
 
 
-@lru_cache(maxsize=64)
-def _shared(spec: SharedSpec, tenant: str, rows: tuple[tuple[bytes, int], ...], spare_positions: int) -> SharedPlan:
+def _shared(spec: SharedSpec, tenant: str, rows: dict[bytes, int], spare_positions: int) -> SharedPlan:
     """Return what the plans of requests with a shared spec have in common."""
-    row_of = dict(rows)
     return SharedPlan(
-        _capture(spec.capture, tenant, row_of, spare_positions) if spec.capture else None,
-        (make_operations(spec.steering, row_of) if spec.steering else ()) + _scoring(spec.probes, row_of),
+        _capture(spec.capture, tenant, rows, spare_positions) if spec.capture else None,
+        (make_operations(spec.steering, rows) if spec.steering else ()) + _scoring(spec.probes, rows),
     )
 
 

@@ -30,7 +30,8 @@ class Burst:
     def __init__(self) -> None:
         """Start with no requests."""
         self._waiting: list[Callable[[], None]] = []
-        self._ended: list[Callable[[], object]] = []
+        self._after_ends: list[Callable[[], object]] = []
+        """Called after the burst and after `_waiting`; they must not raise. One for each request that has ended."""
         self._ends_at = 0.0
         """When this burst ends at the latest, by the event loop's clock."""
         self._has_new = False
@@ -44,7 +45,7 @@ class Burst:
     async def wait_after_end(self) -> None:
         """Note that a request has ended. Wait until the burst is over and the callbacks of `call_after` were called."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._end(partial(_set, over))
+        self._call_after_end(partial(_set, over))
         await over
 
     async def wait_on(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -54,15 +55,16 @@ class Burst:
         """
         here, over = asyncio.get_running_loop(), asyncio.Event()
         with suppress(RuntimeError, asyncio.TimeoutError):  # RuntimeError: the loop is closed
-            loop.call_soon_threadsafe(self._end, partial(_call_on, here, over.set))
+            loop.call_soon_threadsafe(self._call_after_end, partial(_call_on, here, over.set))
             await asyncio.wait_for(over.wait(), 2 * _MAX_SECONDS)
 
-    def _end(self, callback: Callable[[], object]) -> None:
+    def _call_after_end(self, callback: Callable[[], object]) -> None:
+        """Note that a request has ended, and call this when the burst is over."""
         self._note()
-        self._ended.append(callback)
+        self._after_ends.append(callback)
 
     def _note(self) -> None:
-        if self._waiting or self._ended:
+        if self._waiting or self._after_ends:
             self._has_new = True
         else:
             loop = asyncio.get_running_loop()
@@ -76,13 +78,13 @@ class Burst:
             loop.call_later(_PAUSE, self._check)
             return
         waiting, self._waiting = self._waiting, []
-        ended, self._ended = self._ended, []
+        after_ends, self._after_ends = self._after_ends, []
         try:
             for callback in waiting:
                 callback()
         finally:
-            for end in ended:
-                end()
+            for after_end in after_ends:
+                after_end()
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -31,7 +31,7 @@ class Lanes:
         """Wait until the work is done, or for some seconds. Return whether it is done.
 
         Raises:
-            BaseException: What a lane raised.
+            BaseException: What a lane raised. Raised once.
         """
         with self._changed:
             done = self._changed.wait_for(lambda: not self._running, seconds)
@@ -48,6 +48,7 @@ class Lanes:
         self._cancelled = True
         with self._changed:
             self._changed.wait_for(lambda: not self._running)
+            self._error = None  # nobody will ask for it; its traceback refers to this object
 
     def _turn(self, lane: Work) -> None:
         until = time.monotonic() + _TURN_SECONDS

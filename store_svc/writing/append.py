@@ -103,7 +103,7 @@ class AppendStream:
                 try:
                     raise failure
                 finally:
-                    del failure  # its traceback refers to this frame: break the reference cycle
+                    del failure  # as in `_take_news`
             if finished:
                 return
 
@@ -152,6 +152,8 @@ class AppendStream:
         self._news = bool(later)
         self._condition.notify_all()
         failure, finished = (None, False) if later else (self._failure, self._finished)
+        if failure is not None:
+            self._failure = None  # its traceback will refer to this stream: leave no reference cycle
         return response if committed else None, failure, finished
 
     def _wait_for_open(self, item: Append) -> None:

@@ -42,6 +42,7 @@ class ScriptedStore:
         self.answers = asyncio.Event()
         self.opened = []
         self.seals = []
+        self.completed = []
         self.make_id = make_id
 
     def takes_early_rows(self, capture_id, *, is_new_id, if_exists):
@@ -62,6 +63,7 @@ class ScriptedStore:
 
     def seal(self, request, complete):
         self.seals.append(request)
+        self.completed.append(asyncio.ensure_future(complete(request)))
 
     def handle(self, capture_id):
         return inference_pb2.CaptureHandle(capture_id=capture_id)
@@ -73,6 +75,8 @@ class HeldBurst:
     def __init__(self):
         self.callbacks = []
         self.is_over = False
+        self.num_ended = 0
+        """How many ended requests have waited for it, or wait."""
 
     def call_after(self, callback):
         self.callbacks.append(callback)
@@ -80,10 +84,12 @@ class HeldBurst:
             self.end()
 
     async def wait_after_end(self):
-        """Wait for nothing: the scripted store completes no seals."""
+        self.num_ended += 1
 
     async def wait_on(self, loop):
-        """Wait for nothing, for the same reason."""
+        """Note a call from the thread of the stores' client, which is that of the test."""
+        assert loop is asyncio.get_running_loop()
+        self.num_ended += 1
 
     def end(self):
         self.is_over = True

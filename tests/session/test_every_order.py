@@ -208,6 +208,8 @@ class EveryOrder(RuleBasedStateMachine):
         assert self.face.consumer.done()
         self.check_seal()
         assert self.face.is_clean()
+        assert all(completed.done() and not completed.exception() for completed in self.store.completed)
+        assert self.face.burst.num_ended == len(self.store.seals), "the requests that follow go first"
         updates = self.face.updates
         assert all(update.done() for update in updates)
         done = [update for update in updates if update.exception() is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -218,6 +219,16 @@ class OpenStream:
 def rejections(answers: Iterable[store_pb2.AppendChunksResponse]) -> dict[int, int]:
     """Return the reason of each rejected message."""
     return {item.number: item.error.reason for answer in answers for item in answer.rejections}
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Free objects only when nothing refers to them, so not those of reference cycles."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

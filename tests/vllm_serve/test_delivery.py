@@ -9,7 +9,6 @@ import pytest
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 import residuum
-from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.tap_settings import TapSettings
@@ -19,6 +18,7 @@ from residuum.rpc.errors import CODES, Failure, Reason
 from residuum.v1 import capture_pb2, selection_pb2, store_pb2, store_pb2_grpc, tensor_pb2
 from svc_common.launcher import start_store
 from tests.inference.service_support import CAPTURE, FACTS, FakeStore, listening
+from tests.inference.spec_support import spec_of
 
 
 def description(name, model="tiny"):
@@ -87,7 +87,7 @@ async def test_captures_of_callers_that_leave_before_the_open_are_opened_and_the
         registry = RequestRegistry(0.0, 0)
 
         async def leave(name):
-            running = registry.start_inline(ResolvedSpec(name, CAPTURE, None))
+            running = registry.start_inline(spec_of(name, CAPTURE))
             with suppress(asyncio.CancelledError):
                 async with CaptureSession(FACTS, running, [1], 1, lambda: delivery):
                     raise asyncio.CancelledError

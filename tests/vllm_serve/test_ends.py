@@ -8,7 +8,6 @@ import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.tap_settings import TapSettings
@@ -17,6 +16,7 @@ from inference_svc.vllm_serve.outputs import CallerOutputs
 from inference_svc.vllm_serve.worker import ServedWorker
 from residuum.v1 import capture_pb2
 from tests.inference.service_support import FACTS
+from tests.inference.spec_support import spec_of
 
 CAPTURE = capture_pb2.CaptureSpec()
 
@@ -43,7 +43,7 @@ class Store:
 async def seal_of(steps, error):
     """Let a request fail after some steps; return the seal that the store gets."""
     store = Store()
-    running = RequestRegistry(0.0, 0).start_inline(ResolvedSpec("r", CAPTURE, None))
+    running = RequestRegistry(0.0, 0).start_inline(spec_of("r", CAPTURE))
     session = CaptureSession(FACTS, running, [9, 9], 1, lambda: store)
     outputs = CallerOutputs(session.sequences, RequestOutputKind.DELTA)
 

@@ -9,12 +9,12 @@ import pytest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.registry import Running
 from inference_svc.session.burst import Burst
 from inference_svc.session.sequences import GeneratedSequence
 from inference_svc.vllm_serve.outputs import CallerOutputs, merge_streams
 from residuum.rpc.errors import Failure
+from tests.inference.spec_support import spec_of
 from tests.session.faces import HeldBurst
 
 
@@ -109,7 +109,7 @@ async def at_once():
 
 
 def request():
-    return Running("r", ResolvedSpec("r", None, None), was_registered=False)
+    return Running("r", spec_of("r"), was_registered=False)
 
 
 def merged(*streams, ready=at_once, running=None, **options):

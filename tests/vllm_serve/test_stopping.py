@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.session.capture_session import CaptureSession
 from inference_svc.session.interruption import unless_interrupted
@@ -21,6 +20,7 @@ from inference_svc.vllm_serve.outputs import stopped_failure
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, store_pb2_grpc
 from tests.inference.service_support import CAPTURE, FACTS, FakeStore, listening
+from tests.inference.spec_support import spec_of
 
 
 class Engine:
@@ -79,7 +79,7 @@ async def llm(store, monkeypatch):
 async def run(llm, ends, *, can_be_aborted=False):
     """Run a request that captures, until `ends`."""
     front = getattr(llm, plugin._FRONT)
-    running = front._registry.start_inline(ResolvedSpec("r", CAPTURE, None))
+    running = front._registry.start_inline(spec_of("r", CAPTURE))
     try:
         async with CaptureSession(FACTS, running, [1], 1, lambda: front._delivery) as session:
             await session.opened()

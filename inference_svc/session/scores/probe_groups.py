@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,10 +44,9 @@ class Phase(NamedTuple):
     smoothers: list[Smoother | None]
 
 
-@lru_cache(maxsize=64)
 def groups_of(spec: SharedSpec) -> ProbeGroups:
     """Return the groups of a spec's probes. Requests that share the spec share them."""
-    return ProbeGroups(spec.probes or probe_pb2.ProbeSpec())
+    return spec.derived(ProbeGroups, lambda: ProbeGroups(spec.probes or probe_pb2.ProbeSpec()))
 
 
 class ProbeGroups:

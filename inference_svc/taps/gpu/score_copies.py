@@ -26,7 +26,7 @@ _TABLES = 16
 _RUN_PROGRAMS = tl.constexpr(32)
 _LINE_PROGRAMS = tl.constexpr(4)
 """Programs that share the runs, and programs that share the lines of a run: reads of the host's memory take long."""
-_PROGRAMS = 32 * 4
+_PROGRAMS = _RUN_PROGRAMS.value * _LINE_PROGRAMS.value
 _ROWS = 32
 """Lines that a program copies at once."""
 _FIELDS = tl.constexpr(RUN_FIELDS)

@@ -41,6 +41,8 @@ class SharedPlan:
     capture: Capture | None = None
     """The capture, without an ID."""
     operations: tuple[Operation, ...] = ()
+    _parts: dict[tuple[TapPoints, bool, bool], SharedPlan] = field(default_factory=dict, init=False, repr=False)
+    """The parts for points of this rank, of which there are few."""
 
     @cached_property
     def data(self) -> bytes:
@@ -57,9 +59,14 @@ class SharedPlan:
             Capture.from_data(capture) if capture else None, tuple(Operation.from_data(item) for item in operations)
         )
 
-    @lru_cache(maxsize=_KEPT)  # noqa: B019 - it keeps no more objects than `from_data`
     def for_points(self, points: TapPoints, *, captures: bool, scores: bool) -> SharedPlan:
         """Return the part for some points of a rank; see `RequestPlan.for_points`."""
+        key = (points, captures, scores)
+        if key not in self._parts:
+            self._parts[key] = self._part(points, captures=captures, scores=scores)
+        return self._parts[key]
+
+    def _part(self, points: TapPoints, *, captures: bool, scores: bool) -> SharedPlan:
         capture = self.capture.for_points(points) if self.capture and (captures or points.is_divided) else None
         if capture and not captures:
             capture = replace(capture, is_own=False)

@@ -101,7 +101,7 @@ def _borders(plan: RequestPlan) -> list[int] | None:
 
 
 def _selections(plan: RequestPlan) -> Iterable[selection_pb2.PositionSelection]:
-    """Return the selections of a plan, each object once: operations with equal selections share one, see `plan.py`."""
+    """Return the selections of a plan, each object once. Operations that a worker read share equal selections."""
     found = {id(operation.positions): operation.positions for operation in plan.operations}
     if plan.capture:
         found[id(plan.capture.positions)] = plan.capture.positions

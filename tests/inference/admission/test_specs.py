@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,13 @@ import pytest
 from inference_svc.admission import specs
 from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.sampling import check_capture_size, check_prompt, check_sampling
-from inference_svc.admission.specs import SpecResolver
+from inference_svc.admission.specs import SharedSpec, SpecResolver
 from inference_svc.admission.steering import directions_of
 from inference_svc.model_facts import CaptureDefaults
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, inference_pb2, probe_pb2, rule_pb2, selection_pb2, steering_pb2, tensor_pb2
 from residuum.wire.encodings import ENCODINGS
-from residuum.wire.limits import MAX_OPERATIONS, MAX_PROBES_BYTES, MAX_RANGES
+from residuum.wire.limits import MAX_OPERATIONS, MAX_RANGES
 from tests.inference.spec_support import resolve_spec
 from tests.inference.taps_support import GENERATED, PROMPT, select
 
@@ -540,6 +541,7 @@ def test_a_spec_that_is_resolved_again_is_the_same_and_shares_all_but_what_is_it
         found = resolver.resolve(other)
         assert found.shared is first.shared
         assert found.request_id == "other"
+        assert replace(found, request_id="third").shared is first.shared, "vllm serve changes the ID"
         if found.capture is not None:
             assert list(found.capture.labels) == list(other.capture.labels)
             assert not found.shared.capture.labels
@@ -576,15 +578,31 @@ def test_parts_are_kept_whatever_the_others_and_the_labels_are(monkeypatch):
     assert calls.count("resolve_steering") == 20
 
 
-def test_only_some_parts_of_bounded_size_are_kept():
+def test_the_parts_used_last_are_kept_up_to_a_number_and_a_size():
     made = []
     kept = KeptParts(lambda *parts: made.append(parts) or object())
-    for number in range(100):
+    first = kept(b"first", None)
+    for number in range(200):
         assert kept(bytes([number]), None) is kept(bytes([number]), None)
         assert kept(bytes([number]), b"") is not kept(bytes([number]), None)
+        assert kept(b"first", None) is first, "it is used"
+    assert len(kept._kept) == 64
     kept(bytes([0]), None)
     assert made.count((bytes([0]), None)) == 2
-    assert kept._kept.cache_info().currsize == 32
-    large = bytes(MAX_PROBES_BYTES)
-    assert kept(large) is kept(large)
-    assert kept(large, b"1") is not kept(large, b"1")
+    large = [bytes(1 << 20) + bytes([number]) for number in range(4)]
+    for part in large:
+        assert kept(part) is kept(part)
+    assert list(kept._kept) == [(part,) for part in large[1:]]
+    assert kept._bytes == sum(map(len, large[1:]))
+    kept(bytes(5 << 20))
+    assert (kept._kept, kept._bytes) == ({}, 0)
+
+
+def test_what_is_derived_from_a_spec_is_kept_with_it_up_to_a_number():
+    spec, made = SharedSpec(), []
+    for number in range(40):
+        for _ in range(2):
+            assert spec.derived(number, lambda number=number: made.append(number) or number) == number
+    assert made == [*range(40)]
+    assert len(spec._derived) <= 16
+    assert spec == SharedSpec()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.admission.specs import ResolvedSpec, SpecResolver
+from inference_svc.admission.specs import SpecResolver
 from inference_svc.requests.plans import make_plan
 from inference_svc.requests.registry import Running
 from inference_svc.taps.plan import KEY, Capture, Gate, Kind, Measure, Operation, RequestPlan, SharedPlan
@@ -18,6 +18,7 @@ from inference_svc.taps.points import TapPoints
 from inference_svc.taps.steps.treatments import Steering
 from residuum.v1 import capture_pb2, inference_pb2, selection_pb2, steering_pb2
 from tests.inference.service_support import FACTS
+from tests.inference.spec_support import spec_of
 from tests.inference.taps_support import GENERATED, PROMPT, select
 
 selections = st.builds(
@@ -92,7 +93,7 @@ def test_other_users_of_extra_args_are_ignored():
 
 def running(capture=None, *operations):
     steering = steering_pb2.SteeringSpec(operations=operations) if operations else None
-    return Running("request", ResolvedSpec("request", capture, steering), was_registered=False)
+    return Running("request", spec_of("request", capture, steering), was_registered=False)
 
 
 def layer_list(*numbers):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests import registry as requests_module
 from inference_svc.requests.registry import RequestRegistry
 from residuum.rpc.errors import Failure
 from residuum.v1 import capture_pb2, steering_pb2
 from residuum.wire.ids import is_valid_id
 from residuum.wire.tokens import split_path
+from tests.inference.spec_support import spec_of
 
 TIME_TO_LIVE = 600.0
 
@@ -35,11 +35,11 @@ def registry(clock):
 def make_spec(request_id="r", digest=None):
     operations = [steering_pb2.SteeringOperation(add=steering_pb2.Add(digest=digest))] if digest else []
     steering = steering_pb2.SteeringSpec(operations=operations) if operations else None
-    return ResolvedSpec(request_id, None, steering)
+    return spec_of(request_id, None, steering)
 
 
 def other_spec(request_id="r"):
-    return ResolvedSpec(request_id, capture_pb2.CaptureSpec(), None)
+    return spec_of(request_id, capture_pb2.CaptureSpec())
 
 
 def reason_of(call, *arguments):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.requests.registry import RequestRegistry, Running
 from inference_svc.resources.vector_activator import VectorActivator, VectorHold
 from inference_svc.resources.vector_cache import VectorCache
@@ -18,6 +17,7 @@ from inference_svc.session.reservation import Reservations
 from residuum.rpc.errors import Failure
 from residuum.v1 import steering_pb2
 from residuum.wire.digests import vector_message
+from tests.inference.spec_support import spec_of
 
 HIDDEN, KNOWN = 4, 12
 LONG, SOON = 20.0, 0.05
@@ -204,9 +204,7 @@ async def test_a_request_whose_vectors_are_loaded_starts_no_task(monkeypatch):
         b.start("loads", 1)
         await settle()
         own = steering_pb2.SteeringOperation(add=steering_pb2.Add(digest=numbered(1).digest))
-        running = Running(
-            "r", ResolvedSpec("r", None, steering_pb2.SteeringSpec(operations=[own])), was_registered=False
-        )
+        running = Running("r", spec_of("r", None, steering_pb2.SteeringSpec(operations=[own])), was_registered=False)
         monkeypatch.setattr("inference_svc.session.reservation.unless_interrupted", None)
         async with Reservations(b.activator, None).reserve(running) as hold:
             assert b.bank[hold.rows[numbered(1).digest]] == numbered(1).values
@@ -386,7 +384,7 @@ def test_a_vectors_lease_is_looked_up_without_a_scan():
     for number in range(1000):
         own = steering_pb2.Add(digest=number.to_bytes(32, "big"))
         steering = steering_pb2.SteeringSpec(operations=[steering_pb2.SteeringOperation(add=own)])
-        registry.register(ResolvedSpec(f"r{number}", None, steering))
+        registry.register(spec_of(f"r{number}", None, steering))
     assert registry.is_leased(Digest((999).to_bytes(32, "big")))
     assert not registry.is_leased(Digest(b"x" * 32))
     assert Digest.compared < 10

@@ -142,21 +142,20 @@ def test_another_thread_does_not_wait_for_a_loop_that_has_ended(is_closed):
     loop.close()
 
 
-def test_a_thread_that_has_ended_holds_up_no_others():
+async def test_a_thread_that_has_ended_holds_up_no_others():
     """Its loop is closed when the burst ends."""
+    requests, here = Burst(), asyncio.get_running_loop()
 
-    async def end():
-        requests, here = Burst(), asyncio.get_running_loop()
-        waiting = asyncio.create_task(requests.wait_after_end())
-        await asyncio.to_thread(lambda: asyncio.run(_begin(requests.wait_on(here))))
-        await waiting
-
-    async def _begin(wait):
-        task = asyncio.create_task(wait)
+    async def leave_early():
+        task = asyncio.create_task(requests.wait_on(here))
         await asyncio.sleep(0)
         task.cancel()
 
-    asyncio.run(end())
+    await asyncio.to_thread(lambda: asyncio.run(leave_early()))
+    await asyncio.sleep(0)
+    assert requests._after_ends
+    async with asyncio.timeout(DEADLINE):
+        await requests.wait_after_end()
 
 
 async def test_the_first_event_does_not_wait_for_a_burst_once_there_is_a_token(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inference_svc.admission.specs import ResolvedSpec
 from inference_svc.engine.streams import Delta
 from inference_svc.requests.registry import Running
 from inference_svc.session.capture_session import CaptureSession
@@ -14,6 +13,7 @@ from inference_svc.session.scores.kept import KeptScores
 from residuum.v1 import capture_pb2, probe_pb2, rule_pb2, store_pb2
 from residuum.wire.limits import MAX_KEPT_SCORES, MAX_SEAL_BYTES
 from tests.inference.service_support import CAPTURE, FACTS
+from tests.inference.spec_support import spec_of
 
 
 def delta(count, first=0.0, **fields):
@@ -92,11 +92,7 @@ async def test_a_skipped_request_repeats_scores_and_events():
 async def test_a_seal_that_is_too_long_loses_its_scores_before_its_texts(has_probes):
     count, text = 1 << 16, "x" * (MAX_SEAL_BYTES - (100 << 10))
     probes = probe_pb2.ProbeSpec(probes=[probe_pb2.Probe(name="p", outputs=[probe_pb2.ProbeOutput()])])
-    spec = (
-        ResolvedSpec("r", CAPTURE, None, probes=probes, own_probes=probes)
-        if has_probes
-        else (ResolvedSpec("r", CAPTURE, None))
-    )
+    spec = spec_of("r", CAPTURE, probes=probes) if has_probes else spec_of("r", CAPTURE)
 
     async def describe(seal):
         seal.prompt_token_texts.text = text if has_probes else text + text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 
 import grpc
 import numpy as np
@@ -18,6 +21,7 @@ from residuum.wire.frames import checksum, chunk_prefix, parse_chunk
 from residuum.wire.labels import to_label
 from store_svc.calls import Calls
 from store_svc.database.db import Table
+from store_svc.searching.turns import Turns
 from tests.store.support import (
     ABORTED,
     COMPLETE,
@@ -28,6 +32,7 @@ from tests.store.support import (
     failing_with,
     seal_request,
     serving,
+    without_collections,
 )  # fmt: skip
 
 INVALID = errors_pb2.ERROR_REASON_INVALID_FIELD
@@ -423,3 +428,20 @@ def test_a_tenant_runs_one_search_and_leaves_room_for_others():
         pass
     with calls.searching(""), calls.searching(""):
         pass
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_search_that_has_failed_is_freed_at_once(is_read: bool) -> None:
+    def fail() -> Iterator[None]:
+        yield
+        raise ValueError("broken")
+
+    turns = Turns(1)
+    with without_collections():
+        with suppress(ValueError), turns.working(fail) as lanes:
+            freed = weakref.ref(lanes)
+            if is_read:
+                lanes.wait(60.0)
+        turns.close()
+        del lanes
+        assert freed() is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from store_svc.writing.early_rows import ArrivedOpens
 from store_svc.writing.write_queue import Append, Command, WorkQueue
 from store_svc.writing.writer import Writer, WriterOptions
 from svc_common.security.tokens_file import ANYBODY
-from tests.store.support import ONE_AND_SEVERAL, cells_of, describe, grid, make_chunk
+from tests.store.support import ONE_AND_SEVERAL, cells_of, describe, grid, make_chunk, without_collections
 
 pytestmark = ONE_AND_SEVERAL
 
@@ -188,3 +190,14 @@ def test_no_acknowledgement_passes_a_rejection_that_it_does_not_carry(end: str) 
     else:
         with pytest.raises(Failure, match="stopping"):
             next(answers)
+
+
+def test_a_stream_that_has_failed_is_freed_at_once() -> None:
+    stream = AppendStream(WorkQueue(), ANYBODY, ArrivedOpens(lambda _: False))
+    stream.fail(Failure(Reason.ERROR_REASON_NOT_SERVING, "The store is stopping."))
+    with without_collections():
+        with suppress(Failure):
+            list(stream.responses())
+        freed = weakref.ref(stream)
+        del stream
+        assert freed() is None

@@ -36,7 +36,6 @@ class ScoreList:
 
     def __init__(self, probes: Sequence[Probe]) -> None:
         self._outputs = {probe.name: probe.num_outputs for probe in probes}
-        self._width = sum(self._outputs.values())
         self._parts: list[tuple[Floats, int]] = []
         """The numbers of each part, those of one probe after those of another, and its rows."""
 
