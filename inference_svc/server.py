@@ -12,7 +12,8 @@ import grpc.aio
 import psutil
 from grpc_health.v1 import health
 
-from inference_svc.admission.operator_rules import OperatorRules, RulesFileError, load_rules
+from inference_svc.admission.operator_rules import OperatorRules
+from inference_svc.admission.rules_file import RulesFile, RulesFileError
 from inference_svc.captures.stores import Stores
 from inference_svc.engine.engine import Engine
 from inference_svc.metrics import InferenceMetrics, ServiceCollector
@@ -52,20 +53,6 @@ _STOP_SECONDS = 5.0
 _KILL_SECONDS = 0.1
 
 
-def _operator_rules(settings: InferenceSettings, engine: Engine) -> OperatorRules:
-    """Return the rules of the operator's file.
-
-    Raises:
-        SystemExit: The file cannot be used.
-    """
-    if settings.rules_file is None:
-        return OperatorRules()
-    try:
-        return load_rules(settings.rules_file, engine.facts)
-    except RulesFileError as error:
-        raise SystemExit(str(error)) from None
-
-
 class EngineDiedError(RuntimeError):
     """The engine's processes have ended, so the service must end too."""
 
@@ -86,6 +73,7 @@ class InferenceServer:
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._parts: Parts | None = None
+        self._rules: RulesFile | None = None
         self._shippers: ShipperSupervisor | None = None
         self._metrics = InferenceMetrics()
         self._listener: MetricsListener | None = None
@@ -109,6 +97,8 @@ class InferenceServer:
             loop.add_signal_handler(number, self._stopping.set)
         try:
             access = Access(self._settings.tokens, [SERVICE])
+            if self._settings.rules_file is not None:
+                self._rules = RulesFile(self._settings.rules_file)
             self._stop_tracing = start_tracing("residuum-inference", self._settings.otel_endpoint)
         except (OSError, TracingError) as error:
             raise SystemExit(str(error)) from None
@@ -162,7 +152,11 @@ class InferenceServer:
             await _give_up(starting)
             return False
         engine = await starting
-        self._parts = self._assemble(engine, access)
+        try:
+            self._parts = self._assemble(engine, access)
+        except BaseException:
+            engine.shutdown()  # its processes would keep this one alive
+            raise
         self._servicer.load(self._parts)
         if settings.store:
             controls = engine.facts.control_paths
@@ -195,7 +189,10 @@ class InferenceServer:
     def _assemble(self, engine: Engine, access: Access) -> Parts:
         settings = self._settings
         stores = Stores.from_settings(settings, settings.advertised_stores) if settings.store else None
-        rules = _operator_rules(settings, engine)
+        try:
+            rules = self._rules.for_model(engine.facts) if self._rules else OperatorRules()
+        except RulesFileError as error:
+            raise SystemExit(str(error)) from None
         for name in rules.names:
             self._metrics.know_rule(name)
         parts = Parts.assemble(engine, settings, stores, self._metrics, access.limits_of, rules)

@@ -126,7 +126,7 @@ def _encoding(asked: capture_pb2.Encoding.ValueType, facts: ModelFacts) -> captu
         return encoding
     known = ", ".join(ENCODING_NAMES[number] for number in facts.encodings)
     name = ENCODING_NAMES.get(encoding, str(int(encoding)))
-    advice = " Its operator enables sae with --sae-mib." if encoding == SAE else ""
+    advice = " Its operator enables sae with --sae-mib; vllm serve does not have it." if encoding == SAE else ""
     raise invalid("capture.encoding", f"This server does not support the encoding {name}; it supports {known}.{advice}")
 
 
@@ -222,8 +222,8 @@ def _check_reduction(resolved: capture_pb2.CaptureSpec, facts: ModelFacts) -> No
     if resolved.encoding == SAE and is_computed(resolved.reduction):
         raise invalid(
             "capture.reduction",
-            "The features of a mean, maximum or sum of rows say nothing about the rows. Use NONE or LAST, and reduce "
-            "the features yourself.",
+            "The features of a mean, maximum or sum of rows say nothing about the rows. Use no reduction, or 'last', "
+            "and reduce the features yourself.",
         )
     if is_reduced(resolved) and resolved.encoding_options.axis == BY_DIMENSION:
         raise invalid(

@@ -120,7 +120,8 @@ def _load(name: str, folder: Path) -> tensor_pb2.Vector:
             values = np.load(folder / name, allow_pickle=False)
         vector = np.asarray(values).astype(np.float32, casting="same_kind")
     except (OSError, SafetensorError, TypeError, ValueError, EOFError) as error:
-        raise ValueError(f"{folder / name} holds no vector: {error}") from None
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ValueError(f"{folder / name} holds no vector: {problem}") from None
     if vector.ndim != 1 or not vector.size or not np.isfinite(vector).all():
         raise ValueError(f"{folder / name} holds no vector: it must have one dimension and finite numbers")
     return vector_message(vector)

@@ -52,7 +52,8 @@ def resolve_probes(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.Pr
     if outputs > MAX_PROBE_OUTPUTS:
         raise invalid(
             "probes.probes",
-            f"The probes have {outputs} outputs; all probes of a request have at most {MAX_PROBE_OUTPUTS}.",
+            f"The probes have {outputs} outputs; all probes of a request have at most {MAX_PROBE_OUTPUTS}. Of an MLP, "
+            "the units of its first layer count.",
         )
     if spec.ByteSize() > MAX_PROBES_BYTES:
         raise invalid(

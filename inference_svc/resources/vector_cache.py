@@ -258,8 +258,9 @@ class VectorCache:
         if length not in self._widths or rest:
             raise Failure(
                 Reason.ERROR_REASON_WRONG_LENGTH,
-                f"The vector has {len(vector.values) / _FLOAT_BYTES:g} elements, but rows that this server steers have "
-                f"{' or '.join(map(str, self._widths))}. Send a vector of that length.",
+                f"The vector has {len(vector.values) / _FLOAT_BYTES:g} elements, but the rows of this model have "
+                f"{' or '.join(map(str, self._widths))}. A vector to steer with, the vector of a gate and the weights "
+                "of a probe must have that length.",
                 length=length,
                 hidden_size=self._widths[0],
             )

@@ -15,8 +15,9 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inference_svc.admission.operator_rules import OperatorRules, RulesFileError, load_rules
+from inference_svc.admission.operator_rules import OperatorRules
 from inference_svc.admission.probes import probe_sites
+from inference_svc.admission.rules_file import RulesFile, RulesFileError
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.facts import facts_of
 from inference_svc.request_parts import RequestParts, Share
@@ -221,7 +222,7 @@ class FrontEnd:
         if self._settings.rules_file is None:
             return OperatorRules()
         try:
-            return load_rules(self._settings.rules_file, facts)
+            return RulesFile(self._settings.rules_file).for_model(facts)
         except RulesFileError as error:
             _log.error("the operator's rules cannot be used", error=str(error))
             raise Failure(

@@ -193,5 +193,5 @@ def test_a_vector_of_another_width_is_refused(engine: Engine) -> None:
     capture = residuum.Capture(encoding="project", vectors=[wide])
     with pytest.raises(residuum.BadVector, match="has 320 elements, but the rows that it is for have 128"):
         engine.client.generate(PROMPT[:4], max_tokens=1, capture=capture)
-    with pytest.raises(residuum.BadVector, match="7 elements, but rows that this server steers have 128 or 320"):
+    with pytest.raises(residuum.BadVector, match="7 elements, but the rows of this model have 128 or 320"):
         engine.client.put_vectors([residuum.Vector(np.ones(7))])

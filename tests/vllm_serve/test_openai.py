@@ -428,7 +428,7 @@ BAD = {
     ),
     "a vector of another width": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AAAAAA=="]},
-        "rows that this server steers have 576 or 1536",
+        "the rows of this model have 576 or 1536",
     ),
     "a vector that is no number": (
         {"residuum": '{"capture": {"layers": {"all": true}}}', "residuum_vectors": ["AADAfw==" * 576]},

@@ -151,13 +151,13 @@ def test_an_mlp_applies_its_layers_in_turn(seed: int, shape: list[tuple[int, int
         ([probe_pb2.ProbeLayer(weights=bytes(8), biases=[0])] * 3, "3 layers after the first; at most 2"),
         ([probe_pb2.ProbeLayer(weights=bytes(8))], "layer 2 has 0 outputs"),
         ([probe_pb2.ProbeLayer(weights=bytes(8), biases=[0] * 65)], "layer 2 has 65 outputs"),
-        ([probe_pb2.ProbeLayer(weights=bytes(7), biases=[0])], "take 7 bytes; 1 outputs of 2 inputs take 8"),
+        ([probe_pb2.ProbeLayer(weights=bytes(7), biases=[0])], "layer 2 has weights of 1.75 inputs"),
         ([probe_pb2.ProbeLayer(weights=b"\xff" * 8, biases=[0])], "layer 2 are not all finite"),
         ([probe_pb2.ProbeLayer(weights=bytes(8), biases=[math.inf])], "layer 2 are not all finite"),
         ([probe_pb2.ProbeLayer(weights=bytes(8), biases=[0], activation=9)], "activation 9 of its layer 2"),
         (
             [probe_pb2.ProbeLayer(weights=bytes(8), biases=[0]), probe_pb2.ProbeLayer(weights=bytes(8), biases=[0])],
-            "layer 3 take 8 bytes; 1 outputs of 1 inputs take 4",
+            "layer 3 has weights of 2 inputs, but the layer before has 1 outputs",
         ),
     ],
 )

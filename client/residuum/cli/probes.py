@@ -144,25 +144,26 @@ def _number(kind: Callable[[str], float], option: str) -> float:
 
 
 class ScorePrinter:
-    """Prints the tokens of one sequence as they arrive, one on a line, after their scores."""
+    """Prints the tokens of one sequence as they arrive: on each line the scores, the token's ID, and new text."""
 
     def __init__(self, probes: Sequence[residuum.Probe], prompt_token_ids: Sequence[int], output: Output) -> None:
         """Print the names of the columns, if a person reads them."""
         self._prompt = iter(prompt_token_ids)
         self._output = output
-        self._names = [name for probe in probes for name in _columns(probe)]
+        self._names = [*(name for probe in probes for name in _columns(probe)), "token"]
         if output.is_terminal:
-            self._line(self._names, "token")
+            self._line(self._names, "text")
 
     def add(self, delta: residuum.TokenDelta) -> None:
         """Print what a delta has."""
         for numbers in _rows(delta.prompt_scores):
-            self._line(numbers, f"prompt token {next(self._prompt)}")
-        rows = list(_rows(delta.scores))
+            self._line([*numbers, str(next(self._prompt))], "(prompt)")
+        rows = [[*row, str(token)] for row, token in zip(_rows(delta.scores), delta.token_ids, strict=True)]
         if delta.text and not rows:
             rows = [[""] * len(self._names)]
-        for index, numbers in enumerate(rows, 1):  # the server sends the text of several tokens in one piece
-            self._line(numbers, repr(delta.text if index == len(rows) else ""))
+        # The server sends the text of several tokens in one piece, and perhaps later than their scores.
+        for index, cells in enumerate(rows, 1):
+            self._line(cells, repr(delta.text if index == len(rows) else ""))
         for event in delta.events:
             self._output.note(event_line(event))
 

@@ -77,10 +77,8 @@ def problem_of_mlp(probe: probe_pb2.Probe) -> str:
         if not 1 <= outputs <= MAX_PROBE_OUTPUTS:
             return f"its layer {number} has {outputs} outputs; from 1 to {MAX_PROBE_OUTPUTS}"
         if len(layer.weights) != _FLOAT_BYTES * inputs * outputs:
-            return (
-                f"the weights of its layer {number} take {len(layer.weights)} bytes; {outputs} outputs of {inputs} "
-                f"inputs take {_FLOAT_BYTES * inputs * outputs}"
-            )
+            given = len(layer.weights) / (_FLOAT_BYTES * outputs)
+            return f"its layer {number} has weights of {given:g} inputs, but the layer before has {inputs} outputs"
         if not (np.isfinite(_weights(layer, inputs)).all() and np.isfinite(layer.biases).all()):
             return f"the numbers of its layer {number} are not all finite"
         if layer.activation not in _HIDDEN:

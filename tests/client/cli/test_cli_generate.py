@@ -315,7 +315,7 @@ def test_a_gate_is_chosen_on_the_command_line(cli, peer, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("gate", "told"),
     [
-        ("joy.npy", "could not convert string to float"),
+        ("joy.npy", "the threshold is missing"),
         ("joy.npy:high", "Use VECTOR:THRESHOLD"),
         ("joy.npy:1,above", "'above' is not an option of a gate"),
         ("joy.npy:1,sharpness", "'sharpness' is not an option of a gate"),
@@ -405,10 +405,10 @@ def probes(tmp_path):
     return tmp_path / "position.safetensors", tmp_path / "sequence.safetensors"
 
 
-def test_generate_prints_scores_before_each_token(cli, peer, probes):
+def test_generate_prints_scores_the_id_and_the_text_of_each_token(cli, peer, probes):
     position, sequence = probes
     code, out, _ = cli("generate", "a bb ccc", "--max-tokens", 2, "--probe", position, "--probe", f"{sequence}:by.n")
-    assert (code, out) == (0, "2\t0.5\t0.5\t' 4'\n3\t0.5\t0.5\t' 5'\n")
+    assert (code, out) == (0, "2\t0.5\t0.5\t4\t' 4'\n3\t0.5\t0.5\t5\t' 5'\n")
     assert [probe.name for probe in peer.requests[-1].spec.probes.probes] == ["position", "by.n"]
     assert not peer.requests[-1].spec.probes.score_prompt
 
@@ -416,7 +416,7 @@ def test_generate_prints_scores_before_each_token(cli, peer, probes):
 def test_generate_prints_the_scores_of_the_prompt_first(cli, probes):
     code, out, _ = cli("generate", "a bb ccc", "--max-tokens", 1, "--probe", probes[0], "--score-prompt")
     assert code == 0
-    assert out.splitlines() == ["0\tprompt token 1", "1\tprompt token 2", "2\tprompt token 3", "2\t' 4'"]
+    assert out.splitlines() == ["0\t1\t(prompt)", "1\t2\t(prompt)", "2\t3\t(prompt)", "2\t4\t' 4'"]
 
 
 def test_scores_on_a_terminal_are_a_table(capsys):
@@ -433,14 +433,14 @@ def test_scores_on_a_terminal_are_a_table(capsys):
     printer.add(residuum.TokenDelta(" café\n", (), scores={"x": np.empty((0, 2)), "much-longer": np.empty(0)}))
     printer.add(residuum.TokenDelta(" it", (5, 6), scores=rows))
     assert capsys.readouterr().out.splitlines() == [
-        "       x.0         x.1  much-longer  token",
-        "      0.25           1          0.5  prompt token 7",
-        "     1e-09  -1.235e+05           12  prompt token 8",
-        "      0.25           1          0.5  ''",
-        "     1e-09  -1.235e+05           12  ''",
-        "                                     ' café\\n'",
-        "      0.25           1          0.5  ''",
-        "     1e-09  -1.235e+05           12  ' it'",
+        "       x.0         x.1  much-longer       token  text",
+        "      0.25           1          0.5           7  (prompt)",
+        "     1e-09  -1.235e+05           12           8  (prompt)",
+        "      0.25           1          0.5           3  ''",
+        "     1e-09  -1.235e+05           12           4  ''",
+        "                                                 ' café\\n'",
+        "      0.25           1          0.5           5  ''",
+        "     1e-09  -1.235e+05           12           6  ' it'",
     ]
 
 
@@ -527,7 +527,7 @@ def test_generate_prints_what_fires_after_its_token(cli, peer, probes):
     flags = ["--max-tokens", 9, "--probe", f"{probes[0]}:at", "--smooth", "max:4"]
     rules = ["--rule", "at:above=2.5,name=late", "--rule", "at:above=1,for=3,abort"]
     code, out, err = cli("generate", "a bb ccc", *flags, *rules)
-    assert (code, out) == (0, "2\t' 4'\n3\t' 5'\n4\t' 6'\n")
+    assert (code, out) == (0, "2\t4\t' 4'\n3\t5\t' 5'\n4\t6\t' 6'\n")
     assert err == "rule late fired at token 1, score 3: flag\nrule at fired at token 2, score 4: abort\n"
     sent = peer.requests[-1].spec.probes
     assert sent.probes[0].smoothing.max == 4

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import residuum
-from inference_svc.admission.operator_rules import OperatorRules, RulesFileError, load_rules
+from inference_svc.admission.operator_rules import OperatorRules
+from inference_svc.admission.rules_file import RulesFile, RulesFileError
 from inference_svc.admission.steering import resolve_steering
 from inference_svc.metrics import InferenceMetrics
 from inference_svc.resources.vector_cache import OPERATOR, vector_name
-from inference_svc.server import _operator_rules
-from inference_svc.settings import InferenceSettings
 from residuum.rpc.errors import Failure, Reason
 from residuum.v1 import inference_pb2, probe_pb2, rule_pb2, steering_pb2
 from tests.inference.service_support import ADD_JOY, CAPTURE, FACTS, HIDDEN, JOY, ask, failure_of
@@ -34,6 +31,10 @@ def write(tmp_path):
         return tmp_path / "rules.toml"
 
     return write
+
+
+def load_rules(path, facts):
+    return RulesFile(path).for_model(facts)
 
 
 BASIC = 'name = "toxic"\nprobe = "one.safetensors"\nabove = 0.7\n'
@@ -137,18 +138,19 @@ def test_a_rule_may_watch_an_mlp(write, tmp_path):
     ("rules", "told"),
     [
         (["name = 3"], "rule.0.name: Input should be a valid string"),
-        ([BASIC + "what = 1"], "rule.0.what: Extra inputs"),
+        ([], "has no rules. Each begins with"),
+        ([BASIC + "what = 1"], "no field rule.0.what. Known here: name, probe, above"),
         ([BASIC, BASIC], "several rules are named toxic"),
         ([BASIC.replace("toxic", f"r{number}") for number in range(9)], "there are 9 rules. At most 8"),
         ([BASIC.replace("toxic", "a b")], "1 to 64 of the characters"),
-        ([BASIC.replace("one.saf", "none.saf")], "none.safetensors holds no probe"),
+        ([BASIC.replace("one.saf", "none.saf")], "the rule 'toxic': there is no file .*none.safetensors"),
         ([BASIC.replace("one.safetensors", "rules.toml")], "rules.toml holds no probe"),
         ([BASIC.replace("0.7", "1.2")], "can never fire"),
-        ([BASIC + "below = 0.1"], "needs either above or below"),
+        ([BASIC + "below = 0.1"], "it needs either above or below"),
         ([BASIC + "output = 1"], "output 1 does not exist"),
         ([BASIC + 'output = "x"'], "the probe has no output 'x'"),
         ([BASIC + "for_tokens = 0"], "rule.0.for_tokens"),
-        ([BASIC + 'then = "steer"'], "toxic needs .*rule.steer"),
+        ([BASIC + 'then = "steer"'], "the rule 'toxic': it needs .*rule.steer"),
         ([STEERING.replace('"steer"', '"flag"')], "must have none otherwise"),
         ([STEERING.replace("add", "push")], "no SteeringOperation.*push"),
         ([STEERING.replace("add", "ablate").replace("joy", "zero").replace(", scale = 2", "")], "has the norm 0"),
@@ -296,15 +298,6 @@ def test_a_file_leaves_an_output_to_callers(write, tmp_path):
     residuum.Probe(np.ones((64, HIDDEN)), layer=1).save(tmp_path / "one.safetensors")
     with pytest.raises(RulesFileError, match="64 outputs; at most 63"):
         load_rules(write(BASIC), PROBING)
-
-
-def test_the_service_reads_the_file_of_its_settings(write):
-    engine = SimpleNamespace(facts=PROBING)
-    path = write(BASIC)
-    assert _operator_rules(InferenceSettings(model="m", rules_file=path), engine).names == ["operator:toxic"]
-    assert _operator_rules(InferenceSettings(model="m"), engine).names == []
-    with pytest.raises(SystemExit, match=r"rules: .*several rules are named toxic"):
-        _operator_rules(InferenceSettings(model="m", rules_file=write(BASIC, BASIC)), engine)
 
 
 def test_without_a_file_nothing_changes():

@@ -173,7 +173,7 @@ def test_vectors_of_several_widths_share_the_memory():
     with pytest.raises(Failure, match="has 16 elements, but the rows that it is for have 4") as caught:
         cache.check_width(wide[1].digest, 4)
     assert (caught.value.reason_name, caught.value.metadata) == ("WRONG_LENGTH", {"length": "16", "width": "4"})
-    with pytest.raises(Failure, match="has 5 elements, but rows that this server steers have 4 or 16"):
+    with pytest.raises(Failure, match="has 5 elements, but the rows of this model have 4 or 16"):
         cache.put(vector(*range(5)))
 
 

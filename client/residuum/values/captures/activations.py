@@ -132,6 +132,7 @@ class Activations(Mapping[int, FloatArray]):
 
         They are float32 [positions], or [positions, outputs] if the probe has several outputs. They are NaN where the
         request did not score the row: in the prompt, except for its last position, unless `score_prompt` was given.
+        They are not the scores of `rows` if the capture has a reduction or takes rows before steering.
         None if the request had no probes, or too many scores to be stored: see `Manifest.scores`.
 
         Example:
