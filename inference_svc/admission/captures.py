@@ -126,7 +126,11 @@ def _encoding(asked: capture_pb2.Encoding.ValueType, facts: ModelFacts) -> captu
         return encoding
     known = ", ".join(ENCODING_NAMES[number] for number in facts.encodings)
     name = ENCODING_NAMES.get(encoding, str(int(encoding)))
-    advice = " Its operator enables sae with --sae-mib; vllm serve does not have it." if encoding == SAE else ""
+    advice = (
+        " The inference service has sae if its operator sets --sae-mib; vllm serve never has it."
+        if encoding == SAE
+        else ""
+    )
     raise invalid("capture.encoding", f"This server does not support the encoding {name}; it supports {known}.{advice}")
 
 

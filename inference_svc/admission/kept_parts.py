@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 _MAX_KEPT = 64
 _MAX_KEPT_BYTES = 4 << 20
-"""Bytes of all kept parts. What is made of a part takes about as many."""
+"""Bytes of all kept parts. What is made of a part takes about as many, and what is derived from that perhaps several
+times as many."""
 
 _Made = TypeVar("_Made")
 
@@ -33,8 +34,11 @@ class KeptParts(Generic[_Made]):
         if parts in self._kept:
             made = self._kept[parts] = self._kept.pop(parts)  # now the newest
             return made
+        size = _size(parts)
+        if size > _MAX_KEPT_BYTES:
+            return self._make(*parts)
         made = self._kept[parts] = self._make(*parts)
-        self._bytes += _size(parts)
+        self._bytes += size
         while len(self._kept) > _MAX_KEPT or self._bytes > _MAX_KEPT_BYTES:
             oldest = next(iter(self._kept))
             del self._kept[oldest]

@@ -119,9 +119,10 @@ def _load(name: str, folder: Path) -> tensor_pb2.Vector:
         else:
             values = np.load(folder / name, allow_pickle=False)
         vector = np.asarray(values).astype(np.float32, casting="same_kind")
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {folder / name}") from None
     except (OSError, SafetensorError, TypeError, ValueError, EOFError) as error:
-        problem = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ValueError(f"{folder / name} holds no vector: {problem}") from None
+        raise ValueError(f"{folder / name} holds no vector: {error}") from None
     if vector.ndim != 1 or not vector.size or not np.isfinite(vector).all():
         raise ValueError(f"{folder / name} holds no vector: it must have one dimension and finite numbers")
     return vector_message(vector)

@@ -37,6 +37,7 @@ from residuum.wire.digests import vector_message
 from residuum.wire.limits import MAX_OPERATOR_RULES, MAX_PROBE_OUTPUTS
 from residuum.wire.probe_files import ProbeFile, parse
 from residuum.wire.probes import is_valid_probe_name
+from residuum.wire.rules import problem_of
 from residuum.wire.smoothing import from_text
 
 if sys.version_info >= (3, 11):
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from inference_svc.model_facts import ModelFacts
-
-PREFIX = OPERATOR
-"""The prefix of the names of the operator's rules and probes. No caller's rule can have it."""
 
 
 class RulesFileError(OSError):
@@ -93,7 +91,7 @@ class _Read(NamedTuple):
 
 
 class RulesFile:
-    """A file of rules, with the files that it names. All that needs no model is checked before a model is loaded."""
+    """A file of rules, with the files that it names. It is read without a model; `for_model` checks the rest."""
 
     def __init__(self, path: Path) -> None:
         """Read the file.
@@ -154,9 +152,12 @@ class RulesFile:
 def _problem(error: ErrorDetails) -> str:
     """Return a problem of a file's tables in words."""
     place = ".".join(map(str, error["loc"]))
+    if error["type"] == "tuple_type":
+        name = ".".join(part for part in error["loc"] if isinstance(part, str))
+        return f"write [[{name}]], not [{name}]"
     if error["type"] != "extra_forbidden":
         return f"{place}: {error['msg']}"
-    known = _Rule.model_fields if "." in place else _File.model_fields
+    known = _Rule.model_fields if len(error["loc"]) > 1 else _File.model_fields
     return f"there is no field {place}. Known here: {', '.join(known)}"
 
 
@@ -186,6 +187,8 @@ def _read(given: _Rule, folder: Path) -> _Read:
         rule.above = given.above
     if given.below is not None:
         rule.below = given.below
+    if problem := problem_of(rule, probe):
+        raise ValueError(f"it is invalid: {problem}")
     return _Read(given, path, rule, probe, vectors, steering_vectors)
 
 
@@ -201,7 +204,7 @@ def _fitted(read: _Read, facts: ModelFacts) -> OperatorRule:
     if length != width:
         raise ValueError(f"{read.path}: the probe reads rows of {length} elements, not {width}")
     check_vectors(resolved.rules[0].steering, read.steering_vectors, facts)
-    name = PREFIX + read.given.name
+    name = OPERATOR + read.given.name  # which no caller's rule can have
     resolved.probes[0].name = resolved.rules[0].name = resolved.rules[0].probe = name
     vectors = (*read.vectors, *read.steering_vectors.values())
     return OperatorRule(resolved.rules[0], resolved.probes[0], vectors, read.given.tenants, read.given.may_opt_out)
@@ -215,13 +218,13 @@ def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, .
     """
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
     try:
         with safe_open(path, framework="numpy") as opened:
             names = list(opened.keys())
             file = parse({name: opened.get_tensor(name) for name in names}, opened.metadata() or {})
         message = _probe_of(file)
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}") from None
     except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no probe: {error}") from None
     vectors = tuple(vector_message(row) for row in file.weights)

@@ -52,12 +52,11 @@ class SharedSpec:
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def derived(self, key: Hashable, make: Callable[[], _Derived]) -> _Derived:
-        """Return what `make` makes, and keep it by its key for as long as the spec."""
-        if key not in self._derived:
-            if len(self._derived) >= _MAX_DERIVED:
-                self._derived.clear()
-            self._derived[key] = make()
-        made: _Derived = self._derived[key]
+        """Return what `make` makes. The results used last are kept with the spec, by their keys."""
+        made: _Derived = self._derived.pop(key) if key in self._derived else make()
+        self._derived[key] = made  # now the newest
+        if len(self._derived) > _MAX_DERIVED:
+            del self._derived[next(iter(self._derived))]
         return made
 
     @cached_property

@@ -259,8 +259,8 @@ class VectorCache:
             raise Failure(
                 Reason.ERROR_REASON_WRONG_LENGTH,
                 f"The vector has {len(vector.values) / _FLOAT_BYTES:g} elements, but the rows of this model have "
-                f"{' or '.join(map(str, self._widths))}. A vector to steer with, the vector of a gate and the weights "
-                "of a probe must have that length.",
+                f"{' or '.join(map(str, self._widths))}. A vector, such as the weights of a probe, must have the "
+                "length of the rows that it is for.",
                 length=length,
                 hidden_size=self._widths[0],
             )

@@ -31,7 +31,7 @@ class Burst:
         """Start with no requests."""
         self._waiting: list[Callable[[], None]] = []
         self._after_ends: list[Callable[[], object]] = []
-        """Called after the burst and after `_waiting`; they must not raise. One for each request that has ended."""
+        """Called after the burst, after `_waiting`. They must not raise. One for each capture that is to be sealed."""
         self._ends_at = 0.0
         """When this burst ends at the latest, by the event loop's clock."""
         self._has_new = False
@@ -59,7 +59,7 @@ class Burst:
             await asyncio.wait_for(over.wait(), 2 * _MAX_SECONDS)
 
     def _call_after_end(self, callback: Callable[[], object]) -> None:
-        """Note that a request has ended, and call this when the burst is over."""
+        """Note that a request with a capture has ended, and call this when the burst is over."""
         self._note()
         self._after_ends.append(callback)
 

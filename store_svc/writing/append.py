@@ -103,7 +103,7 @@ class AppendStream:
                 try:
                     raise failure
                 finally:
-                    del failure  # as in `_take_news`
+                    del failure  # its traceback refers to this frame: break the reference cycle
             if finished:
                 return
 
@@ -123,8 +123,9 @@ class AppendStream:
     def fail(self, failure: Failure) -> None:
         """End the stream with a failure: nothing after the last acknowledgement was written."""
         with self._condition:
+            if not self.failed:
+                self._failure = failure
             self.failed = True
-            self._failure = self._failure or failure
             self._notify()
 
     def finished(self) -> None:

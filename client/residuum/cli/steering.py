@@ -177,9 +177,10 @@ OPERATIONS: dict[str, Callable[[str, dict[str, Any]], Operation]] = {
 
 def _gate(text: str) -> residuum.Gate:
     """Parse VECTOR:THRESHOLD,OPTION..."""
-    source, _, numbers = text.rpartition(":")
-    if not source:
-        raise residuum.InvalidRequest(f"--gate {text}: the threshold is missing. Use VECTOR:THRESHOLD.")
+    source, colon, numbers = text.rpartition(":")
+    if not source or not numbers:
+        missing = "vector" if colon and not source else "threshold"
+        raise residuum.InvalidRequest(f"--gate {text}: the {missing} is missing. Use VECTOR:THRESHOLD.")
     try:
         fields = _gate_fields(*numbers.split(","))
     except ValueError as error:

@@ -212,7 +212,7 @@ def test_features_that_cannot_be_kept_are_refused(name):
 
 
 def test_a_server_without_memory_for_encoders_says_so():
-    with pytest.raises(Failure, match=r"not support the encoding sae; .*enables sae with --sae-mib"):
+    with pytest.raises(Failure, match=r"not support the encoding sae; .*has sae if its operator sets --sae-mib"):
         resolved(features(), encodings=(RAW,))
 
 

@@ -140,6 +140,9 @@ def test_a_rule_may_watch_an_mlp(write, tmp_path):
         (["name = 3"], "rule.0.name: Input should be a valid string"),
         ([], "has no rules. Each begins with"),
         ([BASIC + "what = 1"], "no field rule.0.what. Known here: name, probe, above"),
+        ([BASIC.replace("one.saf", "x" * 300)], "the rule 'toxic': "),
+        ([BASIC.replace("one.safetensors", ".")], "the rule 'toxic': .* holds no probe: "),
+        ([BASIC + "[rule.steer]\nlayers = [1]"], r"write \[\[rule.steer\]\], not \[rule.steer\]"),
         ([BASIC, BASIC], "several rules are named toxic"),
         ([BASIC.replace("toxic", f"r{number}") for number in range(9)], "there are 9 rules. At most 8"),
         ([BASIC.replace("toxic", "a b")], "1 to 64 of the characters"),
@@ -155,7 +158,7 @@ def test_a_rule_may_watch_an_mlp(write, tmp_path):
         ([STEERING.replace("add", "push")], "no SteeringOperation.*push"),
         ([STEERING.replace("add", "ablate").replace("joy", "zero").replace(", scale = 2", "")], "has the norm 0"),
         ([STEERING.replace("joy", "wide")], "has 9 elements, but the rows that it steers have 4"),
-        ([STEERING.replace("joy", "none")], "none.npy holds no vector"),
+        ([STEERING.replace("joy", "none")], "the rule 'toxic': there is no file .*none.npy"),
         ([STEERING.replace('vector = "joy.npy"', "layer_vectors = 3")], "layer_vectors is 3; it must be a list"),
         ([STEERING.replace("vector", "digest")], "name the file"),
         ([STEERING.replace("[1]", "[9]")], "There is no layer 9"),
@@ -176,6 +179,13 @@ def test_a_file_that_cannot_be_used_is_refused(write, tmp_path, rules, told):
 def test_rules_need_a_server_with_probes(write, tmp_path):
     with pytest.raises(RulesFileError, match=r"has no probes.*--score-mib"):
         load_rules(write(BASIC), FACTS)
+    for text, words in (
+        ("[rule]\n" + BASIC, r"write \[\[rule\]\], not \[rule\]"),
+        ('"a.b" = 1', r"no field a\.b\. Known here: rule$"),
+    ):
+        (tmp_path / "bad.toml").write_text(text)
+        with pytest.raises(RulesFileError, match=words):
+            RulesFile(tmp_path / "bad.toml")
     with pytest.raises(RulesFileError, match=r"none\.toml cannot be read: No such file"):
         load_rules(tmp_path / "none.toml", PROBING)
 
