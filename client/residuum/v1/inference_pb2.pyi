@@ -1400,7 +1400,9 @@ class TokenDelta(_message.Message):
     sequence: _builtins.int
     """The sequence."""
     text: _builtins.str
-    """The new text. May be empty while a character is incomplete."""
+    """The new text. It may come later than its tokens: while a character is incomplete, or while the text could be the
+    start of a stop text.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The new token IDs."""

@@ -19,7 +19,8 @@ class TokenDelta:
     """New tokens of one sequence.
 
     Attributes:
-        text: The new text. It may be empty while a character is incomplete.
+        text: The new text. It may come later than its tokens: while a character is incomplete, or while the text could
+            be the start of a stop text.
         token_ids: The new token IDs.
         sequence: The sequence; 0 unless n > 1.
         logprobs: The log-probabilities of the new tokens; None unless `logprobs` was given.
