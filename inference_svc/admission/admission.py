@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inference_svc.admission.kept_parts import KeptParts, data_of
+from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.operator_rules import OperatorRules
 from inference_svc.admission.probes import check_scores, probe_digests
 from inference_svc.admission.rules import check_rules, steering_of_rules, with_rules
@@ -83,7 +83,7 @@ class Admission:
         Raises:
             Failure: A parameter is out of range, or not what it must be.
         """
-        self._sampling(data_of(parameters))
+        self._sampling(parameters.SerializeToString())
 
     def check_prompt(self, token_ids: list[int], parameters: inference_pb2.SamplingParameters) -> None:
         """Check that prompt and reply together fit the model's context.

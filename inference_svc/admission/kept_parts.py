@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from google.protobuf.message import Message
-
 _MAX_KEPT = 64
 _MAX_KEPT_BYTES = 4 << 20
 """Bytes of all kept parts. What is made of a part takes about as many, and what is derived from that perhaps several
@@ -44,11 +42,6 @@ class KeptParts(Generic[_Made]):
             del self._kept[oldest]
             self._bytes -= _size(oldest)
         return made
-
-
-def data_of(part: Message | None) -> bytes | None:
-    """Return a part serialised, for `KeptParts`."""
-    return None if part is None else part.SerializeToString()
 
 
 def _size(parts: tuple[bytes | None, ...]) -> int:

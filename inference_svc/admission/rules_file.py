@@ -78,7 +78,7 @@ class _File(_Strict):
     rule: tuple[_Rule, ...] = ()
 
 
-class _Read(NamedTuple):
+class _UncheckedRule(NamedTuple):
     """A rule of a file with what its other files hold, not yet checked against a model."""
 
     given: _Rule
@@ -161,7 +161,7 @@ def _problem(error: ErrorDetails) -> str:
     return f"there is no field {place}. Known here: {', '.join(known)}"
 
 
-def _read(given: _Rule, folder: Path) -> _Read:
+def _read(given: _Rule, folder: Path) -> _UncheckedRule:
     """Return a rule with its probe.
 
     Raises:
@@ -189,25 +189,27 @@ def _read(given: _Rule, folder: Path) -> _Read:
         rule.below = given.below
     if problem := problem_of(rule, probe):
         raise ValueError(f"it is invalid: {problem}")
-    return _Read(given, path, rule, probe, vectors, steering_vectors)
+    return _UncheckedRule(given, path, rule, probe, vectors, steering_vectors)
 
 
-def _fitted(read: _Read, facts: ModelFacts) -> OperatorRule:
+def _fitted(unchecked: _UncheckedRule, facts: ModelFacts) -> OperatorRule:
     """Return a rule for a model.
 
     Raises:
         Failure, ValueError: The rule or its probe does not fit the model.
     """
-    resolved = resolve_probes(probe_pb2.ProbeSpec(probes=[read.probe], rules=[read.rule]), facts)
+    resolved = resolve_probes(probe_pb2.ProbeSpec(probes=[unchecked.probe], rules=[unchecked.rule]), facts)
     resolve_rules(resolved, facts)
-    width, length = facts.width(resolved.probes[0].site), len(read.vectors[0].values) // 4  # float32
+    width, length = facts.width(resolved.probes[0].site), len(unchecked.vectors[0].values) // 4  # float32
     if length != width:
-        raise ValueError(f"{read.path}: the probe reads rows of {length} elements, not {width}")
-    check_vectors(resolved.rules[0].steering, read.steering_vectors, facts)
-    name = OPERATOR + read.given.name  # which no caller's rule can have
+        raise ValueError(f"{unchecked.path}: the probe reads rows of {length} elements, not {width}")
+    check_vectors(resolved.rules[0].steering, unchecked.steering_vectors, facts)
+    name = OPERATOR + unchecked.given.name  # which no caller's rule can have
     resolved.probes[0].name = resolved.rules[0].name = resolved.rules[0].probe = name
-    vectors = (*read.vectors, *read.steering_vectors.values())
-    return OperatorRule(resolved.rules[0], resolved.probes[0], vectors, read.given.tenants, read.given.may_opt_out)
+    vectors = (*unchecked.vectors, *unchecked.steering_vectors.values())
+    return OperatorRule(
+        resolved.rules[0], resolved.probes[0], vectors, unchecked.given.tenants, unchecked.given.may_opt_out
+    )
 
 
 def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, ...]]:

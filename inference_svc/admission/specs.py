@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from inference_svc.admission.captures import check_capture_labels, resolve_capture
 from inference_svc.admission.fields import invalid
-from inference_svc.admission.kept_parts import KeptParts, data_of
+from inference_svc.admission.kept_parts import KeptParts
 from inference_svc.admission.probes import probe_digests, resolve_probes
 from inference_svc.admission.rules import STEER, check_steering_rules, has_action, resolve_rules, rule_digests
 from inference_svc.admission.steering import check_demand, demand_of_steering, digests_of, resolve_steering
@@ -181,9 +181,9 @@ class SpecResolver:
         steers = spec.steering.operations or spec.steering.updatable
         scores = spec.probes.probes or spec.probes.rules
         shared = self._shared(
-            data_of(without_labels(spec.capture)) if spec.HasField("capture") else None,
-            data_of(spec.steering) if steers else None,
-            data_of(spec.probes) if scores else None,
+            _without_labels(spec.capture).SerializeToString() if spec.HasField("capture") else None,
+            spec.steering.SerializeToString() if steers else None,
+            spec.probes.SerializeToString() if scores else None,
         )
         capture = shared.capture
         if shared.capture is not None and spec.capture.labels:
@@ -204,7 +204,7 @@ class SpecResolver:
         return shared
 
 
-def without_labels(spec: capture_pb2.CaptureSpec) -> capture_pb2.CaptureSpec:
+def _without_labels(spec: capture_pb2.CaptureSpec) -> capture_pb2.CaptureSpec:
     """Return a capture without its labels, which often differ where all else is the same."""
     if not spec.labels:
         return spec

@@ -64,7 +64,7 @@ def make_plan(
     if spec.capture is None and spec.steering is None and spec.probes is None:
         return None
     if spec.capture is None or spec.capture.reduction <= capture_pb2.REDUCTION_NONE:
-        spare_positions = 0
+        spare_positions = 0  # nothing needs them, and plans that differ only in them would not be shared
     key = (SharedPlan, running.tenant, tuple(rows.items()), spare_positions)
     shared = spec.shared.derived(key, lambda: _shared(spec.shared, running.tenant, rows, spare_positions))
     name = engine_id(running.path, sequence) if spec.shared.may_change_steering else ""

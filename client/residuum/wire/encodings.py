@@ -161,7 +161,7 @@ class RowFormat:
             EncodingError: The header's fields are inconsistent.
             ValueError: The element type is unknown.
         """
-        return _of_fields(header.encoding, header.width, header.dtype, header.dimensions, header.axis, header.features)
+        return row_format(header.encoding, header.width, header.dtype, header.dimensions, header.axis, header.features)
 
     @classmethod
     def of_capture(
@@ -174,7 +174,7 @@ class RowFormat:
             ValueError: The element type is unknown.
         """
         spec, options = description.spec, description.spec.encoding_options
-        return _of_fields(
+        return row_format(
             spec.encoding,
             site_width(description, site),
             description.dtype,
@@ -421,7 +421,7 @@ def site_width(description: capture_pb2.CaptureDescription, site: capture_pb2.Si
 
 
 @functools.lru_cache(maxsize=64)
-def _of_fields(
+def row_format(
     encoding: capture_pb2.Encoding.ValueType,
     width: int,
     dtype: tensor_pb2.DataType.ValueType,
@@ -429,6 +429,7 @@ def _of_fields(
     axis: capture_pb2.QuantizationAxis.ValueType,
     features: int,
 ) -> RowFormat:
+    """Return the format with these fields: the same object for equal ones, while it is kept."""
     return RowFormat(encoding, width, dtype, dimensions, axis, features)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from inference_svc.taps.encodings.projections import is_computed
 from inference_svc.taps.plan.operations import with_selection
 from residuum.v1 import capture_pb2, selection_pb2
-from residuum.wire.encodings import RANDOM_PROJECTIONS, RowFormat
+from residuum.wire.encodings import RANDOM_PROJECTIONS, row_format
 from residuum.wire.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from inference_svc.taps.points import TapPoints
     from residuum.v1 import tensor_pb2
+    from residuum.wire.encodings import RowFormat
 
 Places = tuple[tuple[capture_pb2.Site.ValueType, tuple[int, ...]], ...]
 """Where rows are captured: sites, ascending, and the layers at each."""
@@ -49,24 +50,12 @@ class RowEncoding:
 
     def format_of(self, width: int, dtype: tensor_pb2.DataType.ValueType) -> RowFormat:
         """Return the format of encoded rows that had `width` elements of `dtype`."""
-        return _format(self.encoding, width, dtype, self.dimensions, self.axis, self.features)
+        return row_format(self.encoding, width, dtype, self.dimensions, self.axis, self.features)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RowEncoding:
         """Return the encoding whose `vars` are `data`."""
         return cls(**{**data, "rows": tuple(data["rows"]), "chosen": tuple(data["chosen"])})
-
-
-@lru_cache(maxsize=64)
-def _format(
-    encoding: capture_pb2.Encoding.ValueType,
-    width: int,
-    dtype: tensor_pb2.DataType.ValueType,
-    dimensions: int,
-    axis: capture_pb2.QuantizationAxis.ValueType,
-    features: int,
-) -> RowFormat:
-    return RowFormat(encoding, width, dtype, dimensions, axis, features)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,11 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(server.Engine, "start", started)
 
     def run(rules):
-        (tmp_path / "rules.toml").write_text(rules)
-        settings = InferenceSettings(model="tiny", listen="127.0.0.1:0", rules_file=tmp_path / "rules.toml")
+        path = None
+        if rules is not None:
+            path = tmp_path / "rules.toml"
+            path.write_text(rules)
+        settings = InferenceSettings(model="tiny", listen="127.0.0.1:0", rules_file=path)
 
         async def serve():
             async with asyncio.timeout(DEADLINE):
@@ -53,6 +56,22 @@ def test_a_bad_file_of_rules_stops_the_service_before_the_model_is_loaded(start)
     with pytest.raises(SystemExit, match=r"the rule 'toxic': there is no file .*one\.safetensors"):
         start(RULE)
     assert not start.engines
+
+
+def test_the_service_has_the_rules_of_the_file_of_its_settings_or_none(start, tmp_path, monkeypatch):
+    residuum.Probe(np.ones(FACTS.hidden_size), layer=1).save(tmp_path / "one.safetensors")
+    assembled = []
+    assemble = InferenceServer._assemble
+
+    def note(self, engine, access):
+        assembled.append(assemble(self, engine, access).admission.operator_rules.names)
+        raise SystemExit("that is enough")
+
+    monkeypatch.setattr(InferenceServer, "_assemble", note)
+    for rules in (RULE, None):
+        with pytest.raises(SystemExit, match="enough"):
+            start(rules)
+    assert assembled == [["operator:toxic"], []]
 
 
 def test_rules_that_do_not_fit_the_model_stop_the_service_and_its_engine(start, tmp_path):
