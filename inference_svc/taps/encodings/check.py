@@ -5,6 +5,7 @@ The check also compiles the GPU kernels, so that the first request does not wait
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from residuum.wire.encodings import (
     basis_of,
 )
 from residuum.wire.limits import DEFAULT_KEPT_FEATURES, DEFAULT_PROJECTION, DEFAULT_TOPK
-from residuum.wire.sae import Encoder, EncoderShape
+from residuum.wire.sae import JUMP_RELU, RELU, Encoder, EncoderShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,9 +73,9 @@ def check_encodings(
     """
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((_VECTORS, width)).astype(np.float32)
-    sae = _sae(width, rng)
+    saes = [_sae(width, activation, rng) for activation in (RELU, JUMP_RELU)]  # GPUs have a kernel for each
     for form in _forms(width, dtype, with_saes=with_saes):
-        for positions in _POSITIONS:
+        for positions, sae in product(_POSITIONS, saes if form.encoding == SAE else saes[:1]):
             rows = torch.from_numpy(rng.standard_normal((_UNITS, positions, width)).astype(np.float32)).to(dtype)
             basis: Basis | None = torch.from_numpy(vectors).to(device) if form.encoding == PROJECT else None
             if form.encoding == SAE:
@@ -105,13 +106,15 @@ def _forms(width: int, dtype: torch.dtype, *, with_saes: bool) -> Iterator[RowFo
             yield RowFormat(encoding, width, WIRE_TYPES[dtype], dimensions, axis, features)
 
 
-def _sae(width: int, rng: np.random.Generator) -> Encoder:
-    """Return an encoder of many features that fire."""
+def _sae(width: int, activation: sae_pb2.SAEActivation.ValueType, rng: np.random.Generator) -> Encoder:
+    """Return an encoder of many features that fire. No threshold is near an output, whose sum may be rounded."""
     header = sae_pb2.SAEHeader(
-        features=_FEATURES, width=width, dtype=tensor_pb2.DATA_TYPE_FLOAT32, activation=sae_pb2.SAE_ACTIVATION_RELU
+        features=_FEATURES, width=width, dtype=tensor_pb2.DATA_TYPE_FLOAT32, activation=activation
     )
     weights = rng.standard_normal((_FEATURES, width)).astype(np.float32)
-    return Encoder(EncoderShape.of(header), weights, rng.standard_normal(_FEATURES).astype(np.float32))
+    biases = rng.standard_normal(_FEATURES).astype(np.float32)
+    threshold = np.where(np.arange(_FEATURES) % 3, -1e9, 1e9).astype(np.float32) if activation == JUMP_RELU else None
+    return Encoder(EncoderShape.of(header), weights, biases, threshold)
 
 
 def bytes_of(encoder: Encoder) -> npt.NDArray[np.uint8]:

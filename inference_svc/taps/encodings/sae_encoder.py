@@ -108,7 +108,7 @@ class SAEEncoder:
             numbers[:] = self.chosen
             values[:] = outputs.relu_()
             return
-        active = min(count, self.shape.active) if self.shape.activation == TOP_K else count
+        active = self.most_active(count)
         top = outputs.topk(active, dim=1)
         strongest = top.values.relu_()
         numbers[:, :active] = top.indices.masked_fill_(strongest == 0, self.shape.features)
@@ -116,6 +116,10 @@ class SAEEncoder:
         if active < count:
             numbers[:, active:] = self.shape.features
             values[:, active:] = 0.0
+
+    def most_active(self, count: int) -> int:
+        """Return how many of `count` kept features may be above 0."""
+        return min(count, self.shape.active) if self.shape.activation == TOP_K else count
 
     def outputs(self, rows: Tensor) -> Tensor:
         """Return weights @ row + biases of each row, float32 [n, features]."""
@@ -125,6 +129,13 @@ class SAEEncoder:
 
     def write_outputs(self, rows: Tensor, outputs: Tensor) -> None:
         """Write weights @ row + biases of each row, summed in float32, to `outputs`, float32 [n, features]."""
+        self._write(rows, outputs, self.biases)
+
+    def write_products(self, rows: Tensor, outputs: Tensor) -> None:
+        """Write weights @ row of each row, summed in float32, to `outputs`, float32 [n, features]."""
+        self._write(rows, outputs, None)
+
+    def _write(self, rows: Tensor, outputs: Tensor, biases: Tensor | None) -> None:
         if self.shape.normalization == LAYER_NORM:
             rows = rows.to(torch.float32, copy=True)
             rows.sub_(rows.mean(dim=1, keepdim=True))
@@ -132,18 +143,21 @@ class SAEEncoder:
         if rows.is_cuda and rows.dtype == self.weights.dtype != torch.float32:
             # Tensor cores: products of 16-bit numbers are exact in float32, and so are the sums but for their order.
             torch.mm(rows, self.weights.T, out_dtype=torch.float32, out=outputs)
-            outputs.add_(self.biases)
         elif rounds_factors(rows):
             self._write_by_kernel(rows, outputs)
         elif self.weights.dtype == torch.float32:
-            torch.addmm(self.biases, rows.float(), self.weights.T, out=outputs)
+            _multiply(rows.float(), self.weights, biases, outputs)
+            return
         else:
             numbers = rows.float()
             together = max(1, _CONVERTED_BYTES // (NUMBER_BYTES * self.shape.width))
             for first in range(0, len(self.biases), together):
                 part = slice(first, first + together)
-                weights = self.weights[part].float()
-                torch.addmm(self.biases[part], numbers, weights.T, out=outputs[:, part])
+                own = None if biases is None else biases[part]
+                _multiply(numbers, self.weights[part].float(), own, outputs[:, part])
+            return
+        if biases is not None:
+            outputs.add_(biases)
 
     def _write_by_kernel(self, rows: Tensor, outputs: Tensor) -> None:
         from inference_svc.taps.gpu.kernels import encodings  # only GPU installations have Triton
@@ -151,7 +165,14 @@ class SAEEncoder:
         for first in range(0, len(self.biases), _KERNEL_FEATURES):
             part = slice(first, first + _KERNEL_FEATURES)
             encodings.inner_products(rows[None], self.weights[part], outputs[:, part], outputs.stride(0))
-        outputs.add_(self.biases)
+
+
+def _multiply(rows: Tensor, weights: Tensor, biases: Tensor | None, out: Tensor) -> None:
+    """Write weights @ row + biases of each row, with one kernel."""
+    if biases is None:
+        torch.mm(rows, weights.T, out=out)
+    else:
+        torch.addmm(biases, rows, weights.T, out=out)
 
 
 def rounds_factors(rows: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from inference_svc.taps.element_types import cast_of
 from inference_svc.taps.encodings.sae_encoder import GROUP_ELEMENTS, SAEEncoder, rounds_factors
-from inference_svc.taps.gpu.kernels import encodings
+from inference_svc.taps.gpu.kernels import encodings, features
 from residuum.v1 import capture_pb2
 from residuum.wire.encodings import LARGEST, RANDOM_PROJECTIONS
 from residuum.wire.projection import projection_factor
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 STAGED_BYTES = 16 << 20
 """The size of the buffer for encoded rows, and of the buffer for sums: of a random projection, or outputs of an SAE."""
+
+OUTPUT_BYTES = 64 << 20
+"""The size of the buffer for sums if captures may keep features: the outputs of 512 rows for 32,768 features. Each
+computation reads all weights, which takes as long as the rest of it for about 300 rows."""
 
 
 class Part(NamedTuple):
@@ -63,11 +67,13 @@ class FeatureRows(NamedTuple):
 class GpuEncoder:
     """Encodes blocks and writes them to host memory."""
 
-    def __init__(self, device: torch.device, copies: HostCopies, staged_bytes: int = STAGED_BYTES) -> None:
-        """Allocate the buffers. `copies` bring what is encoded to the host."""
+    def __init__(
+        self, device: torch.device, copies: HostCopies, staged_bytes: int = STAGED_BYTES, sum_bytes: int = STAGED_BYTES
+    ) -> None:
+        """Allocate the buffers: for encoded rows, and for sums. `copies` bring what is encoded to the host."""
         self._copies = copies
         self._staged = torch.empty(staged_bytes, dtype=torch.uint8, device=device)
-        self._sums = torch.empty(staged_bytes // 4, dtype=torch.float32, device=device)
+        self._sums = torch.empty(sum_bytes // 4, dtype=torch.float32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +111,7 @@ class GpuEncoder:
         form, encoder = blocks[0].form, blocks[0].encoder
         rows = torch.cat([block.rows.reshape(-1, form.width) for block in blocks])
         staged = self._staged[: len(rows) * form.row_bytes]
-        encoder.encode(rows, staged.view(torch.int32).view(len(rows), 2, form.dimensions), self._sums)
+        self._keep_features(encoder, rows, staged.view(torch.int32).view(len(rows), 2, form.dimensions))
         first = 0
         for block in blocks:
             end = first + form.payload_bytes(*block.rows.shape[:2])
@@ -124,7 +130,7 @@ class GpuEncoder:
             if not group:
                 left = min(
                     len(self._staged) // block.form.row_bytes,
-                    len(self._sums) // len(block.encoder.biases),
+                    len(self._sums) // _sums_of(block.encoder, block.form.dimensions),
                     GROUP_ELEMENTS // block.form.width,  # the rows are copied, so that they are one matrix
                 )
             group.append(block)
@@ -159,7 +165,7 @@ class GpuEncoder:
             return
         if isinstance(basis, SAEEncoder):
             for unit, target in zip(rows, out.view(len(rows), -1), strict=True):
-                basis.encode(unit, target.view(torch.int32).view(len(unit), 2, form.dimensions), self._sums)
+                self._keep_features(basis, unit, target.view(torch.int32).view(len(unit), 2, form.dimensions))
             return
         if encoding in LARGEST:
             encodings.keep_largest(rows, out, form.dimensions, quantize=encoding == capture_pb2.ENCODING_TOPK8)
@@ -177,6 +183,24 @@ class GpuEncoder:
         else:
             assert basis is not None  # noqa: S101 - the caller has the vectors of PROJECT
             encodings.inner_products(rows, basis, out.view(torch.float32))
+
+    def _keep_features(self, encoder: SAEEncoder, rows: Tensor, out: Tensor) -> None:
+        """Write the kept features of rows [n, width] to `out`, int32 [n, 2, count]; see `SAEEncoder.encode`."""
+        if encoder.chosen is not None:
+            encoder.encode(rows, out, self._sums)
+            return
+        num_features, each = len(encoder.biases), _sums_of(encoder, out.shape[2])
+        sums = self._sums if len(self._sums) >= each else self._sums.new_empty(each)
+        together = len(sums) // each
+        for first in range(0, len(rows), together):
+            part = out[first : first + together]
+            border = len(part) * num_features
+            outputs = sums[:border].view(len(part), num_features)
+            encoder.write_products(rows[first : first + together], outputs)
+            features.keep_strongest(
+                outputs, encoder.biases, encoder.threshold, sums[border:].view(torch.int32), part,
+                encoder.most_active(out.shape[2]),
+            )  # fmt: skip
 
     def _multiply(self, rows: Tensor, signs: Tensor) -> Tensor:
         """Return rows @ signs, float32 [units, positions, dimensions], in the buffer for sums.
@@ -197,3 +221,8 @@ class GpuEncoder:
         else:
             torch.mm(matrix.float(), signs.float(), out=sums)
         return sums.view(units, capacity, -1)[:, :positions]
+
+
+def _sums_of(encoder: SAEEncoder, count: int) -> int:
+    """Return how many numbers of the buffer for sums a row takes: its outputs, and the candidates for its features."""
+    return len(encoder.biases) + features.candidate_numbers(len(encoder.biases), encoder.most_active(count))

@@ -24,7 +24,7 @@ from inference_svc.taps.encodings.sae_encoder import SAEEncoder
 from inference_svc.taps.gpu.copy_check import check_copies, pin
 from inference_svc.taps.gpu.direct_copies import DirectCopies
 from inference_svc.taps.gpu.driver import CurrentStream
-from inference_svc.taps.gpu.encoder import FeatureRows, GpuEncoder
+from inference_svc.taps.gpu.encoder import OUTPUT_BYTES, STAGED_BYTES, FeatureRows, GpuEncoder
 from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.gpu.waiting_features import Copy, WaitingFeatures
 from inference_svc.taps.ring_writer import NO_MEMORY, Encoded
@@ -91,7 +91,8 @@ class StreamedSink(BlockSink):
         self._stream = torch.cuda.Stream(self._device)
         self._current = CurrentStream(self._device)
         self._copies = HostCopies()
-        self._encoder = GpuEncoder(self._device, self._copies)
+        sum_bytes = STAGED_BYTES if saes is None else OUTPUT_BYTES
+        self._encoder = GpuEncoder(self._device, self._copies, sum_bytes=sum_bytes)
         self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._collected: list[Copy] = []
         self._collected_bytes = 0

@@ -39,8 +39,9 @@ def test_large_blocks_are_encoded_in_groups(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_kernels_of_a_gpu_do_the_same_interpreted():
-    program = "tests.inference.taps.encodings.interpreted_encodings"
+@pytest.mark.parametrize("kernels", ["encodings", "features"])
+def test_the_kernels_of_a_gpu_do_the_same_interpreted(kernels):
+    program = f"tests.inference.taps.encodings.interpreted_{kernels}"
     subprocess.run([sys.executable, "-m", program], cwd=ROOT, check=True, timeout=240)
 
 

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from inference_svc.taps.gpu import score_copies  # noqa: E402
-from inference_svc.taps.gpu.kernels import chunked, encodings, resident, resident_rows  # noqa: E402
+from inference_svc.taps.gpu.kernels import chunked, encodings, features, resident, resident_rows  # noqa: E402
 from inference_svc.taps.gpu.kernels.resident_norm import tap_norm_kernel  # noqa: E402
 from inference_svc.taps.gpu.kernels.resident_tap import tap_kernel  # noqa: E402
 
@@ -75,6 +75,20 @@ KERNELS = {
     "quantised columns": (encodings._quantize_columns_kernel, BYTES, {"COLUMNS": 128}),
     "largest, quantised": (encodings._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": True, **CHUNKS}),
     "largest": (encodings._keep_largest_kernel, BYTES, {"BITS": 16, "QUANTIZE": False, **CHUNKS}),
+    **{
+        f"strongest features{name}": (
+            features._keep_strongest_kernel,
+            {
+                "outputs": "*fp32", "keys": "*i32", "biases": "*fp32", "thresholds": "*fp32", "candidates": "*i32",
+                "target": "*i32",
+            },
+            {
+                "HAS_THRESHOLD": has_threshold, "CHUNK": features._CHUNK, "FEW": features._FEW,
+                "RANKED": features._RANKED, "COMPARED": features._COMPARED,
+            },
+        )
+        for name, has_threshold in ((", with thresholds", True), ("", False))
+    },
     "inner products": (
         encodings._inner_products_kernel,
         {"target": "*fp32"},

@@ -21,7 +21,15 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from inference_svc.taps.gpu import score_copies  # noqa: E402
-from inference_svc.taps.gpu.kernels import chunked, encodings, launching, resident, resident_norm, resident_tap  # noqa: E402
+from inference_svc.taps.gpu.kernels import (  # noqa: E402
+    chunked,
+    encodings,
+    features,
+    launching,
+    resident,
+    resident_norm,
+    resident_tap,
+)
 from inference_svc.taps.gpu.kernels.launching import Launcher  # noqa: E402
 from inference_svc.taps.gpu.score_copies import HostPointer  # noqa: E402
 
@@ -98,6 +106,7 @@ FUNCTIONS = (
     encodings._quantize_columns_kernel,
     encodings._keep_largest_kernel,
     encodings._inner_products_kernel,
+    features._keep_strongest_kernel,
     score_copies._copy_kernel,
 )
 

@@ -1,0 +1,187 @@
+# ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
+"""The strongest features of a sparse autoencoder on a GPU: one Triton kernel, from the encoder's products to the result.
+
+In torch this takes eight operations. The sink's thread would start each of them with Python, for which the engine's
+thread waits, and the largest of them reads the outputs 17 times.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from inference_svc.taps.gpu.kernels.launching import Launcher
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CHUNK = 4096
+"""How many outputs one Triton program has in registers at a time. At least MAX_KEPT_FEATURES."""
+
+_RANKED, _COMPARED = 256, 32
+"""How many candidates get their ranks at a time, and with how many others they are compared at a time."""
+
+_FEW = 1024
+"""If there are more candidates than this, which only unusual rows have, all but the strongest are dropped before they
+are ranked."""
+
+_WARPS = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _keys_of(outputs, biases, thresholds, columns, features, HAS_THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the bits of the features' values. As integers they have the same order; NaN is the largest."""
+    inside = columns < features
+    y = tl.load(outputs + columns, mask=inside, other=0.0) + tl.load(biases + columns, mask=inside, other=0.0)
+    if HAS_THRESHOLD:
+        y = tl.where(y <= tl.load(thresholds + columns, mask=inside, other=0.0), 0.0, y)
+    key = y.to(tl.int32, bitcast=True)
+    return tl.where(y != y, key & 0x7FFFFFFF, tl.maximum(key, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _number_above(keys, limit, count, FEW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how many of the candidates' keys are at least `limit`."""
+    found = tl.zeros((FEW,), dtype=tl.int32)
+    for first in range(0, count, FEW):
+        at = first + tl.arange(0, FEW)
+        found += (tl.load(keys + 2 * at, mask=at < count, other=-1) >= limit).to(tl.int32)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _chosen(key, limit, room):  # type: ignore[no-untyped-def]
+    """Return which keys are kept, and how many more of those that equal the limit may be. No feature has the key 0."""
+    equal = ((key == limit) & (limit > 0)).to(tl.int32)
+    kept = (key > limit) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= room))
+    return kept.to(tl.int32), room - tl.sum(equal, axis=0)
+
+
+@triton.jit(do_not_specialize=["features", "count", "wanted", "room"])  # type: ignore[untyped-decorator, unused-ignore]
+def _keep_strongest_kernel(  # type: ignore[no-untyped-def]
+    outputs, keys, biases, thresholds, candidates, target, features, count, wanted, room,
+    HAS_THRESHOLD: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, RANKED: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    outputs += row * features
+    keys += row * features
+    candidates += row * room * 2
+    numbers = target + row * count * 2
+    values = numbers + count
+    lane = tl.arange(0, CHUNK)
+
+    # Each lane's largest key. `wanted` lanes reach their `wanted`-th largest, so no smaller key is kept.
+    largest = tl.zeros((CHUNK,), dtype=tl.int32)
+    for first in range(0, features, CHUNK):
+        columns = first + lane
+        key = _keys_of(outputs, biases, thresholds, columns, features, HAS_THRESHOLD)
+        tl.store(keys + columns, key, mask=columns < features)
+        largest = tl.maximum(largest, key)
+    limit = tl.zeros((), dtype=tl.int32)
+    for bit in range(31):
+        candidate = limit | (1 << (30 - bit))
+        limit = tl.where(tl.sum((largest >= candidate).to(tl.int32), axis=0) >= wanted, candidate, limit)
+    tl.debug_barrier()  # other threads may read what this one wrote
+
+    # The keys above this limit, and as many of those that equal it as may be needed.
+    found = tl.zeros((), dtype=tl.int32)
+    equals = wanted
+    for first in range(0, features, CHUNK):
+        columns = first + lane
+        key = tl.load(keys + columns, mask=columns < features, other=0)
+        kept, equals = _chosen(key, limit, equals)
+        place = found + tl.cumsum(kept, axis=0) - 1
+        tl.store(candidates + 2 * place, key, mask=kept != 0)
+        tl.store(candidates + 2 * place + 1, columns, mask=kept != 0)
+        found += tl.sum(kept, axis=0)
+    tl.debug_barrier()
+
+    if found > FEW:
+        limit = tl.zeros((), dtype=tl.int32)
+        for bit in range(31):
+            candidate = limit | (1 << (30 - bit))
+            limit = tl.where(_number_above(candidates, candidate, found, FEW) >= wanted, candidate, limit)
+        equals = wanted - _number_above(candidates, limit + 1, found, FEW)
+        left = tl.zeros((), dtype=tl.int32)
+        for first in range(0, found, FEW):
+            at = first + tl.arange(0, FEW)
+            key = tl.load(candidates + 2 * at, mask=at < found, other=0)
+            number = tl.load(candidates + 2 * at + 1, mask=at < found, other=0)
+            kept, equals = _chosen(key, limit, equals)
+            place = left + tl.cumsum(kept, axis=0) - 1
+            tl.debug_barrier()  # these places are those of candidates that other threads may still read
+            tl.store(candidates + 2 * place, key, mask=kept != 0)
+            tl.store(candidates + 2 * place + 1, number, mask=kept != 0)
+            left += tl.sum(kept, axis=0)
+        found = left
+        tl.debug_barrier()
+
+    # A candidate's rank is the number of stronger ones. Of equal ones, the first is stronger.
+    for first in range(0, found, RANKED):
+        at = first + tl.arange(0, RANKED)
+        own = tl.load(candidates + 2 * at, mask=at < found, other=-1)
+        rank = tl.zeros((RANKED,), dtype=tl.int32)
+        for start in range(0, found, COMPARED):
+            others = start + tl.arange(0, COMPARED)
+            other = tl.load(candidates + 2 * others, mask=others < found, other=-1)
+            is_stronger = (other[None, :] > own[:, None]) | (
+                (other[None, :] == own[:, None]) & (others[None, :] < at[:, None])
+            )
+            rank += tl.sum(is_stronger.to(tl.int32), axis=1)
+        kept = (at < found) & (rank < wanted)
+        tl.store(numbers + rank, tl.load(candidates + 2 * at + 1, mask=kept, other=0), mask=kept)
+        tl.store(values + rank, own, mask=kept)
+    for first in range(0, count, RANKED):
+        at = first + tl.arange(0, RANKED)
+        empty = (at >= tl.minimum(found, wanted)) & (at < count)
+        tl.store(numbers + at, features, mask=empty)
+        tl.store(values + at, 0, mask=empty)
+
+
+_launch_keep_strongest = Launcher(_keep_strongest_kernel)
+
+
+def candidate_numbers(features: int, wanted: int) -> int:
+    """Return how many int32 numbers `keep_strongest` needs for the candidates of a row."""
+    return 2 * _most_candidates(features, wanted)
+
+
+def keep_strongest(
+    outputs: Tensor, biases: Tensor, threshold: Tensor | None, candidates: Tensor, out: Tensor, wanted: int
+) -> None:
+    """Write the strongest features of rows, as capture.proto says.
+
+    Args:
+        outputs: weights @ row of each row, float32 [n, features], contiguous. Overwritten.
+        biases: float32 [features].
+        threshold: float32 [features]: a feature that does not exceed its threshold is 0. None: 0 for all.
+        candidates: Memory for `candidate_numbers(features, wanted)` numbers for each row, int32.
+        out: int32 [n, 2, count]: receives the numbers of the features, and the bits of their values. At most
+            MAX_KEPT_FEATURES.
+        wanted: How many features of a row may be above 0, at most count.
+    """
+    rows, features = outputs.shape
+    thresholds = biases if threshold is None else threshold
+    _launch_keep_strongest(
+        (rows, 1, 1),
+        (
+            outputs, outputs.view(torch.int32), biases, thresholds, candidates, out, features, out.shape[2], wanted,
+            _most_candidates(features, wanted),
+        ),
+        {
+            "HAS_THRESHOLD": threshold is not None, "CHUNK": _CHUNK, "FEW": _FEW, "RANKED": _RANKED,
+            "COMPARED": _COMPARED,
+        },
+        num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _most_candidates(features: int, wanted: int) -> int:
+    """Return how many candidates a row may have.
+
+    Fewer than `wanted` lanes have keys above the limit, each at most one in each chunk; and `wanted` keys may equal it.
+    """
+    return min(features, triton.cdiv(features, _CHUNK) * (wanted - 1) + wanted)
