@@ -29,21 +29,36 @@ def service(result: Mapping[str, Any], _: str) -> str:
         for part in result["parts"].values()
         for level in part["levels"]
     ]
-    parameters = next(iter(result["parts"].values()))["parameters"]
+    parameters = _parameters(result)
     compared = f"`Generate` compared with AsyncLLM called directly, {model_words(parameters)}"
     head = f"{compared}, `bench.service` at {short_revision(result)}"
     return markdown_table((head, "tokens/s, AsyncLLM = 1", "to the first token", "each further token"), rows)
 
 
 def verdicts(result: Mapping[str, Any], link: str) -> str:
-    """Return what probes, features and captures add to a token, measured by `bench.service`."""
-    part = next(iter(result["parts"].values()))
-    parameters = part["parameters"]
+    """Return what probes and features add to a token, measured by `bench.service`, and captures, if they were, too."""
+    parameters = _parameters(result)
     names = {
         "probes": f"scores of {parameters['probes']} linear probes",
         "features": f"the strongest of {parameters['features']:,} features at one layer, captured",
         "captures": "rows of all layers, captured",
     }
+    return _added(result, f"{link}/verdicts.json", names)
+
+
+def captures(result: Mapping[str, Any], link: str) -> str:
+    """Return what captures of all layers add to a token, from an older result with other ways."""
+    return _added(result, f"{link}/service-captures.json", {"captures": "rows of all layers, captured"})
+
+
+def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters: Mapping[str, Any] = next(iter(result["parts"].values()))["parameters"]
+    return parameters
+
+
+def _added(result: Mapping[str, Any], file: str, names: Mapping[str, str]) -> str:
+    """Return what these ways add to the service without them."""
+    part, parameters = next(iter(result["parts"].values())), _parameters(result)
     rows = [
         (
             f"{level['streams']} at a time: {words}",
@@ -55,8 +70,9 @@ def verdicts(result: Mapping[str, Any], link: str) -> str:
         for way, words in names.items()
         if (more := level["over_residuum"].get(way))
     ]
+    what = "probes and captures add" if len(rows) > len(part["levels"]) else "captures add"
     intro = (
-        f"What probes and captures add to the service without them ([results]({link}/verdicts.json)). Prompts share "
+        f"What {what} to the service without them ([results]({file})). Prompts share "
         f"{parameters['shared_prefix']:,} cached tokens; the prompt's last token and the reply are scored or captured:"
     )
     head = f"{model_words(parameters)}, `bench.service` at {short_revision(result)}"
@@ -78,7 +94,7 @@ def served(result: Mapping[str, Any], _: str) -> str:
                         f"{more['token_ratio']:.3f}",
                     )
                     rows.append((f"{at_a_time}, {words}", *figures))
-    parameters = next(iter(result["parts"].values()))["parameters"]
+    parameters = _parameters(result)
     compared = f"Compared with stock `vllm serve` through HTTP, {model_words(parameters)}"
     if parameters["shared_prefix"]:
         compared += f", prompts share {parameters['shared_prefix']:,} tokens"

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
-"""The strongest features of a sparse autoencoder on a GPU: one Triton kernel, from the encoder's products to the result.
+"""The strongest features of a sparse autoencoder on a GPU: one Triton kernel, from the products to the result.
 
 In torch this takes eight operations. The sink's thread would start each of them with Python, for which the engine's
 thread waits, and the largest of them reads the outputs 17 times.
@@ -25,39 +25,100 @@ _RANKED, _COMPARED = 256, 32
 """How many candidates get their ranks at a time, and with how many others they are compared at a time."""
 
 _FEW = 1024
-"""If there are more candidates than this, which only unusual rows have, all but the strongest are dropped before they
-are ranked."""
+"""If a row has more candidates than this, which is rare, all but the strongest are dropped before they are ranked."""
 
 _WARPS = 8
+_INFINITY = tl.constexpr(0x7F800000)
+"""The bits of infinity. Those of NaN are larger."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _keys_of(outputs, biases, thresholds, columns, features, HAS_THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the bits of the features' values. As integers they have the same order; NaN is the largest."""
+    """Return the bits of the features' values. As integers they have the same order, and NaN is the largest."""
     inside = columns < features
     y = tl.load(outputs + columns, mask=inside, other=0.0) + tl.load(biases + columns, mask=inside, other=0.0)
     if HAS_THRESHOLD:
         y = tl.where(y <= tl.load(thresholds + columns, mask=inside, other=0.0), 0.0, y)
     key = y.to(tl.int32, bitcast=True)
-    return tl.where(y != y, key & 0x7FFFFFFF, tl.maximum(key, 0))
+    magnitude = key & 0x7FFFFFFF
+    return tl.where(magnitude > _INFINITY, magnitude, tl.maximum(key, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _number_above(keys, limit, count, FEW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return how many of the candidates' keys are at least `limit`."""
+def _reached_by(keys, wanted):  # type: ignore[no-untyped-def]
+    """Return the largest limit that `wanted` keys reach; 0 if there are fewer keys above 0. It is built bit by bit."""
+    limit = tl.zeros((), dtype=tl.int32)
+    for bit in range(31):
+        higher = limit | (1 << (30 - bit))
+        limit = tl.where(tl.sum((keys >= higher).to(tl.int32), axis=0) >= wanted, higher, limit)
+    return limit
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _number_from(candidates, limit, count, FEW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return how many candidates have at least the key `limit`."""
     found = tl.zeros((FEW,), dtype=tl.int32)
     for first in range(0, count, FEW):
         at = first + tl.arange(0, FEW)
-        found += (tl.load(keys + 2 * at, mask=at < count, other=-1) >= limit).to(tl.int32)
+        found += (tl.load(candidates + 2 * at, mask=at < count, other=-1) >= limit).to(tl.int32)
     return tl.sum(found, axis=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _chosen(key, limit, room):  # type: ignore[no-untyped-def]
-    """Return which keys are kept, and how many more of those that equal the limit may be. No feature has the key 0."""
+def _add(candidates, found, key, number, limit, room):  # type: ignore[no-untyped-def]
+    """Add keys above a limit to the candidates, and as many that equal it as there is room for, but none that is 0.
+
+    Return how many candidates there are, and the room that is left.
+    """
     equal = ((key == limit) & (limit > 0)).to(tl.int32)
     kept = (key > limit) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= room))
-    return kept.to(tl.int32), room - tl.sum(equal, axis=0)
+    place = found + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()  # these may be the places of candidates that other threads have yet to read
+    tl.store(candidates + 2 * place, key, mask=kept)
+    tl.store(candidates + 2 * place + 1, number, mask=kept)
+    return found + tl.sum(kept.to(tl.int32), axis=0), room - tl.sum(equal, axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _drop_weaker(candidates, count, wanted, FEW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Drop all candidates but the strongest, and return how many are left: at most `wanted`."""
+    limit = tl.zeros((), dtype=tl.int32)
+    for bit in range(31):
+        higher = limit | (1 << (30 - bit))
+        limit = tl.where(_number_from(candidates, higher, count, FEW) >= wanted, higher, limit)
+    room = wanted - _number_from(candidates, limit + 1, count, FEW)
+    left = tl.zeros((), dtype=tl.int32)
+    for first in range(0, count, FEW):
+        at = first + tl.arange(0, FEW)
+        key = tl.load(candidates + 2 * at, mask=at < count, other=0)
+        number = tl.load(candidates + 2 * at + 1, mask=at < count, other=0)
+        left, room = _add(candidates, left, key, number, limit, room)
+    tl.debug_barrier()
+    return left
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _write_strongest(candidates, found, target, features, count, wanted, RANKED: tl.constexpr, COMPARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the strongest candidates in falling order, and what stands for no feature in the places after them."""
+    values = target + count
+    # A candidate's rank is the number of stronger ones. Of equal ones, the first is stronger.
+    for first in range(0, found, RANKED):
+        at = first + tl.arange(0, RANKED)
+        own = tl.load(candidates + 2 * at, mask=at < found, other=-1)
+        rank = tl.zeros((RANKED,), dtype=tl.int32)
+        for start in range(0, found, COMPARED):
+            others = start + tl.arange(0, COMPARED)
+            other = tl.load(candidates + 2 * others, mask=others < found, other=-1)
+            is_first = (other[None, :] == own[:, None]) & (others[None, :] < at[:, None])
+            rank += tl.sum(((other[None, :] > own[:, None]) | is_first).to(tl.int32), axis=1)
+        kept = (at < found) & (rank < wanted)
+        tl.store(target + rank, tl.load(candidates + 2 * at + 1, mask=kept, other=0), mask=kept)
+        tl.store(values + rank, own, mask=kept)
+    for first in range(0, count, RANKED):
+        at = first + tl.arange(0, RANKED)
+        empty = (at >= tl.minimum(found, wanted)) & (at < count)
+        tl.store(target + at, features, mask=empty)
+        tl.store(values + at, 0, mask=empty)
 
 
 @triton.jit(do_not_specialize=["features", "count", "wanted", "room"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -69,76 +130,26 @@ def _keep_strongest_kernel(  # type: ignore[no-untyped-def]
     outputs += row * features
     keys += row * features
     candidates += row * room * 2
-    numbers = target + row * count * 2
-    values = numbers + count
     lane = tl.arange(0, CHUNK)
-
-    # Each lane's largest key. `wanted` lanes reach their `wanted`-th largest, so no smaller key is kept.
     largest = tl.zeros((CHUNK,), dtype=tl.int32)
     for first in range(0, features, CHUNK):
         columns = first + lane
         key = _keys_of(outputs, biases, thresholds, columns, features, HAS_THRESHOLD)
         tl.store(keys + columns, key, mask=columns < features)
         largest = tl.maximum(largest, key)
-    limit = tl.zeros((), dtype=tl.int32)
-    for bit in range(31):
-        candidate = limit | (1 << (30 - bit))
-        limit = tl.where(tl.sum((largest >= candidate).to(tl.int32), axis=0) >= wanted, candidate, limit)
+    # `wanted` lanes have a key that reaches this limit, so no smaller key is kept.
+    limit = _reached_by(largest, wanted)
     tl.debug_barrier()  # other threads may read what this one wrote
-
-    # The keys above this limit, and as many of those that equal it as may be needed.
     found = tl.zeros((), dtype=tl.int32)
-    equals = wanted
+    left = wanted
     for first in range(0, features, CHUNK):
         columns = first + lane
         key = tl.load(keys + columns, mask=columns < features, other=0)
-        kept, equals = _chosen(key, limit, equals)
-        place = found + tl.cumsum(kept, axis=0) - 1
-        tl.store(candidates + 2 * place, key, mask=kept != 0)
-        tl.store(candidates + 2 * place + 1, columns, mask=kept != 0)
-        found += tl.sum(kept, axis=0)
+        found, left = _add(candidates, found, key, columns, limit, left)
     tl.debug_barrier()
-
     if found > FEW:
-        limit = tl.zeros((), dtype=tl.int32)
-        for bit in range(31):
-            candidate = limit | (1 << (30 - bit))
-            limit = tl.where(_number_above(candidates, candidate, found, FEW) >= wanted, candidate, limit)
-        equals = wanted - _number_above(candidates, limit + 1, found, FEW)
-        left = tl.zeros((), dtype=tl.int32)
-        for first in range(0, found, FEW):
-            at = first + tl.arange(0, FEW)
-            key = tl.load(candidates + 2 * at, mask=at < found, other=0)
-            number = tl.load(candidates + 2 * at + 1, mask=at < found, other=0)
-            kept, equals = _chosen(key, limit, equals)
-            place = left + tl.cumsum(kept, axis=0) - 1
-            tl.debug_barrier()  # these places are those of candidates that other threads may still read
-            tl.store(candidates + 2 * place, key, mask=kept != 0)
-            tl.store(candidates + 2 * place + 1, number, mask=kept != 0)
-            left += tl.sum(kept, axis=0)
-        found = left
-        tl.debug_barrier()
-
-    # A candidate's rank is the number of stronger ones. Of equal ones, the first is stronger.
-    for first in range(0, found, RANKED):
-        at = first + tl.arange(0, RANKED)
-        own = tl.load(candidates + 2 * at, mask=at < found, other=-1)
-        rank = tl.zeros((RANKED,), dtype=tl.int32)
-        for start in range(0, found, COMPARED):
-            others = start + tl.arange(0, COMPARED)
-            other = tl.load(candidates + 2 * others, mask=others < found, other=-1)
-            is_stronger = (other[None, :] > own[:, None]) | (
-                (other[None, :] == own[:, None]) & (others[None, :] < at[:, None])
-            )
-            rank += tl.sum(is_stronger.to(tl.int32), axis=1)
-        kept = (at < found) & (rank < wanted)
-        tl.store(numbers + rank, tl.load(candidates + 2 * at + 1, mask=kept, other=0), mask=kept)
-        tl.store(values + rank, own, mask=kept)
-    for first in range(0, count, RANKED):
-        at = first + tl.arange(0, RANKED)
-        empty = (at >= tl.minimum(found, wanted)) & (at < count)
-        tl.store(numbers + at, features, mask=empty)
-        tl.store(values + at, 0, mask=empty)
+        found = _drop_weaker(candidates, found, wanted, FEW)
+    _write_strongest(candidates, found, target + row * count * 2, features, count, wanted, RANKED, COMPARED)
 
 
 _launch_keep_strongest = Launcher(_keep_strongest_kernel)

@@ -79,12 +79,19 @@ KERNELS = {
         f"strongest features{name}": (
             features._keep_strongest_kernel,
             {
-                "outputs": "*fp32", "keys": "*i32", "biases": "*fp32", "thresholds": "*fp32", "candidates": "*i32",
+                "outputs": "*fp32",
+                "keys": "*i32",
+                "biases": "*fp32",
+                "thresholds": "*fp32",
+                "candidates": "*i32",
                 "target": "*i32",
             },
             {
-                "HAS_THRESHOLD": has_threshold, "CHUNK": features._CHUNK, "FEW": features._FEW,
-                "RANKED": features._RANKED, "COMPARED": features._COMPARED,
+                "HAS_THRESHOLD": has_threshold,
+                "CHUNK": features._CHUNK,
+                "FEW": features._FEW,
+                "RANKED": features._RANKED,
+                "COMPARED": features._COMPARED,
             },
         )
         for name, has_threshold in ((", with thresholds", True), ("", False))
