@@ -195,4 +195,4 @@ def _most_candidates(features: int, wanted: int) -> int:
 
     Fewer than `wanted` lanes have keys above the limit, each at most one in each chunk; and `wanted` keys may equal it.
     """
-    return min(features, triton.cdiv(features, _CHUNK) * (wanted - 1) + wanted)
+    return min(features, -(-features // _CHUNK) * (wanted - 1) + wanted)
