@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.figures.words import filled, model_words
 from bench.output import markdown_table, percent, short_revision
+from bench.service.report import token_ratios
 
 _SERVED = {
     "vllm serve, taps": "`vllm serve` with taps, without capture",
@@ -63,12 +64,12 @@ def _added(result: Mapping[str, Any], file: str, names: Mapping[str, str]) -> st
         (
             f"{level['streams']} at a time: {words}",
             f"{more['tokens_per_second_ratio']:.2f}",
-            percent(more["token_ratio"]),
+            f"{percent(more['token_ratio'])} ({percent(rounds[0])} to {percent(rounds[-1])})",
             f"{percent(more['first_token_ratio'])} ({more['added_first_token_ms']:.0f} ms)",
         )
         for level in part["levels"]
         for way, words in names.items()
-        if (more := level["over_residuum"].get(way))
+        if (more := level["over_residuum"].get(way)) and (rounds := token_ratios(level, way))
     ]
     what = "probes and captures add" if len(rows) > len(part["levels"]) else "captures add"
     intro = (
@@ -76,7 +77,7 @@ def _added(result: Mapping[str, Any], file: str, names: Mapping[str, str]) -> st
         f"{parameters['shared_prefix']:,} cached tokens; the prompt's last token and the reply are scored or captured:"
     )
     head = f"{model_words(parameters)}, `bench.service` at {short_revision(result)}"
-    columns = (head, "tokens/s, without = 1", "each token", "to the first token")
+    columns = (head, "tokens/s, without = 1", "each token (rounds)", "to the first token")
     return "\n\n".join([filled(intro), markdown_table(columns, rows)])
 
 

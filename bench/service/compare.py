@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import residuum
 from bench.capture.processes import environment_of
@@ -104,10 +104,12 @@ async def _level(
                 f"{names.index(name)}-{streams}-{number}", streams, requests, job.prefill, job.decode,
                 host.first["vocab_size"], job.shared_prefix,
             )  # fmt: skip
-            measured, cpu_seconds = await run_way(load, host, ways[name], client)
-            _, short_cpu_seconds = await run_way(load.shortened(), host, ways[name], client)
+            run = await run_way(load, host, ways[name], client)
+            short = await run_way(load.shortened(), host, ways[name], client)
             if number >= 0:
-                summaries[name].append({**measured.summary(), **cpu_of(load, cpu_seconds, short_cpu_seconds)})
+                stored = {"stored_bytes_per_token": run.stored_bytes / run.measured.tokens} if run.stored_bytes else {}
+                cpu = cpu_of(load, run.cpu_seconds, short.cpu_seconds)
+                summaries[name].append({**run.measured.summary(), **cpu, **stored})
     return {
         "streams": streams,
         **summaries,
@@ -118,8 +120,18 @@ async def _level(
     }
 
 
-async def run_way(load: Load, host: Helper, way: Way, client: residuum.AsyncClient) -> tuple[Measured, float]:
-    """Return the measurements of a load, and the CPU seconds of the way's process meanwhile.
+class Run(NamedTuple):
+    """A load that has run in one of the ways."""
+
+    measured: Measured
+    cpu_seconds: float
+    """The CPU seconds of the way's process."""
+    stored_bytes: int
+    """The bytes of the captures in the store."""
+
+
+async def run_way(load: Load, host: Helper, way: Way, client: residuum.AsyncClient) -> Run:
+    """Run a load.
 
     If its requests capture, wait until the store has all rows, so that they do not disturb the next load.
 
@@ -131,14 +143,15 @@ async def run_way(load: Load, host: Helper, way: Way, client: residuum.AsyncClie
     """
     before = processor_seconds(way.pid)
     measured = Measured(**host.call(asdict(load))) if way.start is None else await run_load(load, way.start)
-    seconds = processor_seconds(way.pid) - before
+    seconds, stored_bytes = processor_seconds(way.pid) - before, 0
     if way.capture_id is not None:
         for index in range(load.requests):
             capture_id = way.capture_id.format(f"{load.name}-{index}")
             manifest = await client.manifest(capture_id, wait=True)
             if manifest.state != "complete":
                 raise RunFailedError(f"capture {capture_id} ended {manifest.state}")
-    return measured, seconds
+            stored_bytes += manifest.num_bytes
+    return Run(measured, seconds, stored_bytes)
 
 
 def processor_seconds(pid: int) -> float:

@@ -72,12 +72,23 @@ def show(part: Mapping[str, Any]) -> Iterator[str]:
         ]
     yield table(head, rows)
     for level in part["levels"]:
+        for way in (way for way in MORE if way in level):
+            ratios, name = token_ratios(level, way), f"{level['streams']} streams, {_label(way)}"
+            middle = statistics.median(ratios)
+            yield f"{name}: each token {middle:.3f} times residuum's ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            if stored := level[way][0].get("stored_bytes_per_token"):
+                yield f"{name}: {stored:,.0f} bytes stored for each token"
         for way, more in level.get("over_served", {}).items():
             ratios = more["first_token_ratios"]
             yield (
                 f"{level['streams']} streams, {_label(way)}: to the first token {more['first_token_ratio']:.3f} times "
                 f"{STOCK}'s ({ratios[0]:.3f} to {ratios[-1]:.3f})"
             )
+
+
+def token_ratios(level: Mapping[str, Any], way: str) -> list[float]:
+    """Return the time of each token in a way over that of `residuum` in the same round, sorted."""
+    return sorted(more["token_ms"] / ours["token_ms"] for ours, more in zip(level[WAYS[1]], level[way], strict=True))
 
 
 def _label(way: str) -> str:

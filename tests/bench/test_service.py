@@ -64,7 +64,15 @@ def test_probes_and_features_have_a_bar_for_each_token_over_the_same_without_the
         False,
     )
     assert (features.value, features.passed, features.limit) == (1.04, True, 1.05)
-    assert "residuum, features" in "".join(show(measured))
+    lines = list(show(measured))
+    assert "residuum, features" in lines[0]
+    assert "32 streams, residuum, probes: each token 1.020 times residuum's (1.020 to 1.020)" in lines
+
+
+def test_the_report_says_how_many_bytes_captures_take():
+    measured = part(54.0, 50.0, 0, probes=summary(50.0), features={**summary(9.0), "stored_bytes_per_token": 260.2})
+    stored = [line for line in show(measured) if "stored" in line]
+    assert stored == ["32 streams, residuum, features: 260 bytes stored for each token"]
 
 
 def test_the_first_token_has_a_bar_in_ms_and_with_a_shared_prefix_a_ratio():
