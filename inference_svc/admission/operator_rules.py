@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from inference_svc.admission.probes import num_products
 from inference_svc.admission.rules import STEER, check_steering_rules
 from inference_svc.admission.steering import check_demand, demand_of_steering
 from inference_svc.resources.vector_cache import OPERATOR, vector_name
@@ -56,8 +57,8 @@ class OperatorRules:
         return [item.rule.name for item in self._applying(tenant)]
 
     def outputs_for(self, tenant: str) -> int:
-        """Return how many outputs the probes of a tenant's rules have."""
-        return sum(len(item.probe.outputs) for item in self._applying(tenant))
+        """Return how many outputs the probes of a tenant's rules have, each counted once for each place."""
+        return sum(num_products(item.probe) for item in self._applying(tenant))
 
     def added_to(self, spec: ResolvedSpec, tenant: str, vectors: VectorCache, *, opts_out: bool) -> ResolvedSpec:
         """Return a tenant's spec with the rules that apply to it, and make sure that their vectors are in the cache.
@@ -100,9 +101,9 @@ def _with_rules(spec: SharedSpec, applying: tuple[OperatorRule, ...]) -> SharedS
     for item in applying:
         merged.probes.append(item.probe)
         merged.rules.append(item.rule)
-    outputs = sum(len(probe.outputs) for probe in merged.probes)
+    outputs = sum(map(num_products, merged.probes))
     if outputs > MAX_PROBE_OUTPUTS:
-        own = outputs - sum(len(item.probe.outputs) for item in applying)
+        own = outputs - sum(num_products(item.probe) for item in applying)
         raise Failure(
             Reason.ERROR_REASON_INVALID_FIELD,
             f"The probes have {own} outputs. Together with those of the operator's rules, a request has at most "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from inference_svc.admission.fields import invalid, layer_list, site_name
 from inference_svc.admission.sampling import is_prefill_only
@@ -18,6 +18,7 @@ from residuum.wire.probes import (
     problem_of_attention,
     problem_of_mlp,
     problem_of_names,
+    problem_of_places,
 )
 from residuum.wire.smoothing import problem_of
 
@@ -48,12 +49,12 @@ def resolve_probes(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.Pr
             "This server has no probes. Use an inference service without data and pipeline parallelism, started with "
             "score-mib above 0 (--score-mib, RESIDUUM_SCORE_MIB).",
         )
-    outputs = sum(len(probe.outputs) for probe in spec.probes)
+    outputs = sum(map(num_products, spec.probes))
     if outputs > MAX_PROBE_OUTPUTS:
         raise invalid(
             "probes.probes",
             f"The probes have {outputs} outputs; all probes of a request have at most {MAX_PROBE_OUTPUTS}. Of an MLP, "
-            "the units of its first layer count.",
+            "the units of its first layer count. Each counts once for each place that the probe reads.",
         )
     if spec.ByteSize() > MAX_PROBES_BYTES:
         raise invalid(
@@ -75,28 +76,15 @@ def resolve_probes(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.Pr
 
 
 def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
-    """Check one probe, and fill in its site."""
-    probe.site = probe.site or capture_pb2.SITE_RESID_POST
-    if probe.site not in facts.probe_sites:
-        known = [site_name(site) for site in facts.probe_sites]
-        advice = (
-            "Its operator enables the site with --capture-sites."
-            if probe.site in PROBED
-            else "Probes read rows that are as wide as the residual stream."
-        )
-        raise Failure(
-            Reason.ERROR_REASON_UNKNOWN_SITE,
-            f"Probes cannot read rows at the site {site_name(probe.site)}; this server's read at: {', '.join(known)}. "
-            f"{advice}",
-            site=site_name(probe.site),
-            armed=",".join(known),
-        )
-    layers = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[probe.layer]))
-    layer_list(f"{field}.layer", layers, facts, probe.site)
+    """Check one probe, and fill in its sites."""
+    _check_place(field, probe, facts)
+    for at, place in enumerate(probe.further_places):
+        _check_place(f"{field}.further_places[{at}]", place, facts)
     _check_outputs(field, probe)
     if problem := problem_of_attention(probe):
         raise invalid(f"{field}.attention", f"The attention of the probe {probe.name} is invalid: {problem}.")
     for name, problem in (
+        ("further_places", problem_of_places(probe)),
         ("mlp", problem_of_mlp(probe)),
         ("output_names", problem_of_names(probe)),
         ("smoothing", problem_of(probe.smoothing) if probe.HasField("smoothing") else ""),
@@ -110,6 +98,27 @@ def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
         raise invalid(
             f"{field}.activation", "The softmax of a single output is always 1. Use a sigmoid, or two outputs or more."
         )
+
+
+def _check_place(field: str, place: probe_pb2.Probe | probe_pb2.ProbePlace, facts: ModelFacts) -> None:
+    """Check a place that a probe reads, and fill in its site."""
+    place.site = place.site or capture_pb2.SITE_RESID_POST
+    if place.site not in facts.probe_sites:
+        known = [site_name(site) for site in facts.probe_sites]
+        advice = (
+            "Its operator enables the site with --capture-sites."
+            if place.site in PROBED
+            else "Probes read rows that are as wide as the residual stream."
+        )
+        raise Failure(
+            Reason.ERROR_REASON_UNKNOWN_SITE,
+            f"Probes cannot read rows at the site {site_name(place.site)}; this server's read at: {', '.join(known)}. "
+            f"{advice}",
+            site=site_name(place.site),
+            armed=",".join(known),
+        )
+    layers = selection_pb2.LayerSelection(list=selection_pb2.LayerList(layers=[place.layer]))
+    layer_list(f"{field}.layer", layers, facts, place.site)
 
 
 def _check_outputs(field: str, probe: probe_pb2.Probe) -> None:
@@ -139,29 +148,50 @@ def check_scores(spec: probe_pb2.ProbeSpec | None, sampling: inference_pb2.Sampl
 
 
 def probe_digests(spec: probe_pb2.ProbeSpec | None) -> list[bytes]:
-    """Return the digests of the vectors of all outputs."""
-    return [output.digest for probe in spec.probes for output in probe.outputs] if spec else []
+    """Return the digests of the vectors of all probes."""
+    return [product.digest for probe in spec.probes for product in products_of(probe)] if spec else []
+
+
+class Product(NamedTuple):
+    """An inner product of a row and a vector, which is one of an output's summands."""
+
+    site: capture_pb2.Site.ValueType
+    layer: int
+    digest: bytes
+
+
+def products_of(probe: probe_pb2.Probe) -> list[Product]:
+    """Return the inner products of a checked probe: those of all outputs at its first place, then at the next."""
+    found = [Product(probe.site, probe.layer, output.digest) for output in probe.outputs]
+    for place in probe.further_places:
+        found += [Product(place.site, place.layer, digest) for digest in place.digests]
+    return found
+
+
+def num_products(probe: probe_pb2.Probe) -> int:
+    """Return how many inner products a probe takes of each position."""
+    return len(probe.outputs) * (1 + len(probe.further_places))
 
 
 def in_columns(spec: probe_pb2.ProbeSpec) -> list[tuple[int, probe_pb2.Probe, int]]:
-    """Return each probe with its index and the first column of its scores.
+    """Return each probe with its index and the first column of its inner products.
 
-    Columns are in the order of layers, so those of a pipeline stage are neighbours.
+    Columns are in the order of layers. Those of a probe are neighbours, in the order of `products_of`.
     """
     found, column = [], 0
     for index, probe in sorted(enumerate(spec.probes), key=lambda item: item[1].layer):
         found.append((index, probe, column))
-        column += len(probe.outputs)
+        column += num_products(probe)
     return found
 
 
 def demanded(
     spec: probe_pb2.ProbeSpec | None,
 ) -> list[tuple[Sequence[tuple[int, int]], selection_pb2.PositionSelection, bool]]:
-    """Return the point and the positions of each output, without a gate, as `demand_of` takes them."""
+    """Return the point and the positions of each inner product, without a gate, as `demand_of` takes them."""
     everywhere = selection_pb2.PositionSelection()
     return [
-        ([point_name(probe.site, probe.layer)], everywhere, False)
+        ([point_name(product.site, product.layer)], everywhere, False)
         for probe in (spec.probes if spec else ())
-        for _ in probe.outputs
+        for product in products_of(probe)
     ]

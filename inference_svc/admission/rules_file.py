@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inference_svc.admission.operator_rules import OperatorRule, OperatorRules
 from inference_svc.admission.operator_steering import check_vectors, load_steering
-from inference_svc.admission.probes import resolve_probes
+from inference_svc.admission.probes import num_products, resolve_probes
 from inference_svc.admission.rules import ABORT, FLAG, STEER, resolve_rules
 from inference_svc.resources.vector_cache import OPERATOR
 from residuum.rpc.errors import Failure
@@ -118,7 +118,7 @@ class RulesFile:
         for rule in file.rule:
             with self._naming(rule):
                 self._rules.append(_read(rule, path.parent))
-        outputs = sum(len(item.probe.outputs) for item in self._rules)
+        outputs = sum(num_products(item.probe) for item in self._rules)
         if outputs >= MAX_PROBE_OUTPUTS:
             # One is left to callers: a limit of 0 tells them that the server has no probes.
             raise RulesFileError(
@@ -229,14 +229,17 @@ def _load_probe(path: Path) -> tuple[probe_pb2.Probe, tuple[tensor_pb2.Vector, .
         raise ValueError(f"there is no file {path}") from None
     except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no probe: {error}") from None
-    vectors = tuple(vector_message(row) for row in file.weights)
-    for vector, number in zip(vectors, file.bias, strict=True):
+    parts = np.split(file.weights, len(file.places), axis=1)
+    vectors = [[vector_message(row) for row in part] for part in parts]
+    for vector, number in zip(vectors[0], file.bias, strict=True):
         message.outputs.add(digest=vector.digest, bias=float(number))
-    return message, vectors
+    for place, own in zip(message.further_places, vectors[1:], strict=True):
+        place.digests.extend(vector.digest for vector in own)
+    return message, tuple(vector for own in vectors for vector in own)
 
 
 def _probe_of(file: ProbeFile) -> probe_pb2.Probe:
-    """Return the message of a file's probe, without the outputs of its first layer.
+    """Return the message of a file's probe, without the vectors of its first layer.
 
     Raises:
         ValueError: The arrays do not fit together, are not finite, or a name is unknown.
@@ -246,9 +249,15 @@ def _probe_of(file: ProbeFile) -> probe_pb2.Probe:
             raise ValueError(f"weights and bias have the shapes {weights.shape} and {bias.shape}")
         if not (np.isfinite(weights).all() and np.isfinite(bias).all()):
             raise ValueError("its numbers are not all finite")
+    if file.weights.shape[1] % len(file.places):
+        raise ValueError(
+            f"its rows of {file.weights.shape[1]} elements cannot be those of {len(file.places)} places of equal width"
+        )
+    places = [(capture_pb2.Site.Value(f"SITE_{site.upper()}"), layer) for site, layer in file.places]
     message = probe_pb2.Probe(
-        layer=file.layer,
-        site=capture_pb2.Site.Value(f"SITE_{file.site.upper()}"),
+        layer=places[0][1],
+        site=places[0][0],
+        further_places=[probe_pb2.ProbePlace(layer=layer, site=site) for site, layer in places[1:]],
         activation=probe_pb2.ProbeActivation.Value(f"PROBE_ACTIVATION_{_enum_name(file.activation)}"),
         output_names=file.output_names,
     )

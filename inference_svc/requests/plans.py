@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.gates import gate_digests, make_gate
-from inference_svc.admission.probes import in_columns
+from inference_svc.admission.probes import in_columns, products_of
 from inference_svc.admission.rules import ABORT, has_action
 from inference_svc.admission.steering import layer_digests
 from inference_svc.resources.sae_memory import sae_name
@@ -115,14 +115,14 @@ def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[
     return tuple(
         Operation(
             Kind.SCORE,
-            rows[output.digest],
-            (probe.layer,),
+            rows[product.digest],
+            (product.layer,),
             selection_pb2.PositionSelection(),
-            site=probe.site,
+            site=product.site,
             column=first + number,
         )
         for _, probe, first in (in_columns(spec) if spec else ())
-        for number, output in enumerate(probe.outputs)
+        for number, product in enumerate(products_of(probe))
     )
 
 

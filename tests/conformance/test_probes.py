@@ -107,6 +107,31 @@ def test_scores_of_a_mixed_batch(engine: Engine, reference: Reference) -> None:
             check_scores(scores_of(events, index), wanted)
 
 
+def test_a_probe_of_several_places_adds_them_up(engine: Engine, reference: Reference) -> None:
+    """The probe reads three layers and two sites, as Python's client sends it. Two prompts, one in several chunks."""
+    rng = np.random.default_rng(13)
+    width = engine.client.info().hidden_size
+    weights = rng.standard_normal((2, 3 * width)).astype(np.float32)
+    sites = ["resid_post", "attn_out", "resid_post"]
+    probe = residuum.Probe(weights, [0.5, -1], layer=[3, 1, 0], site=sites, name="several")
+    assert engine.client.put_probes([probe]).sent == 6
+    assert engine.client.put_probes(probe).sent == 0
+    for size in (20, 150):
+        prompt = make_prompt(rng, size)
+        reply = engine.client.generate(
+            prompt, max_tokens=6, temperature=0.0, ignore_eos=True, probes=[probe], score_prompt=True
+        )
+        rows = reference.rows([*prompt, *reply.token_ids[:-1]])
+        joined = np.concatenate([rows[site][layer] for site, layer in probe.places], axis=-1)
+        wanted = joined @ weights.T + probe.bias
+        assert reply.scores is not None
+        assert reply.prompt_scores is not None
+        for output in range(2):
+            check_scores(reply.scores["several"][:, output], wanted[size - 1 :, output])
+            check_scores(reply.prompt_scores["several"][:, output], wanted[:size, output])
+        np.testing.assert_allclose(probe.score(joined), wanted, rtol=1e-4, atol=1e-3)
+
+
 def test_scores_of_the_prompt_and_of_steered_rows(engine: Engine, reference: Reference) -> None:
     """Every position of the prompt is scored, for the steered row, and activations are applied."""
     rng = np.random.default_rng(8)

@@ -1,4 +1,4 @@
-"""The asyncio client's uploads: steering vectors and encoders of sparse autoencoders."""
+"""The asyncio client's uploads: steering vectors, probes, and encoders of sparse autoencoders."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from residuum import exceptions as exc
 from residuum._async.searches import AsyncSearchClient
 from residuum.protocol import sae_upload, vector_upload
 from residuum.v1 import inference_pb2
+from residuum.values.probes.probe import Probe, probe_list
 from residuum.values.replies.uploads import PutResult, PutSAEResult
 from residuum.values.tensors.sae import SAE
 from residuum.values.tensors.vector import Vector
 
 
 class AsyncUploadClient(AsyncSearchClient):
-    """The methods that send vectors and encoders; the base class of `AsyncGenerationClient`."""
+    """The methods that send vectors, probes and encoders; the base class of `AsyncGenerationClient`."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -34,6 +35,18 @@ class AsyncUploadClient(AsyncSearchClient):
         """
         given = vector_upload.vector_list(vectors)
         return vector_upload.put_result(given, await self._provide(given))
+
+    async def put_probes(self, probes: Probe | Iterable[Probe]) -> PutResult:
+        """Send the vectors of probes that the server lacks, so that the first request need not. Requests also do this.
+
+        Raises:
+            BadVector: The server refused a vector; it accepted the others.
+
+        Example:
+            >>> (await client.put_probes([probe])).sent
+            1
+        """
+        return await self.put_vectors(vector for probe in probe_list(probes) for vector in probe.vectors)
 
     async def put_sae(self, sae: SAE) -> PutSAEResult:
         """Send the encoder of a sparse autoencoder, if the server lacks it. Requests that capture features do this.

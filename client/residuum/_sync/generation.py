@@ -476,7 +476,10 @@ class GenerationClient(UploadClient):
         has_site = any(operation.site for operation in steering.operations)
         has_gate = any(operation.HasField("gate") for operation in steering.operations)
         pools = any(probe.attention for probe in probes)
-        uses = {"sites": has_site, "gates": has_gate, "probes": probes, "attention": pools}
+        reads_several = any(len(probe.places) > 1 for probe in probes)
+        uses = {
+            "sites": has_site, "gates": has_gate, "probes": probes, "attention": pools, "places": reads_several,
+        }  # fmt: skip
         needed = {name for name, is_used in uses.items() if is_used}
         if needed <= self._server_reads:
             return
@@ -486,6 +489,7 @@ class GenerationClient(UploadClient):
             "gates": info.gate_measures,
             "probes": info.probe_sites,
             "attention": info.limits["max_probe_heads"],
+            "places": info.limits["max_probe_places"],
         }
         self._server_reads = frozenset(name for name, known in lists.items() if known)
         if has_site and "sites" not in self._server_reads:
@@ -508,6 +512,13 @@ class GenerationClient(UploadClient):
             raise exc.InvalidRequest(
                 "This server is older than the client, and would ignore the attention of a probe. Update it, or leave "
                 "out the attention probes.",
+                reason="INVALID_FIELD",
+                metadata={"field": "probes"},
+            )
+        if reads_several and "places" not in self._server_reads:
+            raise exc.InvalidRequest(
+                "This server is older than the client, and would read only the first place of a probe. Update it, or "
+                "leave out the probes that read several places.",
                 reason="INVALID_FIELD",
                 metadata={"field": "probes"},
             )

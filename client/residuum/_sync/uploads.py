@@ -1,5 +1,5 @@
 # Generated from client/residuum/_async/uploads.py by scripts/generate_sync.py. Edit that file, then run `make sync`.
-"""The synchronous client's uploads: steering vectors and encoders of sparse autoencoders."""
+"""The synchronous client's uploads: steering vectors, probes, and encoders of sparse autoencoders."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from residuum import exceptions as exc
 from residuum._sync.searches import SearchClient
 from residuum.protocol import sae_upload, vector_upload
 from residuum.v1 import inference_pb2
+from residuum.values.probes.probe import Probe, probe_list
 from residuum.values.replies.uploads import PutResult, PutSAEResult
 from residuum.values.tensors.sae import SAE
 from residuum.values.tensors.vector import Vector
 
 
 class UploadClient(SearchClient):
-    """The methods that send vectors and encoders; the base class of `GenerationClient`."""
+    """The methods that send vectors, probes and encoders; the base class of `GenerationClient`."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -35,6 +36,18 @@ class UploadClient(SearchClient):
         """
         given = vector_upload.vector_list(vectors)
         return vector_upload.put_result(given, self._provide(given))
+
+    def put_probes(self, probes: Probe | Iterable[Probe]) -> PutResult:
+        """Send the vectors of probes that the server lacks, so that the first request need not. Requests also do this.
+
+        Raises:
+            BadVector: The server refused a vector; it accepted the others.
+
+        Example:
+            >>> client.put_probes([probe]).sent
+            1
+        """
+        return self.put_vectors(vector for probe in probe_list(probes) for vector in probe.vectors)
 
     def put_sae(self, sae: SAE) -> PutSAEResult:
         """Send the encoder of a sparse autoencoder, if the server lacks it. Requests that capture features do this.

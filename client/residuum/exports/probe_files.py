@@ -16,8 +16,8 @@ def save(probe: Probe, path: str | os.PathLike[str]) -> None:
     """Write a file; see `Probe.save`."""
     metadata = {
         "format": FORMAT,
-        "layer": str(probe.layer),
-        "site": probe.site,
+        "layer": ",".join(str(layer) for _, layer in probe.places),
+        "site": probe.site if isinstance(probe.site, str) else ",".join(probe.site),
         "activation": probe.activation or NO_ACTIVATION,
         "name": probe.name,
     }
@@ -43,12 +43,13 @@ def load(path: str | os.PathLike[str]) -> Probe:
         file = parse(arrays, metadata)
     except ValueError as error:
         raise InvalidRequest(f"{os.fspath(path)} holds no probe: {error}.", reason="INVALID_FIELD") from None
+    layers, sites = [layer for _, layer in file.places], [site for site, _ in file.places]
     try:
         return Probe(
             file.weights,
             file.bias,
-            layer=file.layer,
-            site=file.site,
+            layer=layers if len(layers) > 1 else layers[0],
+            site=sites if len({*sites}) > 1 else sites[0],
             activation=file.activation,
             name=file.name,
             smooth=parse_smoothing(file.smooth) if file.smooth else None,

@@ -394,6 +394,7 @@ class Limits(_message.Message):
     MAX_RULES_FIELD_NUMBER: _builtins.int
     SAE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_PROBE_HEADS_FIELD_NUMBER: _builtins.int
+    MAX_PROBE_PLACES_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Tokens of prompt and reply together."""
     max_message_bytes: _builtins.int
@@ -430,6 +431,10 @@ class Limits(_message.Message):
     """Device memory for the encoders of sparse autoencoders, in bytes. 0: the server takes none, or is older than this field."""
     max_probe_heads: _builtins.int
     """The heads of an attention probe. 0: the server has no attention probes, or is older than this field."""
+    max_probe_places: _builtins.int
+    """The places, layers at sites, that one probe may read. 0: the server has no probes, or is older than this field and
+    reads only one.
+    """
     def __init__(
         self,
         *,
@@ -449,10 +454,11 @@ class Limits(_message.Message):
         max_rules: _builtins.int = ...,
         sae_bytes: _builtins.int = ...,
         max_probe_heads: _builtins.int = ...,
+        max_probe_places: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_heads", b"max_probe_heads", "max_probe_outputs", b"max_probe_outputs", "max_registrations", b"max_registrations", "max_rules", b"max_rules", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "sae_bytes", b"sae_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_pool_bytes", b"capture_pool_bytes", "max_active_vectors", b"max_active_vectors", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_operations", b"max_operations", "max_probe_heads", b"max_probe_heads", "max_probe_outputs", b"max_probe_outputs", "max_probe_places", b"max_probe_places", "max_registrations", b"max_registrations", "max_rules", b"max_rules", "max_running_requests", b"max_running_requests", "max_sequences", b"max_sequences", "max_vectors", b"max_vectors", "ring_bytes", b"ring_bytes", "sae_bytes", b"sae_bytes", "table_bytes", b"table_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

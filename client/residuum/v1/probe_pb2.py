@@ -26,31 +26,33 @@ from residuum.v1 import rule_pb2 as residuum_dot_v1_dot_rule__pb2
 from residuum.v1 import site_pb2 as residuum_dot_v1_dot_site__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17residuum/v1/probe.proto\x12\x0bresiduum.v1\x1a\x16residuum/v1/rule.proto\x1a\x16residuum/v1/site.proto\"\x87\x01\n\tProbeSpec\x12\"\n\x06probes\x18\x01 \x03(\x0b\x32\x12.residuum.v1.Probe\x12\x14\n\x0cscore_prompt\x18\x02 \x01(\x08\x12 \n\x05rules\x18\x03 \x03(\x0b\x32\x11.residuum.v1.Rule\x12\x1e\n\x16without_operator_rules\x18\x04 \x01(\x08\"\xbb\x02\n\x05Probe\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x1f\n\x04site\x18\x03 \x01(\x0e\x32\x11.residuum.v1.Site\x12)\n\x07outputs\x18\x04 \x03(\x0b\x32\x18.residuum.v1.ProbeOutput\x12\x30\n\nactivation\x18\x05 \x01(\x0e\x32\x1c.residuum.v1.ProbeActivation\x12)\n\tsmoothing\x18\x06 \x01(\x0b\x32\x16.residuum.v1.Smoothing\x12$\n\x03mlp\x18\x07 \x03(\x0b\x32\x17.residuum.v1.ProbeLayer\x12\x14\n\x0coutput_names\x18\x08 \x03(\t\x12\x30\n\tattention\x18\t \x01(\x0b\x32\x1d.residuum.v1.AttentionPooling\";\n\x10\x41ttentionPooling\x12\r\n\x05heads\x18\x01 \x01(\r\x12\x18\n\x10position_weights\x18\x02 \x03(\x02\"`\n\nProbeLayer\x12\x31\n\nactivation\x18\x01 \x01(\x0e\x32\x1d.residuum.v1.HiddenActivation\x12\x0f\n\x07weights\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62iases\x18\x03 \x03(\x02\"C\n\tSmoothing\x12\r\n\x03\x65ma\x18\x01 \x01(\x02H\x00\x12\r\n\x03max\x18\x02 \x01(\rH\x00\x12\x0e\n\x04mean\x18\x03 \x01(\rH\x00\x42\x08\n\x06method\"+\n\x0bProbeOutput\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x1d\n\x0bProbeScores\x12\x0e\n\x06values\x18\x01 \x03(\x02\"N\n\nKeptScores\x12(\n\x06probes\x18\x01 \x03(\x0b\x32\x18.residuum.v1.ProbeScores\x12\x16\n\x0eunknown_detail\x18\x02 \x01(\t*\xa8\x01\n\x10HiddenActivation\x12!\n\x1dHIDDEN_ACTIVATION_UNSPECIFIED\x10\x00\x12\x1a\n\x16HIDDEN_ACTIVATION_RELU\x10\x01\x12\x1a\n\x16HIDDEN_ACTIVATION_TANH\x10\x02\x12\x1d\n\x19HIDDEN_ACTIVATION_SIGMOID\x10\x03\x12\x1a\n\x16HIDDEN_ACTIVATION_GELU\x10\x04*o\n\x0fProbeActivation\x12 \n\x1cPROBE_ACTIVATION_UNSPECIFIED\x10\x00\x12\x1c\n\x18PROBE_ACTIVATION_SIGMOID\x10\x01\x12\x1c\n\x18PROBE_ACTIVATION_SOFTMAX\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17residuum/v1/probe.proto\x12\x0bresiduum.v1\x1a\x16residuum/v1/rule.proto\x1a\x16residuum/v1/site.proto\"\x87\x01\n\tProbeSpec\x12\"\n\x06probes\x18\x01 \x03(\x0b\x32\x12.residuum.v1.Probe\x12\x14\n\x0cscore_prompt\x18\x02 \x01(\x08\x12 \n\x05rules\x18\x03 \x03(\x0b\x32\x11.residuum.v1.Rule\x12\x1e\n\x16without_operator_rules\x18\x04 \x01(\x08\"\xec\x02\n\x05Probe\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x1f\n\x04site\x18\x03 \x01(\x0e\x32\x11.residuum.v1.Site\x12)\n\x07outputs\x18\x04 \x03(\x0b\x32\x18.residuum.v1.ProbeOutput\x12\x30\n\nactivation\x18\x05 \x01(\x0e\x32\x1c.residuum.v1.ProbeActivation\x12)\n\tsmoothing\x18\x06 \x01(\x0b\x32\x16.residuum.v1.Smoothing\x12$\n\x03mlp\x18\x07 \x03(\x0b\x32\x17.residuum.v1.ProbeLayer\x12\x14\n\x0coutput_names\x18\x08 \x03(\t\x12\x30\n\tattention\x18\t \x01(\x0b\x32\x1d.residuum.v1.AttentionPooling\x12/\n\x0e\x66urther_places\x18\n \x03(\x0b\x32\x17.residuum.v1.ProbePlace\"M\n\nProbePlace\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x1f\n\x04site\x18\x02 \x01(\x0e\x32\x11.residuum.v1.Site\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x0c\";\n\x10\x41ttentionPooling\x12\r\n\x05heads\x18\x01 \x01(\r\x12\x18\n\x10position_weights\x18\x02 \x03(\x02\"`\n\nProbeLayer\x12\x31\n\nactivation\x18\x01 \x01(\x0e\x32\x1d.residuum.v1.HiddenActivation\x12\x0f\n\x07weights\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62iases\x18\x03 \x03(\x02\"C\n\tSmoothing\x12\r\n\x03\x65ma\x18\x01 \x01(\x02H\x00\x12\r\n\x03max\x18\x02 \x01(\rH\x00\x12\x0e\n\x04mean\x18\x03 \x01(\rH\x00\x42\x08\n\x06method\"+\n\x0bProbeOutput\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x1d\n\x0bProbeScores\x12\x0e\n\x06values\x18\x01 \x03(\x02\"N\n\nKeptScores\x12(\n\x06probes\x18\x01 \x03(\x0b\x32\x18.residuum.v1.ProbeScores\x12\x16\n\x0eunknown_detail\x18\x02 \x01(\t*\xa8\x01\n\x10HiddenActivation\x12!\n\x1dHIDDEN_ACTIVATION_UNSPECIFIED\x10\x00\x12\x1a\n\x16HIDDEN_ACTIVATION_RELU\x10\x01\x12\x1a\n\x16HIDDEN_ACTIVATION_TANH\x10\x02\x12\x1d\n\x19HIDDEN_ACTIVATION_SIGMOID\x10\x03\x12\x1a\n\x16HIDDEN_ACTIVATION_GELU\x10\x04*o\n\x0fProbeActivation\x12 \n\x1cPROBE_ACTIVATION_UNSPECIFIED\x10\x00\x12\x1c\n\x18PROBE_ACTIVATION_SIGMOID\x10\x01\x12\x1c\n\x18PROBE_ACTIVATION_SOFTMAX\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'residuum.v1.probe_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HIDDENACTIVATION']._serialized_start=929
-  _globals['_HIDDENACTIVATION']._serialized_end=1097
-  _globals['_PROBEACTIVATION']._serialized_start=1099
-  _globals['_PROBEACTIVATION']._serialized_end=1210
+  _globals['_HIDDENACTIVATION']._serialized_start=1057
+  _globals['_HIDDENACTIVATION']._serialized_end=1225
+  _globals['_PROBEACTIVATION']._serialized_start=1227
+  _globals['_PROBEACTIVATION']._serialized_end=1338
   _globals['_PROBESPEC']._serialized_start=89
   _globals['_PROBESPEC']._serialized_end=224
   _globals['_PROBE']._serialized_start=227
-  _globals['_PROBE']._serialized_end=542
-  _globals['_ATTENTIONPOOLING']._serialized_start=544
-  _globals['_ATTENTIONPOOLING']._serialized_end=603
-  _globals['_PROBELAYER']._serialized_start=605
-  _globals['_PROBELAYER']._serialized_end=701
-  _globals['_SMOOTHING']._serialized_start=703
-  _globals['_SMOOTHING']._serialized_end=770
-  _globals['_PROBEOUTPUT']._serialized_start=772
-  _globals['_PROBEOUTPUT']._serialized_end=815
-  _globals['_PROBESCORES']._serialized_start=817
-  _globals['_PROBESCORES']._serialized_end=846
-  _globals['_KEPTSCORES']._serialized_start=848
-  _globals['_KEPTSCORES']._serialized_end=926
+  _globals['_PROBE']._serialized_end=591
+  _globals['_PROBEPLACE']._serialized_start=593
+  _globals['_PROBEPLACE']._serialized_end=670
+  _globals['_ATTENTIONPOOLING']._serialized_start=672
+  _globals['_ATTENTIONPOOLING']._serialized_end=731
+  _globals['_PROBELAYER']._serialized_start=733
+  _globals['_PROBELAYER']._serialized_end=829
+  _globals['_SMOOTHING']._serialized_start=831
+  _globals['_SMOOTHING']._serialized_end=898
+  _globals['_PROBEOUTPUT']._serialized_start=900
+  _globals['_PROBEOUTPUT']._serialized_end=943
+  _globals['_PROBESCORES']._serialized_start=945
+  _globals['_PROBESCORES']._serialized_end=974
+  _globals['_KEPTSCORES']._serialized_start=976
+  _globals['_KEPTSCORES']._serialized_end=1054
 # @@protoc_insertion_point(module_scope)

@@ -125,6 +125,9 @@ class Probe(_message.Message):
     computed in float32, where v_i is the output's vector. Steering comes first: a probe reads the steered row, in float32,
     before it is rounded to the model's dtype.
 
+    With `further_places`, a probe reads the rows of one position at several places, x_0, x_1, ...: output i is
+    x_0 . v_0,i + x_1 . v_1,i + ... + bias_i. So a position's row is that of all places, one after the other.
+
     With `mlp`, these outputs are those of the MLP's first layer, and the probe's outputs are those of its last layer. With
     `attention`, these outputs are pooled over positions before anything else reads them.
     """
@@ -140,6 +143,7 @@ class Probe(_message.Message):
     MLP_FIELD_NUMBER: _builtins.int
     OUTPUT_NAMES_FIELD_NUMBER: _builtins.int
     ATTENTION_FIELD_NUMBER: _builtins.int
+    FURTHER_PLACES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name, 1 to 64 of the characters a-z A-Z 0-9 . _ -."""
     layer: _builtins.int
@@ -170,6 +174,12 @@ class Probe(_message.Message):
         request computes its whole prompt. A server that is older than this field ignores it; its Limits.max_probe_heads is 0.
         """
 
+    @_builtins.property
+    def further_places(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbePlace]:
+        """Further places that the probe reads, each different. Each output counts once for each place among
+        Limits.max_probe_outputs. A server that is older than this field ignores it; its Limits.max_probe_places is 0.
+        """
+
     def __init__(
         self,
         *,
@@ -182,14 +192,47 @@ class Probe(_message.Message):
         mlp: _abc.Iterable[Global___ProbeLayer] | None = ...,
         output_names: _abc.Iterable[_builtins.str] | None = ...,
         attention: Global___AttentionPooling | None = ...,
+        further_places: _abc.Iterable[Global___ProbePlace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "smoothing", b"smoothing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "attention", b"attention", "layer", b"layer", "mlp", b"mlp", "name", b"name", "output_names", b"output_names", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "attention", b"attention", "further_places", b"further_places", "layer", b"layer", "mlp", b"mlp", "name", b"name", "output_names", b"output_names", "outputs", b"outputs", "site", b"site", "smoothing", b"smoothing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
+class ProbePlace(_message.Message):
+    """A further place that a probe reads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    SITE_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    """The layer."""
+    site: _site_pb2.Site.ValueType
+    """The site: as in `Probe`."""
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The digest of each output's vector at this place, 32 bytes, in the order of Probe.outputs."""
+
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        site: _site_pb2.Site.ValueType = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "layer", b"layer", "site", b"site"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbePlace: _TypeAlias = ProbePlace  # noqa: Y015
 
 @_typing.final
 class AttentionPooling(_message.Message):

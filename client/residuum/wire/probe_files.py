@@ -32,9 +32,10 @@ class ProbeFile(NamedTuple):
     """The parts of a file. Its types are right; the shapes of the arrays and the names may be wrong."""
 
     weights: FloatArray
+    """[outputs, elements of the rows at all places]."""
     bias: FloatArray
-    layer: int
-    site: str
+    places: tuple[tuple[str, int], ...]
+    """The site and the layer of each place that the probe reads; at least one."""
     activation: str | None
     name: str
     smooth: str
@@ -57,8 +58,11 @@ def parse(arrays: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, 
     missing = {"weight", "bias"} - {*arrays} or {"layer", "site", "activation", "name"} - {*metadata}
     if missing:
         raise ValueError(f"it has no {min(missing)}")
-    if not re.fullmatch(r"\d{1,9}", metadata["layer"], re.ASCII):
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", metadata["layer"], re.ASCII):
         raise ValueError(f"its layer is {metadata['layer']!r}")
+    layers, sites = metadata["layer"].split(","), metadata["site"].split(",")
+    if len(sites) not in {1, len(layers)}:
+        raise ValueError(f"it has {len(sites)} sites for {len(layers)} layers")
     if not re.fullmatch(r"\d{1,4}", metadata.get("heads", "1"), re.ASCII) or metadata.get("heads") == "0":
         raise ValueError(f"its heads are {metadata['heads']!r}")
     wrong = {name for name in arrays if arrays[name].dtype != np.float32}
@@ -68,8 +72,7 @@ def parse(arrays: Mapping[str, npt.NDArray[np.generic]], metadata: Mapping[str, 
     return ProbeFile(
         weights=numbers["weight"],
         bias=numbers["bias"],
-        layer=int(metadata["layer"]),
-        site=metadata["site"],
+        places=tuple(zip(sites * (len(layers) // len(sites)), map(int, layers), strict=True)),
         activation=_activation(metadata, "activation"),
         name=metadata["name"],
         smooth=metadata.get("smooth", ""),

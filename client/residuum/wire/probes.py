@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from residuum.v1 import probe_pb2
-from residuum.wire.limits import MAX_PROBE_HEADS, MAX_PROBE_LAYERS, MAX_PROBE_OUTPUTS
+from residuum.wire.limits import DIGEST_BYTES, MAX_PROBE_HEADS, MAX_PROBE_LAYERS, MAX_PROBE_OUTPUTS, MAX_PROBE_PLACES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,6 +29,24 @@ def is_valid_probe_name(name: str) -> bool:
 def num_outputs(probe: probe_pb2.Probe) -> int:
     """Return how many scores a probe gives to each row."""
     return len(probe.mlp[-1].biases) if probe.mlp else _num_pooled(probe)
+
+
+def problem_of_places(probe: probe_pb2.Probe) -> str:
+    """Return what is wrong with the further places of a probe, in words; empty if nothing is.
+
+    Whether the model has them is not checked. Their sites must be set.
+    """
+    places = [(probe.site, probe.layer), *((place.site, place.layer) for place in probe.further_places)]
+    if len(places) > MAX_PROBE_PLACES:
+        return f"it reads {len(places)} places; at most {MAX_PROBE_PLACES}"
+    if len({*places}) < len(places):
+        return "two of its places are the same"
+    for place in probe.further_places:
+        if len(place.digests) != len(probe.outputs):
+            return f"a place has {len(place.digests)} vectors for {len(probe.outputs)} outputs"
+        if any(len(digest) != DIGEST_BYTES for digest in place.digests):
+            return f"a digest is not {DIGEST_BYTES} bytes long, as the SHA-256 of a vector is"
+    return ""
 
 
 def _num_pooled(probe: probe_pb2.Probe) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from inference_svc.admission.probes import in_columns
+from inference_svc.admission.probes import in_columns, num_products
 from inference_svc.session.scores.joined import JoinedScores, ScoreLayout
 from residuum.v1 import probe_pb2
 from residuum.wire.pooling import AttentionPool
@@ -28,7 +28,7 @@ class _Group(NamedTuple):
     like: probe_pb2.Probe
     """One of them. All have its activation and smoothing; if it has attention or an MLP, it is alone."""
     columns: slice | npt.NDArray[np.int64]
-    """The columns of their outputs on the score board, one probe after the other."""
+    """The columns of their outputs in `ProbeGroups._outputs`, one probe after the other."""
     places: slice | npt.NDArray[np.int64]
     """Where its scores are among those of all probes."""
     outputs: int
@@ -57,16 +57,22 @@ class ProbeGroups:
         self._layout = ScoreLayout([num_outputs(probe) for probe in spec.probes])
         placed = in_columns(spec)
         self._biases = np.array([output.bias for _, probe, _ in placed for output in probe.outputs], dtype=np.float32)
+        self.columns = sum(num_products(probe) for _, probe, _ in placed)
+        """The number of columns that the probes have on the score board."""
+        self._summed: list[tuple[slice, slice]] = []  # outputs, and the columns that are added to them
+        first: list[int] = []  # columns of the outputs
         together: dict[object, list[tuple[int, probe_pb2.Probe, int]]] = {}
-        for item in placed:
-            together.setdefault(_arithmetic(*item[:2]), []).append(item)
+        for index, probe, column in placed:
+            at, count = len(first), len(probe.outputs)
+            together.setdefault(_arithmetic(index, probe), []).append((index, probe, at))
+            first += range(column, column + count)
+            self._summed += (
+                (slice(at, at + count), slice(further, further + count))
+                for further in range(column + count, column + num_products(probe), count)
+            )
+        self._first = _selected(first) if first else slice(0)
         self._groups = [_group(items, self._layout) for items in together.values()]
         self.has_pools = any(probe.HasField("attention") for probe in spec.probes)
-
-    @property
-    def columns(self) -> int:
-        """The number of columns that the probes have on the score board."""
-        return len(self._biases)
 
     def begin(self) -> Phase:
         """Return the state before the first position."""
@@ -83,7 +89,7 @@ class ProbeGroups:
             products: The inner products at the next positions, float32 [positions, columns].
             phase: The state.
         """
-        outputs = products + self._biases
+        outputs = self._outputs(products)
         for group, pool in zip(self._groups, phase.pools, strict=True):
             if pool is not None:
                 pool.add(outputs[:, group.columns])
@@ -95,7 +101,7 @@ class ProbeGroups:
             products: The inner products at the next positions, float32 [positions, columns].
             phase: The state.
         """
-        outputs = products + self._biases
+        outputs = self._outputs(products)
         rows = np.empty((len(outputs), self._layout.width), dtype=np.float32)
         for group, pool, smoother in zip(self._groups, *phase, strict=True):
             scores = outputs[:, group.columns]
@@ -103,6 +109,15 @@ class ProbeGroups:
                 scores = evaluate(group.like, scores if pool is None else pool.add(scores))
             rows[:, group.places] = scores if smoother is None else smoother.add(scores)
         return JoinedScores(rows, self._layout)
+
+    def _outputs(self, products: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return the outputs of all probes, float32 [positions, outputs]: sums over the places that each reads."""
+        if not self._summed:
+            return products + self._biases
+        sums = products[:, self._first].copy()
+        for outputs, columns in self._summed:
+            sums[:, outputs] += products[:, columns]
+        return sums + self._biases
 
 
 def _arithmetic(index: int, probe: probe_pb2.Probe) -> object:
@@ -112,6 +127,7 @@ def _arithmetic(index: int, probe: probe_pb2.Probe) -> object:
 
 
 def _group(items: list[tuple[int, probe_pb2.Probe, int]], layout: ScoreLayout) -> _Group:
+    """Return the group of probes, each with its index and the number of its first output."""
     columns = [column + at for _, probe, column in items for at in range(len(probe.outputs))]
     places = [place for index, _, _ in items for place in range(layout.width)[layout.parts[index]]]
     like = items[0][1]

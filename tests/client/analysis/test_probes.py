@@ -57,6 +57,34 @@ class TestValue:
         assert probe.vectors == (residuum.Vector(DIRECTION), residuum.Vector(OTHER))
         assert (probe.width, probe.num_outputs) == (HIDDEN, 2)
 
+    def test_a_probe_of_several_places_has_vectors_for_each(self):
+        first, second = (residuum.Vector(row) for row in (DIRECTION, OTHER))
+        weights = [np.concatenate([DIRECTION, OTHER]), np.concatenate([OTHER, OTHER])]
+        probe = residuum.Probe(weights, [0.5, -1], layer=[3, 1], site=["resid_post", "mlp_out"], name="two")
+        assert probe.to_proto() == probe_pb2.Probe(
+            name="two",
+            layer=3,
+            site=capture_pb2.SITE_RESID_POST,
+            outputs=[
+                probe_pb2.ProbeOutput(digest=first.digest, bias=0.5),
+                probe_pb2.ProbeOutput(digest=second.digest, bias=-1.0),
+            ],
+            further_places=[
+                probe_pb2.ProbePlace(layer=1, site=capture_pb2.SITE_MLP_OUT, digests=[second.digest, second.digest])
+            ],
+        )
+        assert probe.vectors == (first, second, second, second)
+        assert probe.places == (("resid_post", 3), ("mlp_out", 1))
+        assert "resid_post.3 + mlp_out.1, 2 outputs" in repr(probe)
+        assert dataclasses.replace(probe, name="two") == probe
+        x = RNG.normal(size=(5, 2 * HIDDEN)).astype(np.float32)
+        np.testing.assert_allclose(probe.score(x), x @ np.array(weights).T + [0.5, -1], rtol=1e-4, atol=1e-4)
+
+    def test_one_site_may_be_that_of_all_layers(self):
+        probe = residuum.Probe(np.zeros((1, 3 * HIDDEN)), layer=(2, 4, 6), site="mlp_out")
+        assert probe.places == (("mlp_out", 2), ("mlp_out", 4), ("mlp_out", 6))
+        assert (probe.layer, probe.site) == ((2, 4, 6), "mlp_out")
+
     def test_by_default_a_probe_has_no_bias_and_no_activation_and_reads_the_stream(self):
         probe = residuum.Probe(DIRECTION, layer=3)
         output = probe_pb2.ProbeOutput(digest=residuum.Vector(DIRECTION).digest)
@@ -133,8 +161,22 @@ BAD = {
     "bias": (lambda: residuum.Probe([1, 2], np.inf, layer=1), residuum.BadVector, "elements of bias are NaN, infinite"),
     "bias text": (lambda: residuum.Probe([1, 2], "high", layer=1), residuum.BadVector, "Probe: bias"),
     "layer": (lambda: residuum.Probe([1, 2], layer=-1), residuum.UnknownLayer, "Layer -1 does not exist"),
-    "layers": (lambda: residuum.Probe([1, 2], layer=[1, 2]), TypeError, "the number of one layer"),
-    "all layers": (lambda: residuum.Probe([1, 2], layer="all"), TypeError, "the number of one layer"),
+    "layers": (lambda: residuum.Probe([1, 2, 3], layer=[1, 2]), residuum.BadVector, "3 elements cannot be those of 2"),
+    "a text of layers": (lambda: residuum.Probe([1, 2], layer="1,2"), TypeError, "a layer, or a list of numbers"),
+    "no layers": (lambda: residuum.Probe([1, 2], layer=[]), INVALID, "0 layers and 1 sites"),
+    "sites of layers": (
+        lambda: residuum.Probe([1, 2], layer=[1, 2], site=["q"]),
+        INVALID,
+        "2 layers and 1 sites",
+    ),
+    "one site too many": (lambda: residuum.Probe([1, 2], layer=[1, 2], site=["q", 3]), TypeError, "a list of names"),
+    "same places": (lambda: residuum.Probe([1, 2], layer=[1, 1]), INVALID, "two of its places are the same"),
+    "too many places": (
+        lambda: residuum.Probe(np.ones(17), layer=range(17)),
+        INVALID,
+        "reads 17 places; at most 16",
+    ),
+    "all layers": (lambda: residuum.Probe([1, 2], layer="all"), TypeError, "the number of a layer"),
     "no layer": (lambda: residuum.Probe([1, 2]), TypeError, "layer"),
     "by position": (lambda: residuum.Probe([1, 2], 0, 12), TypeError, "positional"),
     "site": (lambda: residuum.Probe([1, 2], layer=1, site="head"), residuum.UnknownSite, "'head' is not a site"),
@@ -164,6 +206,44 @@ BAD = {
 def test_bad_probes_are_refused_at_once(make, error, told):
     with pytest.raises(error, match=told):
         make()
+
+
+class TestScikitLearn:
+    """Models that scikit-learn has fitted. A probe gives their own probabilities and decisions."""
+
+    X = RNG.normal(size=(200, HIDDEN)).astype(np.float32) * 3 + 1
+    LABELS = (X[:, :3].sum(axis=1) > 3).astype(int) + (X[:, 3] > 2)  # 0, 1 or 2
+
+    @pytest.mark.parametrize("classes", [2, 3])
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_a_logistic_regression(self, classes, scaled):
+        linear_model, pipeline = pytest.importorskip("sklearn.linear_model"), pytest.importorskip("sklearn.pipeline")
+        from sklearn.preprocessing import StandardScaler
+
+        model = linear_model.LogisticRegression(max_iter=1000)
+        model = pipeline.make_pipeline(StandardScaler(), model) if scaled else model
+        model.fit(self.X, np.minimum(self.LABELS, classes - 1))
+        probe = residuum.Probe.from_sklearn(model, layer=3)
+        expected = model.predict_proba(self.X)
+        found = probe.score(self.X)
+        np.testing.assert_allclose(found, expected if classes == 3 else expected[:, 1], atol=1e-4)
+        assert probe.output_names == (("0", "1", "2") if classes == 3 else ())
+
+    @pytest.mark.parametrize("name", ["LinearSVC", "RidgeClassifier", "SGDClassifier", "Ridge"])
+    def test_other_linear_models(self, name):
+        svm, linear_model = pytest.importorskip("sklearn.svm"), pytest.importorskip("sklearn.linear_model")
+        model = getattr(svm if name == "LinearSVC" else linear_model, name)()
+        model.fit(self.X, np.minimum(self.LABELS, 1))
+        expected = model.predict(self.X) if name == "Ridge" else model.decision_function(self.X)
+        probe = residuum.Probe.from_sklearn(model, layer=3)
+        np.testing.assert_allclose(probe.score(self.X), expected, rtol=1e-4, atol=1e-3)
+
+    def test_a_model_of_rows_of_several_layers(self):
+        linear_model = pytest.importorskip("sklearn.linear_model")
+        model = linear_model.LogisticRegression(max_iter=1000).fit(self.X, np.minimum(self.LABELS, 1))
+        probe = residuum.Probe.from_sklearn(model, layer=[2, 4])
+        assert [len(vector.values) for vector in probe.vectors] == [HIDDEN // 2] * 2
+        np.testing.assert_allclose(probe.score(self.X), model.predict_proba(self.X)[:, 1], atol=1e-4)
 
 
 class TestModels:
@@ -412,6 +492,8 @@ class TestFiles:
             ({"layer": "-1"}, "its layer is '-1'"),
             ({"layer": "9" * 5000}, "its layer is '9999"),
             ({"layer": "1²"}, "its layer is '1²'"),
+            ({"layer": "1,"}, "its layer is '1,'"),
+            ({"layer": "1,2,3", "site": "q,k"}, "it has 2 sites for 3 layers"),
             ({"site": "head"}, "p.safetensors: 'head' is not a site"),
             ({"activation": "relu"}, "p.safetensors: Probe: activation must be None"),
             ({"name": "a b"}, "p.safetensors: Probe: 'a b' is not a valid name"),
@@ -433,6 +515,14 @@ class TestFiles:
         save_file(keep, path, metadata={name: value for name, value in metadata.items() if value is not None})
         with pytest.raises(INVALID, match=told):
             residuum.Probe.load(path)
+
+    @pytest.mark.parametrize("site", ["mlp_out", ["resid_post", "mlp_out"]])
+    def test_a_probe_of_several_places(self, tmp_path, site):
+        probe = residuum.Probe(np.tile(SEVERAL.weights, 2), layer=[4, 2], site=site, name="several")
+        probe.save(tmp_path / "p.safetensors")
+        loaded = residuum.Probe.load(tmp_path / "p.safetensors")
+        assert loaded == probe
+        assert (loaded.layer, loaded.site) == (probe.layer, probe.site)
 
     def test_a_file_that_is_none_is_refused(self, tmp_path):
         (tmp_path / "p").write_text("probe")
@@ -577,6 +667,12 @@ class TestOtherServers:
         pooled = residuum.Probe.from_attention(np.ones(HIDDEN), np.ones(HIDDEN), layer=1)
         with pytest.raises(INVALID, match="would ignore the attention"):
             await client.generate("a", probes=pooled)
+        assert not {"PutVectors", "Generate"} & {*peer.calls}
+
+    async def test_a_server_that_would_read_one_place_of_several_is_not_asked(self, client, peer):
+        several = residuum.Probe(np.ones(2 * HIDDEN), layer=[1, 2])
+        with pytest.raises(INVALID, match="would read only the first place"):
+            await client.generate("a", probes=several)
         assert not {"PutVectors", "Generate"} & {*peer.calls}
 
     async def test_the_first_prompt_of_many_tells(self, client, peer):

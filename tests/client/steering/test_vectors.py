@@ -25,6 +25,17 @@ async def test_a_vector_is_sent_once(client, peer):
     assert peer.vectors_received == 1
 
 
+async def test_probes_are_sent_once(client, peer):
+    rows = np.random.default_rng(4).normal(size=(2, 2 * HIDDEN))
+    probe = residuum.Probe(rows, layer=[0, 1])
+    first, second = await client.put_probes([probe]), await client.put_probes(probe)
+    assert (first.sent, first.bytes_sent) == (4, 4 * 4 * HIDDEN)
+    assert first.digests == tuple(item.hexdigest for item in probe.vectors)
+    assert (second.sent, peer.vectors_received) == (0, 4)
+    with pytest.raises(TypeError, match=r"a list of residuum\.Probe"):
+        await client.put_probes([vector(1)])
+
+
 async def test_another_client_does_not_send_a_known_vector(client, make, endpoint, peer):
     await client.put_vectors([vector(2)])
     assert (await make(endpoint).put_vectors([vector(2)])).sent == 0

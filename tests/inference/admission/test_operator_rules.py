@@ -134,6 +134,22 @@ def test_a_rule_may_watch_an_mlp(write, tmp_path):
     assert (item.rule.output, rules.outputs_for("")) == (1, 3)
 
 
+def test_a_rule_may_watch_a_probe_of_several_places(write, tmp_path):
+    rng = np.random.default_rng(3)
+    several = residuum.Probe(rng.normal(size=(2, 2 * HIDDEN)), [1, 2], layer=[1, 0], name="one")
+    several.save(tmp_path / "one.safetensors")
+    rules = load_rules(write(BASIC), PROBING)
+    (item,) = rules._rules
+    expected = several.to_proto()
+    assert item.probe.outputs == expected.outputs
+    assert item.probe.further_places == expected.further_places
+    assert [vector.digest for vector in item.vectors] == [vector.digest for vector in several.vectors]
+    assert rules.outputs_for("") == 4
+    residuum.Probe(np.ones((1, 2 * HIDDEN + 2)), layer=[1, 0], name="one").save(tmp_path / "one.safetensors")
+    with pytest.raises(RulesFileError, match=f"reads rows of {HIDDEN + 1} elements, not {HIDDEN}"):
+        load_rules(write(BASIC), PROBING)
+
+
 @pytest.mark.parametrize(
     ("rules", "told"),
     [

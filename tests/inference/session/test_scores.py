@@ -121,6 +121,72 @@ def test_columns_are_in_the_order_of_layers():
     assert replace(plan, scores=region._replace(first_position=0)).needs_whole_prompt
 
 
+def test_a_probe_of_several_places_has_a_column_for_each_output_at_each():
+    places = [probe_pb2.ProbePlace(layer=0, digests=[B, A]), probe_pb2.ProbePlace(layer=2, digests=[B, B])]
+    several = probe("several", 1, ((A, 1.0), (B, 2.0)), further_places=places)
+    resolved = resolve_spec(inference_pb2.RequestSpec(probes=spec(several, probe("early", 0))), FACTS)
+    assert [place.site for place in resolved.probes.probes[0].further_places] == [capture_pb2.SITE_RESID_POST] * 2
+    assert [(index, column) for index, _, column in in_columns(resolved.probes)] == [(1, 0), (0, 1)]
+    plan = make_plan(Running("r", resolved, was_registered=False), 0, 5, {A: 3, B: 8}, scores=ScoreRegion(0, 4, 7, 7))
+    assert [(item.row, item.layers, item.column) for item in plan.operations] == [
+        (3, (0,), 0), (3, (1,), 1), (8, (1,), 2), (8, (0,), 3), (3, (0,), 4), (8, (2,), 5), (8, (2,), 6),
+    ]  # fmt: skip
+    groups = groups_of(resolved.shared)
+    assert groups.columns == 7
+    products = np.array([[5, 1, 2, 10, 20, 100, 200], [np.inf, 1, 2, np.inf, 20, 1, 2]], dtype=np.float32)
+    scores, early = groups.scores(products, groups.begin())
+    np.testing.assert_array_equal(scores, [[112, 224], [np.inf, 26]])
+    np.testing.assert_array_equal(early, [[5], [np.inf]])
+
+
+def test_attention_pools_the_sums_over_the_places():
+    pooled = probe("a", 0, ((A, 0.0), (B, 1.0)), attention=probe_pb2.AttentionPooling(heads=1))
+    several = probe_pb2.Probe()
+    several.CopyFrom(pooled)
+    several.further_places.add(layer=1, digests=[A, B])
+    products = np.random.default_rng(1).standard_normal((6, 4)).astype(np.float32)
+    both, alone = ProbeGroups(spec(several)), ProbeGroups(spec(pooled))
+    phase, other = both.begin(), alone.begin()
+    both.pool(products[:2], phase)
+    alone.pool(products[:2, :2] + products[:2, 2:], other)
+    (found,), (wanted,) = both.scores(products[2:], phase), alone.scores(products[2:, :2] + products[2:, 2:], other)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def place(layer=0, site=0, digests=(A,)):
+    return probe_pb2.ProbePlace(layer=layer, site=site, digests=digests)
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([place(1)], "two of its places are the same"),
+        ([place(0), place(0, capture_pb2.SITE_RESID_POST)], "two of its places are the same"),
+        ([place(digests=[A, B])], "a place has 2 vectors for 1 outputs"),
+        ([place(digests=[b"short"])], "a digest is not 32 bytes"),
+    ],
+)
+def test_invalid_places_are_refused(places, words):
+    with pytest.raises(Failure, match=words) as caught:
+        resolve_probes(spec(probe(further_places=places)), FACTS)
+    assert caught.value.metadata["field"] == "probes.probes[0].further_places"
+
+
+def test_a_further_place_is_one_of_the_models():
+    with pytest.raises(Failure, match="There is no layer 3"):
+        resolve_probes(spec(probe(further_places=[place(3)])), FACTS)
+    with pytest.raises(Failure, match="--capture-sites"):
+        resolve_probes(spec(probe(further_places=[place(0, capture_pb2.SITE_ATTN_OUT)])), FACTS)
+
+
+def test_each_place_counts_among_the_outputs():
+    outputs = ((A, 0.0),) * (MAX_PROBE_OUTPUTS // 2)
+    resolve_probes(spec(probe(outputs=outputs, further_places=[place(digests=[A] * len(outputs))])), FACTS)
+    outputs += ((A, 0.0),)
+    with pytest.raises(Failure, match=r"have 66 outputs.* once for each place"):
+        resolve_probes(spec(probe(outputs=outputs, further_places=[place(digests=[A] * len(outputs))])), FACTS)
+
+
 def test_scores_reach_the_board_by_position():
     """Two pipeline stages: each copies the columns of its own layers. The first has a prompt in two chunks."""
     board = ScoreBoard(ScoreMemory(1 << 16))

@@ -78,17 +78,37 @@ def _finite(what: str, values: FloatArray) -> FloatArray:
     return values
 
 
-def checked_layer(given: Any) -> int:
-    """Return the number of the layer."""
+def checked_places(layer: Any, site: Any, width: int) -> tuple[int | tuple[int, ...], str | tuple[str, ...]]:
+    """Return the layer and the site, or those of several places, whose rows have `width` elements together."""
+    if not isinstance(layer, Iterable) or isinstance(layer, str):
+        if not isinstance(site, str):
+            raise TypeError(f"Probe: site must be the name of one site, not {site!r}; or give a list of layers, too.")
+        return _layer(layer), _site(site)
+    layers = tuple(map(_layer, layer))
+    sites = _site(site) if isinstance(site, str) or not isinstance(site, Iterable) else tuple(map(_site, site))
+    if not layers or (isinstance(sites, tuple) and len(sites) != len(layers)):
+        raise InvalidRequest(
+            f"Probe: there are {len(layers)} layers and {len(sites) if isinstance(sites, tuple) else 1} sites. Give at "
+            "least one layer, and one site for all layers or one for each.",
+            reason="INVALID_FIELD",
+        )
+    if width % len(layers):
+        raise BadVector(
+            f"Probe: weights of {width} elements cannot be those of {len(layers)} places, whose rows are equally long.",
+            reason="WRONG_LENGTH",
+        )
+    return layers, sites
+
+
+def _layer(given: Any) -> int:
     if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise TypeError(f"Probe: layer must be the number of one layer, not {given!r}.")
+        raise TypeError(f"Probe: layer must be the number of a layer, or a list of numbers, not {given!r}.")
     return layer_list(given)[0]
 
 
-def checked_site(given: Any) -> str:
-    """Return the name of the site."""
+def _site(given: Any) -> str:
     if not isinstance(given, str):
-        raise TypeError(f"Probe: site must be the name of one site, not {given!r}.")
+        raise TypeError(f"Probe: site must be the name of a site, or a list of names, not {given!r}.")
     site_numbers([given])
     return given
 

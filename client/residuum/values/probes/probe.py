@@ -20,10 +20,9 @@ from residuum.values.probes.checks import (
     checked_activation,
     checked_bias,
     checked_float32,
-    checked_layer,
     checked_name,
     checked_output_names,
-    checked_site,
+    checked_places,
     checked_weights,
     count_outputs,
 )
@@ -34,7 +33,7 @@ from residuum.values.selections.items import item_list
 from residuum.values.selections.points import site_numbers
 from residuum.values.tensors.vector import Vector, as_float32
 from residuum.wire.pooling import AttentionPool
-from residuum.wire.probes import evaluate, problem_of_mlp, problem_of_names
+from residuum.wire.probes import evaluate, problem_of_mlp, problem_of_names, problem_of_places
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -48,15 +47,19 @@ class Probe:
     With `attention`, the outputs are pooled over all positions up to the token's, from the prompt's first one, before
     `mlp`, the activation and `smooth` read them. Such a request computes its whole prompt.
 
+    A probe can read the rows of several layers or sites. Then a row is that of all these places, one after the other.
+
     With `probes=[...]`, the server computes the scores on the device while the model generates, and sends them with the
     tokens: see `TokenDelta.scores` and `Reply.scores`. If the request is steered, the probe reads the steered row.
 
     Attributes:
         weights: [outputs, width], or [width] for one output: any array or tensor of real, finite numbers. Width is the
-            length of a row at the site. The attribute is float32 [outputs, width], read-only.
+            length of a row at the site; of a probe that reads several places, of their rows together. The attribute is
+            float32 [outputs, width], read-only.
         bias: One number for all outputs, or [outputs]. The attribute is float32 [outputs], read-only.
-        layer: The layer whose rows it reads.
-        site: The site: one of `client.info().probe_sites`.
+        layer: The layer whose rows it reads. To read several places: a list, with a layer for each.
+        site: The site: one of `client.info().probe_sites`. With a list of layers: the site of all, or a list with a
+            site for each. The attributes are then tuples.
         activation: What is applied to the outputs of a row: "sigmoid" to each, "softmax" to all, or None.
         name: The name of its scores, 1 to 64 of the characters a-z A-Z 0-9 . _ -. The probes of a request have
             different names.
@@ -82,8 +85,8 @@ class Probe:
 
     weights: FloatArray
     bias: FloatArray
-    layer: int
-    site: str
+    layer: int | tuple[int, ...]
+    site: str | tuple[str, ...]
     activation: str | None
     name: str
     smooth: Smoothing | None
@@ -96,8 +99,8 @@ class Probe:
         weights: npt.ArrayLike,
         bias: npt.ArrayLike = 0.0,
         *,
-        layer: int,
-        site: str = "resid_post",
+        layer: int | Iterable[int],
+        site: str | Iterable[str] = "resid_post",
         activation: str | None = None,
         name: str = "probe",
         smooth: Smoothing | None = None,
@@ -107,11 +110,12 @@ class Probe:
     ) -> None:
         checked, layers = checked_weights(weights), layer_tuple(mlp)
         pooling = attention_of(attention, len(checked))
+        numbers, sites = checked_places(layer, site, checked.shape[1])
         fields = {
             "weights": checked,
             "bias": checked_bias(bias, len(checked)),
-            "layer": checked_layer(layer),
-            "site": checked_site(site),
+            "layer": numbers,
+            "site": sites,
             "mlp": layers,
             "attention": pooling,
             "activation": checked_activation(activation, count_outputs(checked, pooling, layers)),
@@ -121,14 +125,16 @@ class Probe:
         }
         for field, value in fields.items():
             object.__setattr__(self, field, value)
-        if not (layers or self.output_names):
+        if not (layers or self.output_names or len(self.places) > 1):
             return
         message = self.to_proto()
-        if problem := problem_of_mlp(message) or problem_of_names(message):
+        if problem := problem_of_places(message) or problem_of_mlp(message) or problem_of_names(message):
             raise InvalidRequest(f"Probe: {problem}.", reason="INVALID_FIELD")
 
     @classmethod
-    def from_sklearn(cls, model: Any, *, layer: int, site: str = "resid_post", name: str = "probe") -> Probe:
+    def from_sklearn(
+        cls, model: Any, *, layer: int | Iterable[int], site: str | Iterable[str] = "resid_post", name: str = "probe"
+    ) -> Probe:
         """Return the probe of a fitted linear model of scikit-learn, such as LogisticRegression, LinearSVC or Ridge.
 
         A logistic regression's scores are its probabilities: for two classes that of `classes_[1]`, else those of all
@@ -160,7 +166,7 @@ class Probe:
         values: npt.ArrayLike,
         bias: npt.ArrayLike = 0.0,
         *,
-        layer: int,
+        layer: int | Iterable[int],
         position_weights: npt.ArrayLike | None = None,
         **options: Any,
     ) -> Probe:
@@ -204,7 +210,13 @@ class Probe:
 
     @classmethod
     def from_torch(
-        cls, module: Any, *, layer: int, site: str = "resid_post", activation: str | None = None, name: str = "probe"
+        cls,
+        module: Any,
+        *,
+        layer: int | Iterable[int],
+        site: str | Iterable[str] = "resid_post",
+        activation: str | None = None,
+        name: str = "probe",
     ) -> Probe:
         """Return the probe of a `torch.nn.Linear`, of an MLP, or of an attention probe.
 
@@ -254,8 +266,9 @@ class Probe:
         """Write the probe to a safetensors file.
 
         The file has the tensors `weight`, float32 [outputs, width], and `bias`, float32 [outputs]. Its metadata has
-        `format` ("residuum.probe.v1"), `layer`, `site`, `activation` ("none", "sigmoid" or "softmax"), `name`; and
-        where the probe has them `smooth` (such as "ema:0.9", "max:8" or "mean") and `output_names`, joined by commas.
+        `format` ("residuum.probe.v1"), `layer` and `site` (of several places, joined by commas), `activation` ("none",
+        "sigmoid" or "softmax"), `name`; and where the probe has them `smooth` (such as "ema:0.9", "max:8" or "mean")
+        and `output_names`, joined by commas.
         An MLP also has the tensors `weight_2` and `bias_2` of its second layer, with `activation_2` in the metadata
         ("none", "relu", "tanh", "sigmoid" or "gelu"), and so on. An attention probe also has `heads` in the metadata,
         and may have the tensor `position_weight`, float32 [heads]. `weight` then has the rows of all logits, and after
@@ -276,7 +289,8 @@ class Probe:
         position on, as in a capture of all positions.
 
         Args:
-            rows: [rows, width], such as `acts[12]`; or one row, [width], which gives one number, or [outputs].
+            rows: [rows, width], such as `acts[12]`; or one row, [width], which gives one number, or [outputs]. Of a
+                probe that reads several places: `np.concatenate([acts[8], acts[12]], axis=-1)`.
 
         Raises:
             BadVector: The rows are not of the probe's width, or those of an attention probe are no sequence.
@@ -315,18 +329,31 @@ class Probe:
         """Scores of each row."""
         return count_outputs(self.weights, self.attention, self.mlp)
 
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """The site and the layer of each place that the probe reads."""
+        layers = self.layer if isinstance(self.layer, tuple) else (self.layer,)
+        sites = self.site if isinstance(self.site, tuple) else (self.site,) * len(layers)
+        return tuple(zip(sites, layers, strict=True))
+
     @functools.cached_property
     def vectors(self) -> tuple[Vector, ...]:
-        """The vector of each output. The client sends those that the server lacks."""
-        return tuple(map(Vector, self.weights))
+        """The vector of each output at the first place, then at the next. Requests send those that the server lacks."""
+        parts = np.split(self.weights, len(self.places), axis=1)
+        return tuple(Vector(row) for part in parts for row in part)
 
     def to_proto(self) -> probe_pb2.Probe:
         """Return the probe's message, with the vectors' digests instead of their values."""
-        message = probe_pb2.Probe(name=self.name, layer=self.layer, activation=ACTIVATIONS[self.activation])
-        if self.site != "resid_post":  # the default
-            (message.site,) = site_numbers([self.site])
-        for vector, bias in zip(self.vectors, self.bias, strict=True):
-            message.outputs.add(digest=vector.digest, bias=float(bias))
+        (site, layer), *further = self.places
+        message = probe_pb2.Probe(name=self.name, layer=layer, activation=ACTIVATIONS[self.activation])
+        if site != "resid_post" or further:  # the default
+            (message.site,) = site_numbers([site])
+        vectors = iter(self.vectors)
+        for bias in self.bias:
+            message.outputs.add(digest=next(vectors).digest, bias=float(bias))
+        for other, number in further:
+            digests = [next(vectors).digest for _ in self.bias]
+            message.further_places.add(layer=number, site=site_numbers([other])[0], digests=digests)
         message.mlp.extend(layer.to_proto() for layer in self.mlp)
         message.output_names.extend(self.output_names)
         if self.attention is not None:
@@ -347,8 +374,9 @@ class Probe:
 
     def __repr__(self) -> str:
         outputs = "1 output" if self.num_outputs == 1 else f"{self.num_outputs} outputs"
+        places = " + ".join(f"{site}.{layer}" for site, layer in self.places)
         return (
-            f"Probe({self.name!r}, {self.site}.{self.layer}, {outputs} of {self.width} elements, "
+            f"Probe({self.name!r}, {places}, {outputs} of {self.width} elements, "
             f"{f'an MLP of {len(self.mlp) + 1} layers, ' if self.mlp else ''}"
             f"{f'attention with {self.attention.heads} heads, ' if self.attention else ''}"
             f"activation {self.activation}{f', smooth {self.smooth}' if self.smooth else ''})"

@@ -24,7 +24,7 @@ class PutSAEResult:
 
 @dataclass(frozen=True)
 class PutResult:
-    """The result of `put_vectors`.
+    """The result of `put_vectors` or `put_probes`.
 
     Attributes:
         digests: The digests of the given vectors in hexadecimal, in order.
