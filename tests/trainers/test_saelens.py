@@ -6,12 +6,24 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONTEXT, FEATURES, LAYERS, WIDTH
-from sae_lens import SAETrainer, TopKTrainingSAE, TopKTrainingSAEConfig
+from sae_lens import (
+    SAE,
+    BatchTopKTrainingSAE,
+    BatchTopKTrainingSAEConfig,
+    JumpReLUTrainingSAE,
+    JumpReLUTrainingSAEConfig,
+    SAETrainer,
+    StandardTrainingSAE,
+    StandardTrainingSAEConfig,
+    TopKTrainingSAE,
+    TopKTrainingSAEConfig,
+)
 from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.tokenization_and_batching import concat_and_batch_sequences
 from sae_lens.training.activations_store import ActivationsStore
 from sae_lens.training.multi_sae_trainer import MultiSAETrainer
 
+import residuum
 from residuum.extraction.inputs import Items, ListedRows
 from residuum.extraction.packing import PackedItems
 from residuum.training import SAELensData
@@ -30,6 +42,34 @@ def config():
         total_training_samples=BATCH * STEPS, train_batch_size_samples=BATCH, lr=3e-3, lr_end=3e-4,
         logger=LoggingConfig(log_to_wandb=False),
     )  # fmt: skip
+
+
+KINDS = {
+    "standard": (StandardTrainingSAE, StandardTrainingSAEConfig, {"l1_coefficient": 1.0}),
+    "topk": (TopKTrainingSAE, TopKTrainingSAEConfig, {"k": 4}),
+    "jumprelu": (JumpReLUTrainingSAE, JumpReLUTrainingSAEConfig, {}),
+    "batchtopk": (BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig, {"k": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_autoencoder_has_the_features_that_saelens_computes(kind, folder, tmp_path):
+    """Each is trained, saved for inference, and loaded by both."""
+    torch.manual_seed(0)
+    make, config_of, options = KINDS[kind]
+    data = SAELensData(folder, "resid_post.3", batch_size=BATCH)
+    model = make(config_of(d_in=WIDTH, d_sae=2 * FEATURES, **options))
+    trained = SAETrainer(cfg=config(), sae=model, data_provider=data).fit()
+    trained.save_inference_model(tmp_path / "sae")
+    theirs, ours = SAE.load_from_disk(tmp_path / "sae"), residuum.sae.load(tmp_path / "sae")
+    rows = next(SAELensData(folder, "resid_post.3", batch_size=BATCH))
+    with torch.no_grad():
+        features = theirs.encode(rows)
+        reconstruction = theirs.decode(features).numpy()
+    assert 0 < (features > 0).float().sum(dim=1).mean() < 2 * FEATURES
+    found = ours.encode(rows.numpy())
+    np.testing.assert_allclose(found, features.numpy(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(ours.decode(found), reconstruction, rtol=1e-4, atol=1e-4)
 
 
 def test_a_data_provider(folder, unexplained):
