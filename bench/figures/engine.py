@@ -160,7 +160,27 @@ def _kernel(kernel: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         f"{least} operation",
         f"{most} different ones",
     )
-    return markdown_table(columns, rows)
+    return "\n\n".join(filter(None, [markdown_table(columns, rows), _gate(kernel)]))
+
+
+def _gate(kernel: Mapping[str, Any]) -> str:
+    """Return what a gate adds to an `Add`, wherever the rows are; empty if that was not measured."""
+    times = {
+        (item["operation"], item["unique"]): item["times"]
+        for item in kernel["measurements"]
+        if (item["way"], item["hidden"]) == ("tap", _KERNEL_HIDDEN) and not item["failed"]
+    }
+    gated = {unique: found for (name, unique), found in times.items() if name == "gated add"}
+    if not gated:
+        return ""
+    memory, cache = (
+        max(found[place]["us"] - times["add", unique][place]["us"] for unique, found in gated.items())
+        for place in ("memory", "cache")
+    )
+    return filled(
+        f"A gate adds at most {memory:.2f} µs to an `Add` if the rows come from the device's memory, and {cache:.2f} µs "
+        "if they are in its cache."
+    )
 
 
 def _microseconds(values: Sequence[float | None]) -> str:
