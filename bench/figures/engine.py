@@ -178,8 +178,8 @@ def _gate(kernel: Mapping[str, Any]) -> str:
         for place in ("memory", "cache")
     )
     return filled(
-        f"A gate adds at most {memory:.2f} µs to an `Add` if the rows come from the device's memory, and {cache:.2f} µs "
-        "if they are in its cache."
+        f"A gate adds at most {memory:.2f} µs to an `Add` if the rows come from the device's memory, and {cache:.2f} "
+        "µs if they are in its cache."
     )
 
 
