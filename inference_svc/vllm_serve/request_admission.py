@@ -41,6 +41,11 @@ class ReceivedRequest:
     answer: Answer | None
     """Where the scores go; None if the server runs without the middleware."""
 
+    @property
+    def known_id(self) -> str:
+        """The ID that the caller knows: its own choice, otherwise the `id` of the answer."""
+        return self.arguments.spec.request_id or _answer_id(self.request_id)
+
 
 @dataclass(frozen=True)
 class AdmittedRequest:
@@ -125,9 +130,6 @@ class RequestAdmission:
 def capture_id(spec: ResolvedSpec, request_id: str) -> str:
     """Return the ID of the request's capture: the caller's choice, otherwise the `id` of the answer.
 
-    vLLM appends the number of the prompt to the `id` of a completion. Callers do not see that for a single prompt, so
-    the capture of the first prompt is named as the answer.
-
     Raises:
         Failure: The `id` of the answer is not a valid capture ID.
     """
@@ -135,8 +137,7 @@ def capture_id(spec: ResolvedSpec, request_id: str) -> str:
         return spec.request_id
     if spec.capture is None:
         return make_id()  # not vLLM's ID: the registry refuses running IDs, and a caller may repeat X-Request-Id
-    completion = _FIRST_PROMPT.fullmatch(request_id)
-    answer_id = completion[1] if completion else request_id
+    answer_id = _answer_id(request_id)
     if is_valid_id(answer_id):
         return answer_id
     raise invalid(
@@ -144,6 +145,16 @@ def capture_id(spec: ResolvedSpec, request_id: str) -> str:
         f"{answer_id[:128]!r}, made from the X-Request-Id, is not a valid capture ID: 1 to 128 characters of a-z A-Z "
         "0-9 . _ -, not starting with . or -. Choose another X-Request-Id, or set request_id in the spec.",
     )
+
+
+def _answer_id(request_id: str) -> str:
+    """Return the `id` of the answer to a request with this ID of vLLM's.
+
+    vLLM appends the number of the prompt to the `id` of a completion. Callers do not see that for a single prompt, so
+    the first prompt has the ID of the answer.
+    """
+    completion = _FIRST_PROMPT.fullmatch(request_id)
+    return completion[1] if completion else request_id
 
 
 def _checked_model(spec: inference_pb2.RequestSpec, adapter: str) -> inference_pb2.RequestSpec:

@@ -139,6 +139,7 @@ class RequestRunner:
                     streams = [
                         scored_stream(
                             self._stream(running, admitted, index, vectors.rows, options, scores),
+                            received.known_id,
                             sequence,
                             scores[index] if scores else None,
                             rules[index] if rules else None,

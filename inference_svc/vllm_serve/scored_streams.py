@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from inference_svc.engine.streams import Delta
 from inference_svc.session.scores.kept import kept_scores_of
 from residuum.wire.rules import FINISH_REASON
+from svc_common.logs import bind_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -30,6 +31,7 @@ _ANY_PROMPT = re.compile("cmpl-.+-([0-9]+)", re.DOTALL)
 
 async def scored_stream(
     stream: AsyncGenerator[Any],
+    known_id: str,
     sequence: GeneratedSequence,
     scores: SequenceScores | None,
     rules: SequenceRules | None,
@@ -38,6 +40,7 @@ async def scored_stream(
 
     Args:
         stream: vLLM's outputs, of the kind DELTA.
+        known_id: The ID of the request that the caller knows. The lines of the log that are written meanwhile carry it.
         sequence: The record of the sequence.
         scores: Its scores; None without probes.
         rules: Its rules; None without rules.
@@ -45,6 +48,8 @@ async def scored_stream(
     Raises:
         Failure: The scores did not arrive, or the steering of a rule could not be applied.
     """
+    # Here and not in the runner: this runs in a task of its own, so no other request of the endpoint gets the ID.
+    bind_request(known_id)
     if scores is not None:
         scores.is_used = True
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import re
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import openai
@@ -16,6 +18,8 @@ from tests.vllm_serve.serving import running_server
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.vllm_serve.serving import Server
 
 pytestmark = pytest.mark.engine
 
@@ -45,15 +49,18 @@ JOY = np.random.default_rng(3).normal(size=HIDDEN).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def api(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("vllm")
     residuum.Probe.from_attention(np.zeros(HIDDEN), np.zeros(HIDDEN), 1.0, layer=1).save(folder / "always.safetensors")
     np.save(folder / "joy.npy", JOY)
     (folder / "rules.toml").write_text(FILE)
-    with (
-        running_server(folder, tiny_llama, fork=True, RESIDUUM_RULES_FILE=str(folder / "rules.toml")) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as opened,
-    ):
+    with running_server(folder, tiny_llama, fork=True, RESIDUUM_RULES_FILE=str(folder / "rules.toml")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as opened:
         yield opened
 
 
@@ -97,3 +104,21 @@ def test_a_request_may_opt_out(api: openai.OpenAI) -> None:
     (choice,) = api.completions.create(**ASKED, extra_body={"vllm_xargs": xargs}).choices
     assert choice.finish_reason == "length"
     assert "residuum" not in choice.model_extra
+
+
+def test_the_log_names_the_request_of_each_rule_that_fires(server: Server, api: openai.OpenAI) -> None:
+    """By the ID that the caller knows: its own, otherwise that of the answer, also with several prompts at once."""
+
+    def lines() -> list[dict[str, Any]]:
+        found = re.findall(r'\{".*\}', server.log.read_text())  # vLLM's lines have other braces
+        return [line for line in map(json.loads, found) if line.get("event") == "rule fired"]
+
+    before = len(lines())
+    own = {"vllm_xargs": residuum.vllm_xargs(probes=residuum.Probe(np.ones(HIDDEN), layer=2), request_id="mine")}
+    one = api.completions.create(**ASKED, extra_headers={"X-Request-Id": "one"}).id
+    two = api.completions.create(**{**ASKED, "prompt": [PROMPT, PROMPT[1:]]}).id
+    api.completions.create(**ASKED, extra_body=own)
+    fired = [(line["rule"], line["request_id"]) for line in lines()[before:]]
+    names = [one, two, f"{two}-1", "mine"]
+    assert one == "cmpl-one"
+    assert sorted(fired) == sorted((rule, name) for rule in ("operator:joy", "operator:stop") for name in names)
