@@ -87,9 +87,12 @@ class RequestAdmission:
         Raises:
             Failure: The request is invalid, or the server cannot capture or steer.
         """
-        spec = self._admission.resolve(_checked_model(received.arguments.spec, received.adapter))
-        # With rules of the operator, a request may have nothing of its own.
-        if spec.capture is None and spec.steering is None and spec.probes is None and not self._has_rules:
+        asked = received.arguments.spec
+        spec = self._admission.resolve(_checked_model(asked, received.adapter))
+        # With rules of the operator, a request may have nothing of its own. It may also opt out of rules that are not
+        # there: callers need not know whether the operator has any.
+        is_empty = spec.capture is None and spec.steering is None and spec.probes is None
+        if is_empty and not self._has_rules and not asked.probes.without_operator_rules:
             raise invalid(
                 "vllm_xargs.residuum", "The spec has no capture, steering or probes. Set one, or leave it out."
             )

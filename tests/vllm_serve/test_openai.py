@@ -447,6 +447,12 @@ def test_a_bad_spec_is_a_bad_request(api: openai.OpenAI, case: str, stream: bool
         )
 
 
+def test_a_request_may_opt_out_of_rules_that_are_not_there(api: openai.OpenAI) -> None:
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    plain = api.completions.create(**options).choices
+    assert api.completions.create(**options, extra_body=asking(without_operator_rules=True)).choices == plain
+
+
 def test_an_id_that_was_used_is_a_bad_request(api: openai.OpenAI, captures: residuum.Client) -> None:
     options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "extra_body": asking(ALL, request_id="once")}
     api.completions.create(**options)
