@@ -35,7 +35,7 @@ def vllm_xargs(
     """Return the `vllm_xargs` of a request to a `vllm serve` with the taps; see docs/vllm-serve.md.
 
     Args:
-        capture: What to capture.
+        capture: What to capture; no features of an autoencoder (`sae=`).
         steer: How to steer: one operation, or several in the order in which they apply.
         request_id: The ID of the capture. Default: the `id` of the answer. If a completion has several prompts, "-1",
             "-2" and so on are appended for the second and later ones.
@@ -48,7 +48,8 @@ def vllm_xargs(
         without_operator_rules: Do without the operator's rules. The server refuses that, unless its operator allows it.
 
     Raises:
-        InvalidRequest: Neither `capture` nor `steer` nor `probes` nor `rules` is given, or an argument is invalid.
+        InvalidRequest: Neither `capture` nor `steer` nor `probes` nor `rules` is given, the capture is of features,
+            or an argument is invalid.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -59,6 +60,14 @@ def vllm_xargs(
         ... )
         >>> acts = client.activations(answer.id)
     """
+    if isinstance(capture, Capture) and capture.sae is not None:
+        raise InvalidRequest(
+            "`vllm serve` captures no features, because it has no call that sends an encoder. Capture them with the "
+            "inference service (`residuum serve --sae-mib`), or capture the rows here and encode them yourself: "
+            "sae.encode(acts[layer]). ClampFeature works here.",
+            reason="INVALID_FIELD",
+            metadata={"field": "capture.sae"},
+        )
     operations = operation_list(steer)
     steering_spec(operations)  # refuses stored rows, which only clients read
     plan = plan_spec(

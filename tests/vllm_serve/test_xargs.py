@@ -64,6 +64,14 @@ def test_arguments_without_capture_or_steering_are_refused():
         residuum.vllm_xargs("all")
 
 
+def test_only_the_inference_service_captures_features():
+    sae = residuum.SAE(np.ones((8, 4)), np.ones((8, 4)))
+    with pytest.raises(residuum.InvalidRequest, match="Capture them with the inference service") as refused:
+        residuum.vllm_xargs(residuum.Capture(layers=[1], sae=sae))
+    assert refused.value.metadata == {"field": "capture.sae"}
+    assert residuum.vllm_xargs(steer=residuum.ClampFeature(sae, feature=3, layer=1, value=0.0))
+
+
 def test_arguments_written_by_hand_are_read():
     asked = read_residuum_arguments({"residuum": '{"capture": {"layers": {"all": true}, "encoding": "ENCODING_RP8"}}'})
     assert asked.spec.capture.layers.all
