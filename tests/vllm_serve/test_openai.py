@@ -344,6 +344,29 @@ def test_a_gate_steers_only_the_rows_that_open_it(api: openai.OpenAI, captures: 
     assert acts.manifest.steering[0].gate == residuum.GateRecord((gate.hexdigest,), pytest.approx(threshold))
 
 
+@pytest.mark.parametrize("bounds", [{"value": 0.0}, {"min": 6.0}], ids=str)
+def test_a_clamped_feature_changes_rows_as_the_formula_says(
+    api: openai.OpenAI, captures: residuum.Client, bounds: dict[str, float]
+) -> None:
+    rng = np.random.default_rng(11)
+    decoder = rng.standard_normal((32, 576)).astype(np.float32)
+    decoder /= np.linalg.norm(decoder, axis=1, keepdims=True)
+    sae = residuum.SAE(decoder, decoder, encoder_bias=rng.standard_normal(32), decoder_bias=np.ones(576))
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+    plain = captures.activations(api.completions.create(**options, extra_body=asking(ALL)).id)[12].astype(np.float64)
+    values = sae.encode(plain)
+    feature = int((values[1:] > 0).sum(axis=0).argmax())  # without the first token, whose row is far longer
+    clamp = residuum.ClampFeature(sae, feature=feature, layer=12, **bounds)
+    answer = api.completions.create(**options, extra_body=asking(ALL, clamp))
+    acts = captures.activations(answer.id)
+    wanted = np.clip(values[:, feature], bounds.get("min", 0.0), bounds.get("value"))
+    moves = wanted - values[:, feature]
+    assert (np.abs(moves) > 0.5).sum() > 4
+    np.testing.assert_allclose(acts[12], plain + moves[:, None] * sae.decoder[feature], rtol=1e-4, atol=1e-3)
+    (record,) = acts.manifest.steering
+    assert (record.operation, record.digests) == ("clamp_feature", (sae.vector(feature).hexdigest,))
+
+
 def test_vectors_to_project_onto(api: openai.OpenAI, captures: residuum.Client) -> None:
     vectors = [residuum.Vector.from_array(np.eye(576, dtype=np.float32)[at]) for at in (3, 5)]
     both = residuum.Capture(layers=[7], encoding="project", vectors=vectors)
