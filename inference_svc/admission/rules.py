@@ -106,14 +106,18 @@ def check_steering_rules(spec: SharedSpec) -> None:
     demand = demand_of_steering(combined, spec.capture, spec.probes)
     # A step that computes a request again may need what applied before each rule fired, and after the last one.
     entries = (steps + 1) * demand.entries
-    if len(combined.operations) > MAX_OPERATIONS or demand.programs > MAX_PROGRAMS or entries > MAX_ENTRIES:
-        raise invalid(
-            "probes.rules",
-            f"With the steering of all its {steps} rules, the request has {len(combined.operations)} operations (at "
-            f"most {MAX_OPERATIONS}), needs {demand.programs} different programs (at most {MAX_PROGRAMS}) and up to "
-            f"{entries} operations in tables (at most {MAX_ENTRIES}). Use fewer rules or operations, or give more "
-            "operations the same layers and positions.",
-        )
+    for needed, most, what in (
+        (len(combined.operations), MAX_OPERATIONS, "operations"),
+        (demand.programs, MAX_PROGRAMS, "different programs"),
+        (entries, MAX_ENTRIES, "operations in tables"),
+    ):
+        if needed > most:
+            rules = "its rule" if steps == 1 else f"all its {steps} rules"
+            raise invalid(
+                "probes.rules",
+                f"With the steering of {rules}, the request needs {needed} {what}; there may be at most {most}. Use "
+                "fewer rules or operations, or give more operations the same layers and positions.",
+            )
 
 
 def check_rules(spec: ResolvedSpec, sampling: inference_pb2.SamplingParameters) -> None:
@@ -128,8 +132,8 @@ def check_rules(spec: ResolvedSpec, sampling: inference_pb2.SamplingParameters) 
         if rule.for_tokens > new:
             raise invalid(
                 f"probes.rules[{index}].for_tokens",
-                f"The rule {rule.name} can never fire: it needs the scores of {rule.for_tokens} generated tokens, and "
-                f"the request generates at most {new}. Raise max_tokens, or lower for_tokens.",
+                f"The rule {rule.name} can never fire: its for_tokens is {rule.for_tokens}, and the "
+                f"request's max_tokens is {new}. Raise max_tokens, or lower for_tokens.",
             )
     changes, sequences = _steering_steps(spec) * num_sequences(sampling), num_sequences(sampling)
     if not changes:

@@ -128,11 +128,15 @@ def test_steering_of_all_rules_must_fit_the_tables():
     ]
     many = steering_pb2.SteeringSpec(operations=lines)
     resolve_spec(spec(rule(action=STEER, steering=many)), PROBING)
-    with pytest.raises(Failure, match="2 rules, the request has 512 operations") as caught:
+    with pytest.raises(Failure, match="2 rules, the request needs 512 operations; there may be at most 256") as caught:
         resolve_spec(spec(*(rule(name, action=STEER, steering=many) for name in "ab")), PROBING)
     assert caught.value.metadata["field"] == "probes.rules"
+    assert "programs" not in str(caught.value), "it names only the limit that is exceeded"
+    own = steering_pb2.SteeringSpec(operations=lines[:1])
+    with pytest.raises(Failure, match="its rule, the request needs 257 operations"):
+        resolve_spec(spec(rule(action=STEER, steering=many), steering=own), PROBING)
     few = steering_pb2.SteeringSpec(operations=lines[:7])
-    with pytest.raises(Failure, match=r"up to \d+ operations in tables"):
+    with pytest.raises(Failure, match=r"needs \d+ operations in tables"):
         resolve_spec(spec(*(rule(f"r{number}", action=STEER, steering=few) for number in range(MAX_RULES))), PROBING)
 
 
@@ -315,7 +319,7 @@ async def test_a_rule_that_needs_more_tokens_than_there_can_be_is_refused():
     async with serving(None, [0.9]) as service:
         failure = await failure_of(service.events(ask(spec(rule("r", for_tokens=5)), max_tokens=4)))
         assert (failure.metadata["field"], failure.reason_name) == ("probes.rules[0].for_tokens", "INVALID_FIELD")
-        assert "5 generated tokens" in failure.message
+        assert "r can never fire: its for_tokens is 5, and the request's max_tokens is 4." in str(failure)
 
 
 async def test_changes_of_all_rules_must_fit_the_manifest():
