@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import residuum
@@ -21,7 +22,7 @@ from tests.docs.blocks import DOCS, PAGES, ROOT, RUN, Block, blocks
 from tests.observing import metrics_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from svc_common.launcher import Service
 
@@ -95,11 +96,58 @@ def walk(
             client.delete(summary.capture_id)
 
 
+def check_that_a_rule_ended_the_reply(names: dict[str, Any]) -> None:
+    reply = names["reply"]
+    assert (reply.finish_reason, reply.stop_reason) == ("rule", "sad")
+    assert [event.rule for event in reply.events] == ["sad"]
+
+
+def check_that_a_rule_steered_the_reply(names: dict[str, Any]) -> None:
+    fired = [(event.rule, event.action) for event in names["reply"].events if event.first_position is not None]
+    assert fired == [("cheer", "steer")]
+
+
+def check_that_features_were_clamped(names: dict[str, Any]) -> None:
+    """The replies have the feature's values that the page's formula says, compared with rows that were not steered."""
+    client, sae, number, peak = names["client"], names["sae"], names["number"], names["peak"]
+    plain, removed, strong = names["replies"]
+    for reply, low, high, first in (
+        (plain, -np.inf, np.inf, 0),
+        (removed, 0.0, 0.0, 0),
+        (strong, 2 * peak, np.inf, len(strong.prompt_token_ids)),
+    ):
+        # Steering after layer 15 changes nothing before it, so these are the rows that the clamp got.
+        tokens = [*reply.prompt_token_ids, *reply.token_ids][:-1]
+        raw = client.generate(tokens, max_tokens=0, capture=residuum.Capture(layers=[15]))
+        rows = client.activations(raw)[15].astype(np.float64)
+        values = sae.encode(rows)[:, number]
+        moves = np.clip(values, low, high) - values
+        moves[:first] = 0
+        expected = sae.encode(rows + moves[:, None] * sae.decoder[number])[:, number]
+        assert np.abs(client.activations(reply).feature(15, number) - expected).max() < 0.1 * peak
+        if reply is not plain:
+            assert np.abs(expected - values).max() > 0.5 * peak, "otherwise the clamp changed too little"
+
+
+OUTCOMES: dict[str, dict[str, Callable[[dict[str, Any]], None]]] = {
+    "howto/watch.md": {
+        'then="abort", name="sad"': check_that_a_rule_ended_the_reply,
+        'name="cheer"': check_that_a_rule_steered_the_reply,
+    },
+    "howto/sae-features.md": {"strong = residuum.ClampFeature": check_that_features_were_clamped},
+}
+"""What must be true after the block of a page that contains a text. These pages only print what happened."""
+
+
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_blocks_of_a_page_run(page: Path, walk: Walk) -> None:
+    outcomes = dict(OUTCOMES.get(os.path.relpath(page, DOCS), {}))
     for block in blocks(page):
         if block.language in RUN and not block.reason:
             walk.run(block)
+            for text in [text for text in outcomes if text in block.code]:
+                outcomes.pop(text)(walk.names)
+    assert not outcomes, "no block contains these texts any more"
 
 
 def test_most_pages_run() -> None:
