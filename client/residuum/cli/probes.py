@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PROBE:RULE",
         help="act when the scores of a --probe, by its name, cross a threshold: above=T or below=T, and after it for=N "
-        "(tokens in a row), output=N or its name, name=NAME and one of flag, abort or, at the end, an operation as in "
-        "add=joy.npy@12*4, each after a comma; may be repeated (default: none)",
+        "(tokens in a row), output=N or its name, name=NAME and one of flag, abort or, at the end, one operation "
+        "without a gate, as in add=joy.npy@12*4, each after a comma; may be repeated (default: none)",
     )
 
 
