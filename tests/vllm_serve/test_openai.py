@@ -282,6 +282,34 @@ def test_an_answer_has_the_scores_of_its_tokens(
     check_scores(scores, acts, len(acts.manifest.prompt_token_ids))
 
 
+def test_probes_of_every_kind_score_the_prompt_and_the_answer(api: openai.OpenAI, captures: residuum.Client) -> None:
+    """An MLP, an attention probe, one of several layers, and smoothing, against the rows of the capture."""
+    rng = np.random.default_rng(8)
+    several = rng.normal(size=(2, 2 * 576)) / 50
+    probes = [
+        residuum.Probe(
+            rng.normal(size=(3, 576)) / 9, layer=12, mlp=[residuum.ProbeLayer([[1, -1, 2]], 0.5)], name="mlp"
+        ),
+        residuum.Probe.from_attention(rng.normal(size=576) / 50, WEIGHTS[0] / 9, layer=12, name="pooled"),
+        residuum.Probe(several, [1, 2], layer=[12, 25], activation="softmax", name="several"),
+        residuum.Probe(WEIGHTS[1] / 9, layer=25, smooth=residuum.RollingMean(3), name="smooth"),
+    ]
+    answer = api.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0,
+        extra_body=asking(residuum.Capture(layers=[12, 25]), probes=probes, score_prompt=True),
+    )  # fmt: skip
+    acts, found = captures.activations(answer.id), answer.choices[0].model_extra["residuum"]
+    prompt = len(acts.manifest.prompt_token_ids)
+    rows = {"several": np.concatenate([acts[12], acts[25]], axis=-1), "smooth": acts[25]}
+    for probe in probes:
+        exact = probe.score(rows.get(probe.name, acts[12]))
+        wanted = [exact[:prompt], exact[prompt - 1 :]]
+        if probe.smooth is not None:
+            wanted = [probe.smooth.apply(part) for part in wanted]
+        for scores, expected in zip((found["prompt_scores"], found["scores"]), wanted, strict=True):
+            np.testing.assert_allclose(scores[probe.name], expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+
+
 def test_the_choices_of_several_prompts_have_their_own_scores(api: openai.OpenAI, captures: residuum.Client) -> None:
     probe = residuum.Probe(WEIGHTS[0], layer=12)
     answer = api.completions.create(
