@@ -1,8 +1,8 @@
 # ruff: noqa: ANN001, ANN202, N803 - a Triton kernel is written without annotations, its constants in capitals
 """The strongest features of a sparse autoencoder on a GPU: one Triton kernel, from the products to the result.
 
-In torch this takes eight operations. The sink's thread would start each of them with Python, for which the engine's
-thread waits, and the largest of them reads the outputs 17 times.
+In torch this takes seven operations or more. The sink's thread would start each of them with Python, for which the
+engine's thread waits, and the largest of them reads the outputs 17 times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CHUNK = 4096
-"""How many outputs one Triton program has in registers at a time. At least MAX_KEPT_FEATURES."""
+"""How many outputs one Triton program has in registers at a time. Below MAX_KEPT_FEATURES, the result
+would be the same, but all outputs above 0 might be candidates."""
 
 _RANKED, _COMPARED = 256, 32
 """How many candidates get their ranks at a time, and with how many others they are compared at a time."""
@@ -30,6 +31,8 @@ _FEW = 1024
 _WARPS = 8
 _INFINITY = tl.constexpr(0x7F800000)
 """The bits of infinity. Those of NaN are larger."""
+_NAN = tl.constexpr(0x7FC00000)
+"""The bits that every NaN gets. The largest ones, which GPUs of NVIDIA return, would leave no integer above them."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -41,7 +44,7 @@ def _keys_of(outputs, biases, thresholds, columns, features, HAS_THRESHOLD: tl.c
         y = tl.where(y <= tl.load(thresholds + columns, mask=inside, other=0.0), 0.0, y)
     key = y.to(tl.int32, bitcast=True)
     magnitude = key & 0x7FFFFFFF
-    return tl.where(magnitude > _INFINITY, magnitude, tl.maximum(key, 0))
+    return tl.where(magnitude > _INFINITY, _NAN, tl.maximum(key, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -73,7 +76,6 @@ def _add(candidates, found, key, number, limit, room):  # type: ignore[no-untype
     equal = ((key == limit) & (limit > 0)).to(tl.int32)
     kept = (key > limit) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= room))
     place = found + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-    tl.debug_barrier()  # these may be the places of candidates that other threads have yet to read
     tl.store(candidates + 2 * place, key, mask=kept)
     tl.store(candidates + 2 * place + 1, number, mask=kept)
     return found + tl.sum(kept.to(tl.int32), axis=0), room - tl.sum(equal, axis=0)
@@ -92,6 +94,7 @@ def _drop_weaker(candidates, count, wanted, FEW: tl.constexpr):  # type: ignore[
         at = first + tl.arange(0, FEW)
         key = tl.load(candidates + 2 * at, mask=at < count, other=0)
         number = tl.load(candidates + 2 * at + 1, mask=at < count, other=0)
+        tl.debug_barrier()  # the candidates that are left may get the places of these
         left, room = _add(candidates, left, key, number, limit, room)
     tl.debug_barrier()
     return left
@@ -121,7 +124,11 @@ def _write_strongest(candidates, found, target, features, count, wanted, RANKED:
         tl.store(values + at, 0, mask=empty)
 
 
-@triton.jit(do_not_specialize=["features", "count", "wanted", "room"])  # type: ignore[untyped-decorator, unused-ignore]
+# It is not specialised on the pointers: other alignments would be compiled during requests.
+_PLAIN = "outputs", "keys", "biases", "thresholds", "candidates", "target", "features", "count", "wanted", "room"
+
+
+@triton.jit(do_not_specialize=_PLAIN)  # type: ignore[untyped-decorator, unused-ignore]
 def _keep_strongest_kernel(  # type: ignore[no-untyped-def]
     outputs, keys, biases, thresholds, candidates, target, features, count, wanted, room,
     HAS_THRESHOLD: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, RANKED: tl.constexpr, COMPARED: tl.constexpr,
@@ -170,8 +177,8 @@ def keep_strongest(
         biases: float32 [features].
         threshold: float32 [features]: a feature that does not exceed its threshold is 0. None: 0 for all.
         candidates: Memory for `candidate_numbers(features, wanted)` numbers for each row, int32.
-        out: int32 [n, 2, count]: receives the numbers of the features, and the bits of their values. At most
-            MAX_KEPT_FEATURES.
+        out: int32 [n, 2, count]: receives the numbers of the features, and the bits of their values. The count is at
+            most MAX_KEPT_FEATURES.
         wanted: How many features of a row may be above 0, at most count.
     """
     rows, features = outputs.shape

@@ -34,7 +34,8 @@ def main() -> None:
         with mock.patch.multiple(features, **sizes):
             for num_features, (count, wanted), has_threshold in product((20, 32, 333), COUNTS, (False, True)):
                 for outputs, biases in kinds(num_features):
-                    threshold = torch.randn(num_features) if has_threshold else None
+                    # Whole numbers, so that some outputs equal them.
+                    threshold = torch.randint(-2, 3, (num_features,)).float() if has_threshold else None
                     check(outputs, biases, threshold, count, wanted)
     with mock.patch.multiple(features, **SIZES[1]):
         assert features.candidate_numbers(32_000, 6) == 2 * (1000 * 5 + 6)
@@ -50,6 +51,12 @@ def kinds(num_features: int) -> Iterator[tuple[Tensor, Tensor]]:
     special[1, 5], special[1, 6] = torch.inf, -torch.inf
     special[2] = -5
     yield special, torch.zeros(num_features)
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # as GPUs of NVIDIA return it
+    many = torch.rand(3, num_features) + 1
+    many[0] = nan
+    many[1, torch.arange(num_features) % 32 < 3] = nan
+    many[2, 1::2] = -nan
+    yield many, torch.zeros(num_features)
     same_lanes = torch.rand(3, num_features) * (torch.arange(num_features) % 32 < 5)
     same_lanes[1].clamp_(0, 0.5)
     yield same_lanes, torch.zeros(num_features)
@@ -65,7 +72,8 @@ def check(outputs: Tensor, biases: Tensor, threshold: Tensor | None, count: int,
     found = y.topk(min(wanted, num_features), dim=1).values.relu()
     strongest[:, : found.shape[1]] = found
     out = torch.full((rows, 2, count), GUARD, dtype=torch.int32)
-    size = rows * features.candidate_numbers(num_features, wanted)
+    each = features.candidate_numbers(num_features, wanted)
+    size = rows * each
     candidates = torch.full((size + 8,), GUARD, dtype=torch.int32)
     features.keep_strongest(outputs.clone(), biases, threshold, candidates, out, wanted)
     assert (candidates[size:] == GUARD).all(), "more candidates than there may be"
@@ -77,6 +85,14 @@ def check(outputs: Tensor, biases: Tensor, threshold: Tensor | None, count: int,
     for row in numbers:
         kept = row[row < num_features].tolist()
         assert len(kept) == len(set(kept)), "a feature is kept twice"
+    for own_keys, pairs in zip(keys_of(y).tolist(), candidates[:size].view(rows, each // 2, 2).tolist(), strict=True):
+        written = [pair for pair in pairs if pair != [GUARD, GUARD]]
+        assert all(own_keys[number] == key for key, number in written), "a candidate of another row"
+
+
+def keys_of(values: Tensor) -> Tensor:
+    """Return the bits of values, 0 for those that are not above 0, and the same for every NaN."""
+    return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32).clamp(min=0)).int()
 
 
 def comparable(values: Tensor) -> Tensor:

@@ -155,7 +155,8 @@ def compiled(name, capability=CAPABILITY, rows="*bf16"):
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, argument in enumerate(function.arg_names)
-        if signature[argument].startswith("*") or argument in {"width", "hidden_stride", "residual_stride"}
+        if not function.params[at].do_not_specialize
+        and (signature[argument].startswith("*") or argument in {"width", "hidden_stride", "residual_stride"})
     }
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": 8}
@@ -219,6 +220,12 @@ def test_an_inner_product_has_one_sum_across_threads(width):
 def test_threads_wait_for_each_other_where_a_row_is_loaded_for_its_block(name):
     """Before and after it is steered. If rows are not aligned, one thread may load an element that another stores."""
     assert compiled(f"{name}, 2560 in registers")[0]["ttir"].count(".barrier") == 2
+
+
+@pytest.mark.parametrize("name", ["strongest features", "strongest features, with thresholds"])
+def test_threads_wait_for_each_other_where_they_share_keys_and_candidates(name):
+    """After the keys and after the candidates are written, and before and after candidates get places of others."""
+    assert compiled(name)[0]["ttir"].count(".barrier") == 4
 
 
 @pytest.mark.parametrize("file", sorted(Path(score_copies.__file__).parent.rglob("*.py")), ids=lambda file: file.name)

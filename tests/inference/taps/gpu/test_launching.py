@@ -147,6 +147,7 @@ OPTIONAL = {"scores", "residual"}
 INTEGERS = {
     *("point", "num_points", "hidden_stride", "residual_stride", "width", "rows", "weights_stride", "experts_stride"),
     *("chosen", "positions", "capacity", "unit_bytes", "count", "stride", "vector_step", "element_step"),
+    *("features", "wanted", "room"),
 }
 
 
@@ -312,6 +313,21 @@ def test_a_kept_kernel_is_launched_without_triton_s_launcher(gpu, monkeypatch):
     assert [launch.arguments[1] for launch in gpu.launches] == [(int, 5), (int, 6)]
     with pytest.raises(TypeError):
         launcher((1, 1, 1), (table, BEYOND_INT32, *pointers), {"ROWS": 32}, num_warps=4)  # another kernel: int64
+
+
+@pytest.mark.parametrize("has_threshold", [False, True])
+def test_features_take_the_kernel_of_the_startup_check_whatever_the_addresses(has_threshold, gpu, monkeypatch):
+    """Encoders, outputs and candidates begin anywhere. To compile for their alignment would hold up requests."""
+    monkeypatch.setattr(features, "_launch_keep_strongest", Launcher(features._keep_strongest_kernel))
+    for offsets in ((0,) * 5, *itertools.product((0, 1, 2), repeat=5)):
+        outputs, biases, threshold = (torch.zeros(120)[offset:] for offset in offsets[:3])
+        candidates, out = (torch.zeros(400, dtype=torch.int32)[offset:] for offset in offsets[3:])
+        features.keep_strongest(
+            outputs[:99].view(3, 33), biases[:33], threshold[:33] if has_threshold else None, candidates,
+            out[:48].view(3, 2, 8), 5,
+        )  # fmt: skip
+    assert len({launch.arguments for launch in gpu.launches}) > 100
+    assert len({id(launch.kernel) for launch in gpu.launches}) == 1
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
