@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP_ELEMENTS = 4 << 20
-"""How many elements of rows, and how many outputs, are handled at once, so that a long prompt takes no more memory."""
+"""How many elements of rows, and how many outputs, are handled at once, so that a long prompt takes no more memory. If
+a GPU keeps the strongest features, the sink's buffer limits the outputs."""
 
 WORKING_BYTES = 128 << 20
 """What encoding takes at most at a time, besides the encoders. Of `GROUP_ELEMENTS` float32 numbers each, 16 MiB: the
-outputs, the rows (of several blocks as one matrix, and in float32), converted weights, and up to three for the largest
-outputs with their numbers. The rest is for what torch needs in between and rounds up to."""
+outputs (on a GPU they are in the sink's buffer), the rows (of several blocks as one matrix, and in float32), converted
+weights, and up to three for the largest outputs with their numbers. The rest is for what torch needs in between and
+rounds up to."""
 
 _CONVERTED_BYTES = 16 << 20
 """How much float32 memory 16-bit weights are converted to at once."""
@@ -95,8 +97,8 @@ class SAEEncoder:
     def keep(self, outputs: Tensor, numbers: Tensor, values: Tensor) -> None:
         """Write the numbers (int32) and the values (float32) of the kept features, [n, count]. Overwrites outputs.
 
-        Each operation is a kernel on a GPU, so what the last copies can do, such as a conversion, is no operation of
-        its own.
+        On a GPU, this is for chosen features only, and each operation is a kernel. So what the last copies can do, such
+        as a conversion, is no operation of its own.
         """
         if self.threshold is not None:
             outputs.masked_fill_(outputs <= self.threshold, 0.0)
@@ -129,13 +131,11 @@ class SAEEncoder:
 
     def write_outputs(self, rows: Tensor, outputs: Tensor) -> None:
         """Write weights @ row + biases of each row, summed in float32, to `outputs`, float32 [n, features]."""
-        self._write(rows, outputs, self.biases)
+        self.write_products(rows, outputs)
+        outputs.add_(self.biases)
 
     def write_products(self, rows: Tensor, outputs: Tensor) -> None:
         """Write weights @ row of each row, summed in float32, to `outputs`, float32 [n, features]."""
-        self._write(rows, outputs, None)
-
-    def _write(self, rows: Tensor, outputs: Tensor, biases: Tensor | None) -> None:
         if self.shape.normalization == LAYER_NORM:
             rows = rows.to(torch.float32, copy=True)
             rows.sub_(rows.mean(dim=1, keepdim=True))
@@ -146,18 +146,13 @@ class SAEEncoder:
         elif rounds_factors(rows):
             self._write_by_kernel(rows, outputs)
         elif self.weights.dtype == torch.float32:
-            _multiply(rows.float(), self.weights, biases, outputs)
-            return
+            torch.mm(rows.float(), self.weights.T, out=outputs)
         else:
             numbers = rows.float()
             together = max(1, _CONVERTED_BYTES // (NUMBER_BYTES * self.shape.width))
             for first in range(0, len(self.biases), together):
                 part = slice(first, first + together)
-                own = None if biases is None else biases[part]
-                _multiply(numbers, self.weights[part].float(), own, outputs[:, part])
-            return
-        if biases is not None:
-            outputs.add_(biases)
+                torch.mm(numbers, self.weights[part].float().T, out=outputs[:, part])
 
     def _write_by_kernel(self, rows: Tensor, outputs: Tensor) -> None:
         from inference_svc.taps.gpu.kernels import encodings  # only GPU installations have Triton
@@ -165,14 +160,6 @@ class SAEEncoder:
         for first in range(0, len(self.biases), _KERNEL_FEATURES):
             part = slice(first, first + _KERNEL_FEATURES)
             encodings.inner_products(rows[None], self.weights[part], outputs[:, part], outputs.stride(0))
-
-
-def _multiply(rows: Tensor, weights: Tensor, biases: Tensor | None, out: Tensor) -> None:
-    """Write weights @ row + biases of each row, with one kernel."""
-    if biases is None:
-        torch.mm(rows, weights.T, out=out)
-    else:
-        torch.addmm(biases, rows, weights.T, out=out)
 
 
 def rounds_factors(rows: Tensor) -> bool:

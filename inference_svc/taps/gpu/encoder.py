@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from residuum.wire.encodings import RowFormat
 
 STAGED_BYTES = 16 << 20
-"""The size of the buffer for encoded rows, and of the buffer for sums: of a random projection, or outputs of an SAE."""
+"""The size of the buffer for encoded rows, and of the buffer for sums: those of random projections."""
 
 OUTPUT_BYTES = 64 << 20
-"""The size of the buffer for sums if captures may keep features: the outputs of 512 rows for 32,768 features. Each
-computation reads all weights, which takes as long as the rest of it for about 300 rows."""
+"""The size of the buffer for sums if captures may keep features. The outputs of 503 rows fit, if 32 of 32,768 features
+are kept. Fewer rows would mostly wait for the weights, which each computation reads whole."""
 
 
 class Part(NamedTuple):
@@ -70,7 +70,10 @@ class GpuEncoder:
     def __init__(
         self, device: torch.device, copies: HostCopies, staged_bytes: int = STAGED_BYTES, sum_bytes: int = STAGED_BYTES
     ) -> None:
-        """Allocate the buffers: for encoded rows, and for sums. `copies` bring what is encoded to the host."""
+        """Allocate the buffers: for encoded rows, and for sums. `copies` bring what is encoded to the host.
+
+        The buffer for sums must hold the outputs and the candidates of one row; see `sums_of`.
+        """
         self._copies = copies
         self._staged = torch.empty(staged_bytes, dtype=torch.uint8, device=device)
         self._sums = torch.empty(sum_bytes // 4, dtype=torch.float32, device=device)
@@ -130,7 +133,7 @@ class GpuEncoder:
             if not group:
                 left = min(
                     len(self._staged) // block.form.row_bytes,
-                    len(self._sums) // _sums_of(block.encoder, block.form.dimensions),
+                    len(self._sums) // sums_of(block.encoder, block.form.dimensions),
                     GROUP_ELEMENTS // block.form.width,  # the rows are copied, so that they are one matrix
                 )
             group.append(block)
@@ -189,9 +192,9 @@ class GpuEncoder:
         if encoder.chosen is not None:
             encoder.encode(rows, out, self._sums)
             return
-        num_features, each = len(encoder.biases), _sums_of(encoder, out.shape[2])
-        sums = self._sums if len(self._sums) >= each else self._sums.new_empty(each)
-        together = len(sums) // each
+        num_features, sums = len(encoder.biases), self._sums
+        # Rows may be converted to float32, outside the buffers.
+        together = min(len(sums) // sums_of(encoder, out.shape[2]), max(1, GROUP_ELEMENTS // encoder.shape.width))
         for first in range(0, len(rows), together):
             part = out[first : first + together]
             border = len(part) * num_features
@@ -223,6 +226,6 @@ class GpuEncoder:
         return sums.view(units, capacity, -1)[:, :positions]
 
 
-def _sums_of(encoder: SAEEncoder, count: int) -> int:
+def sums_of(encoder: SAEEncoder, count: int) -> int:
     """Return how many numbers of the buffer for sums a row takes: its outputs, and the candidates for its features."""
     return len(encoder.biases) + features.candidate_numbers(len(encoder.biases), encoder.most_active(count))

@@ -24,6 +24,7 @@ from residuum.wire.encodings import (
     RowFormat,
     basis_of,
 )
+from residuum.wire.sae import RELU
 from tests import encoding_cases
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Case(NamedTuple):
     """[units, positions, width], with gaps between the units."""
     vectors: np.ndarray
     """The vectors of PROJECT."""
+    activation: tuple[int, int] = RELU, 0
+    """The activation of SAE, and for TOP_K how many features may be above 0."""
 
     def basis(self, device: str = "cpu") -> torch.Tensor | None:
         """The basis for the encoder, made from the reference's own matrix."""
@@ -60,7 +63,11 @@ class Case(NamedTuple):
 
     def encoder(self) -> Encoder:
         """The encoder of SAE."""
-        return encoding_cases.encoder(self.form.features, self.form.width)
+        activation, active = self.activation
+        one = encoding_cases.encoder(self.form.features, self.form.width, activation=activation, active=active)
+        if one.threshold is not None:
+            one.threshold[:] *= 30  # so that some of the strongest outputs do not exceed theirs
+        return one
 
     def check(self, payload: np.ndarray, *, exact_bfloat16: bool = True) -> None:
         """Compare an encoder's payload with the reference's: bit by bit, except for sums, whose order is arbitrary."""

@@ -20,10 +20,10 @@ from inference_svc.taps.bank import VectorBank
 from inference_svc.taps.blocks import BlockPool
 from inference_svc.taps.element_types import WIRE_TYPES
 from inference_svc.taps.encodings.check import bytes_of
-from inference_svc.taps.encodings.sae_encoder import WORKING_BYTES, SAEEncoder, encoder_of
+from inference_svc.taps.encodings.sae_encoder import WORKING_BYTES, encoder_of
 from inference_svc.taps.encodings.signs import SignCache
 from inference_svc.taps.gpu import host_copies
-from inference_svc.taps.gpu.encoder import STAGED_BYTES, GpuEncoder
+from inference_svc.taps.gpu.encoder import OUTPUT_BYTES, STAGED_BYTES, GpuEncoder
 from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.gpu.streamed_sink import StreamedSink
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
@@ -50,8 +50,8 @@ def memory():
     torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)
 
 
-def encoder_with(staged_bytes):
-    return GpuEncoder(DEVICE, HostCopies(), staged_bytes)
+def encoder_with(staged_bytes, sum_bytes=STAGED_BYTES):
+    return GpuEncoder(DEVICE, HostCopies(), staged_bytes, sum_bytes)
 
 
 @pytest.mark.parametrize("gap", [0, 1])
@@ -116,12 +116,17 @@ def test_encoding_a_block_of_a_piece_does_not_wait_for_the_device(memory, dtype)
         assert dtype == torch.float32 or not grown, f"{form} allocates memory"
 
 
-@pytest.mark.parametrize("chosen", [(), (3, 16383, 0)], ids=["strongest", "chosen"])
+@pytest.mark.parametrize(
+    ("width", "features", "units", "positions"), [(2048, 16384, 2, 512), (28672, 64, 1, 2048)], ids=["", "wide rows"]
+)
+@pytest.mark.parametrize("is_chosen", [False, True], ids=["strongest", "chosen"])
 @pytest.mark.parametrize("weights", [F32, B16, F16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{"activation": JUMP_RELU}, {"activation": TOP_K, "active": 40}], ids=str)
-def test_features_need_bounded_memory_and_do_not_wait_for_the_device(memory, options, dtype, weights, chosen):
-    encoder, width, features, units, positions = encoder_with(STAGED_BYTES), 2048, 16384, 2, 512
+def test_features_need_bounded_memory_and_do_not_wait_for_the_device(
+    memory, options, dtype, weights, is_chosen, width, features, units, positions
+):
+    encoder, chosen = encoder_with(STAGED_BYTES, OUTPUT_BYTES), (3, features - 1, 0) if is_chosen else ()
     one = encoding_cases.encoder(features, width, dtype=weights, **options)
     whole = encoder_of(torch.from_numpy(bytes_of(one)).to(DEVICE), one.shape)
     rows = torch.randn(units, positions, width, device=DEVICE).to(dtype)
@@ -140,18 +145,18 @@ def test_features_need_bounded_memory_and_do_not_wait_for_the_device(memory, opt
     exact = one.values(rows.double().cpu().numpy())
     values = form.split(memory[: form.payload_bytes(units, positions)], units, positions)[1]["value"]
     wanted = exact[..., list(chosen)] if chosen else -np.sort(-exact, axis=-1)[..., :32]
-    near = _near_a_step(one, rows, wanted) if chosen else False
+    near = _near_a_step(one, rows, chosen) if chosen else False
     bound = 1e-6 * np.sqrt(width) * np.abs(exact).max()
     assert (near | (np.abs(values - wanted) <= bound)).all()
 
 
-def _near_a_step(one, rows, wanted):
-    """Return which features may be 0 or not, because sums in another order are on the other side of a threshold."""
+def _near_a_step(one, rows, chosen):
+    """Return which chosen features may be 0 or not, because sums in another order are on the other side of a step."""
     x = rows.double().cpu().numpy()
     outputs = x @ one.weights.T.astype(np.float64) + one.biases
     step = one.threshold if one.threshold is not None else -np.sort(-outputs, axis=-1)[..., 39:40]
     near = np.abs(outputs - step) <= 1e-6 * np.sqrt(x.shape[-1]) * np.abs(outputs).max()
-    return near[..., [3, 16383, 0]].reshape(wanted.shape)
+    return near[..., list(chosen)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -260,15 +265,15 @@ def test_features_of_several_blocks_are_encoded_together(monkeypatch, lost):
     one = encoding_cases.encoder(features, width, dtype=B16)
     whole = encoder_of(torch.from_numpy(bytes_of(one)).to(DEVICE), one.shape)
     sink._bases._saes = SimpleNamespace(get=lambda name, chosen: whole.choosing(chosen))
-    calls, encode = [], SAEEncoder.encode
+    calls, keep = [], GpuEncoder._keep_features
 
-    def counted(encoder, rows, *rest):
+    def counted(gpu, encoder, rows, out):
         calls.append(len(rows))
         if lost and len(calls) <= 2:  # a group, and its first block
             raise torch.OutOfMemoryError("no memory")
-        encode(encoder, rows, *rest)
+        keep(gpu, encoder, rows, out)
 
-    monkeypatch.setattr(SAEEncoder, "encode", counted)
+    monkeypatch.setattr(GpuEncoder, "_keep_features", counted)
     truth, sent = {}, []
     for number in range(blocks):
         positions = 400 if number == 10 else 1 + number % 32

@@ -16,6 +16,7 @@ from inference_svc.taps.encodings import sae_cache, sae_encoder, work_stream
 from inference_svc.taps.encodings.check import bytes_of
 from inference_svc.taps.encodings.sae_cache import SAECache, WantedSAE
 from inference_svc.taps.encodings.sae_encoder import encoder_of
+from inference_svc.taps.gpu.host_copies import HostCopies
 from inference_svc.taps.plan import Capture, RequestPlan, RowEncoding
 from residuum.v1 import capture_pb2, sae_pb2
 from residuum.wire.encodings import SAE
@@ -76,8 +77,8 @@ def test_features_are_those_of_float64(kind, dtype, count, chosen, monkeypatch):
     assert all(len({*row[row < FEATURES]}) == np.count_nonzero(row < FEATURES) for row in numbers)
 
 
-class Kernels(TorchDispatchMode):
-    """Counts the operations that compute something, each of which is a kernel on a GPU: views are none."""
+class Operations(TorchDispatchMode):
+    """Notes the operations that compute something: views are none."""
 
     def __init__(self):
         super().__init__()
@@ -90,15 +91,15 @@ class Kernels(TorchDispatchMode):
         return result
 
 
-def test_the_strongest_features_take_few_kernels():
-    """A worker starts them for each block of each capture, while the model's thread waits for Python."""
+def test_the_strongest_features_take_few_operations():
+    """On a CPU. A GPU has a kernel for all that follows the product."""
     one = on_device(encoder(FEATURES, WIDTH, activation=RELU))
     rows, out = torch.randn(32, WIDTH), torch.zeros(32, 2, 20, dtype=torch.int32)
     space = torch.empty(32 * FEATURES)
-    with Kernels() as kernels:
+    with Operations() as operations:
         one.encode(rows, out, space)
-    assert kernels.names == [
-        "addmm.out", "topk.default", "relu_.default", "eq.Scalar", "masked_fill_.Scalar", "copy_.default",
+    assert operations.names == [
+        "mm.out", "add_.Tensor", "topk.default", "relu_.default", "eq.Scalar", "masked_fill_.Scalar", "copy_.default",
         "copy_.default",
     ]  # fmt: skip
 
@@ -154,6 +155,27 @@ def test_memory_for_encoding_is_bounded(kind, features, width, count, chosen, mo
     out = torch.zeros(40, 2, count, dtype=torch.int32)
     with Peak() as peak:
         one.encode(rows, out)
+    assert 1000 < peak.bytes <= sae_encoder.WORKING_BYTES // scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_for_wide_rows_with_few_features_is_bounded_on_a_gpu(kind, monkeypatch):
+    """The sink's buffer holds the outputs of more rows than may be converted to float32 at once."""
+    pytest.importorskip("triton")
+    from inference_svc.taps.gpu import encoder as gpu_encoder
+
+    scale, features, width, count = 1 << 8, 96, 2000, 32
+    monkeypatch.setattr(gpu_encoder, "GROUP_ELEMENTS", sae_encoder.GROUP_ELEMENTS // scale)
+    monkeypatch.setattr(sae_encoder, "_CONVERTED_BYTES", sae_encoder._CONVERTED_BYTES // scale)
+    seen = []
+    monkeypatch.setattr(gpu_encoder.features, "keep_strongest", lambda outputs, *_: seen.append(len(outputs)))
+    one = on_device(encoder(features, width, **KINDS[kind]))
+    gpu = gpu_encoder.GpuEncoder(CPU, HostCopies(), sum_bytes=gpu_encoder.OUTPUT_BYTES // scale)
+    assert len(gpu._sums) // gpu_encoder.sums_of(one, count) > 100
+    rows = torch.randn(300, width).to(torch.bfloat16)
+    with Peak() as peak:
+        gpu._keep_features(one, rows, torch.zeros(300, 2, count, dtype=torch.int32))
+    assert sum(seen) == 300
     assert 1000 < peak.bytes <= sae_encoder.WORKING_BYTES // scale
 
 
