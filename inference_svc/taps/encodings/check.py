@@ -5,7 +5,6 @@ The check also compiles the GPU kernels, so that the first request does not wait
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from residuum.wire.limits import DEFAULT_KEPT_FEATURES, DEFAULT_PROJECTION, DEFA
 from residuum.wire.sae import JUMP_RELU, RELU, Encoder, EncoderShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
@@ -74,20 +73,22 @@ def check_encodings(
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((_VECTORS, width)).astype(np.float32)
     saes = [_sae(width, activation, rng) for activation in (RELU, JUMP_RELU)]  # GPUs have a kernel for each
-    for form in _forms(width, dtype, with_saes=with_saes):
-        for positions, sae in product(_POSITIONS, saes if form.encoding == SAE else saes[:1]):
+    for form, sae in _forms(width, dtype, saes if with_saes else ()):
+        for positions in _POSITIONS:
             rows = torch.from_numpy(rng.standard_normal((_UNITS, positions, width)).astype(np.float32)).to(dtype)
             basis: Basis | None = torch.from_numpy(vectors).to(device) if form.encoding == PROJECT else None
-            if form.encoding == SAE:
+            if sae is not None:
                 basis = encoder_of(torch.from_numpy(bytes_of(sae)).to(device), sae.shape)
             if form.encoding in RANDOM_PROJECTIONS:
                 basis = signs.get(0, form.dimensions, dtype if device.type == "cuda" else torch.float32)
             encoded = encode(rows.to(device), form, basis)
             values = rows.view(torch.uint8).numpy().view(numpy_dtype(form.dtype))
-            reference = sae if form.encoding == SAE else basis_of(form, capture_pb2.EncodingOptions(), list(vectors))
-            expected = np.frombuffer(form.encode(values, reference), dtype=np.uint8)
-            same = _same_features(form, encoded, values, sae) if form.encoding == SAE else None
-            if not (_same(form, encoded, expected, positions) if same is None else same):
+            if sae is not None:
+                same = _same_features(form, encoded, values, sae)
+            else:
+                expected = form.encode(values, basis_of(form, capture_pb2.EncodingOptions(), list(vectors)))
+                same = _same(form, encoded, np.frombuffer(expected, dtype=np.uint8), positions)
+            if not same:
                 raise CannotEncodeError(
                     f"Rows encoded as {form} on {device} are not what the contract says (capture.proto): this version "
                     "of torch or Triton computes them differently. Use the versions that residuum was tested with "
@@ -95,15 +96,18 @@ def check_encodings(
                 )
 
 
-def _forms(width: int, dtype: torch.dtype, *, with_saes: bool) -> Iterator[RowFormat]:
+def _forms(width: int, dtype: torch.dtype, saes: Sequence[Encoder]) -> Iterator[tuple[RowFormat, Encoder | None]]:
+    """Yield every format, and the encoder of a sparse autoencoder that it takes."""
     for encoding in ENCODINGS.values():
-        if (encoding == SAE and not with_saes) or (encoding in LARGEST and width > MAX_INDEXED_WIDTH):
+        if encoding in LARGEST and width > MAX_INDEXED_WIDTH:
+            continue
+        if encoding == SAE:
+            form = RowFormat(encoding, width, WIRE_TYPES[dtype], DEFAULT_KEPT_FEATURES, features=_FEATURES)
+            yield from ((form, sae) for sae in saes)
             continue
         dimensions = _VECTORS if encoding == PROJECT else min(_DIMENSIONS.get(encoding, 0), width)
-        features = _FEATURES if encoding == SAE else 0
-        dimensions = DEFAULT_KEPT_FEATURES if encoding == SAE else dimensions
         for axis in (BY_ROW, BY_DIMENSION) if encoding == capture_pb2.ENCODING_FULL8 else (_NO_AXIS,):
-            yield RowFormat(encoding, width, WIRE_TYPES[dtype], dimensions, axis, features)
+            yield RowFormat(encoding, width, WIRE_TYPES[dtype], dimensions, axis), None
 
 
 def _sae(width: int, activation: sae_pb2.SAEActivation.ValueType, rng: np.random.Generator) -> Encoder:
@@ -124,9 +128,14 @@ def bytes_of(encoder: Encoder) -> npt.NDArray[np.uint8]:
 
 
 def _same_features(form: RowFormat, encoded: npt.NDArray[np.uint8], values: npt.NDArray[Any], encoder: Encoder) -> bool:
-    """Return whether the kept features are the strongest, each with its value. Sums may be added in any order."""
+    """Return whether the kept features are the strongest, each once with its value. Sums may be added in any order."""
     exact = encoder.values(values.astype(np.float32))
     kept = form.split(encoded, *values.shape[:2])[1]
+    numbers = np.sort(kept["feature"], axis=-1).astype(np.int64)
+    is_twice = (numbers[..., 1:] == numbers[..., :-1]) & (numbers[..., 1:] < form.features)
+    is_none = kept["feature"] == form.features
+    if numbers.max() > form.features or is_twice.any() or (is_none != (kept["value"] == 0)).any():
+        return False
     wanted = -np.sort(-exact, axis=-1)[..., : form.dimensions]
     bound = _SUMS_MATCH * np.sqrt(form.width) * float(np.abs(exact).max())
     padded = np.concatenate([exact, np.zeros((*exact.shape[:2], 1), exact.dtype)], axis=-1)

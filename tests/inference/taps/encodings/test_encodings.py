@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from inference_svc.taps.cpu import encoder
-from inference_svc.taps.encodings.check import CannotEncodeError, check_encodings
+from inference_svc.taps.encodings.check import CannotEncodeError, _same_features, check_encodings
 from inference_svc.taps.encodings.signs import SignCache
-from residuum.wire.encodings import ENCODINGS, SAE
+from residuum.wire.encodings import ENCODINGS, SAE, RowFormat
 from residuum.wire.projection import projection_signs
 from svc_common.launcher import ROOT
+from tests import encoding_cases
+from tests.encoding_cases import F32
 from tests.inference.taps.encodings.encoder_cases import DTYPES, cases
 from tests.inference.taps_support import CPU
 
@@ -75,7 +77,7 @@ def test_features_are_checked_only_if_captures_may_keep_them():
     assert seen == {*ENCODINGS.values()} - {SAE}
 
 
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(12))
 def test_the_startup_check_detects_each_wrong_encoder(index):
     """Flip one bit in the result of each encoding in turn."""
     seen = []
@@ -91,3 +93,35 @@ def test_the_startup_check_detects_each_wrong_encoder(index):
     with pytest.raises(CannotEncodeError, match="not what the contract says"):
         check_encodings(70, torch.float32, CPU, SignCache(70, CPU), wrong, with_saes=True)
     assert len(seen) == index + 1
+
+
+def test_the_startup_check_wants_each_feature_once_and_no_feature_with_the_value_0():
+    form = RowFormat(SAE, 4, F32, 3, features=5)
+    one = encoding_cases.encoder(5, 4)
+    one.weights[:] = 0
+    one.biases[:] = [3, 0, 3, -1, 0]  # two are equal, and no third is above 0
+    rows = np.zeros((1, 1, 4), np.float32)
+
+    def is_same(numbers, values=(3, 3, 0)):
+        encoded = np.concatenate([np.array(numbers, "<u4").view(np.uint8), np.array(values, "<f4").view(np.uint8)])
+        return _same_features(form, encoded, rows, one)
+
+    assert is_same([0, 2, 5])
+    assert is_same([2, 0, 5])
+    assert not is_same([0, 0, 5])
+    assert not is_same([0, 2, 1])
+    assert not is_same([0, 2, 6])
+    assert not is_same([0, 5, 5], (3, 0, 0))
+
+
+def test_the_startup_check_encodes_with_and_without_thresholds():
+    """A GPU has a kernel for each."""
+    seen = []
+
+    def noted(rows, form, basis):
+        if form.encoding == SAE:
+            seen.append((basis.threshold is not None, rows.shape[1]))
+        return encode(rows, form, basis)
+
+    check_encodings(70, torch.float32, CPU, SignCache(70, CPU), noted, with_saes=True)
+    assert seen == [(False, 3), (False, 16), (True, 3), (True, 16)]
