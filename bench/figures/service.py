@@ -37,19 +37,19 @@ def service(result: Mapping[str, Any], _: str) -> str:
 
 
 def verdicts(result: Mapping[str, Any], link: str) -> str:
-    """Return what probes and features add to a token, measured by `bench.service`, and captures, if they were, too."""
+    """Return what probes, features and captures add to a token, as far as `bench.service` measured them."""
     parameters = _parameters(result)
     names = {
         "probes": f"scores of {parameters['probes']} linear probes",
         "features": f"the strongest of {parameters['features']:,} features at one layer, captured",
         "captures": "rows of all layers, captured",
     }
-    return _added(result, f"{link}/verdicts.json", names)
+    return _added(result, f"{link}/verdicts.json", "probes and captures", names)
 
 
 def captures(result: Mapping[str, Any], link: str) -> str:
     """Return what captures of all layers add to a token, from an older result with other ways."""
-    return _added(result, f"{link}/service-captures.json", {"captures": "rows of all layers, captured"})
+    return _added(result, f"{link}/service-captures.json", "captures", {"captures": "rows of all layers, captured"})
 
 
 def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -57,8 +57,8 @@ def _parameters(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def _added(result: Mapping[str, Any], file: str, names: Mapping[str, str]) -> str:
-    """Return what these ways add to the service without them."""
+def _added(result: Mapping[str, Any], file: str, what: str, names: Mapping[str, str]) -> str:
+    """Return what ways add to the service without them. `what` names all of them, `names` each."""
     part, parameters = next(iter(result["parts"].values())), _parameters(result)
     rows = [
         (
@@ -71,9 +71,8 @@ def _added(result: Mapping[str, Any], file: str, names: Mapping[str, str]) -> st
         for way, words in names.items()
         if (more := level["over_residuum"].get(way)) and (rounds := token_ratios(level, way))
     ]
-    what = "probes and captures add" if len(rows) > len(part["levels"]) else "captures add"
     intro = (
-        f"What {what} to the service without them ([results]({file})). Prompts share "
+        f"What {what} add to the service without them ([results]({file})). Prompts share "
         f"{parameters['shared_prefix']:,} cached tokens; the prompt's last token and the reply are scored or captured:"
     )
     head = f"{model_words(parameters)}, `bench.service` at {short_revision(result)}"

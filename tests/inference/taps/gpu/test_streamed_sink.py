@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from inference_svc.taps.gpu.encoder import OUTPUT_BYTES, STAGED_BYTES
 from inference_svc.taps.gpu.streamed_sink import StreamedSink, _Work
+from svc_common.launcher import ROOT
 
 
 class Sink(StreamedSink):
@@ -34,3 +36,11 @@ def test_captures_that_end_together_are_waited_for_once_and_then_forgotten():
     assert sink.done == [
         "after model", "start 1", "start 2", "start rest of a", "start rest of b", "wait", "forget a", "forget b",
     ]  # fmt: skip
+
+
+def test_the_page_says_how_much_memory_the_buffers_take():
+    """Each sink has two, one of which is larger if captures may keep features."""
+    page = (ROOT / "docs/operations/sizing.md").read_text()
+    plain, with_saes = 2 * STAGED_BYTES >> 20, STAGED_BYTES + OUTPUT_BYTES >> 20
+    assert page.count(f"{plain} MiB for encoded rows, or {with_saes} MiB with `--sae-mib`") == 1
+    assert page.count(f"{plain} MiB of buffers for encoded rows, or {with_saes} MiB with `--sae-mib`") == 1
