@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CHUNK = 4096
-"""How many outputs one Triton program has in registers at a time. Below MAX_KEPT_FEATURES, the result
-would be the same, but all outputs above 0 might be candidates."""
+"""How many outputs one Triton program has in registers at a time. Below MAX_KEPT_FEATURES, the result would be
+the same, but all outputs above 0 might be candidates."""
 
 _RANKED, _COMPARED = 256, 32
 """How many candidates get their ranks at a time, and with how many others they are compared at a time."""
