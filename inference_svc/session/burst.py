@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 _PAUSE = 0.003
 """A burst is over when no request has arrived or ended for this many seconds."""
 _MAX_SECONDS = 0.03
-"""For how long captures wait to be opened if the burst does not end before. Their first tokens wait for them."""
-_MAX_SEAL_SECONDS = 0.15
-"""For how long captures wait to be sealed. No token waits for them."""
+"""A burst that does not end by itself ends after about this many seconds."""
 
 
 class Burst:
@@ -31,79 +29,62 @@ class Burst:
 
     def __init__(self) -> None:
         """Start with no requests."""
-        self._after_arrivals = _Waiting(_MAX_SECONDS)
-        self._after_ends = _Waiting(_MAX_SEAL_SECONDS)
-        """Called after `_after_arrivals`. One for each capture that is to be sealed."""
-        self._has_timer = False
+        self._waiting: list[Callable[[], None]] = []
+        self._after_ends: list[Callable[[], object]] = []
+        """Called after the burst, after `_waiting`. They must not raise. One for each capture that is to be sealed."""
+        self._ends_at = 0.0
+        """When this burst ends at the latest, by the event loop's clock."""
         self._has_new = False
         """Whether a request has arrived or ended in the current pause."""
 
-    def call_after(self, callback: Callable[[], object]) -> None:
-        """Note that a request has reached the engine, and call this when the burst is over. It must not raise."""
-        self._add(self._after_arrivals, callback)
+    def call_after(self, callback: Callable[[], None]) -> None:
+        """Note that a request has reached the engine, and call this when the burst is over."""
+        self._note()
+        self._waiting.append(callback)
 
     async def wait_after_end(self) -> None:
         """Note that a request has ended. Wait until the burst is over and the callbacks of `call_after` were called."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._add(self._after_ends, partial(_set, over))
+        self._call_after_end(partial(_set, over))
         await over
 
     async def wait_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Do `wait_after_end` from another thread. `loop` is the event loop that the burst belongs to.
 
-        Stops waiting after some time: when the server stops, that loop may do nothing any more.
+        Stops waiting after 60 ms: when the server stops, that loop may do nothing any more.
         """
         here, over = asyncio.get_running_loop(), asyncio.Event()
         with suppress(RuntimeError, asyncio.TimeoutError):  # RuntimeError: the loop is closed
-            loop.call_soon_threadsafe(self._add, self._after_ends, partial(_call_on, here, over.set))
-            await asyncio.wait_for(over.wait(), 2 * _MAX_SEAL_SECONDS)
+            loop.call_soon_threadsafe(self._call_after_end, partial(_call_on, here, over.set))
+            await asyncio.wait_for(over.wait(), 2 * _MAX_SECONDS)
 
-    def _add(self, waiting: _Waiting, callback: Callable[[], object]) -> None:
-        loop = asyncio.get_running_loop()
-        waiting.add(callback, loop.time())
-        if self._has_timer:
+    def _call_after_end(self, callback: Callable[[], object]) -> None:
+        """Note that a request with a capture has ended, and call this when the burst is over."""
+        self._note()
+        self._after_ends.append(callback)
+
+    def _note(self) -> None:
+        if self._waiting or self._after_ends:
             self._has_new = True
         else:
-            self._has_timer, self._has_new = True, False
+            loop = asyncio.get_running_loop()
+            self._has_new, self._ends_at = False, loop.time() + _MAX_SECONDS
             loop.call_later(_PAUSE, self._check)
 
     def _check(self) -> None:
         loop = asyncio.get_running_loop()
-        is_over, self._has_new = not self._has_new, False
-        for waiting in (self._after_arrivals, self._after_ends):
-            if is_over or waiting.is_late(loop.time()):
-                waiting.call()
-        self._has_timer = bool(self._after_arrivals or self._after_ends)
-        if self._has_timer:
+        if self._has_new and loop.time() < self._ends_at:
+            self._has_new = False
             loop.call_later(_PAUSE, self._check)
-
-
-class _Waiting:
-    """What waits for the end of a burst, but not for long."""
-
-    def __init__(self, most_seconds: float) -> None:
-        self._most_seconds = most_seconds
-        self._callbacks: list[Callable[[], object]] = []
-        self._goes_on_at = 0.0
-
-    def __len__(self) -> int:
-        return len(self._callbacks)
-
-    def add(self, callback: Callable[[], object], now: float) -> None:
-        """Let something wait. `now` is the time of the event loop's clock."""
-        if not self._callbacks:
-            self._goes_on_at = now + self._most_seconds
-        self._callbacks.append(callback)
-
-    def is_late(self, now: float) -> bool:
-        """Return whether the first has waited for long enough."""
-        return now >= self._goes_on_at
-
-    def call(self) -> None:
-        """Let all go on."""
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+            return
+        waiting, self._waiting = self._waiting, []
+        after_ends, self._after_ends = self._after_ends, []
+        try:
+            for callback in waiting:
+                callback()
+        finally:
+            for after_end in after_ends:
+                after_end()
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -79,18 +79,6 @@ def test_requests_that_never_pause_wait_for_a_limited_time(clock):
     assert len(ended) == 2 * pauses
 
 
-def test_seals_wait_longer_than_requests(clock, monkeypatch):
-    monkeypatch.setattr(burst, "_MAX_SEAL_SECONDS", 3 * burst._MAX_SECONDS)
-    requests, order = Burst(), []
-    requests._add(requests._after_ends, lambda: order.append("seal"))
-    while "seal" not in order:
-        for _ in range(2):
-            requests.call_after(lambda: order.append("opened"))
-        clock.end_pause()
-    assert clock.now == pytest.approx(100 + 3 * burst._MAX_SECONDS)
-    assert len(order) > 2 * 2 * burst._MAX_SECONDS / burst._PAUSE, "requests that arrived later went on before"
-
-
 def test_a_busy_event_loop_makes_a_burst_no_longer(clock):
     requests, ended = Burst(), []
     requests.call_after(lambda: ended.append(1))
@@ -166,10 +154,10 @@ async def test_a_thread_that_has_ended_holds_up_no_others():
 
     await asyncio.to_thread(lambda: asyncio.run(leave_early()))
     await asyncio.sleep(0)
-    (of_the_thread,) = requests._after_ends._callbacks
+    (of_the_thread,) = requests._after_ends
     other = asyncio.create_task(requests.wait_after_end())
     await asyncio.sleep(0)
-    requests._has_new = False
+    requests._ends_at = 0.0
     end()
     async with asyncio.timeout(DEADLINE):
         await other
@@ -236,11 +224,10 @@ async def test_a_capture_is_sealed_after_the_captures_of_requests_that_follow_ar
     store.OpenCapture, store.SealCapture = note_open, note_seal
     bursts = set()
 
-    def add(self, waiting, callback):
+    def note(self):
         bursts.add(self)
-        waiting.add(callback, 0.0)
 
-    monkeypatch.setattr(Burst, "_add", add)  # a burst ends when the test says so
+    monkeypatch.setattr(Burst, "_note", note)  # a burst ends when the test says so
     add = store_pb2_grpc.add_StoreServiceServicer_to_server
     async with listening(add, store) as endpoint, running_service(endpoint) as service, asyncio.timeout(DEADLINE):
         for _ in range(2):
