@@ -105,6 +105,11 @@ class Scores:
         self._runs: Numbers | None = None
         self._steady: list[_SteadyRuns] = []  # least recently used first
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether rows of a request that has not ended are scored."""
+        return bool(self._requests)
+
     def begin_step(self, finished: Iterable[str], admitted: Iterable[tuple[str, RequestPlan | None]]) -> None:
         """See `TapRuntime.begin_step`."""
         for request_id in finished:

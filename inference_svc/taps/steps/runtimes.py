@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,8 +60,8 @@ class TapRuntimes:
 
     def place(self, get_rows: Callable[[], StepRows]) -> None:
         """See `TapRuntime.place`."""
-        if len(self._all) > 1 or self._scores:
-            get_rows = cache(get_rows)
+        if len(self._all) > 1 or (self._scores and self._scores.has_requests):
+            get_rows = _once(get_rows)
         for runtime in self._all:
             runtime.place(get_rows)
         if self._scores:
@@ -82,3 +81,18 @@ class TapRuntimes:
         """See `TapRuntime.pass_through`."""
         for runtime in self._all:
             runtime.pass_through()
+
+
+def _once(get_rows: Callable[[], StepRows]) -> Callable[[], StepRows]:
+    """Return a function that calls `get_rows` at its first call, and returns the same from then on.
+
+    `functools.cache` takes more time to make such a function than this one saves.
+    """
+    found: list[StepRows] = []
+
+    def get() -> StepRows:
+        if not found:
+            found.append(get_rows())
+        return found[0]
+
+    return get
