@@ -105,8 +105,8 @@ class TapSettings(ServiceSettings):
     vector_wait_seconds: float = Field(default=30.0, gt=0)
     """How long a request waits for room for its active vectors or for its random projection's signs. It then fails."""
     score_mib: int = Field(default=64, ge=0)
-    """Shared memory for the scores of probes, in MiB: 4 bytes for each output and token of all running requests. 0: no
-    probes."""
+    """Shared memory for the scores of probes, in MiB: 4 bytes for each output, place and token of all running requests.
+    0: no probes."""
 
     rules_file: Path | None = None
     """A TOML file of rules that apply to all requests, or to those of some tenants: they flag, end or steer replies by

@@ -106,8 +106,9 @@ def _with_rules(spec: SharedSpec, applying: tuple[OperatorRule, ...]) -> SharedS
         own = outputs - sum(num_products(item.probe) for item in applying)
         raise Failure(
             Reason.ERROR_REASON_INVALID_FIELD,
-            f"The probes have {own} outputs. Together with those of the operator's rules, a request has at most "
-            f"{MAX_PROBE_OUTPUTS}, so yours may have {MAX_PROBE_OUTPUTS - outputs + own}.",
+            f"The probes have {own} outputs, each counted once for each place that its probe reads. Together with "
+            f"those of the operator's rules, a request has at most {MAX_PROBE_OUTPUTS}, so yours may have "
+            f"{MAX_PROBE_OUTPUTS - outputs + own}.",
             field="probes.probes",
         )
     check_demand(demand_of_steering(spec.steering, spec.capture, merged))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from inference_svc.admission.fields import invalid, layer_list, site_name
 from inference_svc.admission.sampling import is_prefill_only
@@ -77,14 +80,15 @@ def resolve_probes(spec: probe_pb2.ProbeSpec, facts: ModelFacts) -> probe_pb2.Pr
 
 def _check_probe(field: str, probe: probe_pb2.Probe, facts: ModelFacts) -> None:
     """Check one probe, and fill in its sites."""
+    _check_outputs(field, probe)  # with at least one output, the limit of outputs bounds the places
     _check_place(field, probe, facts)
     for at, place in enumerate(probe.further_places):
         _check_place(f"{field}.further_places[{at}]", place, facts)
-    _check_outputs(field, probe)
+    if problem := problem_of_places(probe):
+        raise invalid(f"{field}.further_places", f"The places of the probe {probe.name} are invalid: {problem}.")
     if problem := problem_of_attention(probe):
         raise invalid(f"{field}.attention", f"The attention of the probe {probe.name} is invalid: {problem}.")
     for name, problem in (
-        ("further_places", problem_of_places(probe)),
         ("mlp", problem_of_mlp(probe)),
         ("output_names", problem_of_names(probe)),
         ("smoothing", problem_of(probe.smoothing) if probe.HasField("smoothing") else ""),
@@ -173,16 +177,14 @@ def num_products(probe: probe_pb2.Probe) -> int:
     return len(probe.outputs) * (1 + len(probe.further_places))
 
 
-def in_columns(spec: probe_pb2.ProbeSpec) -> list[tuple[int, probe_pb2.Probe, int]]:
-    """Return each probe with its index and the first column of its inner products.
+def columns_of(spec: probe_pb2.ProbeSpec) -> list[list[int]]:
+    """Return, for each probe, the column of each of its `products_of`.
 
-    Columns are in the order of layers. Those of a probe are neighbours, in the order of `products_of`.
+    Columns are in the order of layers, so those of a pipeline stage are neighbours. So are those of a probe at a place.
     """
-    found, column = [], 0
-    for index, probe in sorted(enumerate(spec.probes), key=lambda item: item[1].layer):
-        found.append((index, probe, column))
-        column += num_products(probe)
-    return found
+    layers = [product.layer for probe in spec.probes for product in products_of(probe)]
+    ranks = iter(np.argsort(np.argsort(layers, kind="stable")).tolist())
+    return [list(islice(ranks, num_products(probe))) for probe in spec.probes]
 
 
 def demanded(

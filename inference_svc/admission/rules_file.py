@@ -122,8 +122,8 @@ class RulesFile:
         if outputs >= MAX_PROBE_OUTPUTS:
             # One is left to callers: a limit of 0 tells them that the server has no probes.
             raise RulesFileError(
-                f"rules: {path}: the probes have {outputs} outputs; at most {MAX_PROBE_OUTPUTS - 1} in all, so that "
-                "requests can have probes of their own."
+                f"rules: {path}: the probes have {outputs} outputs, each counted once for each place that its probe "
+                f"reads; at most {MAX_PROBE_OUTPUTS - 1} in all, so that requests can have probes of their own."
             )
 
     def for_model(self, facts: ModelFacts) -> OperatorRules:

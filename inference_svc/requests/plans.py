@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from inference_svc.admission.gates import gate_digests, make_gate
-from inference_svc.admission.probes import in_columns, products_of
+from inference_svc.admission.probes import columns_of, products_of
 from inference_svc.admission.rules import ABORT, has_action
 from inference_svc.admission.steering import layer_digests
 from inference_svc.resources.sae_memory import sae_name
@@ -119,10 +119,10 @@ def _scoring(spec: probe_pb2.ProbeSpec | None, rows: dict[bytes, int]) -> tuple[
             (product.layer,),
             selection_pb2.PositionSelection(),
             site=product.site,
-            column=first + number,
+            column=column,
         )
-        for _, probe, first in (in_columns(spec) if spec else ())
-        for number, product in enumerate(products_of(probe))
+        for probe, columns in (zip(spec.probes, columns_of(spec), strict=True) if spec else ())
+        for product, column in zip(products_of(probe), columns, strict=True)
     )
 
 

@@ -220,6 +220,7 @@ def _seeds(method: str) -> list[Message]:
     smoothing = probe_pb2.Smoothing(ema=0.5)
     for name, activation in (("p", probe_pb2.PROBE_ACTIVATION_SIGMOID), ("q", probe_pb2.PROBE_ACTIVATION_SOFTMAX)):
         probes.probes.add(name=name, layer=1, outputs=outputs, activation=activation, smoothing=smoothing)
+    probes.probes[0].further_places.add(layer=0, digests=digests)
     probes.rules.add(name="a", probe="p", output=1, above=0.25, for_tokens=2, action=rule_pb2.RULE_ACTION_ABORT)
     probes.rules.add(name="b", probe="q", below=0.75, action=rule_pb2.RULE_ACTION_STEER, steering=full.steering)
     judged = inference_pb2.RequestSpec(capture=CAPTURE, probes=probes)

@@ -38,7 +38,7 @@ class UploadClient(SearchClient):
         return vector_upload.put_result(given, self._provide(given))
 
     def put_probes(self, probes: Probe | Iterable[Probe]) -> PutResult:
-        """Send the vectors of probes that the server lacks, so that the first request need not. Requests also do this.
+        """Send the vectors of probes, of different names, that the server lacks. Requests also do this.
 
         Raises:
             BadVector: The server refused a vector; it accepted the others.

@@ -186,8 +186,11 @@ def _readable(name: str, describe: Callable[[Gallery, str], dict[str, Any]], gal
 
 def _probe(gallery: Gallery, name: str) -> dict[str, Any]:
     probe = gallery.probe(name)
+    places = probe.places
     return {
-        "name": name, "layer": probe.layer, "site": probe.site, "width": probe.width, "activation": probe.activation,
+        "name": name, "layer": ", ".join(str(layer) for _, layer in places) if len(places) > 1 else probe.layer,
+        "site": ", ".join(dict.fromkeys(site for site, _ in places)),
+        "width": probe.width, "activation": probe.activation,
         "outputs": list(probe.output_names) or [str(index) for index in range(probe.num_outputs)],
         "mlp": len(probe.mlp),
     }  # fmt: skip

@@ -75,17 +75,10 @@ class Gallery:
         """Return a probe by its name.
 
         Raises:
-            InvalidRequest: The name is none, the file holds no probe, or the probe reads several places, of which a
-                view shows only one.
+            InvalidRequest: The name is none, or the file holds no probe.
             FileNotFoundError: There is none with this name.
         """
-        probe = Probe.load(self._file("probe", name))
-        if len(probe.places) > 1:
-            raise invalid(
-                f"The probe {name} reads rows of {len(probe.places)} places, and a view shows those of one. Score them "
-                "in Python: probe.score(...)."
-            )
-        return probe
+        return Probe.load(self._file("probe", name))
 
     def _file(self, kind: str, name: str) -> Path:
         path = self._path(name)

@@ -48,6 +48,11 @@ def chosen_measure(gallery: Gallery, manifest: Manifest, site: str, asked: Mappi
 def _probe(gallery: Gallery, manifest: Manifest, site: str, name: str, asked: Mapping[str, Any]) -> ProbeScore:
     probe = gallery.probe(name)
     at_all_layers = asked.get("from") == "all"
+    if len(probe.places) > 1:
+        raise invalid(
+            f"The probe {name} reads {len(probe.places)} places, and a view shows the rows of one. Score the rows in "
+            "Python: probe.score(...)."
+        )
     if probe.site != site:
         raise invalid(f"The probe {name} reads rows of the site {probe.site}, but these are of {site}.")
     if not at_all_layers and probe.layer not in manifest.layers_at(site):

@@ -424,7 +424,9 @@ class Limits(_message.Message):
     this field and returns no log-probabilities.
     """
     max_probe_outputs: _builtins.int
-    """The outputs of all probes of one request. 0: the server is older than this field and has no probes."""
+    """The outputs of all probes of one request, each counted once for each place that its probe reads. 0: the server is
+    older than this field and has no probes.
+    """
     max_rules: _builtins.int
     """The rules of one request. 0: the server has no rules."""
     sae_bytes: _builtins.int
@@ -432,7 +434,7 @@ class Limits(_message.Message):
     max_probe_heads: _builtins.int
     """The heads of an attention probe. 0: the server has no attention probes, or is older than this field."""
     max_probe_places: _builtins.int
-    """The places, layers at sites, that one probe may read. 0: the server has no probes, or is older than this field and
+    """The places (a site of a layer) that one probe may read. 0: the server has no probes, or is older than this field and
     reads only one.
     """
     def __init__(

@@ -39,7 +39,7 @@ MAX_PROBE_LAYERS = 2
 """Layers of a probe that is an MLP, after its first one. Each has at most MAX_PROBE_OUTPUTS outputs."""
 
 MAX_PROBE_PLACES = 16
-"""Places, layers at sites, that one probe may read."""
+"""Places (a site of a layer) that one probe may read."""
 
 MAX_PROBE_HEADS = 16
 """Heads of an attention probe."""

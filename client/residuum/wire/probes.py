@@ -38,14 +38,17 @@ def problem_of_places(probe: probe_pb2.Probe) -> str:
     """
     places = [(probe.site, probe.layer), *((place.site, place.layer) for place in probe.further_places)]
     if len(places) > MAX_PROBE_PLACES:
-        return f"it reads {len(places)} places; at most {MAX_PROBE_PLACES}"
-    if len({*places}) < len(places):
-        return "two of its places are the same"
-    for place in probe.further_places:
+        return f"a probe reads at most {MAX_PROBE_PLACES} places, and this one has {len(places)}"
+    for number, place in enumerate(probe.further_places, 2):
+        if places.index(places[number - 1]) < number - 1:
+            return f"place {number} is the same as place {places.index(places[number - 1]) + 1}"
         if len(place.digests) != len(probe.outputs):
-            return f"a place has {len(place.digests)} vectors for {len(probe.outputs)} outputs"
+            return (
+                f"each output needs a vector at each place, but place {number} has {len(place.digests)}, and the "
+                f"number of outputs is {len(probe.outputs)}"
+            )
         if any(len(digest) != DIGEST_BYTES for digest in place.digests):
-            return f"a digest is not {DIGEST_BYTES} bytes long, as the SHA-256 of a vector is"
+            return f"a digest of place {number} is not {DIGEST_BYTES} bytes long, as the SHA-256 of a vector is"
     return ""
 
 

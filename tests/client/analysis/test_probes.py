@@ -80,6 +80,13 @@ class TestValue:
         x = RNG.normal(size=(5, 2 * HIDDEN)).astype(np.float32)
         np.testing.assert_allclose(probe.score(x), x @ np.array(weights).T + [0.5, -1], rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.parametrize("layer", [np.array(3), np.int64(3), np.array([3])[0]], ids=repr)
+    def test_a_number_of_numpy_is_one_layer(self, layer):
+        assert residuum.Probe(DIRECTION, layer=layer) == residuum.Probe(DIRECTION, layer=3)
+
+    def test_an_array_of_numpy_is_a_list_of_layers(self):
+        assert residuum.Probe([1, 2], layer=np.array([4, 2])) == residuum.Probe([1, 2], layer=[4, 2])
+
     def test_one_site_may_be_that_of_all_layers(self):
         probe = residuum.Probe(np.zeros((1, 3 * HIDDEN)), layer=(2, 4, 6), site="mlp_out")
         assert probe.places == (("mlp_out", 2), ("mlp_out", 4), ("mlp_out", 6))
@@ -163,6 +170,7 @@ BAD = {
     "layer": (lambda: residuum.Probe([1, 2], layer=-1), residuum.UnknownLayer, "Layer -1 does not exist"),
     "layers": (lambda: residuum.Probe([1, 2, 3], layer=[1, 2]), residuum.BadVector, "3 elements cannot be those of 2"),
     "a text of layers": (lambda: residuum.Probe([1, 2], layer="1,2"), TypeError, "a layer, or a list of numbers"),
+    "bytes as layers": (lambda: residuum.Probe([1, 2], layer=b"12"), TypeError, "a layer, or a list of numbers"),
     "no layers": (lambda: residuum.Probe([1, 2], layer=[]), INVALID, "0 layers and 1 sites"),
     "sites of layers": (
         lambda: residuum.Probe([1, 2], layer=[1, 2], site=["q"]),
@@ -170,11 +178,11 @@ BAD = {
         "2 layers and 1 sites",
     ),
     "one site too many": (lambda: residuum.Probe([1, 2], layer=[1, 2], site=["q", 3]), TypeError, "a list of names"),
-    "same places": (lambda: residuum.Probe([1, 2], layer=[1, 1]), INVALID, "two of its places are the same"),
+    "same places": (lambda: residuum.Probe([1, 2], layer=[1, 1]), INVALID, "place 2 is the same as place 1"),
     "too many places": (
         lambda: residuum.Probe(np.ones(17), layer=range(17)),
         INVALID,
-        "reads 17 places; at most 16",
+        "reads at most 16 places, and this one has 17",
     ),
     "all layers": (lambda: residuum.Probe([1, 2], layer="all"), TypeError, "the number of a layer"),
     "no layer": (lambda: residuum.Probe([1, 2]), TypeError, "layer"),

@@ -132,7 +132,7 @@ def test_scores_of_a_probe_are_those_of_its_layer_or_of_all(page, capture, tmp_p
     residuum.Probe(weights, layer=LAYERS + 1).save(tmp_path / "gallery" / "mood.safetensors")
     assert "was not captured" in page("grid", **asked)[1]["message"]
     residuum.Probe(np.tile(weights, 2), layer=[1, 2]).save(tmp_path / "gallery" / "mood.safetensors")
-    assert "reads rows of 2 places" in page("grid", **asked)[1]["message"]
+    assert "reads 2 places" in page("grid", **asked)[1]["message"]
 
 
 @pytest.mark.parametrize(

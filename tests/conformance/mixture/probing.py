@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import residuum
+from residuum.wire.limits import MAX_PROBE_OUTPUTS
 from tests.conformance.mixture.expected import ROW_ERROR
 from tests.conformance.mixture.operations import Placed, draw_operations
 
@@ -32,24 +33,32 @@ class RuleDrawn(NamedTuple):
 
 
 def draw_probes(rng: np.random.Generator, world: World) -> list[residuum.Probe]:
-    """Return one to three probes of any kind."""
-    return [_draw_probe(rng, world, f"p{number}") for number in range(int(rng.integers(1, 4)))]
+    """Return one to three probes of any kind, with no more vectors than a request may have."""
+    probes = [_draw_probe(rng, world, f"p{number}") for number in range(int(rng.integers(1, 4)))]
+    while sum(len(probe.vectors) for probe in probes) > MAX_PROBE_OUTPUTS:
+        probes.pop()
+    return probes
 
 
 def _draw_probe(rng: np.random.Generator, world: World, name: str) -> residuum.Probe:
-    sites = [site for site in world.info.probe_sites if site in world.sites]
-    site = str(rng.choice(sites))
-    unit = 1 / (world.scales[site] * math.sqrt(world.width(site)))
+    known = [(site, layer) for site in world.info.probe_sites if site in world.sites for layer in world.layers[site]]
+    count = int(rng.choice([1, 1, 2, 3]))
+    places = [known[int(number)] for number in rng.choice(len(known), size=min(count, len(known)), replace=False)]
 
     def vectors(*shape: int) -> Rows:
-        drawn: Rows = (unit * rng.standard_normal((*shape, world.width(site)))).astype(np.float32)
+        units = [1 / (world.scales[site] * math.sqrt(world.width(site) * len(places))) for site, _ in places]
+        parts = [
+            unit * rng.standard_normal((*shape, world.width(site)))
+            for unit, (site, _) in zip(units, places, strict=True)
+        ]
+        drawn: Rows = np.concatenate(parts, axis=-1).astype(np.float32)
         return drawn
 
     smooth = (None, None, residuum.EMA(float(rng.uniform(0.2, 0.95))), residuum.RollingMax(int(rng.integers(1, 9))),
               residuum.RollingMean(int(rng.integers(1, 9))), residuum.RollingMean(), residuum.RollingMax())  # fmt: skip
     options: dict[str, Any] = {
-        "layer": int(rng.choice(world.layers[site])),
-        "site": site,
+        "layer": [layer for _, layer in places] if len(places) > 1 else places[0][1],
+        "site": [site for site, _ in places] if len(places) > 1 else places[0][0],
         "name": name,
         "activation": (None, "sigmoid", "softmax")[int(rng.integers(3))],
         "smooth": smooth[int(rng.integers(len(smooth)))],
@@ -111,7 +120,7 @@ def score(probe: residuum.Probe, rows: Rows) -> Scored:
 
     Args:
         probe: The probe.
-        rows: The reference's rows at its place, [positions, width].
+        rows: The reference's rows at its places, one after the other, [positions, width].
     """
     exact, weights = rows.astype(np.float64), probe.weights.astype(np.float64)
     values = exact @ weights.T + probe.bias

@@ -130,7 +130,7 @@ def check_scores(case: Case, given: residuum.Scores, known: Expected, first: int
         if len(found) != count:
             tally.fault(case.name, f"{probe.name} has {len(found)} scores for {count} rows")
             continue
-        scored = score(probe, known.at(probe.site, probe.layer))
+        scored = score(probe, np.concatenate([known.at(*place) for place in probe.places], axis=-1))
         rows = slice(first, first + min(max(known.decided - first, 0), count))
         values, bounds = smoothed(probe, scored.values[rows]), scored.bounds[rows]
         bounds = running_bound(bounds) if probe.smooth and len(bounds) else bounds

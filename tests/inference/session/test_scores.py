@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_svc.admission.probes import in_columns, probe_sites, resolve_probes
+from inference_svc.admission.probes import columns_of, probe_sites, resolve_probes
 from inference_svc.admission.specs import SharedSpec
 from inference_svc.admission.steering import demand_of_steering
 from inference_svc.engine.streams import Delta
@@ -103,20 +103,20 @@ def test_columns_are_in_the_order_of_layers():
     """So the columns of a pipeline stage are neighbours, whatever the order of the probes is."""
     probes = spec(probe("late", 2), probe("early", 0, ((A, 0.0), (B, 0.0))), probe("middle", 1))
     resolved = resolve_spec(inference_pb2.RequestSpec(probes=probes), FACTS)
-    assert [(index, column) for index, _, column in in_columns(resolved.probes)] == [(1, 0), (2, 2), (0, 3)]
+    assert columns_of(resolved.probes) == [[3], [0, 1], [2]]
     assert resolved.shared.digests == [A, B]
     assert resolved.shared.cache_salt(10) is None, "probes change nothing, so requests share the prefix cache"
     region = ScoreRegion(0, 4, 7, 4)
     plan = make_plan(Running("r", resolved, was_registered=False), 0, 5, {A: 3, B: 8}, scores=region)
     assert RequestPlan.from_extra_args(plan.to_extra_args()) == plan
     assert [(item.kind, item.row, item.layers, item.column) for item in plan.operations] == [
+        (Kind.SCORE, 3, (2,), 3),
         (Kind.SCORE, 3, (0,), 0),
         (Kind.SCORE, 8, (0,), 1),
         (Kind.SCORE, 3, (1,), 2),
-        (Kind.SCORE, 3, (2,), 3),
     ]
     moved = make_plan(Running("s", resolved, was_registered=False), 0, 5, {A: 8, B: 3}, scores=region)
-    assert [item.row for item in moved.operations] == [8, 3, 8, 8], "the vectors have other rows now"
+    assert [item.row for item in moved.operations] == [8, 8, 3, 8], "the vectors have other rows now"
     assert not plan.needs_whole_prompt
     assert replace(plan, scores=region._replace(first_position=0)).needs_whole_prompt
 
@@ -126,17 +126,20 @@ def test_a_probe_of_several_places_has_a_column_for_each_output_at_each():
     several = probe("several", 1, ((A, 1.0), (B, 2.0)), further_places=places)
     resolved = resolve_spec(inference_pb2.RequestSpec(probes=spec(several, probe("early", 0))), FACTS)
     assert [place.site for place in resolved.probes.probes[0].further_places] == [capture_pb2.SITE_RESID_POST] * 2
-    assert [(index, column) for index, _, column in in_columns(resolved.probes)] == [(1, 0), (0, 1)]
+    assert columns_of(resolved.probes) == [[3, 4, 0, 1, 5, 6], [2]]
     plan = make_plan(Running("r", resolved, was_registered=False), 0, 5, {A: 3, B: 8}, scores=ScoreRegion(0, 4, 7, 7))
     assert [(item.row, item.layers, item.column) for item in plan.operations] == [
-        (3, (0,), 0), (3, (1,), 1), (8, (1,), 2), (8, (0,), 3), (3, (0,), 4), (8, (2,), 5), (8, (2,), 6),
+        (3, (1,), 3), (8, (1,), 4), (8, (0,), 0), (3, (0,), 1), (8, (2,), 5), (8, (2,), 6), (3, (0,), 2),
     ]  # fmt: skip
     groups = groups_of(resolved.shared)
     assert groups.columns == 7
-    products = np.array([[5, 1, 2, 10, 20, 100, 200], [np.inf, 1, 2, np.inf, 20, 1, 2]], dtype=np.float32)
+    big, inf = np.finfo(np.float32).max, np.inf
+    products = np.array(
+        [[10, 20, 5, 1, 2, 100, 200], [inf, -inf, inf, 1, inf, 1, 2], [big, np.nan, 5, big, 2, 1, 2]], dtype=np.float32
+    )
     scores, early = groups.scores(products, groups.begin())
-    np.testing.assert_array_equal(scores, [[112, 224], [np.inf, 26]])
-    np.testing.assert_array_equal(early, [[5], [np.inf]])
+    np.testing.assert_array_equal(scores, [[112, 224], [inf, np.nan], [inf, np.nan]])
+    np.testing.assert_array_equal(early, [[5], [inf], [5]])
 
 
 def test_attention_pools_the_sums_over_the_places():
@@ -160,16 +163,21 @@ def place(layer=0, site=0, digests=(A,)):
 @pytest.mark.parametrize(
     ("places", "words"),
     [
-        ([place(1)], "two of its places are the same"),
-        ([place(0), place(0, capture_pb2.SITE_RESID_POST)], "two of its places are the same"),
-        ([place(digests=[A, B])], "a place has 2 vectors for 1 outputs"),
-        ([place(digests=[b"short"])], "a digest is not 32 bytes"),
+        ([place(1)], "place 2 is the same as place 1"),
+        ([place(0), place(0, capture_pb2.SITE_RESID_POST)], "place 3 is the same as place 2"),
+        ([place(digests=[A, B])], "each output needs a vector at each place, but place 2 has 2"),
+        ([place(digests=[b"short"])], "a digest of place 2 is not 32 bytes"),
     ],
 )
 def test_invalid_places_are_refused(places, words):
     with pytest.raises(Failure, match=words) as caught:
         resolve_probes(spec(probe(further_places=places)), FACTS)
     assert caught.value.metadata["field"] == "probes.probes[0].further_places"
+
+
+def test_many_places_without_an_output_are_refused_before_they_are_looked_at():
+    with pytest.raises(Failure, match="at least one output"):
+        resolve_probes(spec(probe(outputs=(), further_places=[place(9, digests=())] * 40_000)), FACTS)
 
 
 def test_a_further_place_is_one_of_the_models():
@@ -471,7 +479,7 @@ def test_a_probe_has_the_same_scores_among_others_as_alone():
         parts.append(groups.scores(products[part], phase))
         groups.scores(-products[part], other)  # of another request meanwhile
     together = [np.concatenate(of_probe) for of_probe in zip(*parts, strict=True)]
-    for index, item, column in in_columns(whole):
+    for index, (item, columns) in enumerate(zip(probes, columns_of(whole), strict=True)):
         alone = ProbeGroups(spec(item))
-        (expected,) = alone.scores(products[:, column : column + len(item.outputs)], alone.begin())
+        (expected,) = alone.scores(products[:, columns], alone.begin())
         np.testing.assert_allclose(together[index], expected, rtol=1e-6, err_msg=item.name)

@@ -84,7 +84,8 @@ class ModelInfo:
         gate_measures: What the gate of a steering operation may measure. Empty: the server is older than this field,
             and has no gates.
         probe_sites: The sites at which probes can read rows; `limits["max_probe_outputs"]` says how many outputs the
-            probes of a request may have. Empty: the server is older than this field, and has no probes.
+            probes of a request may have, each counted once for each place. Empty: the server is older than this field,
+            and has no probes.
         operator_rules: The names of the operator's rules that apply to your requests.
         attention: What determines the attention weights of each layer; empty if the server does not say.
         load: What the server does at the moment; None if you are not an admin, or the server is older than this field.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,12 @@ def _finite(what: str, values: FloatArray) -> FloatArray:
 
 def checked_places(layer: Any, site: Any, width: int) -> tuple[int | tuple[int, ...], str | tuple[str, ...]]:
     """Return the layer and the site, or those of several places, whose rows have `width` elements together."""
-    if not isinstance(layer, Iterable) or isinstance(layer, str):
+    if _is_number(layer) or not _is_list(layer):
         if not isinstance(site, str):
             raise TypeError(f"Probe: site must be the name of one site, not {site!r}; or give a list of layers, too.")
         return _layer(layer), _site(site)
     layers = tuple(map(_layer, layer))
-    sites = _site(site) if isinstance(site, str) or not isinstance(site, Iterable) else tuple(map(_site, site))
+    sites = tuple(map(_site, site)) if _is_list(site) else _site(site)
     if not layers or (isinstance(sites, tuple) and len(sites) != len(layers)):
         raise InvalidRequest(
             f"Probe: there are {len(layers)} layers and {len(sites) if isinstance(sites, tuple) else 1} sites. Give at "
@@ -100,10 +101,23 @@ def checked_places(layer: Any, site: Any, width: int) -> tuple[int | tuple[int, 
     return layers, sites
 
 
+def _is_number(given: Any) -> bool:
+    """Return whether this is a whole number: also one of numpy or torch, which may look like a list."""
+    try:
+        operator.index(given)
+    except TypeError:
+        return False
+    return not isinstance(given, bool)
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping))
+
+
 def _layer(given: Any) -> int:
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
+    if not _is_number(given):
         raise TypeError(f"Probe: layer must be the number of a layer, or a list of numbers, not {given!r}.")
-    return layer_list(given)[0]
+    return layer_list(operator.index(given))[0]
 
 
 def _site(given: Any) -> str:

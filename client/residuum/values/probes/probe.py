@@ -47,7 +47,8 @@ class Probe:
     With `attention`, the outputs are pooled over all positions up to the token's, from the prompt's first one, before
     `mlp`, the activation and `smooth` read them. Such a request computes its whole prompt.
 
-    A probe can read the rows of several layers or sites. Then a row is that of all these places, one after the other.
+    A probe can read several layers or sites. Then its input is the concatenation of the rows at these places, in the
+    given order.
 
     With `probes=[...]`, the server computes the scores on the device while the model generates, and sends them with the
     tokens: see `TokenDelta.scores` and `Reply.scores`. If the request is steered, the probe reads the steered row.
