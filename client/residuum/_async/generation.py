@@ -12,7 +12,7 @@ from residuum._async.batches import run_as_completed, run_batch
 from residuum._async.streams import AsyncStream, make_stream
 from residuum._async.tokens import accept
 from residuum._async.uploads import AsyncUploadClient
-from residuum.protocol import vector_upload
+from residuum.protocol import older_servers, vector_upload
 from residuum.protocol.events import ReplyBuilder
 from residuum.protocol.reading import Reading, plan_read
 from residuum.protocol.requests import (
@@ -463,61 +463,8 @@ class AsyncGenerationClient(AsyncUploadClient):
         return call, builder
 
     async def _check_understood(self, steering: steering_pb2.SteeringSpec, probes: Sequence[Probe] = ()) -> None:
-        """Check that the server reads the probes, and the site and the gate of each operation.
-
-        An older server ignores them, in silence.
-
-        Raises:
-            UnknownSite: The server does not read the site.
-            UnknownOperation: The server does not read the gate.
-            InvalidRequest: The server does not read the probes.
-        """
-        has_site = any(operation.site for operation in steering.operations)
-        has_gate = any(operation.HasField("gate") for operation in steering.operations)
-        pools = any(probe.attention for probe in probes)
-        reads_several = any(len(probe.places) > 1 for probe in probes)
-        uses = {
-            "sites": has_site, "gates": has_gate, "probes": probes, "attention": pools, "places": reads_several,
-        }  # fmt: skip
-        needed = {name for name, is_used in uses.items() if is_used}
-        if needed <= self._server_reads:
-            return
-        info = await self.info()
-        lists: dict[str, object] = {
-            "sites": info.steering_sites,
-            "gates": info.gate_measures,
-            "probes": info.probe_sites,
-            "attention": info.limits["max_probe_heads"],
-            "places": info.limits["max_probe_places"],
-        }
-        self._server_reads = frozenset(name for name, known in lists.items() if known)
-        if has_site and "sites" not in self._server_reads:
-            raise exc.UnknownSite(
-                "This server is older than the client, and steers only at resid_post. Update it, or leave out site=.",
-                reason="UNKNOWN_SITE",
-            )
-        if has_gate and "gates" not in self._server_reads:
-            raise exc.UnknownOperation(
-                "This server is older than the client, and would ignore the gate. Update it, or leave out gate=.",
-                reason="UNKNOWN_OPERATION",
-            )
-        if probes and "probes" not in self._server_reads:
-            raise exc.InvalidRequest(
-                "This server is older than the client, and would ignore the probes. Update it, or leave out probes=.",
-                reason="INVALID_FIELD",
-                metadata={"field": "probes"},
-            )
-        if pools and "attention" not in self._server_reads:
-            raise exc.InvalidRequest(
-                "This server is older than the client, and would ignore the attention of a probe. Update it, or leave "
-                "out the attention probes.",
-                reason="INVALID_FIELD",
-                metadata={"field": "probes"},
-            )
-        if reads_several and "places" not in self._server_reads:
-            raise exc.InvalidRequest(
-                "This server is older than the client, and would read only the first place of a probe. Update it, or "
-                "leave out the probes that read several places.",
-                reason="INVALID_FIELD",
-                metadata={"field": "probes"},
-            )
+        """Check that the server reads all parts of the steering and of the probes; see `older_servers`."""
+        needed = older_servers.needed_parts(steering, probes)
+        if not needed <= self._server_reads:
+            self._server_reads = older_servers.known_parts(await self.info())
+            older_servers.check_parts(needed, self._server_reads)

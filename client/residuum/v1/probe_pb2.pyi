@@ -123,12 +123,12 @@ Global___ProbeSpec: _TypeAlias = ProbeSpec  # noqa: Y015
 
 @_typing.final
 class Probe(_message.Message):
-    """A linear probe, a small MLP, or an attention probe: it scores the rows at a site of a layer, or of several. Output i of a row x is x . v_i + bias_i,
-    computed in float32, where v_i is the output's vector. Steering comes first: a probe reads the steered row, in float32,
-    before it is rounded to the model's dtype.
+    """A linear probe, a small MLP, or an attention probe: it scores the rows at a site of a layer, or of several. Output i of
+    a row x is x . v_i + bias_i, computed in float32, where v_i is the output's vector. Steering comes first: a probe reads
+    the steered row, in float32, before it is rounded to the model's dtype.
 
     With `further_places`, a probe reads the rows of one position at several places, x_0, x_1, ...: output i is
-    x_0 . v_0,i + x_1 . v_1,i + ... + bias_i. So the probe's input is the concatenation of the rows at these places.
+    x_0 . v_0,i + x_1 . v_1,i + ... + bias_i. The probe's input is the concatenation of the rows at these places.
 
     With `mlp`, these outputs are those of the MLP's first layer, and the probe's outputs are those of its last layer. With
     `attention`, these outputs are pooled over positions before anything else reads them.

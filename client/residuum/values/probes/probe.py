@@ -347,7 +347,7 @@ class Probe:
         """Return the probe's message, with the vectors' digests instead of their values."""
         (site, layer), *further = self.places
         message = probe_pb2.Probe(name=self.name, layer=layer, activation=ACTIVATIONS[self.activation])
-        if site != "resid_post" or further:  # the default
+        if site != "resid_post" or further:  # the default need not be sent, but places are compared by their sites
             (message.site,) = site_numbers([site])
         vectors = iter(self.vectors)
         for bias in self.bias:
