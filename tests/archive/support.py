@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,6 +56,11 @@ def listed_states(client: Client) -> dict[str, int]:
     """Return the states of all captures, as a list has them: a moment later than `state`."""
     found = client.stub.ListCaptures(store_pb2.ListCapturesRequest()).captures
     return {item.capture_id: item.archive_state for item in found}
+
+
+def files_under(folder: Path) -> list[str]:
+    """Return the names of all files in a folder and its subfolders. The store may delete some of them meanwhile."""
+    return [name for _, _, names in os.walk(folder) for name in names]
 
 
 def stats(client: Client) -> store_pb2.ArchiveStats:

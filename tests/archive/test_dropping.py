@@ -27,6 +27,7 @@ from tests.archive.support import (
     MOVED,
     capture,
     file_url,
+    files_under,
     listed_states,
     state,
     stats,
@@ -157,8 +158,8 @@ def test_expired_captures_are_deleted_in_the_archive(tmp_path: Path, url: str) -
         wait_for_state(client, MOVED)
     with serving(tmp_path / "store", archive=url, retain_hours=1e-6) as (_, client):
         wait_for(lambda: not listed_states(client), "expiry")
-        wait_for(lambda: not list((tmp_path / "archive" / "captures").glob("*")), "deletion")
-        wait_for(lambda: not list((tmp_path / "archive" / "chunks").glob("*/*")), "deletion of chunks")
+        wait_for(lambda: not files_under(tmp_path / "archive" / "captures"), "deletion")
+        wait_for(lambda: not files_under(tmp_path / "archive" / "chunks"), "deletion of chunks")
 
 
 def test_captures_in_the_archive_do_not_expire_by_size(tmp_path: Path, url: str) -> None:
