@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from store_svc.database.frames import PayloadChangedError, PlacedFrame, StoredFrame
+from store_svc.database.large_values import LargeValues
 from store_svc.database.lmdb_file import DamagedError, LmdbFile, StoreFullError, Table, items, limit_text, next_key
 from store_svc.database.shards import FrameChanges, FrameView, Shards
 
@@ -83,10 +84,13 @@ class Txn:
     With several shards, a write transaction writes frames when it commits: its own reads do not see them.
     """
 
-    def __init__(self, raw: Any, tables: dict[Table, Any], frames: FrameView | None) -> None:
+    def __init__(
+        self, raw: Any, tables: dict[Table, Any], frames: FrameView | None, large_values: LargeValues | None = None
+    ) -> None:
         self._raw = raw
         self._tables = tables
         self._frames = frames  # None: the frames are in a table like the others
+        self._large_values = large_values  # None: this transaction writes
         self.wrote = False
         """Whether `put` was called. LMDB commits and syncs nothing if a transaction changed nothing."""
         self.changed_main = False
@@ -96,6 +100,8 @@ class Txn:
         """Return the value of a key, or None."""
         if self._frames is not None and table in _OF_FRAMES:
             return self._frames.get(table, key)
+        if self._large_values is not None and table is Table.FRAMES:
+            return self._large_values.get(self._raw, self._tables[table], key)
         value: memoryview | None = self._raw.get(key, db=self._tables[table])
         return value
 
@@ -146,8 +152,11 @@ class Txn:
         Raises:
             FrameError: One is damaged.
         """
-        for key, value in self.items(Table.FRAMES, prefix):
-            yield key, StoredFrame.of(self.get(Table.HEADS, key), value)
+        key = self.next_key(Table.FRAMES, prefix)
+        while key is not None and key.startswith(prefix):
+            if (frame := self.frame(key)) is not None:
+                yield key, frame
+            key = self.next_key(Table.FRAMES, key + b"\0")
 
     def put_trial(self, value: bytes) -> None:
         """Write a value that means nothing to every file that holds frames."""
@@ -476,7 +485,7 @@ class _Reading:
         self._raw = self._main.begin()
         if self._shards is not None:
             self._frames = self._shards.view()
-        return Txn(self._raw, self._tables, self._frames)
+        return Txn(self._raw, self._tables, self._frames, self._main.large_values)
 
     def __exit__(self, *_: object) -> None:
         if self._frames is not None:

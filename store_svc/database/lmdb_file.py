@@ -36,6 +36,8 @@ from typing import Any
 
 import lmdb
 
+from store_svc.database.large_values import LargeValues
+
 _KEEP_SIZE = 1
 """The flag FALLOC_FL_KEEP_SIZE of fallocate(2)."""
 _GROWTH_STEP = 64 << 10
@@ -131,6 +133,8 @@ class LmdbFile:
                 writemap=False,
             )
             self.page_bytes = int(self._env.stat()["psize"])
+            self.large_values = LargeValues(self._data, self.page_bytes)
+            """Finds frames for read transactions."""
             self.tables = {table: self._env.open_db(table.value) for table in tables}
         except lmdb.Error as error:
             raise DamagedError(f"Cannot open the database in {folder}: {error}.") from error

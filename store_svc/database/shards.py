@@ -93,7 +93,10 @@ class FrameView:
     def get(self, table: Table, key: bytes) -> memoryview | None:
         """Return the value of a frame in FRAMES or HEADS, or None."""
         shard = self._placement.of(key)
-        value: memoryview | None = self._raw(shard).get(key, db=self._files[shard].tables[table])
+        raw, file = self._raw(shard), self._files[shard]
+        if table is Table.FRAMES:
+            return file.large_values.get(raw, file.tables[table], key)
+        value: memoryview | None = raw.get(key, db=file.tables[table])
         return value
 
     def count(self) -> int:

@@ -173,7 +173,7 @@ def located(txn: Txn, key: bytes, record: records.Record | None) -> bytes | Away
         key: The key.
         record: The record of its capture.
     """
-    if record is None or record.state != records.MOVED or txn.get(Table.FRAMES, key) is not None:
+    if record is None or record.state != records.MOVED or txn.next_key(Table.FRAMES, key) == key:
         return key
     place = records.place_of(txn, key)
     return key if place is None else Away(key, place, record.key)

@@ -23,7 +23,7 @@ from store_svc.reading.open_read import check_not_cancelled
 from store_svc.reading.placing import Placing
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_header, sliced_positions
-from store_svc.reading.stored_chunks import Part, check_layers, check_whole, damaged, parsed, sliced, wanted_parts
+from store_svc.reading.stored_chunks import Part, check, check_layers, damaged, parsed, sliced, wanted_parts
 
 _MAX_PIECE_BYTES = BATCH_BYTES // 2
 """The most bytes of a frame's rows that are joined with others. To copy larger pieces once more would save few
@@ -122,13 +122,13 @@ class Responses:
         response = b""
         with frame as stored:
             prefix = stored.prefix
-            size = len(prefix) + len(stored.payload)
-            if whole and size <= MAX_CHUNK_BYTES:
+            if whole and len(prefix) + len(stored.payload) <= MAX_CHUNK_BYTES:
+                # The check comes first: it lets go of the GIL, so that page faults do not hold it.
+                check(parsed(stored, self._query.capture_id), self._query.capture_id)
                 response = self._placing.framed(prefix, stored.payload)
             else:
                 parts = wanted_parts(stored, self._query)
         if response:
-            check_whole(memoryview(response)[-size:], self._query.capture_id)
             yield response
         for part in parts:
             with frame as stored:

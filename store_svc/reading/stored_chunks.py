@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from residuum.rpc.errors import Failure, Reason
-from residuum.wire.frames import ChunkView, FrameError, parse_chunk, read_prefix
+from residuum.wire.frames import ChunkView, FrameError, read_prefix
 from residuum.wire.limits import TARGET_CHUNK_BYTES
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.query import Query
@@ -50,17 +50,13 @@ def sliced(frame: StoredFrame, part: Part, capture_id: str) -> tuple[bytes, memo
     return slice_chunk(chunk, *part)
 
 
-def check_whole(chunk: memoryview, capture_id: str) -> None:
-    """Compare the payload of a chunk with its checksum.
+def check(chunk: ChunkView, capture_id: str) -> None:
+    """Compare the payload of a stored chunk with its checksum.
 
     Raises:
         Failure: CHECKSUM_MISMATCH.
     """
-    try:
-        matches = parse_chunk(chunk).verify()
-    except FrameError:
-        matches = False
-    if not matches:
+    if not chunk.verify():
         raise damaged(capture_id)
 
 
