@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from residuum.v1 import capture_pb2
 from residuum.wire.frames import checksum, chunk_head, placed_response
-from residuum.wire.shared_memory import MIN_PLACED_BYTES
+from residuum.wire.shared_memory import MIN_PLACED_BYTES, Place
 from store_svc.database.frames import StoredFrame
 from store_svc.reading.frame_access import Frame
 from store_svc.reading.query import Query
@@ -18,11 +18,38 @@ from store_svc.reading.stored_chunks import check_layers, framed, parsed
 from store_svc.shared_memory.memories import ReadUse
 
 
+class Room:
+    """Room for a payload in the memory of a read."""
+
+    def __init__(self, memory: ReadUse, place: Place, payload: npt.NDArray[np.uint8]) -> None:
+        self._memory = memory
+        self._place = place
+        self.bytes = payload
+        """The bytes to write to; uint8 [size]."""
+
+    def respond(self, header: capture_pb2.ChunkHeader, crc32c: int, num_bytes: int) -> bytes | None:
+        """Return the response with a chunk whose payload is the first bytes of the room. The rest is given back.
+
+        Returns:
+            The serialised ReadChunksResponse. None: the payload belongs in the message. It stays in `bytes` until the
+            next payload is placed.
+        """
+        if not _fits(num_bytes, self._memory):
+            self.give_back()
+            return None
+        place = self._memory.shorten(self._place, len(self.bytes), num_bytes)
+        return placed_response(chunk_head(header, crc32c), place, num_bytes)
+
+    def give_back(self) -> None:
+        """Give back all of the room."""
+        self._memory.shorten(self._place, len(self.bytes), 0)
+
+
 class Placing:
     """Places the payloads of one read.
 
-    It copies frames from LMDB's pages straight into the memory, in a read transaction. Joined rows come from a buffer.
-    It waits for room outside of any transaction.
+    Rows are copied from LMDB's pages straight into the memory, in a read transaction. If it has no room for rows that
+    are joined, these come from a buffer. `Placing` waits for room outside of any transaction.
     """
 
     def __init__(
@@ -41,6 +68,12 @@ class Placing:
         self._is_cancelled = is_cancelled
         self._memory = memory
         self.framed = framed
+
+    def room(self, num_bytes: int) -> Room | None:
+        """Take room for a payload that is not known yet; None if there is none now, or payloads belong in messages."""
+        memory = self._memory
+        taken = memory.take(num_bytes) if memory is not None and num_bytes <= memory.max_bytes else None
+        return Room(memory, *taken) if memory is not None and taken is not None else None
 
     def place(self, header: capture_pb2.ChunkHeader, crc32c: int, payload: npt.NDArray[np.uint8]) -> bytes | None:
         """Return the response with a chunk whose payload is copied into the memory.

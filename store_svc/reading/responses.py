@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from residuum.v1 import capture_pb2
 from residuum.wire.capture_batches import BATCH_BYTES
@@ -20,7 +21,7 @@ from residuum.wire.frames import checksum, chunk_prefix
 from residuum.wire.limits import MAX_CHUNK_BYTES, MAX_CHUNK_POSITIONS
 from store_svc.reading.frame_access import Frame, IsCancelled
 from store_svc.reading.open_read import check_not_cancelled
-from store_svc.reading.placing import Placing
+from store_svc.reading.placing import Placing, Room
 from store_svc.reading.query import Query
 from store_svc.reading.slicing import checksum_of_layers, cut_into, slice_header, sliced_positions
 from store_svc.reading.stored_chunks import Part, check, check_layers, damaged, parsed, sliced, wanted_parts
@@ -67,6 +68,12 @@ class Responses:
             Failure: UNKNOWN_CAPTURE, CHECKSUM_MISMATCH or ARCHIVE_UNREACHABLE, or the caller has cancelled.
         """
         rows = _JoinedRows(self._query, self._placing)
+        try:
+            yield from self._of(frames, rows)
+        finally:
+            rows.give_up()
+
+    def _of(self, frames: Iterable[Frame], rows: _JoinedRows) -> Iterator[bytes]:
         joins = False
         for frame, is_first, is_last in self._in_runs(frames):
             check_not_cancelled(self._is_cancelled)
@@ -146,7 +153,9 @@ class _JoinedRows:
         self._query = query
         self._placing = placing
         self._header = capture_pb2.ChunkHeader()
-        self._rows = np.empty(0, dtype=np.uint8)
+        self._room: Room | None = None
+        self._buffer: npt.NDArray[np.uint8] | None = None
+        self._rows = np.empty(0, dtype=np.uint8)  # in the room or in the buffer
         self._size = 0
         self._crc32c = 0
         """The checksum that the rows should have."""
@@ -175,8 +184,8 @@ class _JoinedRows:
             num_bytes = chunk.format.payload_bytes(1, len(positions))
             if not self._has_room(num_bytes, len(positions)):
                 return False
-            if not len(self._rows):
-                self._rows = np.empty(BATCH_BYTES, dtype=np.uint8)
+            if not self._size:
+                self._begin()
             piece = self._rows[self._size : self._size + num_bytes]
             cut_into(piece, chunk, layers, positions)  # lets go of the GIL
             known = checksum_of_layers(chunk, layers, positions)
@@ -191,6 +200,16 @@ class _JoinedRows:
             self._header, self._since = slice_header(chunk, layers, positions), time.monotonic()
         self._size += num_bytes
         return True
+
+    def _begin(self) -> None:
+        """Choose where the next rows wait: in the shared memory if it has room, otherwise in a buffer."""
+        self._room = self._placing.room(BATCH_BYTES)
+        if self._room is not None:
+            self._rows = self._room.bytes
+            return
+        if self._buffer is None:
+            self._buffer = np.empty(BATCH_BYTES, dtype=np.uint8)
+        self._rows = self._buffer
 
     def _has_room(self, num_bytes: int, positions: int) -> bool:
         if num_bytes > _MAX_PIECE_BYTES:
@@ -208,7 +227,11 @@ class _JoinedRows:
         if not self._size:
             return
         payload = self._rows[: self._size]
-        response = self._placing.place(self._header, self._crc32c, payload)
+        room, self._room = self._room, None
+        if room is not None:
+            response = room.respond(self._header, self._crc32c, self._size)
+        else:
+            response = self._placing.place(self._header, self._crc32c, payload)
         if response is None:
             if checksum(payload.data) != self._crc32c:
                 raise damaged(self._query.capture_id)
@@ -216,3 +239,8 @@ class _JoinedRows:
             response = self._placing.framed(prefix, payload.data)
         self._size = self._crc32c = 0
         yield response
+
+    def give_up(self) -> None:
+        """Give back the room of rows that will not be sent: the read failed, or its caller has gone."""
+        if self._room is not None:
+            self._room.give_back()

@@ -111,12 +111,23 @@ class ReadUse:
 
     def take(self, num_bytes: int) -> tuple[Place, npt.NDArray[np.uint8]] | None:
         """Take room for a payload: its place, and its bytes, uint8 [num_bytes]. None if there is no room now."""
-        self._take_releases()
         place = None if self.is_over else self._memory.use.take(num_bytes)
+        if place is None:
+            self._take_releases()
+            place = None if self.is_over else self._memory.use.take(num_bytes)
         if place is None:
             return None
         self.num_bytes += num_bytes
         return place, self._memory.bytes[place.offset : place.offset + num_bytes]
+
+    def shorten(self, place: Place, size: int, kept: int) -> Place:
+        """Give back the end of the room that was taken last, or all of it; return what is left. See `RingUse`."""
+        self.num_bytes -= size - kept
+        try:
+            return self._memory.use.shorten(place, size, kept)
+        except SharedMemoryError as error:
+            self._drop(self._memory, error)
+            return place
 
     def wait(self, is_cancelled: Callable[[], bool]) -> None:
         """Wait until the peer releases something. If it does not for some seconds, give up.

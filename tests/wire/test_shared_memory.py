@@ -24,9 +24,9 @@ SIZE = 100
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.one_of(st.integers(1, SIZE), st.integers(-8, -1)), max_size=60))
-def test_pieces_in_use_never_overlap(steps):
-    """A positive step takes a piece of this size; a negative one releases as many pieces."""
+@given(st.lists(st.one_of(st.integers(1, SIZE), st.integers(-8, -1)), max_size=60), st.data())
+def test_pieces_in_use_never_overlap(steps, data):
+    """A positive step takes a piece of this size, and may shorten it; a negative one releases as many pieces."""
     use, held = RingUse(SIZE), deque()
     for step in steps:
         if step > 0:
@@ -34,14 +34,26 @@ def test_pieces_in_use_never_overlap(steps):
             if place is None:
                 assert held, "an unused ring has room for every piece"
                 continue
-            assert place.offset + step <= SIZE
-            assert all(place.offset + step <= at or at + size <= place.offset for at, size, _ in held)
-            assert not held or place.end >= held[-1][2] + step
-            held.append((place.offset, step, place.end))
+            kept = data.draw(st.integers(0, step))
+            place = use.shorten(place, step, kept)
+            assert use.taken == place.end
+            if kept:
+                assert place.offset + kept <= SIZE
+                assert all(place.offset + kept <= at or at + size <= place.offset for at, size, _ in held)
+                assert not held or place.end >= held[-1][2] + kept
+                held.append((place.offset, kept, place.end))
         elif len(held) >= -step:
             released = [held.popleft() for _ in range(-step)]
             use.release(released[-1][2])
         assert use.is_unused == (not held)
+
+
+def test_a_piece_that_was_released_too_early_cannot_be_shortened():
+    use = RingUse(SIZE)
+    place = use.take(10)
+    use.release(place.end)
+    with pytest.raises(SharedMemoryError, match="before it got"):
+        use.shorten(place, 10, 5)
 
 
 @settings(max_examples=200, deadline=None)

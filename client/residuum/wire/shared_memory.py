@@ -158,6 +158,25 @@ class RingUse:
         self._ends.append(end)
         return Place(start % self._size, end)
 
+    def shorten(self, place: Place, size: int, kept: int) -> Place:
+        """Give back the end of the piece that was taken last, or all of it; return what is left.
+
+        Args:
+            place: The piece.
+            size: Its size.
+            kept: How many of its bytes to keep.
+
+        Raises:
+            SharedMemoryError: The peer has released the piece already.
+        """
+        if not self._ends or self._ends[-1] != place.end:
+            raise SharedMemoryError(f"it released {place.end}, before it got that payload")
+        self._ends.pop()
+        self.taken = place.end - size + kept
+        if kept:
+            self._ends.append(self.taken)
+        return Place(place.offset, self.taken)
+
     def release(self, end: int) -> None:
         """Release all pieces up to the one with this `end`.
 

@@ -22,7 +22,7 @@ from residuum.wire.encodings import RowFormat
 from residuum.wire.frame_keys import FrameKey
 from residuum.wire.frames import ChunkView, checksum, chunk_prefix, parse_chunk, parse_read
 from residuum.wire.limits import MAX_CHUNK_POSITIONS
-from residuum.wire.shared_memory import MIN_PLACED_BYTES, MIN_READ_BYTES
+from residuum.wire.shared_memory import MIN_PLACED_BYTES, MIN_READ_BYTES, encode_released
 from store_svc.database.db import Table, Txn
 from store_svc.database.frames import StoredFrame
 from store_svc.item_errors import item_error
@@ -251,6 +251,33 @@ def test_a_damaged_chunk_is_never_sent_in_a_message(tmp_path: Path, make: Callab
                     rows.take(answer.chunk)  # fails on a wrong value
         if make is with_layer_checksums:
             assert client.read(layers=[1])[0] == grid([1], range(PROMPT))
+
+
+@pytest.mark.usefixtures("shared_memory")
+@pytest.mark.parametrize("number", [1, 4, BLOCKS - 1])
+def test_rows_before_a_damaged_chunk_leave_no_room_in_use(tmp_path: Path, number: int) -> None:
+    with serving(tmp_path / "store") as (store, client):
+        for name in ("damaged", "good"):
+            client.open(describe(name, prompt=PROMPT, width=WIDTH))
+            client.append(blocks(without_layer_checksums), name)
+            client.seal(name, generated=[1])
+        store._db.write(lambda txn: damage(txn, number))
+        peer = Peer(store, client)
+        request = store_pb2.ReadCapturesRequest(capture_ids=["good", "damaged"], layers=[2])
+        request.shared_memory_key = peer.given.key
+        for _ in range(10):  # a memory of which something is in use would not be used again
+            answers = list(client.stub.ReadCaptures(request, timeout=30))
+            parts = [part for answer in answers for part in answer.captures]
+            assert [part.index for part in parts if part.HasField("error")] == [1]
+            rows, end = Rows(), 0
+            for part in parts:
+                for placed in part.placed_chunks:
+                    end = placed.end
+                    if part.index == 0:
+                        rows.take(peer.chunk(placed))
+            assert rows.cells == grid([2], range(PROMPT))
+            assert peer.given.send(encode_released(end))
+        peer.given.close()
 
 
 def test_many_captures_and_the_client(tmp_path: Path) -> None:
