@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from prometheus_client import Metric
+    from prometheus_client import CollectorRegistry, Metric
     from typing_extensions import Self
 
     from inference_svc.captures.stores import Stores
@@ -59,13 +59,7 @@ class InferenceMetrics:
         )
         self.generated_tokens = TokenCount("residuum_inference_generated_tokens", "Generated tokens sent to clients.")
         self.registry.register(self.generated_tokens)
-        self.rules = Counter(
-            "residuum_inference_rules_fired",
-            f"Rules that fired, by name and action. Only {_MAX_RULE_NAMES} names are told apart from (other).",
-            ["rule", "action"],
-            registry=self.registry,
-        )
-        self._rule_names: set[str] = set()
+        self.rules = RuleCounts(self.registry)
         self.first_token_seconds = Histogram(
             "residuum_inference_first_token_seconds",
             "Seconds from the call of Generate to the first token, including waits.",
@@ -79,19 +73,33 @@ class InferenceMetrics:
             registry=self.registry,
         )
 
-    def add_rule(self, name: str, action: str) -> None:
-        """Count a rule that fired. Callers choose the names, so the number of names is limited."""
-        if len(self._rule_names) < _MAX_RULE_NAMES:
-            self._rule_names.add(name)
-        self.rules.labels(name if name in self._rule_names else "(other)", action).inc()
-
-    def know_rule(self, name: str) -> None:
-        """Count a rule of the operator by its name, whatever rules callers have."""
-        self._rule_names.add(name)
-
     def request(self) -> RequestWatch:
         """Return a watch for one request, which starts now."""
         return RequestWatch(self)
+
+
+class RuleCounts:
+    """Counts the rules that fire."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Create the counter in a registry."""
+        self._counter = Counter(
+            "residuum_inference_rules_fired",
+            f"Rules that fired, by name and action. Only {_MAX_RULE_NAMES} names are told apart from (other).",
+            ["rule", "action"],
+            registry=registry,
+        )
+        self._names: set[str] = set()
+
+    def add(self, name: str, action: str) -> None:
+        """Count a rule that fired. Callers choose the names, so the number of names is limited."""
+        if len(self._names) < _MAX_RULE_NAMES:
+            self._names.add(name)
+        self._counter.labels(name if name in self._names else "(other)", action).inc()
+
+    def know(self, name: str) -> None:
+        """Count a rule of the operator by its name, whatever rules callers have."""
+        self._names.add(name)
 
 
 class TokenCount(Collector):

@@ -194,7 +194,7 @@ class InferenceServer:
         except RulesFileError as error:
             raise SystemExit(str(error)) from None
         for name in rules.names:
-            self._metrics.know_rule(name)
+            self._metrics.rules.know(name)
         parts = Parts.assemble(engine, settings, stores, self._metrics, access.limits_of, rules)
         self._metrics.registry.register(ServiceCollector(parts.registry, parts.vectors, parts.activator, stores))
         return parts

@@ -162,7 +162,7 @@ class RequestRunner:
             len(sequences),
             changes,
             partial(self._engine.replies.text, token_ids),
-            self._metrics,
+            self._metrics.rules,
             has_stop_texts=bool(sampling.stop),
         )
         return Generation(

@@ -13,13 +13,17 @@ import time
 from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from prometheus_client import REGISTRY
 
 from inference_svc.admission.operator_rules import OperatorRules
 from inference_svc.admission.probes import probe_sites
 from inference_svc.admission.rules_file import RulesFile, RulesFileError
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.facts import facts_of
+from inference_svc.metrics import RuleCounts
 from inference_svc.request_parts import RequestParts, Share
 from inference_svc.requests.registry import RequestRegistry
 from inference_svc.resources.score_board import ScoreBoard
@@ -186,6 +190,9 @@ class FrontEnd:
             limits = self._settings.max_vectors, self._settings.max_vector_mib << 20
             shared = SharedVectors(folder_of(ranks) / "vectors", *limits)
         vectors = RequestVectors(parts.vectors, shared)
+        counts = _rule_counts()
+        for name in rules.names:
+            counts.know(name)
         has_store, max_model_len = self._delivery is not None, engine.facts.max_model_len
         self._serving = _Serving(
             RequestAdmission(parts.admission, vectors, max_model_len, has_store=has_store, has_rules=self._has_rules),
@@ -197,6 +204,7 @@ class FrontEnd:
                 parts.reservations,
                 vectors,
                 self._delivery,
+                counts,
                 self._startup.wait,
             ),
         )
@@ -229,3 +237,9 @@ class FrontEnd:
                 Reason.ERROR_REASON_INTERNAL,
                 "The server's rules (RESIDUUM_RULES_FILE) cannot be used; its log says why. Tell its operator.",
             ) from None
+
+
+@cache
+def _rule_counts() -> RuleCounts:
+    """Return what counts the rules that fire in this process. vLLM's own metrics are in the same registry."""
+    return RuleCounts(REGISTRY)

@@ -16,7 +16,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_svc.engine.engine import tokenizer_of
 from inference_svc.engine.streams import engine_dead_failure
-from inference_svc.metrics import InferenceMetrics
 from inference_svc.requests.plans import count_spare_positions, make_plan
 from inference_svc.requests.replies import ReplyReader
 from inference_svc.requests.tokenizer_thread import TokenizerThread
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
     from inference_svc.engine.engine import Engine
+    from inference_svc.metrics import RuleCounts
     from inference_svc.requests.registry import RequestRegistry, Running
     from inference_svc.session.reservation import Reservations
     from inference_svc.session.scores.rules import SequenceRules
@@ -62,6 +62,7 @@ class RequestRunner:
         reservations: Reservations,
         vectors: RequestVectors,
         delivery: Delivery | None,
+        rule_counts: RuleCounts,
         wait_for_startup: Callable[[], Awaitable[None]],
     ) -> None:
         """Prepare to run requests.
@@ -74,6 +75,7 @@ class RequestRunner:
             reservations: Reserves what requests need in the workers.
             vectors: Keeps the vectors that come with requests.
             delivery: Where captures go; None: nothing is captured.
+            rule_counts: Counts the rules that fire.
             wait_for_startup: Waits until the server can capture and steer. Raises a Failure if its start failed.
         """
         self._llm = llm
@@ -83,9 +85,9 @@ class RequestRunner:
         self._reservations = reservations
         self._vectors = vectors
         self._delivery = delivery
+        self._rule_counts = rule_counts
         self._wait_for_startup = wait_for_startup
         self._burst = Burst()
-        self._metrics = InferenceMetrics()  # which vLLM's server does not show
         self._replies: ReplyReader | None = None
 
     async def run(self, admitted: AdmittedRequest, options: Mapping[str, Any]) -> AsyncGenerator[Any]:
@@ -168,7 +170,7 @@ class RequestRunner:
             sampling.n,
             changes,
             text_of if sampling.detokenize else _no_text,
-            self._metrics,
+            self._rule_counts,
             has_stop_texts=bool(sampling.stop),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,6 +105,21 @@ def test_a_request_may_opt_out(api: openai.OpenAI) -> None:
     (choice,) = api.completions.create(**ASKED, extra_body={"vllm_xargs": xargs}).choices
     assert choice.finish_reason == "length"
     assert "residuum" not in choice.model_extra
+
+
+def test_the_metrics_of_vllm_count_the_rules_that_fire(server: Server, api: openai.OpenAI) -> None:
+    def counts() -> dict[tuple[str, str], float]:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        assert "vllm:" in text
+        line = re.compile(r'residuum_inference_rules_fired_total\{action="(\w+)",rule="([^"]+)"\} (\S+)')
+        return {(rule, action): float(count) for action, rule, count in line.findall(text)}
+
+    before = counts()
+    api.completions.create(**ASKED)
+    api.completions.create(**ASKED, extra_body={"vllm_xargs": residuum.vllm_xargs(without_operator_rules=True)})
+    more = {key: count - before.get(key, 0) for key, count in counts().items()}
+    assert more == {("operator:joy", "steer"): 1, ("operator:stop", "abort"): 1}
 
 
 def test_the_log_names_the_request_of_each_rule_that_fires(server: Server, api: openai.OpenAI) -> None:

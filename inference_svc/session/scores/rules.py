@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from inference_svc.admission.specs import ResolvedSpec
     from inference_svc.engine.streams import Delta
-    from inference_svc.metrics import InferenceMetrics
+    from inference_svc.metrics import RuleCounts
     from inference_svc.session.steering_changes import SteeringChanges
     from residuum.v1 import probe_pb2
 
@@ -47,7 +47,7 @@ def sequence_rules(
     num_sequences: int,
     changes: SteeringChanges | None,
     text_of: TextOf,
-    metrics: InferenceMetrics,
+    counts: RuleCounts,
     *,
     has_stop_texts: bool,
 ) -> list[SequenceRules]:
@@ -57,7 +57,7 @@ def sequence_rules(
         return []
     num_shown = len(spec.shown_probes)
     return [
-        SequenceRules(index, probes, changes, text_of, metrics, num_shown, has_stop_texts=has_stop_texts)
+        SequenceRules(index, probes, changes, text_of, counts, num_shown, has_stop_texts=has_stop_texts)
         for index in range(num_sequences)
     ]
 
@@ -71,7 +71,7 @@ class SequenceRules:
         spec: probe_pb2.ProbeSpec,
         changes: SteeringChanges | None,
         text_of: TextOf,
-        metrics: InferenceMetrics,
+        counts: RuleCounts,
         num_shown: int | None = None,
         *,
         has_stop_texts: bool = False,
@@ -83,7 +83,7 @@ class SequenceRules:
             spec: The checked probes and rules.
             changes: Changes the request's steering; None: no rule steers.
             text_of: Returns the text of the first tokens of the reply.
-            metrics: Where rules that fire are counted.
+            counts: Counts the rules that fire.
             num_shown: How many of the probes, the first ones, the caller gets scores of; None: all.
             has_stop_texts: Whether the request has stop texts, so that the engine holds back text that may begin one.
         """
@@ -92,7 +92,7 @@ class SequenceRules:
         self._index = index
         self._changes = changes
         self._text_of = text_of
-        self._metrics = metrics
+        self._counts = counts
         names = [probe.name for probe in spec.probes]
         self._watches = [_Watched(RuleWatch(rule), names.index(rule.probe)) for rule in spec.rules]
         self._token_ids: list[int] = []
@@ -160,6 +160,6 @@ class SequenceRules:
             if first is not None:
                 event.first_position = first
         action = rule_pb2.RuleAction.Name(rule.action).removeprefix("RULE_ACTION_").lower()
-        self._metrics.add_rule(rule.name, action)
+        self._counts.add(rule.name, action)
         _log.info("rule fired", rule=rule.name, action=action, sequence=self._index, token=token, score=round(score, 6))
         return event

@@ -331,7 +331,7 @@ def test_without_a_file_nothing_changes():
     assert (rules.names, rules.outputs_for("a")) == ([], 0)
     metrics = InferenceMetrics()
     for number in range(1000):
-        metrics.add_rule(f"r{number}", "flag")
-    metrics.know_rule("operator:late")
-    metrics.add_rule("operator:late", "abort")
+        metrics.rules.add(f"r{number}", "flag")
+    metrics.rules.know("operator:late")
+    metrics.rules.add("operator:late", "abort")
     assert fired(metrics, "operator:late", "abort") == 1, "callers' names do not crowd it out"

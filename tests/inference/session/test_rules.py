@@ -351,7 +351,7 @@ async def test_log_probabilities_and_scores_end_with_the_reply():
     async def text_of(token_ids):
         return "".join(f"t{token}" for token in token_ids)
 
-    rules = SequenceRules(0, spec_, None, text_of, InferenceMetrics())
+    rules = SequenceRules(0, spec_, None, text_of, InferenceMetrics().rules)
     logprobs = TokenLogprobs(np.arange(3.0), np.arange(6).reshape(3, 2), np.arange(6.0).reshape(3, 2))
     scores = (np.array([[0.1], [0.9], [0.9]], np.float32),)
     delta = await rules.judge(Delta("t4t5t6", [4, 5, 6], logprobs=logprobs, scores=scores))
@@ -391,7 +391,7 @@ async def test_the_text_of_an_aborted_reply_is_that_of_its_tokens(streaming_toke
         resolve_spec(spec(rule("stop", action=ABORT)), PROBING).probes,
         None,
         partial(replies.text, [], skip_special_tokens=skips),
-        InferenceMetrics(),
+        InferenceMetrics().rules,
         has_stop_texts=bool(held),
     )
     sent, told = 0, ""
@@ -413,7 +413,7 @@ async def test_text_that_the_tokenizer_decodes_otherwise_than_it_was_sent_is_not
         return "".join("abcdef"[token] for token in token_ids).upper()
 
     rules = SequenceRules(
-        0, resolve_spec(spec(rule("stop", action=ABORT)), PROBING).probes, None, text_of, InferenceMetrics()
+        0, resolve_spec(spec(rule("stop", action=ABORT)), PROBING).probes, None, text_of, InferenceMetrics().rules
     )
     low, high = np.float32([[0.1]]), np.float32([[0.9], [0.9]])
     await rules.judge(Delta("a longer text", [0], scores=(low,)))
@@ -442,7 +442,7 @@ async def test_changes_by_rules_count_with_the_names_of_the_rules():
 def test_callers_cannot_make_a_metric_grow_without_a_limit():
     metrics = InferenceMetrics()
     for number in range(2000):
-        metrics.add_rule(f"rule{number}", "flag")
-    metrics.add_rule("rule7", "flag")
+        metrics.rules.add(f"rule{number}", "flag")
+    metrics.rules.add("rule7", "flag")
     assert fired(metrics, "rule7", "flag") == 2
     assert fired(metrics, "(other)", "flag") == 1000
